@@ -60,7 +60,7 @@ format: setup ## rewrite the code in the house format
 	$(BIN)/ruff format .
 
 types: setup ## mypy, strict
-	$(BIN)/mypy troupe services simulator examples benchmarks scripts
+	$(BIN)/mypy troupe services testbed examples benchmarks scripts
 
 walls: setup ## who may import whom
 	$(BIN)/lint-imports

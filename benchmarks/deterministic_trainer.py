@@ -25,8 +25,8 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.command import finish
-from services.trainer.learner import Learner
-from services.trainer.rows import Row
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.samples import Row
 from troupe.job import JobSpec
 
 VOCABULARY = 1024

@@ -37,11 +37,11 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from benchmarks.command import finish
-from services.rollout.engines.base import Generation, SamplingParams
-from services.rollout.engines.models import skeleton
+from services.rollout.engines.base import EngineResponse, SamplingParams
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.places import Home
-from services.rollout.policy import ServedPolicy
+from services.rollout.engines.weights import skeleton
+from services.rollout.serving.policy import ServedPolicy
+from services.rollout.serving.router import StickyRoute
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
@@ -151,11 +151,11 @@ class Bench:
             for _ in range(plan.turns)
         ]
 
-    async def turn(self, name: str, prompt: list[int]) -> Generation:
+    async def turn(self, name: str, prompt: list[int]) -> EngineResponse:
         """One turn as a trajectory asks for it."""
         sampling = SamplingParams(max_new_tokens=self.plan.response_tokens)
         return await self.policy.router.generate(
-            name, prompt, sampling, home=Home(), deadline_seconds=600
+            name, prompt, sampling, home=StickyRoute(), deadline_seconds=600
         )
 
     async def through_troupe(self, seed: int) -> float:

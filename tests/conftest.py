@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from redis import Redis
 
 from tests.support.redis_server import RedisServer
-from troupe.workflow import freshness
+from troupe.workflow import loading
 
 # A developer's runs look for new counterexamples; CI's judge the change, the same way every time.
 # How long an example takes says how busy the machine is.
@@ -85,4 +85,4 @@ def _edited_tests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of the suite are no users' modules: those that an edit makes the services import anew
     would be others than those that the tests talk to."""
     here = str(Path(__file__).parent)
-    monkeypatch.setattr(freshness, "_INSTALLED", (*freshness._INSTALLED, here))
+    monkeypatch.setattr(loading, "_INSTALLED", (*loading._INSTALLED, here))

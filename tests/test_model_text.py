@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from troupe.functions.library.judge import read_score
 from troupe.model_text import DEEPEST, Parsed, read_json, read_reply
 from troupe.workflow.environments.adapters.spaces import numbers, rendered
+from troupe.workflow.environments.episode import read_move
 from troupe.workflow.environments.errors import IllegalMoveError
 from troupe.workflow.environments.interface import Observation
-from troupe.workflow.environments.moves import read_move
-from troupe.workflow.messages import parse_messages
-from troupe.workflow.toolcalls import PARSERS, canonical
+from troupe.workflow.messages import PARSERS, canonical, parse_messages
 from troupe.workflow.trying.tokenizer import ByteTokenizer
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "object"}}}

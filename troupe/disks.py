@@ -4,9 +4,31 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Final
+
+# Of safetensors' errors and of tokenizers', which are plain exceptions.
+_NUMBER: Final = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
+_NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """What the system said, if `error` is about that."""
+    if isinstance(error, OSError):
+        return error
+    match = _NUMBER.search(str(error))
+    if match is None:
+        return None
+    number = int(match[1] or match[2])
+    return OSError(number, os.strerror(number))
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there is no room, or none for whoever writes."""
+    return error.errno in _NO_ROOM
+
 
 _MIB: Final = 1 << 20
 # What a service needs to go on: more than one write of it, and little of a small disk.

@@ -144,7 +144,7 @@ def read_reply(
     return _Reader(text, syntax, tags, thinking=thinking).read()
 
 
-class _Part(NamedTuple):
+class _TextPart(NamedTuple):
     kind: Literal["said", "calls", "thought"]
     text: str
     calls: Sequence[Call] = ()
@@ -167,7 +167,7 @@ class _Reader:
         self._attempts = self._plan_attempts()
         # Calls have no tag before them: they may begin wherever content begins.
         self._untagged = syntax is not None and not syntax.opening
-        self._parts: list[_Part] = []
+        self._parts: list[_TextPart] = []
         self._settled = 0  # parts that a closing tag turned into thoughts
         self._at = 0  # where the part that is being read begins
         # The tags that end the thought that is being read: any that the prompt may have opened.
@@ -192,7 +192,7 @@ class _Reader:
             elif word in self._closings:
                 self._end_part("said", tag)
                 later = "".join(part.text for part in self._parts[self._settled :])
-                self._parts[self._settled :] = [_Part("thought", later)]
+                self._parts[self._settled :] = [_TextPart("thought", later)]
                 self._settled = len(self._parts)
                 skip = begin_content(index + 1)
             elif self._syntax is not None and word == self._syntax.opening:
@@ -213,7 +213,7 @@ class _Reader:
     def _end_part(self, kind: Literal["said", "thought"], tag: re.Match[str] | None = None) -> None:
         end = tag.start() if tag is not None else len(self._text)
         if end > self._at:
-            self._parts.append(_Part(kind, self._text[self._at : end]))
+            self._parts.append(_TextPart(kind, self._text[self._at : end]))
         self._at = tag.end() if tag is not None else end
 
     def _plan_attempts(self) -> dict[int, int]:
@@ -262,7 +262,7 @@ class _Reader:
         if not calls:
             return 0
         if begin > self._at:
-            self._parts.append(_Part("said", self._text[self._at : begin]))
-        self._parts.append(_Part("calls", self._text[begin:end], calls))
+            self._parts.append(_TextPart("said", self._text[self._at : begin]))
+        self._parts.append(_TextPart("calls", self._text[begin:end], calls))
         self._at = end
         return end

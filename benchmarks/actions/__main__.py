@@ -50,8 +50,8 @@ from benchmarks.actions.live import Mode, Result, play
 from benchmarks.actions.real_time import breathe, modestly
 from benchmarks.actions.served import started
 from benchmarks.command import finish, options_of
-from simulator.rollout import Played
-from simulator.trace import CodingLaw, TeacherLaw, Trajectory, coding
+from testbed.simulator.rollout import BatchResult
+from testbed.simulator.trace import CodingLaw, TeacherLaw, Trajectory, coding
 from troupe.scheduling.elastic.order import FCFS, SHORTEST
 
 _SEED: Final = 1
@@ -123,7 +123,7 @@ async def real(plan: Plan, console: Console) -> dict[str, Any]:
     modes = [Mode("elastic"), Mode("told", told=True), Mode("fcfs", order=FCFS)]
     modes += [Mode("fixed", cores), Mode("reserved", 1, cores)]
     before = coding(plan.before, law, _SEED + 1)
-    rows: list[tuple[Result, Played]] = []
+    rows: list[tuple[Result, BatchResult]] = []
     for order in (SHORTEST, FCFS):
         async with started(cores, 4 * cores, paced=False, order=order) as reward:
             for mode in (mode for mode in modes if mode.order == order):
@@ -158,13 +158,13 @@ async def real(plan: Plan, console: Console) -> dict[str, Any]:
     }
 
 
-async def _alike(plan: Plan, law: CodingLaw, cores: int) -> list[tuple[Result, Played]]:
+async def _alike(plan: Plan, law: CodingLaw, cores: int) -> list[tuple[Result, BatchResult]]:
     """The largest batch where calls of a query are alike; the last row is the reservations'."""
     law, count = replace(law, alike=plan.alike), plan.real[-1]
     before, first = coding(plan.before, law, _SEED + 1), coding(count, law, _SEED)
     again = coding(count, law, _SEED, epoch=1)
     learned, told = Mode("alike, learned", job="alike"), Mode("alike, told", told=True)
-    rows: list[tuple[Result, Played]] = []
+    rows: list[tuple[Result, BatchResult]] = []
     async with started(cores, 4 * cores, paced=False) as reward:
         for mode, trajectories, known in (
             (learned, first, before),
@@ -187,7 +187,7 @@ async def paced(plan: Plan, console: Console) -> dict[str, Any]:
     law = CodingLaw(turns=plan.turns).scaled(plan.paced_scale)
     parallelism, places = simulated.POD_PARALLELISM, _PACED_CORES // simulated.POD_CORES
     modes = (Mode("elastic"), Mode("fixed", parallelism), Mode("reserved", parallelism, places))
-    rows: list[tuple[Result, Played]] = []
+    rows: list[tuple[Result, BatchResult]] = []
     async with started(_PACED_CORES, plan.paced_workers, paced=True) as reward:
         for count in plan.paced:
             trajectories = coding(count, law, _SEED)
@@ -281,7 +281,7 @@ def _twin(
     mode: Mode,
     cores: int,
     before: Sequence[Trajectory] = (),
-) -> Played:
+) -> BatchResult:
     """The same in simulated time."""
     if mode.places is not None:
         pod, parallelism = cores // mode.places, mode.fixed or 1
@@ -293,11 +293,11 @@ def _twin(
     return simulated.elastic(trajectories, [cores], order=mode.order, told=mode.told, before=before)
 
 
-def _of(rows: Sequence[tuple[Result, Played]], mode: str, count: int) -> Result:
+def _of(rows: Sequence[tuple[Result, BatchResult]], mode: str, count: int) -> Result:
     return next(r for r, _ in rows if (r.mode, r.trajectories) == (mode, count))
 
 
-def _acts(rows: Sequence[tuple[Result, Played]], prefix: str, count: int) -> dict[str, float]:
+def _acts(rows: Sequence[tuple[Result, BatchResult]], prefix: str, count: int) -> dict[str, float]:
     """Mean ACT of `count` trajectories, by mode."""
     modes = dict.fromkeys(r.mode for r, _ in rows)
     names = {mode: "static" if mode == "reserved" else mode for mode in modes}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.actions.served import Ran, Reward
-from simulator.trace import REWARD, SHELL, TESTS, CodingLaw, Trajectory
+from testbed.simulator.trace import REWARD, SHELL, TESTS, CodingLaw, Trajectory
 from troupe.rpc import new_id
 from troupe.scheduling.elastic.order import SHORTEST, Order
 

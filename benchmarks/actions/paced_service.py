@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.actions.functions import PACED_DIR
-from services.reward import workplace
+from services.reward import host
 
 
 class PacedCores:
@@ -60,5 +60,5 @@ if __name__ == "__main__":
     from services.chassis.app import run
     from services.reward.server import RewardService, RewardSettings
 
-    with mock.patch.multiple(workplace, usable_cores=_cores, choose_backend=_backend):
+    with mock.patch.multiple(host, usable_cores=_cores, choose_backend=_backend):
         raise SystemExit(run(RewardService, RewardSettings))

@@ -12,10 +12,10 @@ from benchmarks.actions import simulated
 from benchmarks.actions.live import Result
 from benchmarks.actions.simulated import Batch, Pool, Several
 from benchmarks.command import quantile
-from simulator.rollout import Played
+from testbed.simulator.rollout import BatchResult
 
 
-def live(console: Console, title: str, rows: Sequence[tuple[Result, Played]]) -> None:
+def live(console: Console, title: str, rows: Sequence[tuple[Result, BatchResult]]) -> None:
     """One row per batch and mode; what the simulator says of the same beside it."""
     table = Table(title=title)
     for name in (

@@ -19,7 +19,7 @@ import psutil
 from benchmarks.actions.functions import PACED_DIR
 from benchmarks.actions.real_time import go_ahead
 from benchmarks.command import end, scratch
-from simulator.trace import SHELL, Call
+from testbed.simulator.trace import SHELL, SimulatedAction
 from troupe.rpc import ClientSettings, connect, new_id
 from troupe.scheduling.elastic.order import SHORTEST, Order
 from troupe.v1 import reward_pb2 as pb
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _START_SECONDS = 60.0
 _CALL_SECONDS = 600.0
 # What workers are warmed up with: long enough that each gets one.
-_NOTHING = Call(SHELL, 1, 1, 0.02, 0.0)
+_NOTHING = SimulatedAction(SHELL, 1, 1, 0.02, 0.0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Reward:
         )
         await asyncio.gather(*(self.run(name, _NOTHING) for _ in range(2 * self._workers)))
 
-    async def run(self, name: str, call: Call, who: tuple[str, str] = ("", "")) -> Ran:
+    async def run(self, name: str, call: SimulatedAction, who: tuple[str, str] = ("", "")) -> Ran:
         """Run an action for `who`, job and trajectory."""
         asked = time.perf_counter()
         response = await self._stub.Invoke(

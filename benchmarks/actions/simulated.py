@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import simpy
 
 from benchmarks.command import quantile
-from simulator.actions import CORES, ElasticPool, Learned
-from simulator.models import Dedicated, Service, SharedPool
-from simulator.pods import Pods
-from simulator.rollout import Played, ask, play
-from simulator.trace import (
+from testbed.simulator.actions import CORES, ElasticPool, Learned
+from testbed.simulator.models import Dedicated, ServedModel, SharedPool
+from testbed.simulator.pods import Pods
+from testbed.simulator.rollout import BatchResult, ask, play
+from testbed.simulator.trace import (
     REWARD,
     TESTS,
-    Asked,
     CodingLaw,
+    ServiceRequest,
     TeacherLaw,
     Trajectory,
     coding,
@@ -54,7 +54,7 @@ def elastic(
     order: Order = SHORTEST,
     told: bool = False,
     before: Sequence[Trajectory] = (),
-) -> Played:
+) -> BatchResult:
     """Actions scheduled one by one on hosts of so many cores. `told`: how long each takes is known
     when it is asked for. `before` is what was played, and learned from, before."""
     capacities = [{CORES: cores} for cores in hosts]
@@ -68,7 +68,7 @@ def elastic(
     return play(trajectories, make)
 
 
-def fixed(trajectories: Sequence[Trajectory], hosts: Sequence[int], cores: int) -> Played:
+def fixed(trajectories: Sequence[Trajectory], hosts: Sequence[int], cores: int) -> BatchResult:
     """The same, but every action that is elastic gets so many cores."""
     capacities = [{CORES: each} for each in hosts]
     return play(
@@ -84,7 +84,7 @@ def reserved(
     pod: int = POD_CORES,
     parallelism: int = POD_PARALLELISM,
     kubernetes: bool = True,
-) -> Played:
+) -> BatchResult:
     """A pod for every trajectory; `kubernetes`: making one takes its time."""
     capacities = [{CORES: cores} for cores in hosts]
 
@@ -153,7 +153,7 @@ def several(cores: int, count: int, law: CodingLaw, seeds: Sequence[int]) -> Sev
     return Several(cores, *means)
 
 
-def tight(trajectories: Sequence[Trajectory]) -> Played:
+def tight(trajectories: Sequence[Trajectory]) -> BatchResult:
     """Reservations of no more than actions use, one for everybody at once."""
     cores = POD_PARALLELISM * len(trajectories)
     return reserved(trajectories, [cores], pod=POD_PARALLELISM, kubernetes=False)
@@ -164,8 +164,8 @@ class Batch:
     """One size of batch; `static` is None where it was not played."""
 
     trajectories: int
-    elastic: Played
-    static: Played | None
+    elastic: BatchResult
+    static: BatchResult | None
 
     @property
     def gain(self) -> float:
@@ -188,7 +188,7 @@ def batches(sizes: Sequence[int], beyond: Sequence[int], law: CodingLaw, seed: i
 
 def cores_for(
     act: float, trajectories: Sequence[Trajectory], unit: int, most: int
-) -> tuple[int, Played]:
+) -> tuple[int, BatchResult]:
     """The smallest host, in steps of `unit` cores and up to `most`, on which actions take `act`
     seconds at most."""
     low, high, best = 0, most // unit, elastic(trajectories, [most])
@@ -215,7 +215,7 @@ class Pool:
 def pools(sizes: Sequence[int], steps: int, law: TeacherLaw, seed: int) -> tuple[Pool, list[Pool]]:
     """Every service on devices of its own, and all on shared ones."""
     calls = teaching(steps, law, seed)
-    services = [Service(f"teacher-{i}", SERVICE_GPUS) for i in range(law.services)]
+    services = [ServedModel(f"teacher-{i}", SERVICE_GPUS) for i in range(law.services)]
     names = [service.name for service in services]
 
     def dedicated(env: simpy.Environment) -> Dedicated:
@@ -229,15 +229,15 @@ def ideal(gpus: int, steps: int, law: TeacherLaw, seed: int) -> tuple[Pool, Pool
     """What no eviction could do better: who goes is known from the future; and restores take no
     time."""
     calls = teaching(steps, law, seed)
-    services = [Service(f"teacher-{i}", SERVICE_GPUS) for i in range(law.services)]
+    services = [ServedModel(f"teacher-{i}", SERVICE_GPUS) for i in range(law.services)]
     foreseen = _shared(gpus, calls, services, foresight=True)
     return foreseen, _shared(gpus, calls, services, restore_seconds=0.0)
 
 
 def _shared(
     gpus: int,
-    calls: Sequence[Asked],
-    services: Sequence[Service],
+    calls: Sequence[ServiceRequest],
+    services: Sequence[ServedModel],
     *,
     restore_seconds: float = RESTORE_SECONDS,
     foresight: bool = False,
@@ -267,7 +267,7 @@ def _shared(
     return _pool(gpus, played, made[0].restores / len(calls))
 
 
-def _pool(gpus: int, played: Played, restores: float = 0.0) -> Pool:
+def _pool(gpus: int, played: BatchResult, restores: float = 0.0) -> Pool:
     return Pool(gpus, played.act, quantile(played.acts, 0.99), restores)
 
 

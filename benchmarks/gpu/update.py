@@ -18,8 +18,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.command import finish
-from services.trainer.learner import Learner
-from services.trainer.rows import Row
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.samples import Row
 from troupe.job import JobSpec
 
 LARGE: dict[str, Any] = {

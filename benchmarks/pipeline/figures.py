@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 
 from benchmarks.pipeline.measure import Run, StepEnd
-from troupe.timeline import Span, busy_within, union
+from testbed.timeline import TimelineSpan, busy_within, union
 
 # What counts as work of an engine; loading weights does not.
 _WORK = ("generate", "train", "step")
@@ -77,11 +77,11 @@ def figures(run: Run) -> Figures:
     )
 
 
-def _work(spans: list[Span]) -> list[Span]:
+def _work(spans: list[TimelineSpan]) -> list[TimelineSpan]:
     return [span for span in spans if span.what in _WORK]
 
 
-def levels(spans: list[Span], start: float, end: float, buckets: int) -> list[float]:
+def levels(spans: list[TimelineSpan], start: float, end: float, buckets: int) -> list[float]:
     """Mean `level` of `spans` in equal buckets of [start, end]."""
     width = (end - start) / buckets
     found = [0.0] * buckets
@@ -95,12 +95,17 @@ def levels(spans: list[Span], start: float, end: float, buckets: int) -> list[fl
     return found
 
 
-def blocks(spans: list[Span], start: float, end: float, gap: float) -> list[Span]:
+def blocks(spans: list[TimelineSpan], start: float, end: float, gap: float) -> list[TimelineSpan]:
     """`spans` within [start, end], with those of one policy joined that are `gap` s apart."""
-    joined: list[Span] = []
+    joined: list[TimelineSpan] = []
     for policy in sorted({span.policy for span in spans}):
-        own = [Span(s.lane, "", policy, s.start, s.end + gap) for s in spans if s.policy == policy]
+        own = [
+            TimelineSpan(s.lane, "", policy, s.start, s.end + gap)
+            for s in spans
+            if s.policy == policy
+        ]
         joined += [
-            Span("", "", policy, since, until - gap) for since, until in union(own, start, end)
+            TimelineSpan("", "", policy, since, until - gap)
+            for since, until in union(own, start, end)
         ]
     return joined

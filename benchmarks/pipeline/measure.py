@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 
 from benchmarks.pipeline.workload import TOOL_PROCESSES, TRAINERS, Mode
+from testbed.timeline import TimelineSpan, read_spans
 from troupe.client import AsyncClient, AsyncJobHandle, JobFailed, MetricsLogged
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.job import JobSpec
-from troupe.timeline import Span, read_spans
 
 # A row that takes this long hangs.
 _ROW_SECONDS = 900.0
@@ -41,8 +41,8 @@ class Run:
 
     mode: Mode
     steps: list[StepEnd]
-    engines: dict[str, list[Span]]
-    trainers: dict[str, list[Span]]
+    engines: dict[str, list[TimelineSpan]]
+    trainers: dict[str, list[TimelineSpan]]
     cpu: float = 0.0
     failure: str = ""
 
@@ -84,8 +84,8 @@ async def run(client: AsyncClient, mode: Mode, spec: JobSpec, trace_dir: Path) -
         return Run(mode, [], {}, {}, failure=str(error))
     spans = read_spans(trace_dir)
     since = steps[0].at - steps[0].values["step/seconds"] - 1
-    engines: dict[str, list[Span]] = {}
-    trainers: dict[str, list[Span]] = {}
+    engines: dict[str, list[TimelineSpan]] = {}
+    trainers: dict[str, list[TimelineSpan]] = {}
     for span in spans:
         if span.lane.startswith(handle.id):
             engines.setdefault(span.policy, []).append(span)
@@ -102,8 +102,11 @@ async def _trainers_free(client: AsyncClient) -> None:
 
 
 def _own(
-    trainers: dict[str, list[Span]], spans: list[Span], steps: list[StepEnd], since: float
-) -> dict[str, list[Span]]:
+    trainers: dict[str, list[TimelineSpan]],
+    spans: list[TimelineSpan],
+    steps: list[StepEnd],
+    since: float,
+) -> dict[str, list[TimelineSpan]]:
     """Every trainer by a short name, idle ones too; only what it did for this row."""
     lanes = sorted({span.lane for span in spans if span.what in ("train", "step")})
     until = steps[-1].at

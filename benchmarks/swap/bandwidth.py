@@ -15,12 +15,11 @@ import torch
 from benchmarks.workloads.tokenizer import save_tokenizer
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
-from services.trainer.learner import Learner
-from services.trainer.policy_model import load_model
-from services.trainer.residence import Residence
-from services.trainer.rows import Row
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import load_model
+from services.trainer.learning.samples import Row
 from services.trainer.settings import TrainerSettings
-from services.trainer.suspension import Luggage, Suspension
+from services.trainer.state.suspension import ParameterPool, SuspendedTensors, Suspension
 from troupe.job import JobSpec
 
 POLICY = "player"
@@ -49,7 +48,7 @@ def measure(hidden: int, layers: int, rounds: int, device: torch.device, where: 
     """
     learner = _policy(hidden, layers, device, where)
     settings = TrainerSettings(transfer_dir=where / "transfer", data_dir=where / "runs")
-    residence = Residence(device)
+    residence = ParameterPool(device)
     suspension = Suspension(HostTransfer(settings, Telemetry()), residence, "swap", POLICY)
     size = sum(t.nbytes for t in learner.suspended()[0].values())
     copy = _copies(size, device)
@@ -58,7 +57,7 @@ def measure(hidden: int, layers: int, rounds: int, device: torch.device, where: 
         copied = _seconds(copy, device)
         began = time.perf_counter()
         tensors, values = learner.suspended()
-        state = suspension.store(number, Luggage(tensors, {"learner": values}), None, 30.0)
+        state = suspension.store(number, SuspendedTensors(tensors, {"learner": values}), None, 30.0)
         del tensors
         residence.give_back(learner.leave())
         suspended = time.perf_counter() - began

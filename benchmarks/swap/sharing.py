@@ -12,10 +12,10 @@ from typing import Any, Final
 from benchmarks.pipeline.measure import StepEnd, step_ends
 from benchmarks.workloads.six_players import AGENTS
 from benchmarks.workloads.tokenizer import save_tokenizer
+from testbed.timeline import TimelineSpan, busy_within, read_spans
 from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.job import JobSpec
-from troupe.timeline import Span, busy_within, read_spans
 
 SHARED: Final = 2
 _ROW_SECONDS: Final = 900.0
@@ -141,7 +141,9 @@ def _job(scale: Scale, slower: float, where: Path) -> JobSpec:
     )
 
 
-def figures(label: str, trainers: int, steps: Sequence[StepEnd], spans: Sequence[Span]) -> Sharing:
+def figures(
+    label: str, trainers: int, steps: Sequence[StepEnd], spans: Sequence[TimelineSpan]
+) -> Sharing:
     """Of all steps but the first, which fills the pipeline, and the last, which empties it.
 
     Policies are up to `alpha` steps ahead of the step that ends, not always equally far: samples
@@ -171,7 +173,7 @@ def figures(label: str, trainers: int, steps: Sequence[StepEnd], spans: Sequence
     )
 
 
-def _inside(span: Span, start: float, end: float) -> float:
+def _inside(span: TimelineSpan, start: float, end: float) -> float:
     """How much of it lies in [start, end]."""
     return max(0.0, min(span.end, end) - max(span.start, start)) / (span.end - span.start)
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.trainer.cases import BY_NAME, Case
 from benchmarks.trainer.measure import Meter, clock_of, resident
-from services.trainer.learner import Learner
-from services.trainer.rows import Row
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.samples import Row
 from troupe.job import JobSpec
 
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from troupe.transfer import Transfer
+from troupe.transfer.blob import Verification
 from troupe.transfer.checksum import PIECE_BYTES
-from troupe.transfer.chunks import Verification
-from troupe.transfer.remote import HostOwner, Owner, Peer, lane
+from troupe.transfer.remote import HostOwner, Peer, TransferOwner, lane
 
 STEM = "benchmark/policy/weights"
 CHUNK = PIECE_BYTES
@@ -45,7 +45,7 @@ def state(num_bytes: int, version: int = 0) -> dict[str, torch.Tensor]:
 def serve(root: str, num_bytes: str, use_ucx: str, host: str = "127.0.0.1") -> None:
     """An owner; for each version on stdin, one more of the state, in place of the one before."""
     transfer = Transfer(Path(root))
-    owner = Owner(transfer, host=host, use_ucx=use_ucx == "1")
+    owner = TransferOwner(transfer, host=host, use_ucx=use_ucx == "1")
     tensors = state(int(num_bytes))
     print(owner.address, flush=True)
     for line in sys.stdin:
@@ -64,7 +64,7 @@ def publish(root: str, hidden: str, layers: str, use_ucx: str) -> None:
     from benchmarks.transfer.swap import POLICY, model
 
     transfer = Transfer(Path(root))
-    owner = Owner(transfer, use_ucx=use_ucx == "1")
+    owner = TransferOwner(transfer, use_ucx=use_ucx == "1")
     print(owner.address, flush=True)
     for line in sys.stdin:
         version, prefix = int(line), f"benchmark/{POLICY}/weights@"
@@ -87,7 +87,7 @@ def fetch(root: str, address: str, use_ucx: str, verify: str = "1") -> None:
 
 def host(root: str, address: str, here: str) -> None:
     """`fetch` on a host of its own, whose owner hands on what it gets."""
-    owner = Owner(Transfer(Path(root)), host="0.0.0.0", advertise=here, use_ucx=False)
+    owner = TransferOwner(Transfer(Path(root)), host="0.0.0.0", advertise=here, use_ucx=False)
     near = f"127.0.0.1:{owner.port}"
     source = HostOwner(near, locate=lambda key, expected: [address])
     transfer = Transfer(Path(root), peers=[source])

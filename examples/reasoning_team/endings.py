@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from troupe.checkpoints.full_disks import is_full
+from troupe.disks import is_full
 
 
 @contextmanager

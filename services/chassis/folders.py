@@ -19,7 +19,7 @@ _CHUNK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class Chunk:
+class FileChunk:
     """A piece of a file. `checksum`: xxh3-64 of the whole file, with its last chunk; else 0."""
 
     path: str
@@ -28,7 +28,7 @@ class Chunk:
     checksum: int
 
 
-async def read_folder(root: Path) -> AsyncIterator[Chunk]:
+async def read_folder(root: Path) -> AsyncIterator[FileChunk]:
     """All files below `root`, by name. Raises FileNotFoundError when they go meanwhile."""
     for path in await asyncio.to_thread(files_below, root):
         name = path.relative_to(root).as_posix()
@@ -40,11 +40,11 @@ async def read_folder(root: Path) -> AsyncIterator[Chunk]:
                 following = await asyncio.to_thread(file.read, _CHUNK_BYTES)
                 last = not following
                 digest.update(data)
-                yield Chunk(name, data, last, digest.intdigest() if last else 0)
+                yield FileChunk(name, data, last, digest.intdigest() if last else 0)
                 data = following
 
 
-async def write_folder(target: Path, chunks: AsyncIterator[Chunk]) -> int:
+async def write_folder(target: Path, chunks: AsyncIterator[FileChunk]) -> int:
     """Put what `read_folder` read at `target`, whole or not at all; returns its bytes.
 
     One that is there stays. Raises DataLoss for a file that is not what was read, or a name that

@@ -70,7 +70,7 @@ class IdempotencyCache:
         self._max_running_bytes = max_running_bytes
         self._clock = clock
         self._field = field
-        self._running: dict[Hashable, _Running] = {}
+        self._running: dict[Hashable, _RunningCall] = {}
         # Finished calls, oldest first.
         self._done: OrderedDict[Hashable, _Done] = OrderedDict()
         self._bytes = 0
@@ -138,7 +138,7 @@ class IdempotencyCache:
         digest: bytes,
         size: int,
         call: Callable[[], Awaitable[Any]],
-    ) -> _Running:
+    ) -> _RunningCall:
         if isinstance(name, str) and len(name) > MAX_ID_LENGTH:
             raise InvalidArgument(
                 f"has {len(name):,} characters; at most {MAX_ID_LENGTH} are taken",
@@ -154,11 +154,11 @@ class IdempotencyCache:
                 remedy="Wait until some of them have ended, or send less at once.",
                 retry_after_ms=_LATER_MS,
             )
-        entry = self._running[key] = _Running(digest, size, asyncio.ensure_future(call()))
+        entry = self._running[key] = _RunningCall(digest, size, asyncio.ensure_future(call()))
         self._running_bytes += size
         return entry
 
-    async def _wait(self, entry: _Running, abandoned: Callable[[], None] | None) -> Any:
+    async def _wait(self, entry: _RunningCall, abandoned: Callable[[], None] | None) -> Any:
         entry.waiters += 1
         try:
             return await asyncio.shield(entry.task)
@@ -171,7 +171,9 @@ class IdempotencyCache:
         finally:
             entry.waiters -= 1
 
-    def _settle(self, key: Hashable, entry: _Running, forget: Callable[[Any], bool] | None) -> None:
+    def _settle(
+        self, key: Hashable, entry: _RunningCall, forget: Callable[[Any], bool] | None
+    ) -> None:
         del self._running[key]
         self._running_bytes -= entry.size
         # Asking for the exception also marks it as seen when nobody waits any more.
@@ -197,7 +199,7 @@ class IdempotencyCache:
         self._bytes -= done.size
 
 
-class _Running:
+class _RunningCall:
     """A call in flight: what was asked, the task that answers, who waits."""
 
     def __init__(self, digest: bytes, size: int, task: asyncio.Future[Any]) -> None:

@@ -100,7 +100,7 @@ class ServiceSettings(BaseSettings):
     transfer_ucx: bool = True
     """Move bytes between hosts through UCX where both have it; otherwise through gRPC."""
     paced_trace_dir: Path | None = None
-    """Where paced stand-ins write when they were busy (`troupe.timeline`)."""
+    """Where paced stand-ins write when they were busy (`testbed.timeline`)."""
 
     # Who it is.
     worker_id: str = Field(
@@ -164,7 +164,7 @@ def read_settings(model: type[S], program: str) -> S | None:
     except SettingsError as error:  # of a variable that holds JSON: it says which
         print(f"{program}: {error}. See docs/operating.md.", file=sys.stderr)
     except ValidationError as error:
-        from troupe.job.faults import explained
+        from troupe.job.loading import explained
 
         for fault in explained(error, model, "See docs/operating.md."):
             # The variable, and where in it: TROUPE_REWARD_QUOTAS.search.untis

@@ -11,8 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from services.chassis.parent import watch_parent
-from services.chassis.ports import read_pem
+from services.chassis.process import read_pem, watch_parent
 from services.chassis.settings import read_settings
 from services.control_panel.access import PanelSettings
 from services.control_panel.app import create_app

@@ -29,7 +29,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.chassis.settings import ServiceSettings
-from services.control_panel import problems, views
+from services.control_panel import calls, views
 from troupe.rpc.addresses import is_loopback_host
 from troupe.rpc.tokens import LinkCodes
 
@@ -146,7 +146,7 @@ class AccessGuard:
             or self._stranger(request)
             or _wrong_type(request)
         )
-        return None if problem is None else problems.answer(problem)
+        return None if problem is None else calls.answer(problem)
 
     def _stranger(self, request: Request) -> views.Problem | None:
         """Why this caller may not look at, or change, what the cluster does."""
@@ -185,7 +185,7 @@ async def follow_link(request: Request, code: str) -> Response:
     """Open a session for the browser that follows a link which is good once."""
     token: PanelToken | None = request.app.state.token
     if token is not None and not token.codes.redeem(code):
-        return problems.answer(
+        return calls.answer(
             views.Problem(
                 title="unauthenticated",
                 status=401,
@@ -202,7 +202,7 @@ async def enter_token(request: Request, given: Token) -> Response:
     """Open a session for a browser whose user knows the token."""
     token: PanelToken | None = request.app.state.token
     if token is not None and not token.is_token(given.token):
-        return problems.answer(_unauthenticated())
+        return calls.answer(_unauthenticated())
     return _with_session(request, token, Response(status_code=204))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from services.control_panel import problems, views
-from services.control_panel.upstream import Upstream
+from services.control_panel import calls, views
+from services.control_panel.calls import Upstream
 from troupe.rpc.errors import (
     Aborted,
     DeadlineExceeded,
@@ -59,7 +59,7 @@ async def job_events(source: Upstream, job_id: str, after: str) -> AsyncIterator
             return
         except TroupeError as error:
             if not isinstance(error, _PASSING):
-                problem = problems.of_error(error).model_dump(exclude_none=True)
+                problem = calls.of_error(error).model_dump(exclude_none=True)
                 yield ServerSentEvent(event="problem", data=_json(problem))
                 return
             yield ServerSentEvent(event="away", data=_json({"message": error.message}))

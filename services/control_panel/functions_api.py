@@ -8,9 +8,9 @@ from fastapi import APIRouter, Body, Header, Query, Request
 from pydantic import ConfigDict, Field
 
 from services.control_panel import views
-from services.control_panel.upstream import Upstream
-from troupe.client.deploying import checked_costs
-from troupe.client.function_records import result_of
+from services.control_panel.calls import Upstream
+from troupe.client.functions import checked_costs
+from troupe.client.records import result_of
 from troupe.functions.costs import to_spec
 from troupe.outcomes import NotJsonError, json_text
 from troupe.rpc.errors import InvalidArgument
@@ -23,7 +23,7 @@ router = APIRouter(prefix="/api/functions", tags=["functions"])
 _INVOKE_SECONDS = 300.0
 
 
-class Deployment(views.View):
+class DeploymentRequest(views.View):
     """A function to deploy."""
 
     model_config = ConfigDict(extra="forbid")
@@ -46,7 +46,7 @@ class Deployment(views.View):
     """JSON schema of the arguments."""
 
 
-class Outcome(views.View):
+class InvocationOutcome(views.View):
     """How a call ended: with a `value`, or with an `error`."""
 
     invocation_id: str
@@ -77,7 +77,7 @@ async def list_functions(request: Request) -> dict[str, Any]:
 
 
 @router.post("", status_code=201)
-async def deploy_function(request: Request, deployment: Deployment) -> dict[str, Any]:
+async def deploy_function(request: Request, deployment: DeploymentRequest) -> dict[str, Any]:
     """Deploy a function; deploying the same again changes nothing."""
     stub = upstream(request).functions
     spec = _spec(deployment)
@@ -101,7 +101,7 @@ async def invoke_function(
     idempotency_key: Annotated[
         str | None, Header(description="A call repeated with the same key runs once.")
     ] = None,
-) -> Outcome:
+) -> InvocationOutcome:
     """Call a function and wait for how it ends."""
     invocation_id = idempotency_key or new_id("panel")
     reply = await upstream(request).functions.Invoke(
@@ -115,7 +115,7 @@ async def invoke_function(
         timeout=_INVOKE_SECONDS,
     )
     value, error = result_of(reply)
-    return Outcome(
+    return InvocationOutcome(
         invocation_id=invocation_id,
         value=value,
         error=None if error is None else views.plain(error),
@@ -160,7 +160,7 @@ def _json(arguments: dict[str, Any]) -> str:
         ) from error
 
 
-def _spec(given: Deployment) -> pb.FunctionSpec:
+def _spec(given: DeploymentRequest) -> pb.FunctionSpec:
     return to_spec(
         given.name,
         given.version,

@@ -12,8 +12,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from services.control_panel import views
 from services.control_panel.access import JSON_TYPE, YAML_TYPES
+from services.control_panel.calls import Upstream
 from services.control_panel.events import EVENT_STREAM, job_events
-from services.control_panel.upstream import Upstream
 from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.ids import check_event_id, new_id
 from troupe.v1 import common_pb2
@@ -58,7 +58,7 @@ async def list_jobs(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     page: Annotated[str, Query(description="As the header `Link` of the answer before.")] = "",
-) -> list[views.Job]:
+) -> list[views.JobView]:
     """Jobs, newest first. The header `Link` has the address of the next page (`rel="next"`)."""
     wanted = pb.ListJobsRequest(page_size=limit, page_token=page)
     if state is not None:
@@ -77,7 +77,7 @@ async def submit_job(
     response: Response,
     job_id: Annotated[str, Query(description="Chosen id; default: made from the name.")] = "",
     idempotency_key: IdempotencyKey = None,
-) -> views.Job:
+) -> views.JobView:
     """Submit a job. The body is its YAML (or JSON) text."""
     spec = await _specification(request)
     reply = await upstream(request).stub.SubmitJob(
@@ -88,7 +88,7 @@ async def submit_job(
 
 
 @router.get("/{job_id}")
-async def get_job(request: Request, job_id: JobId) -> views.Job:
+async def get_job(request: Request, job_id: JobId) -> views.JobView:
     """One job."""
     reply = await upstream(request).stub.GetJob(pb.GetJobRequest(job_id=job_id))
     return views.job(reply.job)
@@ -97,7 +97,7 @@ async def get_job(request: Request, job_id: JobId) -> views.Job:
 @router.post("/{job_id}/pause")
 async def pause_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
-) -> views.Job:
+) -> views.JobView:
     """Finish the step in flight, then wait."""
     reply = await upstream(request).stub.PauseJob(
         pb.PauseJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id)
@@ -108,7 +108,7 @@ async def pause_job(
 @router.post("/{job_id}/resume", openapi_extra=_specification_body(required=False))
 async def resume_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
-) -> views.Job:
+) -> views.JobView:
     """Go on from the last committed step; under the specification in the body, if there is one."""
     spec = await _specification(request)
     reply = await upstream(request).stub.ResumeJob(
@@ -123,7 +123,7 @@ async def cancel_job(
     job_id: JobId,
     reason: Annotated[str, Query(description="Kept with the job.")] = "",
     idempotency_key: IdempotencyKey = None,
-) -> views.Job:
+) -> views.JobView:
     """Stop the job; checkpoints and metrics stay."""
     reply = await upstream(request).stub.CancelJob(
         pb.CancelJobRequest(
@@ -136,7 +136,7 @@ async def cancel_job(
 @router.post("/{job_id}/forget")
 async def forget_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
-) -> views.Job:
+) -> views.JobView:
     """Delete what the cluster's memory holds of an ended job; its directory stays. Answers with
     what the job was."""
     reply = await upstream(request).stub.ForgetJob(
@@ -173,12 +173,12 @@ async def list_metrics(
     job_id: JobId,
     name: Annotated[list[str] | None, Query(description="Only these metrics.")] = None,
     after_step: Annotated[int, Query(ge=-1, lt=2**63, description="Only later steps.")] = -1,
-) -> list[views.MetricsRow]:
+) -> list[views.MetricsRowView]:
     """Metrics per step."""
     reply = await upstream(request).stub.ListMetrics(
         pb.ListMetricsRequest(job_id=job_id, names=name or [], after_step=after_step)
     )
-    return [views.MetricsRow(step=row.step, values=dict(row.values)) for row in reply.rows]
+    return [views.MetricsRowView(step=row.step, values=dict(row.values)) for row in reply.rows]
 
 
 @router.get("/{job_id}/policies/{policy}/versions")

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.control_panel import problems
+from services.control_panel import calls
 from services.control_panel.views import Problem
 from troupe.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.rpc.errors import InvalidArgument
@@ -58,7 +58,7 @@ class BoundedBodies:
             )
         except ClientGone:
             return None
-        return await problems.answer(problem)(scope, receive, send)
+        return await calls.answer(problem)(scope, receive, send)
 
 
 async def known_query(request: Request) -> None:

@@ -36,7 +36,7 @@ class Problem(View):
     """What the caller can do."""
 
 
-class Job(View):
+class JobView(View):
     """A training job."""
 
     job_id: str
@@ -70,7 +70,7 @@ class Job(View):
     """The specification as JSON, defaults filled in."""
 
 
-class MetricsRow(View):
+class MetricsRowView(View):
     """The metrics logged for one step."""
 
     step: int
@@ -98,9 +98,9 @@ def when(stamp: Timestamp) -> str | None:
     return stamp.ToJsonString() if stamp.seconds else None
 
 
-def job(message: orchestrator_pb2.Job) -> Job:
+def job(message: orchestrator_pb2.Job) -> JobView:
     """View of a job."""
-    return Job(
+    return JobView(
         job_id=message.job_id,
         name=message.name,
         state=enum_word(common_pb2.JobState, message.state, "JOB_STATE_"),

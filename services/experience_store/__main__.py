@@ -9,8 +9,7 @@ import sys
 import uvloop
 
 from services.chassis.app import run
-from services.experience_store.server import make_service
-from services.experience_store.settings import StoreSettings
+from services.experience_store.server import StoreSettings, make_service
 from troupe.memory import keep_freed_memory
 
 if __name__ == "__main__":

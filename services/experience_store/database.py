@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Any, Final, Protocol, TypeAlias
+from urllib.parse import urlsplit, urlunsplit
 
+import redis.asyncio as aioredis
 import structlog
 from redis import exceptions
+from redis._parsers import BaseParser
+from redis.asyncio.client import PubSub
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
-from services.experience_store.connection import CLUSTER_SCHEMES, Heard, connect_to
-from services.experience_store.resp import Command
 from services.experience_store.scripts import load_scripts
 from troupe.rpc import (
     FailedPrecondition,
@@ -23,6 +29,478 @@ from troupe.rpc import (
     TroupeError,
     Unavailable,
 )
+
+Command = Sequence[str | bytes | memoryview | int | float]
+
+# Longer parts travel as they are; shorter ones are copied into one text.
+_LONG: Final = 4096
+
+
+def pack(commands: Iterable[Command]) -> list[bytes | memoryview]:
+    """Buffers to be written one behind another."""
+    buffers: list[bytes | memoryview] = []
+    short: list[bytes | memoryview] = []
+    for command in commands:
+        short.append(b"*%d\r\n" % len(command))
+        for part in command:
+            if isinstance(part, str):
+                part = part.encode()
+            elif isinstance(part, int | float):
+                part = repr(part).encode()
+            size = len(part)
+            if size < _LONG:
+                short += (b"$%d\r\n" % size, part, b"\r\n")
+            else:
+                short.append(b"$%d\r\n" % size)
+                buffers += (b"".join(short), part)
+                short = [b"\r\n"]
+    buffers.append(b"".join(short))
+    return buffers
+
+
+class Replies:
+    """Takes bytes as they come, gives the replies that are complete."""
+
+    def __init__(self, error_of: Callable[[str], Exception]) -> None:
+        """`error_of`: the exception of an error's text."""
+        self._error_of = error_of
+        # Not parsed yet. As long as it has less than `_wanted` bytes nothing can be.
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._wanted = 1
+        # Arrays that are not complete: elements that are to come, and those that are here.
+        self._open: list[tuple[int, list[Any]]] = []
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The replies that `data` completes; errors as exceptions. Raises `InvalidResponse` for
+        what is no reply.
+        """
+        try:
+            return self._read(data)
+        except ValueError as error:  # a size or an integer that is no number
+            raise exceptions.InvalidResponse(f"Protocol Error: {error}") from error
+
+    def _read(self, data: bytes) -> list[Any]:
+        self._chunks.append(data)
+        self._size += len(data)
+        found: list[Any] = []
+        if self._size < self._wanted:
+            return found
+        text = data if len(self._chunks) == 1 else b"".join(self._chunks)
+        at, end = 0, len(text)
+        wanted = 1
+        while at < end:
+            line = text.find(b"\r\n", at)
+            if line < 0:
+                wanted = end - at + 1
+                break
+            kind, value, behind = text[at], text[at + 1 : line], line + 2
+            reply: Any
+            if kind == 36:  # $
+                size = int(value)
+                if size < 0:
+                    reply = None
+                elif behind + size + 2 > end:
+                    wanted = behind + size + 2 - at
+                    break
+                else:
+                    reply = text[behind : behind + size]
+                    behind += size + 2
+            elif kind == 58:  # :
+                reply = int(value)
+            elif kind == 43:  # +
+                reply = value
+            elif kind == 42:  # *
+                size = int(value)
+                if size > 0:
+                    self._open.append((size, []))
+                    at = behind
+                    continue
+                reply = None if size < 0 else []
+            elif kind == 45:  # -
+                reply = self._error_of(value.decode(errors="replace"))
+            else:
+                raise exceptions.InvalidResponse(f"Protocol Error: {text[at:line]!r}")
+            at = behind
+            while self._open:
+                size, elements = self._open[-1]
+                elements.append(reply)
+                if len(elements) < size:
+                    break
+                self._open.pop()
+                reply = elements
+            else:
+                found.append(reply)
+        rest = text[at:]
+        self._chunks, self._size, self._wanted = ([rest] if rest else []), len(rest), wanted
+        return found
+
+
+# Small calls share one lane. Of the others, each goes to the lane that has least to do.
+_BULK_LANES: Final = 3
+_BULK_BYTES: Final = 32 * 2**10
+# Replies of these may be large though they ask in few words.
+_BULK_COMMANDS: Final = frozenset({"HMGET", "HGETALL"})
+# Taken from a connection at once.
+_LANE_READ_BYTES: Final = 2**20
+
+
+class RedisLanes:
+    """All lanes to one server. `connect` makes a connection of redis-py, not yet connected."""
+
+    def __init__(self, connect: Callable[[], Any], timeout: float) -> None:
+        self._small = _Lane(connect, timeout)
+        self._bulk = [_Lane(connect, timeout) for _ in range(_BULK_LANES)]
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """The replies, as they came; an exception where the server answered with an error.
+
+        Raises what redis-py raises when the server is away, or does not answer in time.
+        """
+        lane = self._small
+        if _is_bulk(commands):
+            lane = min(self._bulk, key=lambda one: one.waiting)
+        return await lane.send(commands)
+
+    async def close(self) -> None:
+        """Disconnect; whoever waits gets a `ConnectionError`."""
+        for lane in (self._small, *self._bulk):
+            await lane.close()
+
+
+class _Call:
+    """Commands of one caller, and the replies that came so far."""
+
+    def __init__(self, commands: Sequence[Command]) -> None:
+        self.commands = commands
+        self.replies: list[Any] = []
+        self.done: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+
+
+class _Lane:
+    """One connection; made when first needed, and again after it broke."""
+
+    def __init__(self, connect: Callable[[], Any], timeout: float) -> None:
+        self._connect = connect
+        self._timeout = timeout
+        self._connection: Any = None
+        self._queue: list[_Call] = []
+        self._flying: deque[_Call] = deque()
+        self._writer: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        # The tasks that an alarm made.
+        self._breaking: set[asyncio.Task[None]] = set()
+
+    @property
+    def waiting(self) -> int:
+        """Calls that are not answered."""
+        return len(self._queue) + len(self._flying)
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        call = _Call(commands)
+        self._queue.append(call)
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write())
+        # A caller that leaves takes nothing back: its replies are read and thrown away.
+        return await call.done
+
+    async def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        for task in (self._writer, self._reader):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        await self._break(exceptions.ConnectionError("the connection was closed"))
+
+    async def _write(self) -> None:
+        """Send what is queued until nothing is; ends then."""
+        try:
+            while self._queue:
+                async with asyncio.timeout(self._timeout):
+                    if self._connection is None:
+                        connection = self._connect()
+                        await connection.connect()
+                        self._connection = connection
+                    calls, self._queue = self._queue, []
+                    self._flying += calls
+                    packed = pack(command for call in calls for command in call.commands)
+                    if self._reader is None:
+                        self._reader = asyncio.create_task(self._read(self._connection))
+                    if self._alarm is None:
+                        self._set_alarm()
+                    await self._connection.send_packed_command(packed, check_health=False)
+        except (exceptions.RedisError, OSError) as error:
+            await self._break(error)
+        finally:
+            self._writer = None
+            if self._queue:
+                self._writer = asyncio.create_task(self._write())
+
+    async def _read(self, connection: Any) -> None:
+        """Hand out replies until nobody waits for one; ends then."""
+        replies = Replies(BaseParser.parse_error)
+        try:
+            while self._flying:
+                data = await connection._reader.read(_LANE_READ_BYTES)
+                if not data:
+                    raise exceptions.ConnectionError("the server closed the connection")
+                for reply in replies.feed(data):
+                    if isinstance(reply, exceptions.ConnectionError):
+                        raise reply
+                    if not self._flying:
+                        raise exceptions.InvalidResponse("a reply that nobody asked for")
+                    call = self._flying[0]
+                    call.replies.append(reply)
+                    if len(call.replies) == len(call.commands):
+                        self._flying.popleft()
+                        if not call.done.done():
+                            call.done.set_result(call.replies)
+        except OSError as error:
+            await self._break(exceptions.ConnectionError(f"the connection broke: {error}"))
+        except exceptions.RedisError as error:
+            await self._break(error)
+        finally:
+            if self._reader is asyncio.current_task():
+                self._reader = None
+
+    def _set_alarm(self) -> None:
+        """Look again after `timeout`: a timer per reply would cost more than the reply."""
+        oldest = self._flying[0]
+        seen = len(oldest.replies)
+
+        def ring() -> None:
+            self._alarm = None
+            if self._flying and self._flying[0] is oldest and len(oldest.replies) == seen:
+                error = exceptions.TimeoutError(f"no reply within {self._timeout:g} s")
+                task = asyncio.create_task(self._break(error))
+                self._breaking.add(task)
+                task.add_done_callback(self._breaking.discard)
+            elif self._flying:
+                self._set_alarm()
+
+        self._alarm = asyncio.get_running_loop().call_later(self._timeout, ring)
+
+    async def _break(self, error: BaseException) -> None:
+        """Tell all who wait, and begin anew: which reply would be whose is not known any more."""
+        connection, self._connection = self._connection, None
+        calls = [*self._flying, *self._queue]
+        self._flying.clear()
+        self._queue = []
+        for call in calls:
+            if not call.done.done():
+                call.done.set_exception(error)
+                # Seen, even if its caller has left.
+                call.done.exception()
+        reader, self._reader = self._reader, None
+        if reader is not None and reader is not asyncio.current_task():
+            reader.cancel()
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+
+
+def _is_bulk(commands: Sequence[Command]) -> bool:
+    size = 0
+    for command in commands:
+        if command[0] in _BULK_COMMANDS:
+            return True
+        for part in command:
+            if isinstance(part, bytes | str | memoryview):
+                size += len(part)
+        if size > _BULK_BYTES:
+            return True
+    return False
+
+
+CLUSTER_SCHEMES: Final = {"redis-cluster": "redis", "rediss-cluster": "rediss"}
+# A client of a cluster learns who serves a slot by being told that another node does.
+_CLUSTER_TRIES: Final = 3
+_NAME: Final = "troupe-experience-store"
+_READ_BYTES: Final = 2**16
+# A listening socket is silent while nothing happens.
+_LISTEN_SECONDS: Final = 1.0
+
+# Channel and message; None once, when the listening has begun.
+Heard: TypeAlias = tuple[bytes, bytes] | None
+
+
+class Connection(Protocol):
+    """What `database.Database` needs of Redis."""
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """The replies, an exception where Redis answered with an error."""
+
+    async def load(self, scripts: Iterable[str]) -> None:
+        """Make every server know the scripts."""
+
+    async def info(self) -> dict[str, str]:
+        """What the servers say about themselves, by name."""
+
+    def listen(self, pattern: str) -> AsyncGenerator[Heard, None]:
+        """What is published on channels like `pattern`, for ever, on a connection of its own."""
+
+    async def close(self) -> None:
+        """Give all connections back."""
+
+
+def connect_to(url: str, timeout: float) -> Connection:
+    """The connection that `url` describes; nothing is sent yet. Raises `ValueError`."""
+    if urlsplit(url).scheme in CLUSTER_SCHEMES:
+        return ClusterConnection(url, timeout)
+    return ServerConnection(url, timeout)
+
+
+class ServerConnection:
+    """One Redis server."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._pool = aioredis.ConnectionPool.from_url(
+            url,
+            # Bounded by the caller: redis-py's own way (asyncio.wait_for) swallows cancellation
+            # on Python 3.11, and makes a task of every write.
+            socket_timeout=None,
+            socket_connect_timeout=timeout,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            client_name=_NAME,
+        )
+        self._redis: Any = aioredis.Redis(connection_pool=self._pool)
+        self._lanes = RedisLanes(self._pool.make_connection, timeout)
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """See `Connection.send`."""
+        replies = await self._lanes.send(commands)
+        return [self._shaped(*pair) for pair in zip(commands, replies, strict=True)]
+
+    def _shaped(self, command: Command, reply: Any) -> Any:
+        """The reply as redis-py shapes that of this command: HGETALL as a dictionary, and so on."""
+        shape = self._redis.response_callbacks.get(command[0])
+        return reply if shape is None or isinstance(reply, Exception) else shape(reply)
+
+    async def load(self, scripts: Iterable[str]) -> None:
+        """See `Connection.load`."""
+        for reply in await self.send([("SCRIPT", "LOAD", text) for text in scripts]):
+            if isinstance(reply, Exception):
+                raise reply
+
+    async def info(self) -> dict[str, str]:
+        """See `Connection.info`."""
+        info = await self._redis.execute_command("INFO")
+        return {str(name): str(value) for name, value in info.items()}
+
+    async def listen(self, pattern: str) -> AsyncGenerator[Heard, None]:
+        """See `Connection.listen`."""
+        connection: Any = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        replies = Replies(BaseParser.parse_error)
+        try:
+            await connection.connect()
+            await connection.send_command("PSUBSCRIBE", pattern)
+            while True:
+                data = await connection._reader.read(_READ_BYTES)
+                if not data:
+                    raise exceptions.ConnectionError("the server closed the connection")
+                for reply in replies.feed(data):
+                    if isinstance(reply, Exception):
+                        raise reply
+                    if reply[0] == b"pmessage":
+                        yield reply[2], reply[3]
+                    elif reply[0] == b"psubscribe":
+                        yield None
+        finally:
+            await connection.disconnect(nowait=True)
+
+    async def close(self) -> None:
+        """See `Connection.close`."""
+        await self._lanes.close()
+        await self._redis.aclose()
+        await self._pool.disconnect()
+
+
+class ClusterConnection:
+    """The nodes of a Redis Cluster, found through those that the URL names."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        parts = urlsplit(url)
+        login, _, places = parts.netloc.rpartition("@")
+        first, *others = places.split(",")
+        netloc = f"{login}@{first}" if login else first
+        scheme = CLUSTER_SCHEMES[parts.scheme]
+        self._redis: Any = RedisCluster.from_url(
+            urlunsplit((scheme, netloc, "", parts.query, "")),
+            startup_nodes=[_node(place) for place in others] or None,
+            socket_timeout=None,
+            socket_connect_timeout=timeout,
+            retry=Retry(NoBackoff(), _CLUSTER_TRIES),
+            protocol=2,
+            client_name=_NAME,
+        )
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """See `Connection.send`; what belongs to one node travels together."""
+        return await _send(self._redis, commands)
+
+    async def load(self, scripts: Iterable[str]) -> None:
+        """See `Connection.load`: every primary must know them."""
+        for text in scripts:
+            await self._redis.execute_command(
+                "SCRIPT LOAD", text, target_nodes=RedisCluster.PRIMARIES
+            )
+
+    async def info(self) -> dict[str, str]:
+        """See `Connection.info`: memory of all primaries together, the oldest version."""
+        replies = await self._redis.execute_command("INFO", target_nodes=RedisCluster.PRIMARIES)
+        infos = list(replies.values())
+        found = {str(name): str(value) for name, value in infos[0].items()}
+        for name in ("used_memory", "maxmemory"):
+            found[name] = str(sum(int(info[name]) for info in infos))
+        versions = [str(info["redis_version"]) for info in infos]
+        found["redis_version"] = min(versions, key=lambda text: [*map(int, text.split("."))])
+        return found
+
+    async def listen(self, pattern: str) -> AsyncGenerator[Heard, None]:
+        """See `Connection.listen`: what is published at one node is heard at every other."""
+        pubsub: PubSub = self._redis.pubsub()
+        try:
+            await pubsub.psubscribe(pattern)
+            while True:
+                message = await pubsub.get_message(timeout=_LISTEN_SECONDS)
+                if message is None:
+                    continue
+                if message["type"] == "pmessage":
+                    yield message["channel"], message["data"]
+                elif message["type"] == "psubscribe":
+                    yield None
+        finally:
+            # The connection is in an unknown state after a cancelled read: never reuse it.
+            with contextlib.suppress(exceptions.RedisError, OSError):
+                await pubsub.aclose()  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        """See `Connection.close`."""
+        await self._redis.aclose()
+
+
+async def _send(client: Any, commands: Sequence[Command]) -> list[Any]:
+    if len(commands) == 1:
+        try:
+            return [await client.execute_command(*commands[0])]
+        except exceptions.ResponseError as error:
+            return [error]
+    pipe = client.pipeline(transaction=False)
+    async with pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        return list(await pipe.execute(raise_on_error=False))
+
+
+def _node(place: str) -> ClusterNode:
+    host, _, port = place.rpartition(":")
+    if not port.isdigit():
+        raise ValueError(f"'{place}' is not HOST:PORT")
+    return ClusterNode(host, int(port))
+
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +527,7 @@ _NO_WRITES_WORDS: Final = ("MISCONF", "READONLY", "read only replica", "NOREPLIC
 
 
 @dataclass(frozen=True)
-class Call:
+class ScriptCall:
     """One script on one job's or policy's keys (`base`), with its arguments."""
 
     script: str
@@ -84,9 +562,9 @@ class Database:
 
     async def run(self, script: str, base: str, *args: str | bytes | int) -> list[Any]:
         """The reply of one script."""
-        return (await self.run_each([Call(script, base, args)]))[0]
+        return (await self.run_each([ScriptCall(script, base, args)]))[0]
 
-    async def run_each(self, calls: Sequence[Call]) -> list[list[Any]]:
+    async def run_each(self, calls: Sequence[ScriptCall]) -> list[list[Any]]:
         """The replies of several scripts, sent together. Each is atomic, together they are not."""
         commands: list[Command] = []
         places: list[int] = []
@@ -97,14 +575,16 @@ class Database:
         replies = await self.execute_each(commands, missing_scripts=calls)
         return [list(replies[place]) for place in places]
 
-    async def run_all(self, before: Sequence[Command], calls: Sequence[Call]) -> list[list[Any]]:
+    async def run_all(
+        self, before: Sequence[Command], calls: Sequence[ScriptCall]
+    ) -> list[list[Any]]:
         """The replies of several scripts, sent together behind commands on any of their keys: only
         where one server has them all."""
         commands = [*before, *map(self._command, calls)]
         replies = await self.execute_each(commands, missing_scripts=calls)
         return [list(reply) for reply in replies[len(before) :]]
 
-    def _command(self, call: Call) -> Command:
+    def _command(self, call: ScriptCall) -> Command:
         return ("EVALSHA", self._scripts[call.script].sha, 1, call.base, *call.args)
 
     async def execute(self, *command: str | bytes | int | float) -> Any:
@@ -115,7 +595,7 @@ class Database:
         self,
         commands: Sequence[Command],
         *,
-        missing_scripts: Sequence[Call] = (),
+        missing_scripts: Sequence[ScriptCall] = (),
     ) -> list[Any]:
         """The replies of several commands sent together; raises the first error among them."""
         if not commands:

@@ -1,9 +1,10 @@
 """What became of every sample, kept when the bookkeeping of its step is forgotten.
 
 A step that is trimmed leaves one compressed record per policy (`LoggedStep`: its commit and the
-fate of each sample) and one for the job (`Roster`: its queries, and how each trajectory ended).
-In order, each arrow repeatable: log every policy -> log the roster -> forget the bookkeeping. So
-a crash between two of them loses nothing: a step is in the log, in the book, or in both alike.
+fate of each sample) and one for the job (`StepMembership`: its queries, and how each trajectory
+ended). In order, each arrow repeatable: log every policy -> log the roster -> forget the
+bookkeeping. So a crash between two of them loses nothing: a step is in the log, in the book, or in
+both alike.
 """
 
 from __future__ import annotations
@@ -11,13 +12,25 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
+import xxhash
+
 from services.experience_store.database import Database
-from services.experience_store.keys import JobKeys, PolicyKeys
-from services.experience_store.records import STATE_OF, Ending, Record, parse_commit
+from services.experience_store.records import (
+    REDUNDANT,
+    STATE_OF,
+    Ending,
+    JobTableKeys,
+    PolicyKeys,
+    SampleRecord,
+    parse_commit,
+    samples_digest,
+)
+from services.experience_store.requests import clean_reason
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -32,7 +45,7 @@ _FINAL: Final = frozenset({pb.SAMPLE_STATE_TRAINED, pb.SAMPLE_STATE_DROPPED})
 
 
 @dataclass(frozen=True)
-class Roster:
+class StepMembership:
     """What a job knows of one of its steps, whatever the policies made of it."""
 
     step: int
@@ -67,11 +80,11 @@ class Roster:
         return zlib.compress(json.dumps({"fields": self.fields, "endings": endings}).encode())
 
     @staticmethod
-    def parse(step: int, stored: bytes) -> Roster:
+    def parse(step: int, stored: bytes) -> StepMembership:
         """The roster that `format` wrote."""
         value = json.loads(zlib.decompress(stored))
         endings = {name: Ending.parse(text) for name, text in value["endings"].items()}
-        return Roster(step, value["fields"], endings)
+        return StepMembership(step, value["fields"], endings)
 
 
 class Log:
@@ -89,7 +102,7 @@ class Log:
                 await self._database.execute("HSETNX", keys.log, step, await packed(logged))
         roster = await self._live_roster(job, step)
         if roster is not None:
-            await self._database.execute("HSETNX", JobKeys(job).log, step, roster.format())
+            await self._database.execute("HSETNX", JobTableKeys(job).log, step, roster.format())
 
     async def keep_unfinished(self, job: str, policy: str, step: int) -> bool:
         """Log a policy's step whose job is over: rows that were not final are DROPPED.
@@ -114,22 +127,22 @@ class Log:
         await self._database.execute("HSET", keys.log, step, await packed(logged))
         return committed
 
-    async def keep_roster(self, job: str, roster: Roster) -> None:
+    async def keep_roster(self, job: str, roster: StepMembership) -> None:
         """Log a roster, instead of the one that is there."""
-        await self._database.execute("HSET", JobKeys(job).log, roster.step, roster.format())
+        await self._database.execute("HSET", JobTableKeys(job).log, roster.step, roster.format())
 
     async def keep_tables(self, job: str, declaration: str) -> None:
         """Remember what tables the job had (tables.Table): they are about to be dropped."""
-        await self._database.execute("SET", JobKeys(job).logged_tables, declaration)
+        await self._database.execute("SET", JobTableKeys(job).logged_tables, declaration)
 
     async def tables(self, job: str) -> bytes | None:
         """What tables the job had, when they are dropped."""
-        stored: bytes | None = await self._database.execute("GET", JobKeys(job).logged_tables)
+        stored: bytes | None = await self._database.execute("GET", JobTableKeys(job).logged_tables)
         return stored
 
     async def purge(self, job: str, policies: Iterable[str]) -> None:
         """Free the log."""
-        keys = JobKeys(job)
+        keys = JobTableKeys(job)
         for policy in policies:
             own = PolicyKeys(job, policy)
             for key in (own.log, own.totals):
@@ -139,23 +152,23 @@ class Log:
 
     async def has(self, job: str, step: int) -> bool:
         """Whether all of a step is in the log."""
-        return bool(await self._database.execute("HEXISTS", JobKeys(job).log, step))
+        return bool(await self._database.execute("HEXISTS", JobTableKeys(job).log, step))
 
     async def steps(self, job: str) -> list[int]:
         """All steps that the job has opened, oldest first."""
-        keys = JobKeys(job)
+        keys = JobTableKeys(job)
         logged, known = await self._database.execute_each(
             [("HKEYS", keys.log), ("ZRANGE", keys.steps, 0, -1)]
         )
         return sorted({int(step) for step in (*logged, *known)})
 
-    async def roster(self, job: str, step: int) -> Roster | None:
+    async def roster(self, job: str, step: int) -> StepMembership | None:
         """A step's roster, from the log or from the live job; None for a step never opened."""
         # It may be logged and forgotten while we look.
         for _ in range(2):
-            stored = await self._database.execute("HGET", JobKeys(job).log, step)
+            stored = await self._database.execute("HGET", JobTableKeys(job).log, step)
             if stored is not None:
-                return await asyncio.to_thread(Roster.parse, step, stored)
+                return await asyncio.to_thread(StepMembership.parse, step, stored)
             if (live := await self._live_roster(job, step)) is not None:
                 return live
         return None
@@ -200,7 +213,7 @@ class Log:
                 "HSCAN", keys.step(step, "book"), cursor, "COUNT", _PAGE
             )
             for name, text in page.items():
-                record = Record.parse(text.decode()).settled(committed)
+                record = SampleRecord.parse(text.decode()).settled(committed)
                 sample = name.decode()
                 found[sample] = store_pb.LoggedSample(
                     sample_id=sample,
@@ -214,8 +227,8 @@ class Log:
             if cursor == 0:
                 return found
 
-    async def _live_roster(self, job: str, step: int) -> Roster | None:
-        keys = JobKeys(job)
+    async def _live_roster(self, job: str, step: int) -> StepMembership | None:
+        keys = JobTableKeys(job)
         stored, ended = await self._database.execute_each(
             [("HGETALL", keys.step(step)), ("HGETALL", keys.ended(step))]
         )
@@ -223,7 +236,7 @@ class Log:
             return None
         fields = {name.decode(): value.decode() for name, value in stored.items()}
         endings = {name.decode(): Ending.parse(text.decode()) for name, text in ended.items()}
-        return Roster(step, fields, endings)
+        return StepMembership(step, fields, endings)
 
 
 def pack(logged: store_pb.LoggedStep) -> bytes:
@@ -248,3 +261,253 @@ async def unpacked(stored: bytes) -> store_pb.LoggedStep:
 def unpack(stored: bytes) -> store_pb.LoggedStep:
     """The step that `pack` wrote."""
     return store_pb.LoggedStep.FromString(zlib.decompress(stored))
+
+
+# What a long list of violations is cut to; the figures beside it count all of them.
+LONGEST_LIST: Final = 200
+_TRAINED, _DROPPED = pb.SAMPLE_STATE_TRAINED, pb.SAMPLE_STATE_DROPPED
+# Rows that another trajectory's row kept out: counted, and not in the book.
+_TAKEN: Final = "sample_id_taken"
+
+
+@dataclass
+class _Policy:
+    """What was added up of one policy."""
+
+    audit: store_pb.PolicyAudit
+    version: int | None = None
+    committed_until: int = -1
+    uses: dict[int, int] = field(default_factory=dict)
+    """Hash of a sample's name and origin -> applied steps that trained it."""
+
+
+class StepLedger:
+    """Takes the steps of a job in their order; afterwards `report` is the audit."""
+
+    def __init__(self, policies: Collection[str], max_uses: int) -> None:
+        self._max_uses = max_uses
+        self._policies = {name: _Policy(store_pb.PolicyAudit(policy=name)) for name in policies}
+        self._ended: dict[int, int] = {}
+        self._report = store_pb.AuditTablesResponse()
+        self._hidden = 0
+        self._last: int | None = None
+        self.live = False
+        """Whether some step is not over: then the next look may see it otherwise."""
+
+    def add(
+        self, step: int, roster: StepMembership | None, tables: Mapping[str, store_pb.LoggedStep]
+    ) -> None:
+        """The next step: who was admitted, how they ended, and what became of their rows."""
+        if self._last is not None and step != self._last + 1:
+            self._say(f"steps {self._last + 1} to {step - 1} are in no log")
+        self._last = step
+        self._report.steps += 1
+        if roster is None:
+            self._say(f"step {step}: its roster is in no log")
+            return
+        over = any(table.HasField("commit") for table in tables.values())
+        self._add_endings(roster, over=over)
+        for name, policy in self._policies.items():
+            self._add_table(policy, step, roster, tables[name])
+
+    def report(self, heads: Mapping[str, int]) -> store_pb.AuditTablesResponse:
+        """The audit. `heads`: the version that each policy's table says it is at."""
+        for name, policy in self._policies.items():
+            audit = policy.audit
+            audit.version = -1 if policy.version is None else policy.version
+            audit.lost = max(0, audit.appended - audit.trained - audit.dropped - audit.live)
+            head = heads.get(name)
+            applied = audit.steps_applied > 0
+            if head is not None and applied and head != audit.version:
+                self._say(f"{name}: the table is at version {head}, its commits at {audit.version}")
+            self._report.policies.append(audit)
+        if self._hidden:
+            self._report.violations.append(f"and {self._hidden} more")
+        return self._report
+
+    def _say(self, violation: str) -> None:
+        if len(self._report.violations) < LONGEST_LIST:
+            self._report.violations.append(violation)
+        else:
+            self._hidden += 1
+
+    # -- trajectories
+
+    def _add_endings(self, roster: StepMembership, *, over: bool) -> None:
+        step, size = roster.step, roster.group_size + roster.redundant
+        ended = Counter(ending.query for ending in roster.endings.values())
+        self._compare_groups(roster)
+        queries = roster.queries
+        # Those of queries that left are ended too, all of them.
+        left = ended.keys() - set(queries)
+        self._report.trajectories_admitted += size * (len(queries) + len(left))
+        self._report.trajectories_ended += len(roster.endings)
+        for query in [*queries, *sorted(left)]:
+            number = ended[query]
+            if number > size or (number < size and (over or query in left)):
+                self._say(f"step {step}: {number} of {size} trajectories of query {query} ended")
+        for trajectory, ending in roster.endings.items():
+            self._report.trajectories_by_state[ending.state] += 1
+            if "\t" in trajectory:
+                # Nobody told its name; a query may be taken again in another step.
+                continue
+            name = xxhash.xxh3_64_intdigest(trajectory.encode())
+            earlier = self._ended.setdefault(name, step)
+            if earlier != step:
+                self._say(f"trajectory {trajectory} ended in step {earlier} and in step {step}")
+
+    def _compare_groups(self, roster: StepMembership) -> None:
+        """Where trajectories are redundant no group has more than its members; and who was left out
+        of one was left out for a full one."""
+        if not roster.redundant:
+            return
+        where, size = f"step {roster.step}", roster.group_size
+        endings = roster.endings.items()
+        completed = Counter(ending.query for _, ending in endings if ending.state == "COMPLETED")
+        for query, number in sorted(completed.items()):
+            if number > size:
+                self._say(f"{where}: {number} of {size} trajectories of query {query} completed")
+        left_out = {ending.query for name, ending in endings if _was_redundant(name, ending)}
+        for query in sorted(left_out):
+            if completed[query] < size:
+                self._say(
+                    f"{where}: trajectories of query {query} were ended as redundant, but only "
+                    f"{completed[query]} of {size} had completed"
+                )
+
+    # -- rows
+
+    def _add_table(
+        self, policy: _Policy, step: int, roster: StepMembership, table: store_pb.LoggedStep
+    ) -> None:
+        name = policy.audit.policy
+        own = [sample for sample in table.samples if not sample.HasField("origin_step")]
+        self._compare_endings(policy, roster, own, table)
+        committed = table.HasField("commit")
+        over = committed or table.job_over
+        self.live = self.live or not over
+        for sample in table.samples:
+            self._add_sample(policy, step, sample, committed=committed, over=over)
+        if committed:
+            if policy.committed_until not in (-1, step - 1) and policy.audit.steps_applied:
+                self._say(f"{name}: step {step} is committed, but not the one before")
+            policy.committed_until = step
+            self._compare_commit(policy, roster, table)
+
+    def _compare_endings(
+        self,
+        policy: _Policy,
+        roster: StepMembership,
+        own: Collection[store_pb.LoggedSample],
+        table: store_pb.LoggedStep,
+    ) -> None:
+        """Every row that a trajectory came with is there, and no other."""
+        name, step = policy.audit.policy, roster.step
+        there = Counter(sample.trajectory_id for sample in own)
+        # Who kept which row out is not known, only how many.
+        excused = table.drop_reasons.get(_TAKEN, 0)
+        missing: list[str] = []
+        for trajectory, ending in roster.endings.items():
+            wrote = ending.claimed_rows().get(name, 0) if ending.rows else there[trajectory]
+            policy.audit.appended += max(wrote, there[trajectory])
+            if wrote != there[trajectory]:
+                missing.append(
+                    f"step {step}, {name}: trajectory {trajectory} wrote {wrote} rows, "
+                    f"the table has {there[trajectory]}"
+                )
+            if there[trajectory] < wrote:
+                short = wrote - there[trajectory]
+                pardoned = min(short, excused)
+                excused -= pardoned
+                policy.audit.appended -= pardoned
+                if pardoned == short:
+                    missing.pop()
+        for violation in missing:
+            self._say(violation)
+        for trajectory in there.keys() - roster.endings.keys():
+            policy.audit.appended += there[trajectory]
+            self._say(f"step {step}, {name}: rows of {trajectory}, which has not ended there")
+
+    def _add_sample(
+        self,
+        policy: _Policy,
+        step: int,
+        sample: store_pb.LoggedSample,
+        *,
+        committed: bool,
+        over: bool,
+    ) -> None:
+        audit, name, state = policy.audit, sample.sample_id, sample.state
+        back = sample.HasField("origin_step")
+        origin = sample.origin_step if back else step
+        key = xxhash.xxh3_64_intdigest(f"{origin}\t{name}".encode())
+        used = policy.uses.get(key, 0)
+        wrong: list[str] = []
+        if back and not used:
+            wrong.append(f"comes back from step {sample.origin_step}, which did not train it")
+        if state == _TRAINED:
+            if not committed:
+                wrong.append("is trained, but the step is not committed")
+            policy.uses[key] = used = used + 1
+            if used > self._max_uses:
+                audit.duplicated += 1
+                wrong.append(f"is trained {used} times, {self._max_uses} allowed")
+            elif sample.uses > self._max_uses:
+                wrong.append(f"says that it was used {sample.uses} times")
+            if not back:
+                audit.trained += 1
+        elif state == _DROPPED:
+            if not sample.reason:
+                wrong.append("is dropped without a reason")
+            if not back:
+                audit.dropped += 1
+                audit.drop_reasons[sample.reason.partition(":")[0][:64]] += 1
+        elif over:
+            word = pb.SampleState.Name(state).removeprefix("SAMPLE_STATE_")
+            wrong.append(f"is {word}, but the step is over")
+        elif not back:
+            audit.live += 1
+        for what in wrong:
+            self._say(f"step {step}, {audit.policy}: {name} {what}")
+
+    # -- commits
+
+    def _compare_commit(
+        self, policy: _Policy, roster: StepMembership, table: store_pb.LoggedStep
+    ) -> None:
+        """What the commit says of itself is what its rows say."""
+        commit, audit = table.commit, policy.audit
+        where = f"step {roster.step}, {audit.policy}"
+        trained = [s.sample_id for s in table.samples if s.state == _TRAINED]
+        began = roster.versions.get(audit.policy)
+        before = began if policy.version is None else policy.version
+        if before is not None and began == before + 1:
+            before = began  # it began again between the two
+        rise = 0
+        if commit.outcome == store_pb.STEP_OUTCOME_APPLIED:
+            audit.steps_applied += 1
+            rise, expected = 1, len(trained)
+            named = commit.samples_digest if commit.HasField("samples_digest") else None
+            if named not in (None, samples_digest(trained)):
+                self._say(f"{where}: the trainer accumulated other samples than are trained")
+        else:
+            if commit.outcome == store_pb.STEP_OUTCOME_SKIPPED:
+                audit.steps_skipped += 1
+                reason = clean_reason(commit.reason) or "step_skipped"
+                expected = sum(s.state == _DROPPED and s.reason == reason for s in table.samples)
+            else:
+                audit.steps_empty += 1
+                expected = 0
+            if trained:
+                self._say(f"{where}: {len(trained)} samples are trained, but no step was applied")
+        if commit.num_samples != expected:
+            self._say(f"{where}: the commit counts {commit.num_samples} samples, not {expected}")
+        version = commit.weights.version if commit.HasField("weights") else before
+        if before is not None and version != before + rise:
+            self._say(f"{where}: the commit moves version {before} to {version}")
+        policy.version = version
+
+
+def _was_redundant(name: str, ending: Ending) -> bool:
+    """Whether the store ended it because its group was complete: such an ending has no name."""
+    return "\t" in name and ending.reason == REDUNDANT

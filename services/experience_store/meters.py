@@ -8,9 +8,9 @@ from collections import Counter
 from typing import Final
 
 from services.chassis.telemetry import Telemetry
-from services.experience_store.background import Background
-from services.experience_store.delivery import Delivery
-from services.experience_store.keys import JOBS
+from services.experience_store.claims import Delivery
+from services.experience_store.notices import Background
+from services.experience_store.records import JOBS
 from services.experience_store.store import Store
 from services.experience_store.tables import DAMAGED
 from services.experience_store.trajectories import Append

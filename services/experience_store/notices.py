@@ -11,16 +11,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Coroutine, Iterator
+from typing import Any, Final
 
 import structlog
 from redis import exceptions
 
-from services.experience_store.background import Background
 from services.experience_store.database import Database
-from services.experience_store.keys import CHANNEL_PATTERN, parse_channel
+from services.experience_store.records import CHANNEL_PATTERN, parse_channel
 from troupe.rpc import RetryPolicy, Unavailable
+
+
+class Background:
+    """At most one task; starting and ending belong to one event loop."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run `work`, which never ends by itself."""
+        self._task = asyncio.create_task(work, name=name)
+
+    async def stop(self) -> None:
+        """End it, if it was started. Repeatable."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
 
 log = structlog.get_logger(__name__)
 

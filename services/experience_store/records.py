@@ -1,7 +1,7 @@
 """What is kept in Redis about a sample, an ending and a commit, and how it is written there.
 
 Lua reads and writes the same text (lua/policy.lua): fields separated by tabs, in the order of
-`Record`. Ids hold no control characters (requests.py), so nothing needs escaping.
+`SampleRecord`. Ids hold no control characters (requests.py), so nothing needs escaping.
 """
 
 from __future__ import annotations
@@ -17,6 +17,164 @@ import xxhash
 from troupe import states
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
+
+PREFIX: Final = "troupe"
+# All jobs that have tables; what the sweeper walks over.
+JOBS: Final = f"{PREFIX}:jobs"
+# Field of staged rows that holds their records (lua/policy.lua); no id looks like it.
+RECORDS: Final = "\t"
+# Matches the channels of all policies of all jobs.
+CHANNEL_PATTERN: Final = f"{PREFIX}:*:changes"
+
+# Keys of one step under its policy, besides `rows:<trajectory>` and
+# `staged:<trajectory>:<attempt>`.
+STEP_KEYS: Final = (
+    "step",  # hash: group_size, expected, counts per state, flags, `layout` of what is counted
+    "ended",  # hash: trajectory -> how, query, why; its rows are in this table
+    "queries",  # hash: query -> trajectories ended
+    "book",  # hash: sample -> record (records.py); of a committed step see `SampleRecord.settled`
+    "members",  # sorted set: query, group, sample; in this order
+    "ready",  # sorted set of claimable samples, in sample order
+    "claims",  # hash: claim -> its samples, or why it is lost
+    "owners",  # hash: claim -> claimant
+    "leases",  # sorted set: live claim -> expiry, ms of the Redis clock
+    "held",  # hash: claimant -> samples that it holds
+    "fenced",  # hash: claimant -> why it must start over
+    "dropped",  # hash: reason -> samples or trajectories
+    "roster",  # hash: query that left or came -> how (lua/roster.lua)
+    "tallies",  # hash: query, kind -> rows
+    "stages",  # set of staged keys, to free them with the step
+    "leaving",  # hash: sample -> its record in the next step, which is not in the table yet
+    "gone",  # hash: group that came back -> members whose values went before, and their rewards
+    "returned",  # set of the keys of rows that came from an earlier step
+    "completed",  # hash: query -> trajectories completed; only where some are redundant
+)
+
+
+@dataclass(frozen=True)
+class JobTableKeys:
+    """Keys of what a job's policies have in common."""
+
+    job: str
+
+    @property
+    def base(self) -> str:
+        """What every key under the job's tag starts with."""
+        return f"{PREFIX}:{{{self.job}}}"
+
+    @property
+    def tables(self) -> str:
+        """JSON: the policies that have tables, and their required columns."""
+        return f"{self.base}:tables"
+
+    @property
+    def steps(self) -> str:
+        """Sorted set of the steps that exist, committed or not."""
+        return f"{self.base}:steps"
+
+    @property
+    def live(self) -> str:
+        """Sorted set of the steps that some policy has not committed."""
+        return f"{self.base}:live"
+
+    @property
+    def log(self) -> str:
+        """Hash: step -> its roster and endings (log.Roster); outlives the step."""
+        return f"{self.base}:log"
+
+    @property
+    def logged_tables(self) -> str:
+        """What `tables` was; outlives it."""
+        return f"{self.base}:logged-tables"
+
+    def step(self, step: int) -> str:
+        """Hash: group_size, redundant; versions (JSON); queries, now and as `opened` (JSON);
+        expected and ended trajectories; complete queries; held_open; cursor.
+
+        Trajectories of queries that were dropped are expected, and have ended. Queries that were
+        carried to another step are gone from here with all that is theirs.
+        """
+        return f"{self.base}:{step}:step"
+
+    @property
+    def rosters(self) -> str:
+        """How often a step's roster has changed."""
+        return f"{self.base}:rosters"
+
+    def all_of(self, step: int) -> tuple[str, ...]:
+        """All keys of a step, the one first by which it is known to be open."""
+        names = ("step", "ended", "queries", "left", "came", "completed")
+        return tuple(f"{self.base}:{step}:{name}" for name in names)
+
+    def ended(self, step: int) -> str:
+        """Hash: trajectory -> its one ending (records.Ending). Those that ended because their query
+        was dropped, or complete without them, are named `query TAB number`.
+        """
+        return f"{self.base}:{step}:ended"
+
+    def queries(self, step: int) -> str:
+        """Hash: query that the step has now -> trajectories ended."""
+        return f"{self.base}:{step}:queries"
+
+
+@dataclass(frozen=True)
+class PolicyKeys:
+    """Keys of one policy's table."""
+
+    job: str
+    policy: str
+
+    @property
+    def base(self) -> str:
+        """What every key under the policy's tag starts with."""
+        return f"{PREFIX}:{{{self.job}/{self.policy}}}"
+
+    @property
+    def commits(self) -> str:
+        """Hash: step -> its commit (records.commit_bytes)."""
+        return f"{self.base}:commits"
+
+    @property
+    def head(self) -> str:
+        """Hash: version and step of the latest commit; number of the rosters that it knows."""
+        return f"{self.base}:head"
+
+    @property
+    def log(self) -> str:
+        """Hash: step -> what became of its samples (log.pack); outlives the step."""
+        return f"{self.base}:log"
+
+    @property
+    def totals(self) -> str:
+        """Hash: what the steps that were forgotten add to the counts since the job began."""
+        return f"{self.base}:totals"
+
+    @property
+    def channel(self) -> str:
+        """Where the scripts publish what they changed: `<step> <kind>`."""
+        return f"{self.base}:changes"
+
+    def step(self, step: int, name: str) -> str:
+        """One of `STEP_KEYS`."""
+        return f"{self.base}:{step}:{name}"
+
+    def rows(self, step: int, trajectory: str) -> str:
+        """Hash: sample -> payload; `sample TAB column` -> a column that came late.
+
+        `trajectory@step` where samples of an earlier step came back.
+        """
+        return f"{self.base}:{step}:rows:{trajectory}"
+
+    def staged(self, step: int, trajectory: str, attempt: str) -> str:
+        """Rows of an ending that is not decided yet; renamed to `rows` when it wins."""
+        return f"{self.base}:{step}:staged:{trajectory}:{attempt}"
+
+
+def parse_channel(channel: str) -> tuple[str, str]:
+    """(job, policy) of a policy's channel."""
+    job, _, policy = channel[channel.index("{") + 1 : channel.index("}")].partition("/")
+    return job, policy
+
 
 # A sample, serialized: a text of its own, or where it lies in the message that it came in.
 Payload: TypeAlias = bytes | memoryview
@@ -36,11 +194,11 @@ LETTER_OF: Final[dict[int, str]] = {state: letter for letter, state in STATE_OF.
 _PENDING: Final = LETTER_OF[pb.SAMPLE_STATE_PENDING]
 _CLAIMED: Final = LETTER_OF[pb.SAMPLE_STATE_CLAIMED]
 _TRAINED: Final = LETTER_OF[pb.SAMPLE_STATE_TRAINED]
-# Bytes of a hash that make `Record.spread`, four of its characters each three.
+# Bytes of a hash that make `SampleRecord.spread`, four of its characters each three.
 _SPREAD_BYTES: Final = 12
 
 
-class Row(NamedTuple):
+class StagedRow(NamedTuple):
     """A sample on its way into a table: what its record begins with, read once."""
 
     sample: str
@@ -54,14 +212,14 @@ class Row(NamedTuple):
     columns: Sequence[str]
     """Sorted."""
     version: str
-    """As in `Record`."""
+    """As in `SampleRecord`."""
 
     @staticmethod
-    def of(sample: store_pb.Sample, payload: Payload | None = None) -> Row:
+    def of(sample: store_pb.Sample, payload: Payload | None = None) -> StagedRow:
         """The row of `sample`, which is `payload` if that is known."""
         versions = sample.versions
         columns = sample.columns
-        return Row(
+        return StagedRow(
             sample.sample_id,
             sample.policy,
             sample.SerializeToString() if payload is None else payload,
@@ -75,7 +233,7 @@ class Row(NamedTuple):
         )
 
     def record(self, query: str, trajectory: str, required: Collection[str]) -> str:
-        """Its first `Record`, formatted; `required` are columns besides the reward."""
+        """Its first `SampleRecord`, formatted; `required` are columns besides the reward."""
         missing = [name for name in required if name not in self.columns]
         if self.reward is None:
             missing.append(REWARD)
@@ -83,14 +241,14 @@ class Row(NamedTuple):
         lacks, early = ",".join(sorted(missing)), ",".join(self.columns)
         digest = xxhash.xxh3_128_digest(self.sample.encode())[:_SPREAD_BYTES]
         spread = base64.b64encode(digest).decode()
-        # A `Record`, in the order of its fields; written out, as it is once per row.
+        # A `SampleRecord`, in the order of its fields; written out, as it is once per row.
         return (
             f"{_PENDING}\t{self.tokens}\t{len(self.payload)}\t{self.turn}\t{reward}\t{lacks}\t{early}"
             f"\t\t{query}\t{trajectory}\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t\t{spread}"
         )
 
 
-class Record(NamedTuple):
+class SampleRecord(NamedTuple):
     """The bookkeeping of one sample: everything but its payload."""
 
     state: str
@@ -132,11 +290,11 @@ class Record(NamedTuple):
         return "\t".join(self)
 
     @staticmethod
-    def parse(text: str) -> Record:
+    def parse(text: str) -> SampleRecord:
         """The record that `format` wrote."""
-        return Record(*text.split("\t"))
+        return SampleRecord(*text.split("\t"))
 
-    def settled(self, committed: bool) -> Record:
+    def settled(self, committed: bool) -> SampleRecord:
         """What it says, its step being committed or not: a commit leaves records as they are where
         nobody uses a sample again, and what it found CLAIMED is TRAINED (lua/commit.lua).
         """
@@ -224,7 +382,7 @@ def samples_digest(samples: Iterable[str]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _moved(state: str, uses: str, reward: str) -> bytes:
-    """`Record.moved` of a sample in its first step: many have the same reward."""
+    """`SampleRecord.moved` of a sample in its first step: many have the same reward."""
     sample = store_pb.Sample(state=STATE_OF[state], uses=int(uses))
     if reward:
         sample.reward = float(reward)

@@ -6,21 +6,293 @@ import asyncio
 import base64
 import binascii
 import functools
-from collections.abc import Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from services.experience_store.database import Call, Database
-from services.experience_store.keys import PolicyKeys
+from google.protobuf.message import DecodeError
+
+from services.experience_store.database import Database, ScriptCall
 from services.experience_store.notices import Notices
-from services.experience_store.recent import RecentRows
-from services.experience_store.records import STATE_OF, Payload, Record
-from services.experience_store.requests import Fill
-from services.experience_store.steps import Steps
-from services.experience_store.tables import Tables
+from services.experience_store.records import STATE_OF, Payload, PolicyKeys, SampleRecord, StagedRow
+from services.experience_store.requests import ROW_BYTES, Fill
+from services.experience_store.steps import StepStore
+from services.experience_store.tables import TableRegistry
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.wire import repeated, tag, varint
+
+MIB: Final = 2**20
+# Enough for what waits until the groups of a step are complete, and little beside a model.
+DEFAULT_BYTES: Final = 128 * MIB
+# Beside its payload a row takes some 450 bytes here, which are not counted: of rows shorter than
+# this there are no more than of rows as long.
+_SHORT: Final = 1024
+_LEAST_ROWS: Final = 64
+
+# Job, policy, sample, and `SampleRecord.since`.
+_Key: TypeAlias = tuple[str, str, str, str]
+
+
+class RecentRows:
+    """At most `limit` bytes, messages that rows lie in counted whole; the oldest go first. 0 keeps
+    none.
+    """
+
+    def __init__(self, limit: int = DEFAULT_BYTES) -> None:
+        self._limit = limit
+        self._most = max(_LEAST_ROWS, limit // _SHORT)
+        self._rows: OrderedDict[_Key, Payload] = OrderedDict()
+        # Rows that lie in a message, by its identity: it is freed with the last of them.
+        self._sharing: dict[int, int] = {}
+        self.bytes = 0
+        """Held."""
+        self.found = 0
+        """Rows that claims took from here, since the start."""
+        self.missed = 0
+        """Rows that claims had to read from Redis."""
+
+    def add(self, job: str, policy: str, since: str, rows: Iterable[tuple[str, Payload]]) -> None:
+        """Keep these (sample id, payload), which entered the table at `since`."""
+        for sample, payload in rows:
+            key = (job, policy, sample, since)
+            self._pop(key)
+            self._rows[key] = payload
+            if isinstance(payload, memoryview):
+                message = id(payload.obj)
+                number = self._sharing.get(message, 0)
+                self._sharing[message] = number + 1
+                self.bytes += 0 if number else _size(payload)
+            else:
+                self.bytes += len(payload)
+        while self.bytes > self._limit or len(self._rows) > self._most:
+            self._pop(next(iter(self._rows)))
+
+    def take(
+        self, job: str, policy: str, records: Sequence[tuple[str, SampleRecord]]
+    ) -> dict[str, Payload]:
+        """Those of these samples that are here, and are complete as they were appended.
+
+        They are not kept any longer: hardly any row is claimed twice.
+        """
+        taken: dict[str, Payload] = {}
+        for sample, record in records:
+            payload = self._pop((job, policy, sample, record.since))
+            # Late columns are in Redis only.
+            if payload is not None and not record.late:
+                taken[sample] = payload
+        self.found += len(taken)
+        self.missed += len(records) - len(taken)
+        return taken
+
+    def forget(self, job: str) -> None:
+        """The job's tables are dropped."""
+        for key in [key for key in self._rows if key[0] == job]:
+            self._pop(key)
+
+    def _pop(self, key: _Key) -> Payload | None:
+        payload = self._rows.pop(key, None)
+        if isinstance(payload, memoryview):
+            message = id(payload.obj)
+            self._sharing[message] -= 1
+            if not self._sharing[message]:
+                del self._sharing[message]
+                self.bytes -= _size(payload)
+        elif payload is not None:
+            self.bytes -= len(payload)
+        return payload
+
+
+def _size(row: memoryview) -> int:
+    """Bytes of the message that it lies in."""
+    message = row.obj
+    assert isinstance(message, bytes)
+    return len(message)
+
+
+_Sample = store_pb.Sample
+
+# All names of a row, and what stands around them.
+_NAMES_BYTES: Final = 512
+# What may come behind the tokens, and how long that is at most.
+_BEHIND: Final = frozenset(
+    {
+        "versions",
+        "reward",
+        "finish_reason",
+        "temperature",
+        "chain",
+        "own_reward",
+        "earned",
+        "final_reward",
+    }
+)
+_BEHIND_BYTES: Final = 256
+# Lengths up to here are one byte.
+_ONE_BYTE: Final = 0x7F
+
+_SAMPLE, _POLICY, _AGENT, _GROUP, _PROMPT, _RESPONSE, _LOGPROBS = (
+    tag(number)[0]
+    for number in (
+        _Sample.SAMPLE_ID_FIELD_NUMBER,
+        _Sample.POLICY_FIELD_NUMBER,
+        _Sample.AGENT_FIELD_NUMBER,
+        _Sample.GROUP_ID_FIELD_NUMBER,
+        _Sample.PROMPT_IDS_FIELD_NUMBER,
+        _Sample.RESPONSE_IDS_FIELD_NUMBER,
+        _Sample.LOGPROBS_FIELD_NUMBER,
+    )
+)
+_TURN: Final = _Sample.TURN_FIELD_NUMBER << 3
+_CHECKSUM: Final = pb.Tensor.CHECKSUM_FIELD_NUMBER << 3 | 1
+_CHECKSUM_BYTES: Final = 9
+# A tensor's field number and its size, at most; everything in them follows from the size.
+_SIZE_BYTES: Final = 6
+# What stands before its elements, at most.
+_LONGEST_BEGIN: Final = 16
+
+
+class PlainRows:
+    """Reads the rows of one ending."""
+
+    def __init__(self, query: str, trajectory: str) -> None:
+        self._query = query.encode()
+        self._trajectory = trajectory.encode()
+        # In every row, whatever its turn.
+        self._ids = b"".join(
+            (
+                *repeated(_Sample.QUERY_ID_FIELD_NUMBER, [self._query]),
+                *repeated(_Sample.TRAJECTORY_ID_FIELD_NUMBER, [self._trajectory]),
+            )
+        )
+
+    def read(self, payload: Payload) -> StagedRow | None:
+        """The row that `payload` is, if nothing is wrong with it and nothing unusual in it."""
+        try:
+            return self._read(memoryview(payload))
+        except (IndexError, UnicodeDecodeError, DecodeError):
+            return None
+
+    def _read(self, payload: memoryview) -> StagedRow | None:
+        names = bytes(payload[:_NAMES_BYTES])
+        if len(payload) > ROW_BYTES:
+            return None
+        sample, at = _name(names, 0, _SAMPLE)
+        policy, at = _name(names, at, _POLICY)
+        if not names.startswith(self._ids, at):
+            return None
+        agent, at = _name(names, at + len(self._ids), _AGENT)
+        turn = 0
+        if names[at] == _TURN:
+            turn, at = names[at + 1], at + 2
+            if turn > _ONE_BYTE:
+                if names[at] > _ONE_BYTE:
+                    return None
+                turn, at = turn & _ONE_BYTE | names[at] << 7, at + 1
+        group, at = _name(names, at, _GROUP)
+        if sample != b"%b_%d_%b" % (self._query, turn, self._trajectory):
+            return None
+        prompt, at = _vector(payload, at, _PROMPT, pb.DTYPE_INT32)
+        response, at = _vector(payload, at, _RESPONSE, pb.DTYPE_INT32)
+        logprobs, at = _vector(payload, at, _LOGPROBS, pb.DTYPE_FLOAT32)
+        if logprobs != response or len(payload) - at > _BEHIND_BYTES:
+            return None
+        behind = _behind(bytes(payload[at:]))
+        who, role = agent.decode("ascii"), group.decode("ascii")
+        if behind is None or not (who.isprintable() and role.isprintable()):
+            return None
+        version, reward = behind
+        return StagedRow(
+            sample.decode("ascii"),
+            policy.decode("ascii"),
+            payload,
+            prompt + response,
+            turn,
+            who,
+            role,
+            reward,
+            (),
+            version,
+        )
+
+
+def _name(names: bytes, at: int, field: int) -> tuple[bytes, int]:
+    """A name that is not empty, and where it ends. Raises `IndexError` for anything else."""
+    size = names[at + 1]
+    end = at + 2 + size
+    if names[at] != field or not 0 < size <= _ONE_BYTE or end >= len(names):
+        raise IndexError
+    return names[at + 2 : end], end
+
+
+def _vector(payload: memoryview, at: int, field: int, dtype: pb.Dtype.ValueType) -> tuple[int, int]:
+    """Elements of a tensor of one dimension, and where it ends. Raises `IndexError` for anything
+    else.
+    """
+    elements, begin, size = _begin(bytes(payload[at : at + _SIZE_BYTES]), field, dtype)
+    end = at + size
+    if (
+        end > len(payload)
+        or bytes(payload[at : at + len(begin)]) != begin
+        or payload[end - _CHECKSUM_BYTES] != _CHECKSUM
+    ):
+        raise IndexError
+    return elements, end
+
+
+@functools.lru_cache(maxsize=4096)
+def _begin(text: bytes, field: int, dtype: pb.Dtype.ValueType) -> tuple[int, bytes, int]:
+    """Of a vector in field `field` that begins with `text`: how many elements it has, of four bytes
+    each, what stands before them, and how long all of it is. Raises `IndexError` where no vector
+    begins so.
+    """
+    size, start = 0, 1
+    while True:
+        byte = text[start]
+        size |= (byte & _ONE_BYTE) << 7 * (start - 1)
+        start += 1
+        if byte <= _ONE_BYTE:
+            break
+    # Each element more makes it longer.
+    elements = max(1, (size - _LONGEST_BEGIN - _CHECKSUM_BYTES) // 4)
+    while True:
+        shape = varint(elements)
+        begin = b"".join(
+            (
+                varint(pb.Tensor.DTYPE_FIELD_NUMBER << 3),
+                varint(dtype),
+                *repeated(pb.Tensor.SHAPE_FIELD_NUMBER, [shape]),
+                tag(pb.Tensor.DATA_FIELD_NUMBER),
+                varint(4 * elements),
+            )
+        )
+        found = len(begin) + 4 * elements + _CHECKSUM_BYTES
+        if found == size:
+            return elements, bytes((field,)) + varint(size) + begin, start + size
+        if found > size:
+            raise IndexError
+        elements += 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _behind(text: bytes) -> tuple[str, float | None] | None:
+    """Oldest version and reward of a sample whose last fields are `text`; rows of one job end in
+    few different ways. None if there is anything else in it. Raises `DecodeError`.
+    """
+    sample = _Sample.FromString(text)
+    reward = sample.reward if sample.HasField("reward") else None
+    versions = [span.version for span in sample.versions]
+    if (
+        not {field.name for field, _ in sample.ListFields()} <= _BEHIND
+        or (reward is not None and not math.isfinite(reward))
+        or min(versions, default=0) < 0
+    ):
+        return None
+    return (str(min(versions)) if versions else ""), reward
+
 
 # A page stays well under the message limit (64 MiB by default), however long its rows.
 PAGE_BYTES: Final = 16 * 2**20
@@ -48,7 +320,7 @@ class PayloadGoneError(Exception):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PageStart:
     """Where a page starts: behind this member of this step."""
 
     step: int
@@ -58,10 +330,10 @@ class _Place:
         return base64.urlsafe_b64encode(f"{self.step}\t{self.member}".encode()).decode()
 
     @staticmethod
-    def parse(token: str) -> _Place:
+    def parse(token: str) -> _PageStart:
         try:
             step, _, member = base64.urlsafe_b64decode(token.encode()).decode().partition("\t")
-            return _Place(int(step), member)
+            return _PageStart(int(step), member)
         except (ValueError, binascii.Error) as error:
             raise InvalidArgument(
                 "not a page token of ListSamples",
@@ -77,8 +349,8 @@ class Samples:
     def __init__(
         self,
         database: Database,
-        tables: Tables,
-        steps: Steps,
+        tables: TableRegistry,
+        steps: StepStore,
         notices: Notices,
         recent: RecentRows,
     ) -> None:
@@ -141,7 +413,7 @@ class Samples:
         base = PolicyKeys(job, policy).base
         # One script for many: what calls cost is each script, each reply and each notice.
         calls = [
-            Call("fill_columns", base, (step, *_values(fills[start : start + FILL_BATCH])))
+            ScriptCall("fill_columns", base, (step, *_values(fills[start : start + FILL_BATCH])))
             for start in range(0, len(fills), FILL_BATCH)
         ]
         done = await self._steps.on_tables(job, step, calls)
@@ -171,7 +443,7 @@ class Samples:
                 return reply
 
     async def rows(
-        self, job: str, policy: str, step: int, records: Sequence[tuple[str, Record]]
+        self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
     ) -> list[store_pb.Sample]:
         """The samples with their payloads, in the order of `records` (sample id, record).
 
@@ -183,7 +455,7 @@ class Samples:
         ]
 
     async def take(
-        self, job: str, policy: str, step: int, records: Sequence[tuple[str, Record]]
+        self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
     ) -> list[Payload]:
         """`payloads` of samples that are claimed, without Redis where they were appended here."""
         recent = self._recent.take(job, policy, records)
@@ -193,9 +465,10 @@ class Samples:
         return [recent[sample] for sample, _ in records]
 
     async def payloads(
-        self, job: str, policy: str, step: int, records: Sequence[tuple[str, Record]]
+        self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
     ) -> list[bytes]:
-        """What `Record.read` makes samples of. Raises `PayloadGoneError` when one was freed."""
+        """What `SampleRecord.read` makes samples of. Raises `PayloadGoneError` when one was
+        freed."""
         keys = PolicyKeys(job, policy)
         wanted: dict[str, list[str]] = {}
         for sample, record in records:
@@ -232,7 +505,7 @@ class Samples:
         starts ('' behind the last). Those of committed steps come without their payload.
         """
         await self._tables.check_policy(job, policy)
-        place = _Place.parse(token) if token else None
+        place = _PageStart.parse(token) if token else None
         steps = [step] if step is not None else await self._steps.all(job)
         found: list[store_pb.Sample] = []
         scanned = size_in_bytes = 0
@@ -246,7 +519,7 @@ class Samples:
                 kept = [m for m in members if state is None or STATE_OF[m[2].state] == state]
                 for member, sample, record in kept:
                     if len(found) >= size or size_in_bytes > PAGE_BYTES:
-                        return found, _Place(number, after).format()
+                        return found, _PageStart(number, after).format()
                     found.append(await self._row(job, policy, number, sample, record))
                     size_in_bytes += int(record.size)
                     after = member
@@ -254,12 +527,12 @@ class Samples:
                     break
                 after = members[-1][0]
                 if scanned >= SCAN_LIMIT:
-                    return found, _Place(number, after).format()
+                    return found, _PageStart(number, after).format()
         return found, ""
 
     async def _members(
         self, job: str, policy: str, step: int, after: str, number: int
-    ) -> list[tuple[str, str, Record]]:
+    ) -> list[tuple[str, str, SampleRecord]]:
         keys = PolicyKeys(job, policy)
         start = f"({after}" if after else "-"
         members = [
@@ -276,13 +549,13 @@ class Samples:
             [("HEXISTS", keys.commits, step), ("HMGET", keys.step(step, "book"), *ids)]
         )
         return [
-            (member, sample, Record.parse(text.decode()).settled(bool(committed)))
+            (member, sample, SampleRecord.parse(text.decode()).settled(bool(committed)))
             for member, sample, text in zip(members, ids, records, strict=True)
             if text is not None
         ]
 
     async def _row(
-        self, job: str, policy: str, step: int, sample: str, record: Record
+        self, job: str, policy: str, step: int, sample: str, record: SampleRecord
     ) -> store_pb.Sample:
         if record.state not in _FREED:
             try:

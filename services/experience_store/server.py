@@ -3,32 +3,306 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
+from pydantic import Field
 
 from services.chassis.idempotency import compares, forgets
+from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
 from services.experience_store import requests
-from services.experience_store.amendments import Amendment
 from services.experience_store.claims import ClaimRequest
 from services.experience_store.database import Database
-from services.experience_store.high_water import MIB
 from services.experience_store.meters import Meters
-from services.experience_store.settings import StoreSettings
+from services.experience_store.records import Ending, Payload, StagedRow
+from services.experience_store.requests import (
+    check_columns,
+    check_id,
+    check_not_negative,
+    check_reward,
+    check_size,
+    check_vector,
+    enum_name,
+    printable,
+)
+from services.experience_store.samples import DEFAULT_BYTES, MIB, PlainRows, SampleFills
+from services.experience_store.steps import Amendment
 from services.experience_store.store import Store
-from services.experience_store.writes import Batch, Writes
-from troupe.rpc import TroupeError, to_status
+from services.experience_store.trajectories import Append
+from troupe import wire
+from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, to_status
 from troupe.rpc.ids import check_name
+from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
-# Left of a call's deadline for reading payloads and for the way back.
-_DEADLINE_MARGIN: Final = 0.5
+
+def check_append(
+    request: store_pb.AppendTrajectoryRequest, payloads: Sequence[Payload]
+) -> list[StagedRow]:
+    """An ending, and rows that belong to it (`payloads`, whether `request` has them too or not):
+    these are returned, read once.
+
+    `query_id` and `trajectory_id` are checked already.
+    """
+    ends = (
+        pb.TRAJECTORY_STATE_COMPLETED,
+        pb.TRAJECTORY_STATE_FAILED,
+        pb.TRAJECTORY_STATE_ABORTED,
+    )
+    if request.state not in ends:
+        raise InvalidArgument(
+            "is not the end of a trajectory",
+            field="state",
+            value=enum_name(pb.TrajectoryState, request.state),
+            remedy="Send COMPLETED, FAILED or ABORTED.",
+        )
+    if request.state != pb.TRAJECTORY_STATE_COMPLETED:
+        if payloads:
+            raise InvalidArgument(
+                "a trajectory that did not complete has no samples", field="samples"
+            )
+        if not request.reason:
+            raise InvalidArgument("say why it did not complete", field="reason")
+    plain = PlainRows(request.query_id, request.trajectory_id)
+    seen: set[str] = set()
+    rows: list[StagedRow] = []
+    for index, payload in enumerate(payloads):
+        row = plain.read(payload) or _read(f"samples[{index}]", request, payload)
+        if row.sample in seen:
+            raise InvalidArgument(
+                "occurs twice", field=f"samples[{index}].sample_id", value=row.sample
+            )
+        seen.add(row.sample)
+        rows.append(row)
+    return rows
+
+
+def _read(field: str, request: store_pb.AppendTrajectoryRequest, payload: Payload) -> StagedRow:
+    """The row that `payload` is; says what is wrong with it."""
+    try:
+        sample = store_pb.Sample.FromString(bytes(payload))
+    except DecodeError as error:
+        raise InvalidArgument(f"is no Sample: {error}", field=field) from error
+    row = StagedRow.of(sample, payload)
+    _check_sample(field, request, sample, row)
+    return row
+
+
+def _check_sample(
+    field: str, request: store_pb.AppendTrajectoryRequest, sample: store_pb.Sample, row: StagedRow
+) -> None:
+    for name, ours, theirs in (
+        ("query_id", sample.query_id, request.query_id),
+        ("trajectory_id", sample.trajectory_id, request.trajectory_id),
+        (
+            "sample_id",
+            sample.sample_id,
+            f"{request.query_id}_{sample.turn}_{request.trajectory_id}",
+        ),
+    ):
+        if ours != theirs:
+            raise InvalidArgument(
+                f"must be {theirs}", field=f"{field}.{name}", value=printable(ours)
+            )
+    check_id(f"{field}.sample_id", sample.sample_id)
+    check_id(f"{field}.group_id", sample.group_id)
+    check_id(f"{field}.agent", sample.agent)
+    for span in sample.versions:
+        check_not_negative(f"{field}.versions", span.version)
+    if sample.HasField("reward"):
+        check_reward(f"{field}.reward", sample.reward)
+    for name, tensor, dtype in (
+        ("prompt_ids", sample.prompt_ids, pb.DTYPE_INT32),
+        ("response_ids", sample.response_ids, pb.DTYPE_INT32),
+        ("logprobs", sample.logprobs, pb.DTYPE_FLOAT32),
+    ):
+        check_vector(f"{field}.{name}", tensor, dtype)
+    if sample.logprobs.shape != sample.response_ids.shape:
+        raise InvalidArgument(
+            f"must have one value per response token ({sample.response_ids.shape[0]})",
+            field=f"{field}.logprobs",
+            value=sample.logprobs.shape[0],
+        )
+    check_columns(f"{field}.columns", sample.columns)
+    check_size(field, len(row.payload))
 
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WriteBatch:
+    """A WriteRequest, and where the samples of each of its endings lie in the bytes that came: to
+    parse them, or only to copy them, takes longer than all else that is done with them.
+    """
+
+    request_id: str
+    endings: Sequence[store_pb.AppendTrajectoryRequest]
+    """Without their samples."""
+    payloads: Sequence[Sequence[Payload]]
+    fills: Sequence[store_pb.FillColumnsRequest]
+
+    @staticmethod
+    def parse(data: bytes) -> WriteBatch:
+        """The batch that `data` is. Raises `DecodeError`."""
+        rest, spans = wire.split(data, 0, len(data), store_pb.WriteRequest.ENDINGS_FIELD_NUMBER)
+        request = store_pb.WriteRequest.FromString(rest)
+        field = store_pb.AppendTrajectoryRequest.SAMPLES_FIELD_NUMBER
+        view = memoryview(data)
+        endings: list[store_pb.AppendTrajectoryRequest] = []
+        payloads: list[list[Payload]] = []
+        for span in spans:
+            ending, samples = wire.split(data, *span, field)
+            endings.append(store_pb.AppendTrajectoryRequest.FromString(ending))
+            payloads.append([view[start:end] for start, end in samples])
+        return WriteBatch(request.request_id, endings, payloads, request.fills)
+
+    def parts(self) -> bytes:
+        """What it consists of: each part has an id that stands for its contents."""
+        endings = [part.request_id for part in self.endings]
+        return repr((endings, [part.request_id for part in self.fills])).encode()
+
+
+class Writes:
+    """What rollout and whoever scores later writes."""
+
+    def __init__(self, store: Store, meters: Meters) -> None:
+        self._store = store
+        self._meters = meters
+
+    async def end_each(
+        self,
+        sent: Sequence[store_pb.AppendTrajectoryRequest],
+        payloads: Sequence[Sequence[Payload]] = (),
+    ) -> list[store_pb.AppendTrajectoryResponse | TroupeError]:
+        """The answers to these calls, or their errors. `payloads`: the samples of each, serialized,
+        where the requests came without them.
+        """
+        known = payloads or [
+            [sample.SerializeToString() for sample in request.samples] for request in sent
+        ]
+        appends = []
+        for one in zip(sent, known, strict=True):
+            appends.append(_of(_append_of, *one))
+            # A call brings rows by the hundred, and a claim or a reward has to wait for its turn at
+            # several places: they are answered in between.
+            await asyncio.sleep(0)
+        for number, append in enumerate(appends):
+            if isinstance(append, Append):
+                try:
+                    size = sum(len(row.payload) for row in append.rows)
+                    await self._store.high_water.admit(append.job, append.step, size)
+                except TroupeError as error:
+                    if isinstance(error, ResourceExhausted):
+                        self._meters.pushed_back()
+                    appends[number] = error
+        taken = [append for append in appends if isinstance(append, Append)]
+        ended = iter(await self._store.trajectories.append_each(taken))
+        answers: list[store_pb.AppendTrajectoryResponse | TroupeError] = []
+        for append in appends:
+            if isinstance(append, TroupeError):
+                answers.append(append)
+                continue
+            result = next(ended)
+            if isinstance(result, TroupeError):
+                answers.append(result)
+                continue
+            self._meters.appended(append, result.accepted)
+            answers.append(
+                store_pb.AppendTrajectoryResponse(
+                    accepted=result.accepted,
+                    step=result.step,
+                    drop_reason=result.drop_reason,
+                    group_complete=result.group_complete,
+                )
+            )
+        return answers
+
+    async def fill_each(
+        self, sent: Sequence[store_pb.FillColumnsRequest]
+    ) -> list[store_pb.FillColumnsResponse | TroupeError]:
+        """The answers to these calls, or their errors."""
+        fills = [_of(_fills_of, request) for request in sent]
+        taken = [one for one in fills if isinstance(one, SampleFills)]
+        filled = iter(await self._store.samples.fill_each(taken))
+        answers: list[store_pb.FillColumnsResponse | TroupeError] = []
+        for one in fills:
+            result = next(filled) if isinstance(one, SampleFills) else one
+            if isinstance(result, TroupeError):
+                answers.append(result)
+                continue
+            answers.append(_filled(tuple(result)))
+        return answers
+
+
+def _of(read: Callable[..., T], *request: Any) -> T | TroupeError:
+    try:
+        return read(*request)
+    except TroupeError as error:
+        return error
+
+
+@functools.lru_cache(maxsize=1024)
+def _filled(
+    results: Sequence[tuple[pb.SampleState.ValueType, bool]],
+) -> store_pb.FillColumnsResponse:
+    """The answer to a fill of so many samples: most are alike. Nobody changes it."""
+    (state, accepted), *more = results
+    return store_pb.FillColumnsResponse(
+        state=state,
+        accepted=accepted,
+        more=[store_pb.SampleFilled(state=s, accepted=a) for s, a in more],
+    )
+
+
+def _append_of(request: store_pb.AppendTrajectoryRequest, payloads: Sequence[Payload]) -> Append:
+    requests.check_common(request)
+    requests.check_step(request.step)
+    requests.check_id("query_id", request.query_id)
+    requests.check_id("trajectory_id", request.trajectory_id)
+    rows = check_append(request, payloads)
+    state = pb.TrajectoryState.Name(request.state).removeprefix("TRAJECTORY_STATE_")
+    reason = requests.clean_reason(request.reason)
+    ending = Ending(state, request.request_id, request.query_id, reason)
+    return Append(request.job_id, request.step, request.trajectory_id, ending, rows)
+
+
+def _fills_of(request: store_pb.FillColumnsRequest) -> SampleFills:
+    requests.check_step_call(request)
+    fills = [requests.check_fill("", request)]
+    for index, item in enumerate(request.more):
+        fills.append(requests.check_fill(f"more[{index}].", item))
+    return SampleFills(request.job_id, request.policy, request.step, fills)
+
+
+class StoreSettings(ServiceSettings):
+    """`ServiceSettings`, where the samples are, and how many of them."""
+
+    store_redis_url: str | None = None
+    """Redis that holds samples, where it is another than `redis_url`. `redis-cluster://HOST:PORT`
+    names one node of a Redis Cluster."""
+    store_high_water_mib: int = Field(default=0, ge=0)
+    """Payloads above this push rows back, but for those of a job's oldest uncommitted step; 0: no
+    bound. Half of Redis' `maxmemory` leaves room for what is not payload."""
+
+    store_recent_mib: int = Field(default=DEFAULT_BYTES // MIB, ge=0)
+    """Payloads that the store keeps in its own memory from their append to their claim, so that it
+    need not read them back from Redis; 0: none. Nothing depends on them but speed."""
+
+    @property
+    def samples_url(self) -> str:
+        """URL of the Redis that holds samples."""
+        return self.store_redis_url or self.redis_url
+
+
+# Left of a call's deadline for reading payloads and for the way back.
+_DEADLINE_MARGIN: Final = 0.5
 
 
 def _ending_of(request: store_pb.AppendTrajectoryRequest) -> bytes:
@@ -53,7 +327,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         store_grpc.add_ExperienceStoreServicer_to_server(self, server)
         # It takes what comes as it is. Of two handlers for a method the last one stays.
         write = grpc.unary_unary_rpc_method_handler(
-            self.Write, Batch.parse, store_pb.WriteResponse.SerializeToString
+            self.Write, WriteBatch.parse, store_pb.WriteResponse.SerializeToString
         )
         server.add_registered_method_handlers(self.name, {"Write": write})  # type: ignore[attr-defined]
 
@@ -118,8 +392,8 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     ) -> store_pb.FillColumnsResponse:
         return _given(*await self._writes.fill_each([request]))
 
-    @compares(Batch.parts)
-    async def Write(self, request: Batch, context: Any) -> store_pb.WriteResponse:  # type: ignore[override]
+    @compares(WriteBatch.parts)
+    async def Write(self, request: WriteBatch, context: Any) -> store_pb.WriteResponse:  # type: ignore[override]
         requests.check_id("request_id", request.request_id)
         # Neither needs the other: who fills columns has heard that the rows are here.
         async with asyncio.TaskGroup() as group:

@@ -8,31 +8,172 @@ whoever notices that a table lags behind.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from services.experience_store.database import Call, Database
-from services.experience_store.keys import JobKeys, PolicyKeys
+from services.experience_store.database import Database, ScriptCall
 from services.experience_store.log import Log
 from services.experience_store.notices import Notices
-from services.experience_store.progress import StepStatus
-from services.experience_store.records import Ending
-from services.experience_store.rosters import Rosters
-from services.experience_store.tables import Table, Tables
-from troupe.rpc import FailedPrecondition
+from services.experience_store.records import Ending, JobTableKeys, PolicyKeys, parse_commit
+from services.experience_store.tables import TableRegistry, TableSchema
+from troupe.rpc import FailedPrecondition, Internal
+from troupe.v1 import experience_store_pb2 as store_pb
+
+
+class Rosters:
+    """The rosters of all jobs."""
+
+    def __init__(self, database: Database, tables: TableRegistry, notices: Notices) -> None:
+        self._database = database
+        self._tables = tables
+        self._notices = notices
+
+    async def apply(self, job: str, step: int) -> int | None:
+        """Bring the rosters of `step` and of all live steps into every table. Repeatable.
+
+        Returns their number; None when the job has no such step.
+        """
+        table = await self._tables.get(job)
+        number, exists, rosters = await self._database.run("rosters", JobTableKeys(job).base, step)
+        signal = int(table.drop_without_signal)
+        await self._database.run_each(
+            [
+                ScriptCall("admit", PolicyKeys(job, policy).base, (step, number, signal, rosters))
+                for policy in table.policies
+            ]
+        )
+        for policy in table.policies:
+            self._notices.written(job, policy, step)
+        return int(number) if exists else None
+
+
+@dataclass
+class StepStatus:
+    """What is known of one step of a job."""
+
+    step: int
+    open: bool
+    query_ids: list[str] = field(default_factory=list)
+    """In the order in which they came; without those that left."""
+    versions: dict[str, int] = field(default_factory=dict)
+    group_size: int = 0
+    redundant: int = 0
+    closed: bool = False
+    """Whether the roster stays as it is."""
+    cursor: int = 0
+    expected: int = 0
+    """Trajectories admitted, redundant ones and those of dropped queries too."""
+    ended: int = 0
+    """Those of them that ended; by the drop of their query too."""
+    complete: int = 0
+    """Queries all of whose trajectories have ended."""
+    endings: dict[str, Ending] = field(default_factory=dict)
+    """Trajectory -> ending, when asked for."""
+    queries: list[store_pb.QueryStatus] = field(default_factory=list)
+    """When asked for, in the order of `query_ids`."""
+    counts: list[store_pb.PolicyCounts] = field(default_factory=list)
+    commits: list[store_pb.StepCommit] = field(default_factory=list)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether all trajectories of the step have ended, and no more can come."""
+        return self.open and self.closed and self.ended >= self.expected
+
+    @property
+    def ended_trajectories(self) -> list[str]:
+        """Trajectories that ended by themselves, sorted: those of dropped queries, and redundant
+        ones, have no name."""
+        return sorted(name for name in self.endings if "\t" not in name)
+
+    @staticmethod
+    def parse(step: int, stored: Mapping[bytes, bytes]) -> StepStatus:
+        """The status whose step hash (keys.JobKeys.step) is `stored`."""
+        if not stored:
+            return StepStatus(step, open=False)
+        return StepStatus(
+            step,
+            open=True,
+            query_ids=json.loads(stored[b"queries"]),
+            versions=json.loads(stored[b"versions"]),
+            group_size=int(stored[b"group_size"]),
+            redundant=int(stored.get(b"redundant", 0)),
+            closed=stored.get(b"held_open") != b"1",
+            cursor=int(stored.get(b"cursor", 0)),
+            expected=int(stored[b"expected"]),
+            ended=int(stored[b"ended"]),
+            complete=int(stored.get(b"complete", 0)),
+        )
+
+    def add_endings(self, endings: Mapping[bytes, bytes]) -> None:
+        """Take in the hash of endings."""
+        self.endings = {name.decode(): Ending.parse(e.decode()) for name, e in endings.items()}
+
+    def add_table(self, policy: str, reply: Sequence[Any]) -> None:
+        """Take in what one policy's table counts (lua/count.lua)."""
+        counts, dropped, commit = reply
+        self.counts.append(_policy_counts(policy, self.step, _pairs(counts), _pairs(dropped)))
+        if commit:
+            self.commits.append(parse_commit(commit))
+
+    def add_queries(
+        self, ended: Mapping[bytes, bytes], tallies: Sequence[Mapping[bytes, bytes]]
+    ) -> None:
+        """Take in trajectories ended per query, and what the tables tally per query."""
+        total = Counter[str]()
+        for tally in tallies:
+            total.update({name.decode(): int(number) for name, number in tally.items()})
+        for query in self.query_ids:
+            trajectories = int(ended.get(query.encode(), 0))
+            rows = total[f"{query}\trows"]
+            self.queries.append(
+                store_pb.QueryStatus(
+                    query_id=query,
+                    trajectories_ended=trajectories,
+                    complete=trajectories >= self.group_size + self.redundant,
+                    samples=rows,
+                    kept=rows - total[f"{query}\tD"],
+                    pending=total[f"{query}\tP"],
+                )
+            )
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _policy_counts(
+    policy: str, step: int, counts: Mapping[bytes, bytes], dropped: Mapping[bytes, bytes]
+) -> store_pb.PolicyCounts:
+    def of(letter: bytes) -> int:
+        return int(counts.get(letter, 0))
+
+    return store_pb.PolicyCounts(
+        policy=policy,
+        step=step,
+        pending=of(b"P"),
+        ready=of(b"R"),
+        claimed=of(b"C"),
+        trained=of(b"T"),
+        dropped=of(b"D"),
+        drop_reasons={reason.decode(): int(number) for reason, number in dropped.items()},
+        groups_without_signal=of(b"groups_without_signal"),
+    )
+
 
 # Steps whose commits and bookkeeping outlive them: a resumed job and a late duplicate still find
 # what became of their step. Payloads are freed with the commit.
 KEEP_STEPS: Final = 16
 
 
-class Steps:
+class StepStore:
     """The steps of all jobs."""
 
     def __init__(
         self,
         database: Database,
-        tables: Tables,
+        tables: TableRegistry,
         notices: Notices,
         log: Log,
         rosters: Rosters,
@@ -69,7 +210,7 @@ class Steps:
         table = await self._tables.get(job)
         outcome, stored_size, opened, stored_queries, stored_redundant = await self._database.run(
             "open_step",
-            JobKeys(job).base,
+            JobTableKeys(job).base,
             step,
             group_size,
             json.dumps(dict(versions), sort_keys=True),
@@ -100,10 +241,10 @@ class Steps:
 
         Raises `FailedPrecondition` when the step is not open.
         """
-        calls = [Call(script, PolicyKeys(job, policy).base, (step, *args))]
+        calls = [ScriptCall(script, PolicyKeys(job, policy).base, (step, *args))]
         return (await self.on_tables(job, step, calls))[0]
 
-    async def on_tables(self, job: str, step: int, calls: Sequence[Call]) -> list[list[Any]]:
+    async def on_tables(self, job: str, step: int, calls: Sequence[ScriptCall]) -> list[list[Any]]:
         """`on_table` for several policies at once."""
         replies = await self._database.run_each(calls)
         if any(reply[0] == b"missing" for reply in replies):
@@ -122,7 +263,7 @@ class Steps:
         What grows with the step is read only when asked for: its `endings`, its `queries`.
         """
         table = await self._tables.get(job)
-        keys = JobKeys(job)
+        keys = JobTableKeys(job)
         commands = [("HGETALL", keys.step(step))]
         if endings:
             commands.append(("HGETALL", keys.ended(step)))
@@ -134,7 +275,7 @@ class Steps:
             return status
         if endings:
             status.add_endings(more[0])
-        calls = [Call("count", PolicyKeys(job, p).base, (step,)) for p in table.policies]
+        calls = [ScriptCall("count", PolicyKeys(job, p).base, (step,)) for p in table.policies]
         for policy, (_, *reply) in zip(
             table.policies, await self.on_tables(job, step, calls), strict=True
         ):
@@ -148,22 +289,26 @@ class Steps:
 
     async def live(self, job: str) -> list[int]:
         """Steps that some policy has not committed, oldest first."""
-        return [int(s) for s in await self._database.execute("ZRANGE", JobKeys(job).live, 0, -1)]
+        return [
+            int(s) for s in await self._database.execute("ZRANGE", JobTableKeys(job).live, 0, -1)
+        ]
 
     async def all(self, job: str) -> list[int]:
         """All steps that are still known, oldest first."""
-        return [int(s) for s in await self._database.execute("ZRANGE", JobKeys(job).steps, 0, -1)]
+        return [
+            int(s) for s in await self._database.execute("ZRANGE", JobTableKeys(job).steps, 0, -1)
+        ]
 
     async def retire(self, job: str, step: int) -> None:
         """Every policy has committed the step: there is nothing more to sweep."""
-        await self._database.execute("ZREM", JobKeys(job).live, step)
+        await self._database.execute("ZREM", JobTableKeys(job).live, step)
 
     async def settle(self, job: str, step: int) -> int:
         """Carry out in all tables what was decided about rosters and trajectories; returns how many
         trajectories lagged.
         """
         await self._rosters.apply(job, step)
-        table, keys = await self._tables.get(job), JobKeys(job)
+        table, keys = await self._tables.get(job), JobTableKeys(job)
         # In this order: what moved to the step until now, the rosters' number covers.
         endings, rosters = await self._database.execute_each(
             [("HGETALL", keys.ended(step)), ("GET", keys.rosters)]
@@ -181,7 +326,7 @@ class Steps:
         return len(missing)
 
     async def carry_out(
-        self, table: Table, step: int, trajectory: str, ending: Ending, rosters: int
+        self, table: TableSchema, step: int, trajectory: str, ending: Ending, rosters: int
     ) -> dict[str, str]:
         """Bring one decided ending into all tables, each of which learns of the rosters up to this
         number first. Repeatable. Returns `Record.since` of its rows, for every policy in whose
@@ -193,7 +338,7 @@ class Steps:
                 table.job,
                 step,
                 [
-                    Call(
+                    ScriptCall(
                         "append_rows",
                         PolicyKeys(table.job, policy).base,
                         (
@@ -229,9 +374,9 @@ class Steps:
             raise not_open(job, to)
         return rosters
 
-    async def _trim(self, table: Table, newest: int) -> None:
+    async def _trim(self, table: TableSchema, newest: int) -> None:
         """Forget committed steps that are more than `keep` steps old."""
-        keys = JobKeys(table.job)
+        keys = JobTableKeys(table.job)
         old = await self._database.execute("ZRANGEBYSCORE", keys.steps, "-inf", newest - self._keep)
         for step in (int(s) for s in old):
             if not await self._log.has(table.job, step):
@@ -242,7 +387,7 @@ class Steps:
             await self._database.execute_each([("UNLINK", key) for key in keys.all_of(step)])
             await self._database.run_each(
                 [
-                    Call("forget_step", PolicyKeys(table.job, p).base, (step, 1))
+                    ScriptCall("forget_step", PolicyKeys(table.job, p).base, (step, 1))
                     for p in table.policies
                 ]
             )
@@ -250,7 +395,7 @@ class Steps:
                 [("ZREM", key, str(step)) for key in (keys.live, keys.steps)]
             )
 
-    async def _committed(self, table: Table, step: int) -> bool:
+    async def _committed(self, table: TableSchema, step: int) -> bool:
         """Whether every policy has committed the step."""
         return all(
             await self._database.execute_each(
@@ -282,3 +427,120 @@ def _check_same(step: int, name: str, ours: object, stored: object) -> None:
             value=str(ours)[:200],
             remedy="Two orchestrators may be running one job; only one of them can go on.",
         )
+
+
+@dataclass(frozen=True)
+class Amendment:
+    """One change of one step's roster."""
+
+    job: str
+    step: int
+    add: Sequence[str] = ()
+    """They come last in the order of the roster."""
+    drop: Sequence[str] = ()
+    reason: str = ""
+    """Why they are dropped."""
+    carry: Sequence[str] = ()
+    carry_to: int = 0
+    """A later step that is held open."""
+    close: bool = False
+    cursor: int = 0
+    """Replaces the step's when larger."""
+
+
+class Amendments:
+    """Amendments of all jobs."""
+
+    def __init__(self, database: Database, tables: TableRegistry, rosters: Rosters) -> None:
+        self._database = database
+        self._tables = tables
+        self._rosters = rosters
+
+    async def amend(self, amendment: Amendment) -> list[str]:
+        """Decide and carry out `amendment`; the queries that were to leave but are complete.
+
+        Raises `FailedPrecondition`, and changes nothing, for a step that is not open
+        (`step_not_open`) or closed (`step_closed`), a query that the step never had
+        (`unknown_query`), that left it otherwise (`query_left`), or that another step has
+        (`query_elsewhere`), and for carrying to a step of another group size (`step_differs`).
+        """
+        await self._tables.get(amendment.job)
+        outcome, *rest = await self._database.run(
+            "amend_step",
+            JobTableKeys(amendment.job).base,
+            amendment.step,
+            amendment.reason,
+            amendment.carry_to,
+            int(amendment.close),
+            amendment.cursor,
+            len(amendment.add),
+            len(amendment.drop),
+            len(amendment.carry),
+            *amendment.add,
+            *amendment.drop,
+            *amendment.carry,
+        )
+        if outcome != b"amended":
+            raise _refusal(amendment, outcome.decode(), [value.decode() for value in rest])
+        await self._rosters.apply(amendment.job, amendment.step)
+        return [query.decode() for query in rest[0]]
+
+
+def _refusal(
+    amendment: Amendment, outcome: str, rest: Sequence[str]
+) -> FailedPrecondition | Internal:
+    step = amendment.step
+    if outcome == "missing":
+        return not_open(amendment.job, int(rest[0]))
+    if outcome == "closed":
+        return FailedPrecondition(
+            f"step {rest[0]} is closed: its roster stays as it is",
+            kind="step_closed",
+            field="step" if int(rest[0]) == step else "carry_to",
+            value=int(rest[0]),
+            remedy="Open the step with held_open, and amend it before it is closed.",
+        )
+    if outcome == "unknown_query":
+        return FailedPrecondition(
+            f"step {step} never had this query",
+            kind="unknown_query",
+            field=_field_of(amendment, rest[0]),
+            value=rest[0],
+            remedy="Name queries of GetStep's query_ids.",
+        )
+    if outcome == "left":
+        how, _, detail = rest[1].partition("\t")
+        where = f"was carried to step {detail}"
+        if how == "dropped":
+            where = f"was dropped from step {step} ({detail.partition(chr(9))[2]})"
+        return FailedPrecondition(
+            f"the query {where}",
+            kind="query_left",
+            field=_field_of(amendment, rest[0]),
+            value=rest[0],
+            remedy="A query that left a step does not come back; take a fresh one.",
+        )
+    if outcome == "elsewhere":
+        return FailedPrecondition(
+            f"step {rest[1]} has, or had, this query",
+            kind="query_elsewhere",
+            field=_field_of(amendment, rest[0]),
+            value=rest[0],
+            remedy="A query is in one live step at a time.",
+        )
+    if outcome == "group_size":
+        return FailedPrecondition(
+            f"step {rest[0]} has groups of {rest[1]} trajectories, step {step} has others",
+            kind="step_differs",
+            field="carry_to",
+            value=int(rest[0]),
+            remedy="Drop the queries instead.",
+        )
+    return Internal(f"amend_step answered {outcome}")
+
+
+def _field_of(amendment: Amendment, query: str) -> str:
+    for name, queries in (("add", amendment.add), ("drop", amendment.drop)):
+        if query in queries:
+            return f"{name}_query_ids"
+    return "carry_query_ids"

@@ -2,30 +2,543 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
-from services.experience_store.amendments import Amendments
-from services.experience_store.audit import Audit
-from services.experience_store.claims import Claims
-from services.experience_store.commits import Commits
-from services.experience_store.database import Database
-from services.experience_store.describe import Descriptions
-from services.experience_store.high_water import HighWater
-from services.experience_store.log import Log
-from services.experience_store.notices import Notices
-from services.experience_store.recent import DEFAULT_BYTES, RecentRows
-from services.experience_store.rosters import Rosters
-from services.experience_store.samples import Samples
-from services.experience_store.steps import KEEP_STEPS, Steps
-from services.experience_store.sweeper import PERIOD_SECONDS, Sweeper
-from services.experience_store.tables import Tables
+from services.experience_store.claims import Claims, Commits
+from services.experience_store.database import Database, ScriptCall
+from services.experience_store.log import Log, StepLedger
+from services.experience_store.notices import CLAIMABLE, COUNTS, Background, Notices
+from services.experience_store.records import JOBS, JobTableKeys, PolicyKeys, SampleRecord
+from services.experience_store.samples import DEFAULT_BYTES, RecentRows, Samples
+from services.experience_store.steps import KEEP_STEPS, Amendments, Rosters, StepStatus, StepStore
+from services.experience_store.tables import DAMAGED, TableRegistry, TableSchema
 from services.experience_store.trajectories import Trajectories
-from services.experience_store.watching import Usage, Watching
-from troupe.rpc import TroupeError
+from troupe.rpc import DeadlineExceeded, NotFound, ResourceExhausted, TroupeError, Unavailable
+from troupe.v1 import experience_store_pb2 as store_pb
+
+# Hundreds of trajectories end within a second; people and admission look a few times per second.
+COALESCE_SECONDS: Final = 0.05
+# Nothing has to happen for a step to change: leases run out silently.
+REFRESH_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True)
+class StoreUsage:
+    """How full the store is, over all jobs."""
+
+    payload_bytes: int = 0
+    over_high_water: bool = False
+
+
+class Watching:
+    """Watchers of tables."""
+
+    def __init__(
+        self,
+        tables: TableRegistry,
+        steps: StepStore,
+        notices: Notices,
+        usage: Callable[[], Awaitable[StoreUsage]],
+    ) -> None:
+        self._usage = usage
+        self._tables = tables
+        self._steps = steps
+        self._notices = notices
+
+    async def watch(self, job: str) -> AsyncIterator[store_pb.TableStatus]:
+        """First the status of every live step (or of the newest one), then every change.
+
+        Ends when the tables are dropped or the service stops. Raises `NotFound` without tables.
+        """
+        await self._tables.get(job)
+        sent: dict[int, bytes] = {}
+        with self._notices.listen(job, kinds=frozenset({CLAIMABLE, COUNTS})) as bell:
+            steps = set(await self._steps.live(job)) or set((await self._steps.all(job))[-1:])
+            while True:
+                usage = await self._usage()
+                for step in sorted(steps):
+                    status = await self._steps.status(job, step, endings=False)
+                    message = table_status(job, status, usage)
+                    wire = message.SerializeToString(deterministic=True)
+                    if status.open and sent.get(step) != wire:
+                        sent[step] = wire
+                        yield message
+                await bell.wait(REFRESH_SECONDS)
+                await asyncio.sleep(COALESCE_SECONDS)
+                if bell.dropped or self._notices.closing:
+                    return
+                steps = bell.take_steps() or set(await self._steps.live(job))
+                # What was said about steps that are over need not be remembered.
+                sent = {step: sent[step] for step in sorted(sent)[-16:]}
+
+
+def table_status(job: str, status: StepStatus, usage: StoreUsage) -> store_pb.TableStatus:
+    """One step's status as watchers see it."""
+    return store_pb.TableStatus(
+        job_id=job,
+        step=status.step,
+        sealed=status.sealed,
+        trajectories_expected=status.expected,
+        trajectories_ended=status.ended,
+        counts=status.counts,
+        closed=status.closed,
+        queries_complete=status.complete,
+        payload_bytes=usage.payload_bytes,
+        over_high_water=usage.over_high_water,
+    )
+
 
 log = structlog.get_logger(__name__)
+
+# A few commands per live step: cheap enough for every replica, short beside any lease.
+PERIOD_SECONDS: Final = 5.0
+
+
+class Sweeper:
+    """Walks over the live steps of all jobs."""
+
+    def __init__(
+        self,
+        database: Database,
+        tables: TableRegistry,
+        steps: StepStore,
+        period: float = PERIOD_SECONDS,
+    ) -> None:
+        self._database = database
+        self._tables = tables
+        self._steps = steps
+        self._period = period
+        self._background = Background()
+        # Endings decided by the last round: what is decided since may be on its way.
+        self._decided: dict[tuple[str, int], int] = {}
+
+    async def start(self) -> None:
+        """Begin to sweep."""
+        self._background.start(self._sweep_forever(), "sweeper")
+
+    async def stop(self) -> None:
+        """End the sweeping."""
+        await self._background.stop()
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._period)
+            try:
+                await self.sweep()
+            except TroupeError as error:
+                # The next round finds the same work.
+                log.warning("sweep_failed", kind=error.kind, error=str(error))
+
+    async def sweep(self) -> None:
+        """One round over all jobs: one that cannot be swept keeps no other waiting.
+
+        Raises Unavailable and DeadlineExceeded, which are of the database.
+        """
+        before, self._decided = self._decided, {}
+        for job in await self._jobs():
+            try:
+                await self._sweep_job(job, before)
+            except (Unavailable, DeadlineExceeded):
+                raise
+            except (TroupeError, *DAMAGED) as error:
+                log.warning("sweep_failed", job=job, error=repr(error))
+
+    async def _jobs(self) -> list[str]:
+        """The jobs that have live steps. Most have ended: they are asked for in one round trip."""
+        jobs = [name.decode() for name in await self._database.execute("SMEMBERS", JOBS)]
+        try:
+            live = await self._database.execute_each(
+                [("EXISTS", JobTableKeys(j).live) for j in jobs]
+            )
+        except (Unavailable, DeadlineExceeded):
+            raise
+        except TroupeError:  # a Redis that answers only for its own slots
+            return jobs
+        return [job for job, found in zip(jobs, live, strict=True) if found]
+
+    async def _sweep_job(self, job: str, before: dict[tuple[str, int], int]) -> None:
+        try:
+            await self._sweep_rosters(job)
+        except TroupeError as error:
+            if error.kind != "tables_not_found":
+                raise
+        for step in await self._steps.live(job):
+            try:
+                await self._sweep_step(job, step, before.get((job, step), 0))
+            except TroupeError as error:
+                if error.kind not in ("tables_not_found", "step_not_open"):
+                    raise
+
+    async def _sweep_rosters(self, job: str) -> None:
+        """Tell tables of amendments that a crash kept from them."""
+        if steps := await self._steps.live(job):
+            await self._steps.follow(job, steps[-1])
+
+    async def _sweep_step(self, job: str, step: int, decided: int) -> None:
+        table = await self._tables.get(job)
+        calls = [
+            ScriptCall("sweep", PolicyKeys(job, policy).base, (step,)) for policy in table.policies
+        ]
+        replies = await self._steps.on_tables(job, step, calls)
+        for policy, (_, returned, _) in zip(table.policies, replies, strict=True):
+            if returned:
+                log.info("leases_expired", job=job, policy=policy, step=step, samples=returned)
+        if all(state == b"committed" for state, _, _ in replies):
+            await self._steps.retire(job, step)
+            return
+        if any(there < decided for _, _, there in replies):
+            lagged = await self._steps.settle(job, step)
+            log.info("endings_completed", job=job, step=step, trajectories=lagged)
+        ended = await self._database.execute("HGET", JobTableKeys(job).step(step), "ended")
+        self._decided[job, step] = int(ended or 0)
+
+
+# A job that goes on moves while it is read: what looks wrong is looked at again.
+_LOOKS: Final = 3
+_PAUSE_SECONDS: Final = 0.5
+# Samples of one message of ReadLog: well under the message limit, however long their ids.
+PART: Final = 20_000
+
+
+class LogAuditor:
+    """Audits and reads logs, of jobs whose tables exist or were dropped."""
+
+    def __init__(
+        self, database: Database, tables: TableRegistry, steps: StepStore, log: Log
+    ) -> None:
+        self._database = database
+        self._tables = tables
+        self._steps = steps
+        self._log = log
+
+    async def tables(self, job: str) -> TableSchema:
+        """The job's tables, also when they were dropped. Raises `NotFound` without a log."""
+        try:
+            return await self._tables.get(job)
+        except NotFound:
+            stored = await self._log.tables(job)
+            if stored is None:
+                raise
+            return TableSchema.parse(job, stored)
+
+    async def check(self, job: str) -> store_pb.AuditTablesResponse:
+        """Whether every sample was trained once or dropped with a reason, in figures and words.
+
+        Raises `NotFound` for a job that has neither tables nor a log.
+        """
+        table = await self.tables(job)
+        for look in range(_LOOKS):
+            ledger = await self._add_up(table)
+            report = ledger.report(await self._heads(table))
+            if not report.violations or not ledger.live or look == _LOOKS - 1:
+                break
+            await asyncio.sleep(_PAUSE_SECONDS)
+        return report
+
+    async def read(
+        self, job: str, policy: str, from_step: int
+    ) -> AsyncIterator[store_pb.LoggedStep]:
+        """What became of every sample of a policy, step by step, beginning with `from_step`.
+
+        A step of many samples comes in parts, of which each says what the step says. Raises
+        `NotFound` for an unknown job or policy.
+        """
+        table = await self.tables(job)
+        table.check(policy)
+        for step in await self._log.steps(job):
+            if step >= from_step:
+                for part in parts(await self._log.policy_step(job, policy, step)):
+                    yield part
+
+    async def _add_up(self, table: TableSchema) -> StepLedger:
+        job = table.job
+        ledger = StepLedger(table.policies, table.max_uses)
+        for step in await self._log.steps(job):
+            # Endings first: whatever ended before this is in the tables after `settle`.
+            roster = await self._log.roster(job, step)
+            if roster is not None and not await self._log.has(job, step):
+                try:
+                    await self._steps.settle(job, step)
+                except TroupeError as error:
+                    # Forgotten in between: then it is in the log.
+                    if error.kind not in ("step_not_open", "tables_not_found"):
+                        raise
+            logged = {
+                policy: await self._log.policy_step(job, policy, step) for policy in table.policies
+            }
+            # Long steps take their time; others are answered meanwhile.
+            await asyncio.to_thread(ledger.add, step, roster, logged)
+        return ledger
+
+    async def _heads(self, table: TableSchema) -> dict[str, int]:
+        replies = await self._database.execute_each(
+            [("HGET", PolicyKeys(table.job, policy).head, "version") for policy in table.policies]
+        )
+        return {
+            policy: int(version)
+            for policy, version in zip(table.policies, replies, strict=True)
+            if version is not None
+        }
+
+
+def parts(logged: store_pb.LoggedStep) -> Iterator[store_pb.LoggedStep]:
+    """`logged`, or several steps like it with `PART` of its samples each."""
+    if len(logged.samples) <= PART:
+        yield logged
+        return
+    samples = list(logged.samples)
+    del logged.samples[:]
+    for start in range(0, len(samples), PART):
+        part = store_pb.LoggedStep(samples=samples[start : start + PART])
+        part.MergeFrom(logged)
+        yield part
+
+
+MIB: Final = 2**20
+_LOOK_SECONDS: Final = 0.5
+_RETRY_MS: Final = 1000
+
+
+class HighWater:
+    """Knows how many payload bytes there are, and who may add to them."""
+
+    def __init__(
+        self, database: Database, tables: TableRegistry, notices: Notices, mark_bytes: int = 0
+    ) -> None:
+        self._database = database
+        self._tables = tables
+        self._notices = notices
+        self.mark_bytes = mark_bytes
+        """0: no bound."""
+        self.payload_bytes = 0
+        """Of all jobs, as of the last look and by what this process let in since."""
+        self._looked = -1.0
+        self._looking = asyncio.Lock()
+        self._background = Background()
+
+    @property
+    def over(self) -> bool:
+        """Whether rows are pushed back."""
+        return 0 < self.mark_bytes <= self.payload_bytes
+
+    async def start(self) -> None:
+        """Begin to look, where there is a mark, so that watchers learn when it is passed."""
+        await self.look()
+        if self.mark_bytes:
+            self._background.start(self._look_forever(), "high water")
+
+    async def stop(self) -> None:
+        """End it."""
+        await self._background.stop()
+
+    async def admit(self, job: str, step: int, size: int) -> None:
+        """Let `size` bytes of rows of a step in; raises `ResourceExhausted` to push them back.
+
+        Rows of a job's oldest uncommitted step always come in.
+        """
+        if not self.mark_bytes or not size:
+            return
+        await self.look(at_most_every=_LOOK_SECONDS)
+        if self.payload_bytes + size > self.mark_bytes and not await self._goes_on(job, step):
+            raise ResourceExhausted(
+                f"the experience store holds {self.payload_bytes / MIB:.1f} MiB of payloads",
+                kind="store_full",
+                field="TROUPE_STORE_HIGH_WATER_MIB",
+                value=f"{self.mark_bytes / MIB:g}",
+                remedy=(
+                    "Rows go on when a step is committed; raise the mark where Redis has memory."
+                ),
+                retry_after_ms=_RETRY_MS,
+            )
+        self.payload_bytes += size
+
+    async def look(self, *, at_most_every: float = 0.0) -> None:
+        """Add up the bytes of all tables."""
+        async with self._looking:
+            if time.monotonic() - self._looked < at_most_every:
+                return
+            before = self.over
+            jobs = [name.decode() for name in await self._database.execute("SMEMBERS", JOBS)]
+            places = list[PolicyKeys]()
+            for job in jobs:
+                # One whose tables are damaged, of which the sweeper tells, keeps no other out.
+                with contextlib.suppress(*DAMAGED):
+                    places += await self._places(job)
+            total = sum((await self._bytes(places)).values())
+            self.payload_bytes, self._looked = total, time.monotonic()
+        if self.over != before:
+            log.info("high_water", over=self.over, payload_bytes=total, mark=self.mark_bytes)
+            self._notices.ring_all()
+
+    async def of_job(self, job: str) -> dict[str, int]:
+        """Payload bytes of each policy's table."""
+        found = await self._bytes(await self._places(job))
+        return {place.policy: number for place, number in found.items()}
+
+    async def _places(self, job: str) -> list[PolicyKeys]:
+        try:
+            table = await self._tables.get(job)
+        except NotFound:
+            return []
+        return [PolicyKeys(job, policy) for policy in table.policies]
+
+    async def _bytes(self, places: Sequence[PolicyKeys]) -> dict[PolicyKeys, int]:
+        replies = await self._database.execute_each(
+            [("HGET", place.head, "bytes") for place in places]
+        )
+        return {place: int(number or 0) for place, number in zip(places, replies, strict=True)}
+
+    async def _goes_on(self, job: str, step: int) -> bool:
+        """Whether rows of this step come in whatever there is. Those of queries that were carried
+        to the oldest step may name one that is over.
+        """
+        oldest = await self._oldest(job)
+        return oldest is not None and step <= oldest
+
+    async def _oldest(self, job: str) -> int | None:
+        """The job's oldest step that some policy has not committed."""
+        table = await self._tables.get(job)
+        for text in await self._database.execute("ZRANGE", JobTableKeys(job).live, 0, -1):
+            step = int(text)
+            commits = await self._database.execute_each(
+                [("HEXISTS", PolicyKeys(job, policy).commits, step) for policy in table.policies]
+            )
+            if not all(commits):
+                return step
+        return None
+
+    async def _look_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            with contextlib.suppress(TroupeError):
+                await self.look(at_most_every=_LOOK_SECONDS)
+
+
+_PAGE: Final = 1000
+# Pages of one book looked at for the oldest pending sample: beyond, it is the oldest of these.
+_MOST_PAGES: Final = 100
+# Fields of a policy's totals that count a reason.
+_REASON: Final = "reason:"
+
+
+@dataclass(frozen=True)
+class _Oldest:
+    """The sample that has been PENDING for longest."""
+
+    since: int
+    """Milliseconds of the Redis clock."""
+    sample: str
+
+
+class Descriptions:
+    """Describes the tables of jobs."""
+
+    def __init__(
+        self, database: Database, tables: TableRegistry, steps: StepStore, high_water: HighWater
+    ) -> None:
+        self._database = database
+        self._tables = tables
+        self._steps = steps
+        self._high_water = high_water
+
+    async def describe(self, job: str) -> store_pb.DescribeTablesResponse:
+        """All tables of a job. Raises `NotFound` when it has none."""
+        table = await self._tables.get(job)
+        summaries = {policy: store_pb.TableSummary(policy=policy) for policy in table.policies}
+        known = await self._steps.all(job)
+        for policy, size in (await self._high_water.of_job(job)).items():
+            summaries[policy].payload_bytes = size
+        pending: dict[str, list[int]] = {policy: [] for policy in table.policies}
+        for step in known:
+            status = await self._steps.status(job, step)
+            committed = {commit.policy for commit in status.commits}
+            for counts in status.counts:
+                _add(summaries[counts.policy], counts)
+                if counts.pending and counts.policy not in committed:
+                    pending[counts.policy].append(step)
+        for policy, summary in summaries.items():
+            await self._add_history(job, summary)
+            summary.newest_step = known[-1] if known else -1
+            await self._add_oldest(PolicyKeys(job, policy), summary, pending[policy])
+        await self._high_water.look()
+        info = await self._database.info()
+        return store_pb.DescribeTablesResponse(
+            tables=summaries.values(),
+            payload_bytes=self._high_water.payload_bytes,
+            high_water_bytes=self._high_water.mark_bytes,
+            over_high_water=self._high_water.over,
+            redis_bytes=int(info["used_memory"]),
+        )
+
+    async def _add_history(self, job: str, summary: store_pb.TableSummary) -> None:
+        """What the newest commit says, and what steps add that are forgotten."""
+        keys = PolicyKeys(job, summary.policy)
+        version, commits, totals = await self._database.execute_each(
+            [("HGET", keys.head, "version"), ("HKEYS", keys.commits), ("HGETALL", keys.totals)]
+        )
+        summary.version = -1 if version is None else int(version)
+        summary.committed_step = max((int(step) for step in commits), default=-1)
+        for name, number in totals.items():
+            field = name.decode()
+            if field == "T":
+                summary.trained += int(number)
+            elif field == "D":
+                summary.dropped += int(number)
+            elif field.startswith(_REASON):
+                summary.drop_reasons[field.removeprefix(_REASON)] += int(number)
+
+    async def _add_oldest(
+        self, keys: PolicyKeys, summary: store_pb.TableSummary, steps: list[int]
+    ) -> None:
+        oldest: _Oldest | None = None
+        for step in steps:
+            found = await self._oldest_pending(keys, step)
+            if found is not None and (oldest is None or found.since < oldest.since):
+                oldest = found
+        if oldest is not None:
+            # By the clock that dated it: in a cluster each node has its own.
+            clock = "return redis.call('TIME')"
+            seconds, micros = await self._database.execute("EVAL", clock, 1, keys.base)
+            now = int(seconds) + int(micros) / 1e6
+            summary.oldest_pending_seconds = max(0.0, now - oldest.since / 1000)
+            summary.oldest_pending_sample = oldest.sample
+
+    async def _oldest_pending(self, keys: PolicyKeys, step: int) -> _Oldest | None:
+        oldest: _Oldest | None = None
+        cursor = 0
+        for _ in range(_MOST_PAGES):
+            cursor, page = await self._database.execute(
+                "HSCAN", keys.step(step, "book"), cursor, "COUNT", _PAGE
+            )
+            for sample, text in page.items():
+                record = SampleRecord.parse(text.decode())
+                if record.state != "P" or not record.since:
+                    continue
+                since = int(record.since)
+                if oldest is None or since < oldest.since:
+                    oldest = _Oldest(since, sample.decode())
+            cursor = int(cursor)
+            if cursor == 0:
+                break
+        return oldest
+
+
+def _add(summary: store_pb.TableSummary, counts: store_pb.PolicyCounts) -> None:
+    summary.pending += counts.pending
+    summary.ready += counts.ready
+    summary.claimed += counts.claimed
+    summary.trained += counts.trained
+    summary.dropped += counts.dropped
+    reasons = Counter(summary.drop_reasons) + Counter(counts.drop_reasons)
+    summary.drop_reasons.update(reasons)
 
 
 class Store:
@@ -43,9 +556,11 @@ class Store:
         self.database = database
         self.notices = Notices(database)
         self.log = Log(database)
-        self.tables = Tables(database, self.log)
+        self.tables = TableRegistry(database, self.log)
         self.rosters = Rosters(database, self.tables, self.notices)
-        self.steps = Steps(database, self.tables, self.notices, self.log, self.rosters, keep_steps)
+        self.steps = StepStore(
+            database, self.tables, self.notices, self.log, self.rosters, keep_steps
+        )
         self.amendments = Amendments(database, self.tables, self.rosters)
         self.recent = RecentRows(recent_bytes)
         self.trajectories = Trajectories(
@@ -54,17 +569,17 @@ class Store:
         self.samples = Samples(database, self.tables, self.steps, self.notices, self.recent)
         self.claims = Claims(self.tables, self.steps, self.samples, self.notices)
         self.commits = Commits(database, self.tables, self.steps, self.notices)
-        self.audit = Audit(database, self.tables, self.steps, self.log)
+        self.audit = LogAuditor(database, self.tables, self.steps, self.log)
         self.high_water = HighWater(database, self.tables, self.notices, high_water_bytes)
         self.descriptions = Descriptions(database, self.tables, self.steps, self.high_water)
         self.watching = Watching(self.tables, self.steps, self.notices, self.usage)
         self.sweeper = Sweeper(database, self.tables, self.steps, sweep_seconds)
 
-    async def usage(self) -> Usage:
+    async def usage(self) -> StoreUsage:
         """How full the store is."""
         with contextlib.suppress(TroupeError):
             await self.high_water.look(at_most_every=1.0)
-        return Usage(self.high_water.payload_bytes, self.high_water.over)
+        return StoreUsage(self.high_water.payload_bytes, self.high_water.over)
 
     async def start(self) -> None:
         """Wait until Redis answers, then begin to listen and to sweep.

@@ -9,9 +9,8 @@ from typing import Final
 
 from services.experience_store import notices
 from services.experience_store.database import Database
-from services.experience_store.keys import JOBS, JobKeys, PolicyKeys
 from services.experience_store.log import Log
-from services.experience_store.records import Ending
+from services.experience_store.records import JOBS, Ending, JobTableKeys, PolicyKeys
 from troupe.rpc import AlreadyExists, NotFound
 
 # What is raised where the rows or tables of a job are damaged in the database: what goes over all
@@ -20,7 +19,7 @@ DAMAGED: Final = (ValueError, LookupError, TypeError)
 
 
 @dataclass(frozen=True)
-class Table:
+class TableSchema:
     """What a job declared once; it never changes while the tables exist."""
 
     job: str
@@ -56,10 +55,10 @@ class Table:
             )
 
     @staticmethod
-    def parse(job: str, text: str | bytes) -> Table:
+    def parse(job: str, text: str | bytes) -> TableSchema:
         """The table that `format` wrote."""
         stored = json.loads(text)
-        return Table(
+        return TableSchema(
             job,
             tuple(stored["policies"]),
             frozenset(stored["required"]),
@@ -69,13 +68,13 @@ class Table:
         )
 
 
-class Tables:
+class TableRegistry:
     """Declares, finds and frees the tables of jobs."""
 
     def __init__(self, database: Database, log: Log) -> None:
         self._database = database
         self._log = log
-        self._cache: dict[str, Table] = {}
+        self._cache: dict[str, TableSchema] = {}
 
     async def create(
         self,
@@ -87,7 +86,7 @@ class Tables:
         drop_without_signal: bool = False,
     ) -> None:
         """Declare the tables; raises `AlreadyExists` when they exist with other contents."""
-        table = Table(
+        table = TableSchema(
             job, tuple(sorted(policies)), frozenset(required), max_uses, drop_without_signal
         )
         if await self._log.tables(job) is not None:
@@ -100,7 +99,7 @@ class Tables:
             )
         # First of all, so that the sweeper and `drop` find whatever comes after.
         await self._database.execute("SADD", JOBS, job)
-        await self._database.execute("SETNX", JobKeys(job).tables, table.format())
+        await self._database.execute("SETNX", JobTableKeys(job).tables, table.format())
         self._cache.pop(job, None)
         stored = await self.get(job)
         for field, ours, theirs in (
@@ -122,11 +121,11 @@ class Tables:
                     remedy="Submit the changed specification as a new job.",
                 )
 
-    async def get(self, job: str) -> Table:
+    async def get(self, job: str) -> TableSchema:
         """The job's tables; raises `NotFound` when there are none."""
         table = self._cache.get(job)
         if table is None:
-            stored = await self._database.execute("GET", JobKeys(job).tables)
+            stored = await self._database.execute("GET", JobTableKeys(job).tables)
             if stored is None:
                 raise NotFound(
                     f"job {job} has no tables",
@@ -135,7 +134,7 @@ class Tables:
                     value=job,
                     remedy="Call CreateTables first.",
                 )
-            table = self._cache[job] = Table.parse(job, stored)
+            table = self._cache[job] = TableSchema.parse(job, stored)
         return table
 
     async def check_policy(self, job: str, policy: str) -> None:
@@ -152,13 +151,13 @@ class Tables:
         Repeatable; nothing happens when there is nothing.
         """
         self.forget(job)
-        keys = JobKeys(job)
+        keys = JobTableKeys(job)
         try:
             table = await self.get(job)
         except NotFound:
             await self._database.execute("SREM", JOBS, job)
             if purge_log and (stored := await self._log.tables(job)) is not None:
-                await self._log.purge(job, Table.parse(job, stored).policies)
+                await self._log.purge(job, TableSchema.parse(job, stored).policies)
             return
         if not purge_log:
             await self._log.keep_tables(job, table.format())
@@ -176,8 +175,8 @@ class Tables:
         await self._database.execute("SREM", JOBS, job)
         self.forget(job)
 
-    async def _drop_step(self, table: Table, step: int) -> None:
-        job, keys = table.job, JobKeys(table.job)
+    async def _drop_step(self, table: TableSchema, step: int) -> None:
+        job, keys = table.job, JobTableKeys(table.job)
         roster = await self._log.roster(job, step)
         if roster is not None and not await self._log.has(job, step):
             await self._log.keep_roster(job, roster)

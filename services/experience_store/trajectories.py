@@ -7,7 +7,7 @@ single script can write them. In order, each arrow repeatable:
     -> carry the winner out in every table (its staged rows are renamed, not copied)
 
 A crash before the decision leaves only staged rows, freed with the step. After it, whoever notices
-first carries the ending out: a repeated append, `Steps.status`, the sweeper.
+first carries the ending out: a repeated append, `StepStore.status`, the sweeper.
 
 Where one server holds all keys (no cluster) the arrows travel together, and those of many endings
 at once: rows are staged, then one script per table decides and carries out (end_trajectories.lua).
@@ -21,19 +21,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from services.experience_store.database import Call, Database
-from services.experience_store.keys import RECORDS, JobKeys, PolicyKeys
+from services.experience_store.database import Database, ScriptCall
 from services.experience_store.notices import Notices
-from services.experience_store.recent import RecentRows
-from services.experience_store.records import REDUNDANT, Ending, Payload, Row
-from services.experience_store.steps import Steps, not_open
-from services.experience_store.tables import Table, Tables
+from services.experience_store.records import (
+    RECORDS,
+    REDUNDANT,
+    Ending,
+    JobTableKeys,
+    Payload,
+    PolicyKeys,
+    StagedRow,
+)
+from services.experience_store.samples import RecentRows
+from services.experience_store.steps import StepStore, not_open
+from services.experience_store.tables import TableRegistry, TableSchema
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
 from troupe.v1 import experience_store_pb2 as store_pb
 
 # Policy, then what is staged in its table: id and payload of each row, and their records.
 _StagedRows: TypeAlias = list[tuple[str, list[str | Payload]]]
-_ByPolicy: TypeAlias = dict[str, list[Row]]
+_ByPolicy: TypeAlias = dict[str, list[StagedRow]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Append:
     trajectory: str
     ending: Ending
     """Its `attempt` identifies this append."""
-    rows: Sequence[Row] = ()
+    rows: Sequence[StagedRow] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class _Staging:
     """An ending whose rows are ready to be staged."""
 
     append: Append
-    table: Table
+    table: TableSchema
     ending: Ending
     by_policy: _ByPolicy
     rows: _StagedRows
@@ -78,8 +85,8 @@ class Trajectories:
     def __init__(
         self,
         database: Database,
-        tables: Tables,
-        steps: Steps,
+        tables: TableRegistry,
+        steps: StepStore,
         notices: Notices,
         recent: RecentRows,
     ) -> None:
@@ -104,7 +111,7 @@ class Trajectories:
         Raises `FailedPrecondition` for a step that is not open, a query that is not in it, or one
         whose trajectories have all ended; `InvalidArgument` for a policy that has no table.
         """
-        rows = [Row.of(sample) for sample in samples]
+        rows = [StagedRow.of(sample) for sample in samples]
         (result,) = await self.append_each([Append(job, step, trajectory, ending, rows)])
         if isinstance(result, TroupeError):
             raise result
@@ -152,7 +159,7 @@ class Trajectories:
         or had won before, by its place. The others are as they were."""
         table, (job, step) = stagings[0].table, (stagings[0].append.job, stagings[0].append.step)
         before: dict[str, list[Sequence[str | Payload]]] = {policy: [] for policy in table.policies}
-        args: list[str | bytes | int] = [step, JobKeys(job).base]
+        args: list[str | bytes | int] = [step, JobTableKeys(job).base]
         for one in stagings:
             trajectory, ending = one.append.trajectory, one.ending
             staged: list[str] = []
@@ -165,7 +172,7 @@ class Trajectories:
         replies = await self._database.run_all(
             [command for commands in before.values() for command in commands],
             [
-                Call("end_trajectories", PolicyKeys(job, policy).base, args)
+                ScriptCall("end_trajectories", PolicyKeys(job, policy).base, args)
                 for policy in table.policies
             ],
         )
@@ -209,7 +216,7 @@ class Trajectories:
             step = to
 
     async def _end(
-        self, table: Table, step: int, trajectory: str, ending: Ending, rows: _StagedRows
+        self, table: TableSchema, step: int, trajectory: str, ending: Ending, rows: _StagedRows
     ) -> tuple[Appended, int | None, Mapping[str, str]]:
         """What became of the ending in `step`; the later step that its query was carried to; and
         for each policy whose table our rows entered just now, when they did."""
@@ -219,7 +226,7 @@ class Trajectories:
                 job,
                 step,
                 [
-                    Call(
+                    ScriptCall(
                         "stage",
                         keys.base,
                         (step, trajectory, ending.attempt),
@@ -231,7 +238,12 @@ class Trajectories:
                 ],
             )
         outcome, *rest = await self._database.run(
-            "end_trajectory", JobKeys(job).base, step, trajectory, ending.query, ending.format()
+            "end_trajectory",
+            JobTableKeys(job).base,
+            step,
+            trajectory,
+            ending.query,
+            ending.format(),
         )
         if outcome == b"carried":
             return Appended(False, step), int(rest[0]), {}
@@ -267,13 +279,15 @@ class Trajectories:
     ) -> None:
         await self._database.run_each(
             [
-                Call("unstage", PolicyKeys(job, policy).base, (step, trajectory, ending.attempt))
+                ScriptCall(
+                    "unstage", PolicyKeys(job, policy).base, (step, trajectory, ending.attempt)
+                )
                 for policy in policies
             ]
         )
 
 
-def _by_policy(table: Table, rows: Sequence[Row]) -> _ByPolicy:
+def _by_policy(table: TableSchema, rows: Sequence[StagedRow]) -> _ByPolicy:
     found: _ByPolicy = {}
     for index, row in enumerate(rows):
         if row.policy not in table.policies:
@@ -293,14 +307,14 @@ def _numbers(staged: _ByPolicy) -> str:
     return ",".join(f"{policy}={len(rows)}" for policy, rows in sorted(staged.items()))
 
 
-def _staging(table: Table, append: Append) -> _Staging:
+def _staging(table: TableSchema, append: Append) -> _Staging:
     by_policy = _by_policy(table, append.rows)
     ending = replace(append.ending, rows=_numbers(by_policy))
     rows = [(policy, _staged(table, append, own)) for policy, own in by_policy.items()]
     return _Staging(append, table, ending, by_policy, rows)
 
 
-def _staged(table: Table, append: Append, rows: Sequence[Row]) -> list[str | Payload]:
+def _staged(table: TableSchema, append: Append, rows: Sequence[StagedRow]) -> list[str | Payload]:
     query, trajectory = append.ending.query, append.trajectory
     records: list[str] = []
     found: list[str | Payload] = []

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.orchestrator.binder import Binder
-from services.orchestrator.event_log import EventLog
-from services.orchestrator.job_store import JobStore
-from services.orchestrator.ledger import Ledger
+from services.orchestrator.crash_loops import SharedDeaths
+from services.orchestrator.placement.trainer_scheduler import TrainerScheduler
+from services.orchestrator.placement.workers import WorkerRegistry
 from services.orchestrator.settings import OrchestratorSettings
-from services.orchestrator.trajectories import RecentTrajectories
-from services.orchestrator.victims import SharedDeaths
-from services.orchestrator.workers import WorkerRegistry
+from services.orchestrator.state.event_log import EventLog
+from services.orchestrator.state.job_store import JobStore
+from services.orchestrator.state.trajectories import RecentTrajectories
+from services.orchestrator.state.weight_versions import WeightVersions
 from troupe.job import JobSpec
 from troupe.v1 import orchestrator_pb2 as orch
 
 if TYPE_CHECKING:  # types only
-    from services.orchestrator.populations.store import PopulationStore
+    from services.orchestrator.populations.state import PopulationStore
     from troupe.v1.experience_store_pb2_grpc import ExperienceStoreAsyncStub
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
@@ -30,12 +30,12 @@ class Shared:
 
     settings: OrchestratorSettings
     store: JobStore
-    ledger: Ledger
+    ledger: WeightVersions
     log: EventLog
     trajectories: RecentTrajectories
     populations: PopulationStore
     workers: WorkerRegistry
-    binder: Binder
+    binder: TrainerScheduler
     experience: ExperienceStoreAsyncStub
     reward: RewardAsyncStub
     # Trajectories dispatched and not ended, per job.

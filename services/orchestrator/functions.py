@@ -4,19 +4,122 @@ has forgotten them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
-from services.orchestrator.catalogue import Catalogue
+from services.orchestrator.state.redis import RedisAccess
 from troupe.functions.declaration import NAME, VERSION
 from troupe.job import JobSpec
-from troupe.rpc import InvalidArgument, NotFound, TroupeError, Unavailable, new_id
+from troupe.rpc import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    TroupeError,
+    Unavailable,
+    Unimplemented,
+    new_id,
+)
 from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2_grpc
 
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
+
+_PREFIX: Final = "troupe:orchestrator:{functions}"
+# Hash: `name@version` -> FunctionSpec. Sorted set: `name@version` by when it was deployed.
+# Hash: sha256 -> the UploadSourceRequest with its files.
+_SPECS: Final = f"{_PREFIX}:specs"
+_ORDER: Final = f"{_PREFIX}:order"
+_SOURCES: Final = f"{_PREFIX}:sources"
+
+
+class Catalogue:
+    """Deployed functions in Redis. A name and version stand for one function for good."""
+
+    def __init__(self, redis: RedisAccess, clock: Callable[[], float] = time.time) -> None:
+        self._redis = redis
+        self._clock = clock
+
+    async def keep_source(self, sha256: str, files: pb.UploadSourceRequest) -> None:
+        """Keep files of code by their hash."""
+        kept = pb.UploadSourceRequest(files=files.files)
+        await self._redis.call("HSETNX", _SOURCES, sha256, kept.SerializeToString())
+
+    async def source(self, sha256: str) -> pb.UploadSourceRequest:
+        """The files. Raises `NotFound` of kind "source_not_found"."""
+        kept = await self._redis.call("HGET", _SOURCES, sha256)
+        if kept is None:
+            raise NotFound(
+                "no such source was uploaded",
+                kind="source_not_found",
+                field="function.source_sha256",
+                value=sha256,
+                remedy="Upload it before the function that it belongs to.",
+            )
+        return pb.UploadSourceRequest.FromString(kept)
+
+    async def check(self, spec: pb.FunctionSpec) -> None:
+        """Raises `AlreadyExists` when the name and version stand for another function."""
+        kept = await self._redis.call("HGET", _SPECS, _function_key(spec.name, spec.version))
+        if kept is not None and pb.FunctionSpec.FromString(kept) != spec:
+            raise AlreadyExists(
+                f"version {spec.version!r} of this function is deployed with other code or costs",
+                kind="function_differs",
+                field="function.name",
+                value=spec.name,
+                remedy="Deploy it under a new version, or delete the old one.",
+            )
+
+    async def keep(self, spec: pb.FunctionSpec) -> None:
+        """Keep a function. Raises `AlreadyExists`, as `check`."""
+        key = _function_key(spec.name, spec.version)
+        kept = spec.SerializeToString(deterministic=True)
+        if not await self._redis.call("HSETNX", _SPECS, key, kept):
+            await self.check(spec)
+        await self._redis.call("ZADD", _ORDER, "NX", self._clock(), key)
+
+    async def delete(self, name: str, version: str) -> bool:
+        """Forget a function, and its source when no other has it. False: there was none."""
+        key = _function_key(name, version)
+        kept = await self._redis.call("HGET", _SPECS, key)
+        await self._redis.call("ZREM", _ORDER, key)
+        await self._redis.call("HDEL", _SPECS, key)
+        if kept is None:
+            return False
+        sha256 = pb.FunctionSpec.FromString(kept).source_sha256
+        if sha256 and all(spec.source_sha256 != sha256 for spec in await self.all()):
+            await self._redis.call("HDEL", _SOURCES, sha256)
+        return True
+
+    async def all(self) -> list[pb.FunctionSpec]:
+        """The functions, oldest first."""
+        keys = await self._redis.call("ZRANGE", _ORDER, 0, -1)
+        if not keys:
+            return []
+        kept = await self._redis.call("HMGET", _SPECS, *keys)
+        return [pb.FunctionSpec.FromString(one) for one in kept if one is not None]
+
+    async def find(self, name: str, version: str = "") -> pb.FunctionSpec:
+        """The function; without `version` the one deployed last. Raises `NotFound` of kind
+        "function_not_found"."""
+        found = [f for f in await self.all() if f.name == name and version in ("", f.version)]
+        if not found:
+            raise NotFound(
+                f"no function of {f'version {version!r}' if version else 'this name'} is deployed",
+                kind="function_not_found",
+                field="name",
+                value=name,
+                remedy="`troupe functions list` shows what is; `troupe functions deploy` adds one.",
+            )
+        return found[-1]
+
+
+def _function_key(name: str, version: str) -> str:
+    return f"{name}@{version}"
+
 
 _log = structlog.get_logger(__name__)
 _FORGOTTEN: Final = ("function_not_found", "source_not_found")
@@ -25,7 +128,7 @@ _HOSTS_EXPECTED: Final = "hosts_expected"
 T = TypeVar("T")
 
 
-class Functions:
+class FunctionService:
     """What users do with functions; `reward` is the service that runs them."""
 
     def __init__(
@@ -190,3 +293,95 @@ def _check(spec: pb.FunctionSpec) -> None:
                 value=value,
                 remedy="Use letters, digits, '_', '-' and '.', at most 64 of them.",
             )
+
+
+# Of a call that set no deadline.
+_INVOKE_SECONDS: Final = 3600.0
+
+
+class FunctionDoor(reward_pb2_grpc.RewardServicer):
+    """`troupe.v1.Reward` for users. What only workers and hosts call is not answered here."""
+
+    def __init__(self, functions: FunctionService) -> None:
+        self._functions = functions
+
+    async def UploadSource(
+        self, request: pb.UploadSourceRequest, context: Any
+    ) -> pb.UploadSourceResponse:
+        return await self._functions.upload(request)
+
+    async def RegisterFunction(
+        self, request: pb.RegisterFunctionRequest, context: Any
+    ) -> pb.RegisterFunctionResponse:
+        await self._functions.deploy(request.function)
+        return pb.RegisterFunctionResponse()
+
+    async def DeleteFunction(
+        self, request: pb.DeleteFunctionRequest, context: Any
+    ) -> pb.DeleteFunctionResponse:
+        deleted = await self._functions.delete(request.name, request.version)
+        return pb.DeleteFunctionResponse(deleted=deleted)
+
+    async def ListFunctions(
+        self, request: pb.ListFunctionsRequest, context: Any
+    ) -> pb.ListFunctionsResponse:
+        """Those of jobs, too, whose names begin with their job's."""
+        return await self._functions.list()
+
+    async def ListHosts(self, request: pb.ListHostsRequest, context: Any) -> pb.ListHostsResponse:
+        return await self._functions.reward.ListHosts(request)
+
+    async def Invoke(self, request: pb.InvokeRequest, context: Any) -> pb.InvokeResponse:
+        timeout = context.time_remaining() or _INVOKE_SECONDS
+        return await self._functions.call(
+            request, lambda: self._functions.reward.Invoke(request, timeout=timeout)
+        )
+
+    async def InvokeBatch(
+        self, request: pb.InvokeBatchRequest, context: Any
+    ) -> pb.InvokeBatchResponse:
+        timeout = context.time_remaining() or _INVOKE_SECONDS
+        return await self._functions.call(
+            request, lambda: self._functions.reward.InvokeBatch(request, timeout=timeout)
+        )
+
+    async def InvokeStream(
+        self, request: pb.InvokeRequest, context: Any
+    ) -> AsyncIterator[pb.InvocationEvent]:
+        # Of what the service has forgotten there is nothing to stream.
+        await self._functions.tell(await self._functions.named(request))
+        async for event in _relayed(self._functions.reward.InvokeStream(request)):
+            yield event
+
+    async def CancelInvocation(
+        self, request: pb.CancelInvocationRequest, context: Any
+    ) -> pb.CancelInvocationResponse:
+        return await self._functions.reward.CancelInvocation(request)
+
+    async def CloseTrajectory(
+        self, request: pb.CloseTrajectoryRequest, context: Any
+    ) -> pb.CloseTrajectoryResponse:
+        return await self._functions.reward.CloseTrajectory(request)
+
+    async def ReadLogs(
+        self, request: pb.ReadLogsRequest, context: Any
+    ) -> AsyncIterator[pb.LogLine]:
+        async for line in _relayed(self._functions.reward.ReadLogs(request)):
+            yield line
+
+    async def AttachHost(self, request: Any, context: Any) -> AsyncIterator[pb.HostCommand]:
+        raise Unimplemented(
+            "hosts attach to the reward service itself",
+            field="address",
+            remedy="Point the host at TROUPE_REWARD_ADDRESS of the cluster.",
+        )
+        yield  # a stream, like the service's
+
+
+async def _relayed(call: Any) -> AsyncIterator[Any]:
+    """What a stream of the service says; it is cancelled when nobody listens any more."""
+    try:
+        async for message in call:
+            yield message
+    finally:
+        call.cancel()

@@ -13,12 +13,12 @@ from troupe.scheduling.elastic import Kin
 from troupe.v1 import reward_pb2 as pb
 
 if TYPE_CHECKING:
-    from services.reward.cpu import Lease
-    from services.reward.function import Function
+    from services.reward.function import RegisteredFunction
+    from services.reward.groups import CoreLease
 
 
 @dataclass(eq=False)
-class Call:
+class FunctionCall:
     """What a function is called with, on whose behalf, and who hears what it prints."""
 
     arguments_json: str
@@ -51,7 +51,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What became of one call: `result_json` after `seconds` of running, or `error`.
 
     `cold_seconds`: what it took to start a worker and to import the code; 0: both were there.
@@ -65,7 +65,7 @@ class Outcome:
     sandbox: str = ""
 
 
-class Place(Protocol):
+class WorkerPlace(Protocol):
     """Where calls run, one at a time: a worker process here, or one on another host."""
 
     name: str
@@ -88,21 +88,24 @@ class Place(Protocol):
     def rest(self) -> None:
         """End the process; the next call starts another."""
 
-    async def warm_up(self, function: Function) -> None:
+    async def warm_up(self, function: RegisteredFunction) -> None:
         """Have a process there that has imported `function`, if that works."""
 
-    def holds(self, function: Function) -> bool:
+    def holds(self, function: RegisteredFunction) -> bool:
         """Whether the process has imported `function` since its last registration."""
 
-    def suits(self, function: Function) -> bool:
+    def suits(self, function: RegisteredFunction) -> bool:
         """Whether the process is confined as `function` wants it."""
 
     def cancel(self) -> None:
         """End the call that runs now; its outcome is KIND_CANCELLED."""
 
     def run_many(
-        self, function: Function, calls: Sequence[Call], lease: Lease | None = None
-    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        self,
+        function: RegisteredFunction,
+        calls: Sequence[FunctionCall],
+        lease: CoreLease | None = None,
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
         """Run `calls` one after the other: index and outcome of each as it ends.
 
         Stops early, after an outcome, when the process is lost: what has no outcome did not begin.

@@ -2,23 +2,131 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import json
 import math
+import re
+import secrets
+import shutil
 import sys
+import tempfile
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
 
-from services.reward.logs import Logs
-from services.reward.sandbox import PROCESS, Cage
+from services.reward.call import FunctionCall
+from services.reward.sandbox import (
+    BUBBLEWRAP,
+    CONTAINER,
+    LEVELS,
+    PROCESS,
+    SandboxProfile,
+    find_bubblewrap,
+    unprivileged,
+)
+from services.reward.sandboxes import landlock
+from services.reward.sandboxes.container import find_engine
 from services.reward.stock import needs_of
-from troupe.scheduling.elastic import SpeedUp
+from troupe.outcomes import NotJsonError, parse_json
+from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from troupe.scheduling.elastic import Discipline, SpeedUp
 from troupe.v1 import reward_pb2 as pb
 
 if TYPE_CHECKING:
-    from services.reward.chunk import Chunk
+    from services.reward.dispatch import InvocationChunk
+
+# Of one function, so much is kept; a longer line is cut into pieces of this length.
+_KEPT_BYTES: Final = 256 * 2**10
+_LINE_BYTES: Final = 4 * 2**10
+# Of what is read at once, so many lines are kept.
+_LINES: Final = 200
+# A listener that is slower than its function misses lines, and nobody waits for it.
+_AHEAD: Final = 1000
+
+
+class Lines:
+    """Cuts what comes in parts into lines."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell` is called with each line, without its end."""
+        self._tell = tell
+        self._rest = b""
+
+    def add(self, part: bytes) -> None:
+        """More was printed."""
+        *whole, self._rest = (self._rest + part).split(b"\n")
+        if len(whole) > _LINES:
+            # Nobody reads so fast, and everybody else would wait.
+            self._tell(f"({len(whole) - _LINES:,} lines left out)")
+        for line in whole[-_LINES:]:
+            self._cut(line)
+        while len(self._rest) >= _LINE_BYTES:
+            self._tell(_text(self._rest[:_LINE_BYTES]))
+            self._rest = self._rest[_LINE_BYTES:]
+
+    def end(self) -> None:
+        """There will be no more: the last line need not be whole."""
+        if self._rest:
+            self._tell(_text(self._rest))
+            self._rest = b""
+
+    def _cut(self, line: bytes) -> None:
+        for start in range(0, max(1, len(line)), _LINE_BYTES):
+            self._tell(_text(line[start : start + _LINE_BYTES]))
+
+
+@dataclass
+class Logs:
+    """The last lines of one function."""
+
+    kept: deque[pb.LogLine] = field(default_factory=deque)
+    size: int = 0
+    listeners: set[asyncio.Queue[pb.LogLine | None]] = field(default_factory=set)
+
+    def add(self, line: pb.LogLine) -> None:
+        """Keep it, and let go of the oldest where there is too much."""
+        line.seconds = time.time()
+        self.kept.append(line)
+        self.size += len(line.text)
+        while self.size > _KEPT_BYTES:
+            self.size -= len(self.kept.popleft().text)
+        for queue in self.listeners:
+            if not queue.full():
+                queue.put_nowait(line)
+
+    def close(self) -> None:
+        """There will be no more lines."""
+        for queue in self.listeners:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(None)
+
+
+@contextmanager
+def listening(
+    functions: Iterable[RegisteredFunction],
+) -> Iterator[asyncio.Queue[pb.LogLine | None]]:
+    """All lines of `functions` from now on; None when there will be no more."""
+    queue: asyncio.Queue[pb.LogLine | None] = asyncio.Queue(_AHEAD)
+    listened = [function.logs for function in functions]
+    for logs in listened:
+        logs.listeners.add(queue)
+    try:
+        yield queue
+    finally:
+        for logs in listened:
+            logs.listeners.discard(queue)
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\r")
+
 
 REWARD: Final = "reward"
 KINDS: Final = ("", REWARD, "tool")
@@ -27,7 +135,7 @@ _COLD_STARTS: Final = 1000
 
 
 @dataclass(eq=False)
-class Function:
+class RegisteredFunction:
     """A registered function with its counts."""
 
     spec: pb.FunctionSpec
@@ -42,7 +150,7 @@ class Function:
     retried: int = 0
     # Calls that wait for a worker, and what workers run.
     queued: int = 0
-    chunks: set[Chunk] = field(default_factory=set)
+    chunks: set[InvocationChunk] = field(default_factory=set)
     # Cores that its calls hold now.
     cores_held: int = 0
     run_seconds: float = 0.0
@@ -51,7 +159,7 @@ class Function:
     # How long its calls take with how many cores, learned from those that ran.
     curve: SpeedUp = field(init=False)
     # What its workers are confined to.
-    cage: Cage = field(init=False)
+    cage: SandboxProfile = field(init=False)
     # What a call takes beside a worker and cores.
     needs: Mapping[str, int] = field(init=False)
     _measured: tuple[SpeedUp | None, float] = (None, 0.0)
@@ -65,7 +173,7 @@ class Function:
             expected = min(self.spec.expected_seconds, self.spec.timeout_seconds)
             at_one = expected / self.curve.seconds((max(1, self.cores),))[0]
             self.curve = SpeedUp(fraction, at_one)
-        self.cage = Cage.of(self.spec)
+        self.cage = SandboxProfile.of(self.spec)
         if self.source is not None:
             # Workers of one source never see another's modules, whatever their names.
             self.cage = replace(self.cage, source=str(self.source))
@@ -166,3 +274,402 @@ def quantile(values: Sequence[float] | deque[float], share: float) -> float:
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+_ENTRYPOINT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_ARGUMENT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_MOST_ARGUMENTS: Final = 16
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_MOST_RETRIES: Final = 100
+# No machine has as many, and each is looked at for what it would be worth.
+_MOST_CORES: Final = 4096
+# What Linux has ids for.
+_MOST_PROCESSES: Final = 1 << 22
+_COUNTS: Final = (
+    *("memory_mib", "max_concurrency", "max_queued", "min_workers", "retries"),
+    *("cores", "max_cores", "gpus", "quota_units", "processes", "disk_mib"),
+)
+
+
+def check(spec: pb.FunctionSpec) -> None:
+    """Raises `InvalidArgument` or `FailedPrecondition` for a field that cannot work anywhere."""
+
+    def refuse(field: str, value: object, message: str, remedy: str) -> None:
+        raise InvalidArgument(message, field=f"function.{field}", value=value, remedy=remedy)
+
+    if not spec.name:
+        refuse("name", "", "is empty", "Name the function.")
+    if not _ENTRYPOINT.fullmatch(spec.entrypoint):
+        refuse(
+            "entrypoint",
+            spec.entrypoint,
+            "is not of the form package.module:attribute",
+            "Write for example my_project.rewards:exact_match.",
+        )
+    try:
+        schema = parse_json(spec.parameters_json or "{}")
+    except NotJsonError as error:
+        refuse("parameters_json", None, f"is not JSON: {error}", "Give a JSON schema, or nothing.")
+    else:
+        if not isinstance(schema, dict):
+            refuse("parameters_json", None, "is no JSON object", "Give a JSON schema, or nothing.")
+    if not (math.isfinite(spec.timeout_seconds) and spec.timeout_seconds > 0):
+        refuse(
+            "timeout_seconds",
+            spec.timeout_seconds,
+            "is not a positive number",
+            "Give every function a timeout.",
+        )
+    if spec.sandbox and spec.sandbox not in LEVELS:
+        refuse("sandbox", spec.sandbox, "is no sandbox", f"Known: {', '.join(LEVELS)}.")
+    if spec.sandbox == BUBBLEWRAP:
+        find_bubblewrap()
+        unprivileged()
+    if spec.sandbox == CONTAINER:
+        if not spec.image:
+            refuse("image", "", "is empty", "Name the image that its containers are made of.")
+        find_engine()
+    if spec.stateful and spec.sandbox in ("", PROCESS):
+        refuse(
+            "stateful",
+            True,
+            "is for sandboxes",
+            f"Declare `sandbox: {BUBBLEWRAP}`, or `sandbox: {CONTAINER}` with an image.",
+        )
+    if (spec.reads or spec.writes) and spec.sandbox not in ("", PROCESS):
+        refuse(
+            "reads" if spec.reads else "writes",
+            list(spec.reads or spec.writes),
+            f"is for `sandbox: {PROCESS}`; a sandbox reaches no files of the host",
+            "Leave it out.",
+        )
+    if (spec.reads or spec.writes) and not landlock.version():
+        raise FailedPrecondition(
+            "the kernel where the reward service runs has no landlock",
+            kind="no_sandbox",
+            field="function.reads" if spec.reads else "function.writes",
+            remedy=f"Leave reads and writes out, or declare `sandbox: {BUBBLEWRAP}`.",
+        )
+    if spec.max_cores and spec.max_cores < spec.cores:
+        refuse("max_cores", spec.max_cores, f"less than cores ({spec.cores})", "0 means no more.")
+    if spec.max_cores > _MOST_CORES:
+        refuse(
+            "max_cores",
+            spec.max_cores,
+            f"is more than {_MOST_CORES:,}",
+            "Say how many cores a call can make use of.",
+        )
+    if spec.processes > _MOST_PROCESSES:
+        refuse(
+            "processes",
+            spec.processes,
+            f"is more than {_MOST_PROCESSES:,}",
+            "Say how many processes and threads a call needs at once.",
+        )
+    if not 0 <= spec.parallel_fraction <= 1:
+        refuse(
+            "parallel_fraction",
+            spec.parallel_fraction,
+            "is not within 0 .. 1",
+            "It is the part of the time that more cores make shorter.",
+        )
+    if not (math.isfinite(spec.expected_seconds) and spec.expected_seconds >= 0):
+        refuse(
+            "expected_seconds",
+            spec.expected_seconds,
+            "is not a number of 0 or more",
+            "Say how long a call takes with the fewest cores; 0 where nobody knows.",
+        )
+    if len(spec.seconds_per) > _MOST_ARGUMENTS:
+        refuse(
+            "seconds_per",
+            sorted(spec.seconds_per),
+            f"names more than {_MOST_ARGUMENTS} arguments",
+            "Name those that decide how long a call takes.",
+        )
+    for name, seconds in spec.seconds_per.items():
+        if not _ARGUMENT.fullmatch(name):
+            refuse("seconds_per", name, "is no argument", 'Write "tests", or "query.data.tests".')
+        if not (math.isfinite(seconds) and seconds >= 0):
+            refuse(
+                f"seconds_per.{name}",
+                seconds,
+                "is not a number of 0 or more",
+                "Say how many seconds each one of it adds.",
+            )
+    if spec.kind not in KINDS:
+        refuse("kind", spec.kind, "is no kind of function", 'Known: "reward" and "tool".')
+    if spec.retries > _MOST_RETRIES:
+        refuse(
+            "retries",
+            spec.retries,
+            f"is more than {_MOST_RETRIES}",
+            "A call that fails so often fails by itself.",
+        )
+    for name in ("idle_seconds", "sandbox_idle_seconds"):
+        value = getattr(spec, name)
+        if not (math.isfinite(value) and value >= 0):
+            refuse(name, value, "is not a number of 0 or more", "Say how many seconds.")
+    if spec.source_sha256 and not _SHA256.fullmatch(spec.source_sha256):
+        refuse(
+            "source_sha256",
+            spec.source_sha256,
+            "is no SHA-256 in hexadecimal",
+            "Use what UploadSource returned.",
+        )
+    for name in _COUNTS:
+        if getattr(spec, name) < 0:
+            refuse(name, getattr(spec, name), "is negative", "0 means no limit.")
+
+
+_MOST_FILES: Final = 1000
+_MOST_BYTES: Final = 16 * 2**20
+# Of one file or folder, as file systems have them, and of a whole path.
+_NAME_BYTES: Final = 255
+_PATH_BYTES: Final = 1024
+
+
+class Sources:
+    """A private folder with one folder for each source; nothing in there is ever changed."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        """`root` is made when it is needed; by default a new one, removed at the end."""
+        self._root = root
+        self._own = root is None
+
+    def put(self, files: Sequence[pb.SourceFile]) -> str:
+        """Keep `files`; returns their hash. Raises `InvalidArgument`."""
+        _check(files)
+        name = digest(files)
+        target = self._folder() / name
+        if not target.is_dir():
+            draft = target.with_name(f".{name}.{secrets.token_hex(4)}")
+            try:
+                for file in files:
+                    path = draft / file.path
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(file.content)
+                # The folder around it is private; a sandbox, of another user, is shown this one.
+                for path in (draft, *draft.rglob("*")):
+                    path.chmod(0o755 if path.is_dir() else 0o644)
+                draft.rename(target)
+            except OSError:
+                if not target.is_dir():  # else somebody was quicker
+                    raise
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        return name
+
+    def find(self, sha256: str) -> Path:
+        """The folder of a source. Raises `NotFound` (kind "source_not_found")."""
+        path = self._folder() / sha256
+        if not path.is_dir():
+            raise NotFound(
+                "no such source was uploaded here",
+                kind="source_not_found",
+                field="function.source_sha256",
+                value=sha256,
+                remedy="Upload it (again: this service forgets sources in a restart).",
+            )
+        return path
+
+    def files(self, sha256: str) -> list[pb.SourceFile]:
+        """What a source consists of, for hosts that have not got it. Raises `NotFound`."""
+        root = self.find(sha256)
+        return [
+            pb.SourceFile(path=path.relative_to(root).as_posix(), content=path.read_bytes())
+            for path in sorted(root.rglob("*"))
+            if path.is_file() and "__pycache__" not in path.parts
+        ]
+
+    def close(self) -> None:
+        """Remove what is only this service's."""
+        if self._own and self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+            self._root = None
+
+    def _folder(self) -> Path:
+        if self._root is None:
+            self._root = Path(tempfile.mkdtemp(prefix="troupe-sources-"))
+        self._root.mkdir(parents=True, exist_ok=True)
+        return self._root
+
+
+def digest(files: Sequence[pb.SourceFile]) -> str:
+    """SHA-256 of paths and contents, each with its length before it, in the order of the paths."""
+    sha = hashlib.sha256()
+    for file in sorted(files, key=lambda file: file.path):
+        for part in (file.path.encode(), file.content):
+            sha.update(len(part).to_bytes(8, "big"))
+            sha.update(part)
+    return sha.hexdigest()
+
+
+def _check(files: Sequence[pb.SourceFile]) -> None:
+    def refuse(value: object, message: str, remedy: str) -> None:
+        raise InvalidArgument(message, field="files", value=value, remedy=remedy)
+
+    if not files:
+        refuse(0, "there is no file", "Upload at least the module of the entrypoint.")
+    if len(files) > _MOST_FILES:
+        refuse(
+            len(files), f"more than {_MOST_FILES:,} files", "Install what is large as a package."
+        )
+    size = sum(len(file.content) for file in files)
+    if size > _MOST_BYTES:
+        refuse(
+            f"{size:,} bytes",
+            f"more than {_MOST_BYTES:,} bytes",
+            "Upload code only; install what is large as a package, or mount it.",
+        )
+    seen: set[str] = set()
+    for file in files:
+        path = PurePosixPath(file.path)
+        parts = file.path.split("/")
+        if path.is_absolute() or not set(parts).isdisjoint({"", ".", ".."}) or "\0" in file.path:
+            refuse(file.path, "leads out of the folder, or to no file", 'Name it like "a/b.py".')
+        longest = max(len(part.encode()) for part in parts)
+        if longest > _NAME_BYTES or len(file.path.encode()) > _PATH_BYTES:
+            refuse(file.path[:80], "is too long a path", "Give files and folders shorter names.")
+        if "__pycache__" in parts:
+            refuse(file.path, "is what an interpreter made", "Upload the module itself.")
+        if file.path in seen:
+            refuse(file.path, "is there twice", "Name every file once.")
+        seen.add(file.path)
+    for file in files:
+        if any(str(parent) in seen for parent in PurePosixPath(file.path).parents):
+            refuse(file.path, "is inside a file", "A path is a file or a folder.")
+
+
+# Less is declared of no call: what it took is counted in multiples of that.
+_LEAST_SECONDS: Final = 1e-6
+
+
+def expect(function: RegisteredFunction, call: FunctionCall, discipline: Discipline) -> None:
+    """Set what `call` is expected to take, unless its caller has said so, and what calls like it
+    say of that."""
+    if not call.expected_seconds and function.spec.seconds_per:
+        call.expected_seconds = declared_seconds(function.spec, call.arguments_json)
+    if call.expected_seconds:
+        # Whoever said so: it takes no longer than it may.
+        most = min(call.expected_seconds, function.spec.timeout_seconds)
+        call.expected_seconds = max(_LEAST_SECONDS, most)
+    seconds = discipline.expected(
+        function.key, call.kin, function.seconds, declared=call.expected_seconds
+    )
+    # What is as the others are stays so when more is known of them.
+    call.estimated_seconds = seconds if seconds != function.seconds else 0.0
+
+
+def learn(
+    function: RegisteredFunction,
+    call: FunctionCall,
+    seconds: float,
+    cores: int,
+    discipline: Discipline,
+) -> SpeedUp:
+    """A call took `seconds` with so many `cores`; returns the function's curve with it."""
+    lowest = max(1, function.cores)
+    alone, given = function.curve.seconds((lowest, cores))
+    took = seconds * alone / given
+    discipline.took(function.key, call.kin, took, declared=call.expected_seconds)
+    return function.curve.observed(cores, seconds)
+
+
+def declared_seconds(spec: pb.FunctionSpec, arguments_json: str) -> float:
+    """What the function declares of a call with these arguments: no more than it may take.
+
+    An argument that is not there, or has no size, adds nothing, nor does one of 0 s for each.
+    """
+    try:
+        arguments = json.loads(arguments_json or "{}")
+    except (ValueError, RecursionError):  # its worker says what is wrong with them
+        return spec.expected_seconds
+    # A size may be infinite, and 0 times that is no number.
+    more = sum(each * _size(arguments, path) for path, each in spec.seconds_per.items() if each)
+    return min(spec.expected_seconds + more, spec.timeout_seconds)
+
+
+def _size(arguments: Any, path: str) -> float:
+    """A number itself, else how many items or characters there are."""
+    value = arguments
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if isinstance(value, int | float):
+        try:
+            number = float(value)
+        except OverflowError:  # whole numbers have no bound in JSON
+            return math.inf if value > 0 else 0.0
+        return 0.0 if math.isnan(number) else max(0.0, number)
+    return float(len(value)) if isinstance(value, Sized) else 0.0
+
+
+class Registry:
+    """All functions of this process; rollout workers register them anew after a restart."""
+
+    def __init__(self, sources: Sources, place: Callable[[pb.FunctionSpec], None]) -> None:
+        """`place` raises `InvalidArgument` for what no host could ever run."""
+        self._sources = sources
+        self._place = place
+        self._functions: dict[tuple[str, str], RegisteredFunction] = {}
+
+    def __iter__(self) -> Iterator[RegisteredFunction]:
+        return iter(self._functions.values())
+
+    def register(self, spec: pb.FunctionSpec) -> RegisteredFunction:
+        """Make `spec` known; repeating it changes nothing.
+
+        Raises `InvalidArgument` for a field that cannot work, `NotFound` for a source that was not
+        uploaded, and `AlreadyExists` when the name and version stand for something else.
+        """
+        check(spec)
+        self._place(spec)
+        source = self._sources.find(spec.source_sha256) if spec.source_sha256 else None
+        known = self._functions.get((spec.name, spec.version))
+        if known is None:
+            kept = pb.FunctionSpec()
+            kept.CopyFrom(spec)
+            known = self._functions[spec.name, spec.version] = RegisteredFunction(kept, source)
+        elif known.spec != spec:
+            raise AlreadyExists(
+                f"version {spec.version!r} of this function is {known.spec.entrypoint} with "
+                "other settings",
+                kind="function_differs",
+                field="function.name",
+                value=spec.name,
+                remedy="Register changed functions under a new version.",
+            )
+        known.registrations += 1
+        return known
+
+    def find(self, name: str, version: str) -> RegisteredFunction:
+        """The function; raises `NotFound` (kind "function_not_found") to be registered again."""
+        function = self._functions.get((name, version))
+        if function is None:
+            raise NotFound(
+                f"no function of version {version!r} is registered here",
+                kind="function_not_found",
+                field="name",
+                value=name,
+                remedy="Register it (again: this service forgets its functions in a restart).",
+            )
+        return function
+
+    def delete(self, name: str, version: str) -> RegisteredFunction | None:
+        """Forget it; the function, if there was one."""
+        return self._functions.pop((name, version), None)
+
+    def versions(self, name: str, version: str = "") -> list[RegisteredFunction]:
+        """All functions of that name, or the one of that version. Raises `NotFound`."""
+        if version:
+            return [self.find(name, version)]
+        found = [f for f in self if f.spec.name == name]
+        if not found:
+            raise NotFound(
+                "no function of that name is registered here",
+                kind="function_not_found",
+                field="name",
+                value=name,
+                remedy="ListFunctions tells which there are.",
+            )
+        return found

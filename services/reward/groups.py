@@ -14,10 +14,12 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
+import psutil
 import structlog
 
 log = structlog.get_logger("troupe.reward")
@@ -41,7 +43,7 @@ def own_parent() -> str:
     return f"troupe-reward-{space}-{os.getpid()}.{next(_parents)}"
 
 
-class Groups:
+class ControlGroups:
     """The groups of one service below `{root}/{parent}` (v2) or `{root}/{controller}/{parent}`.
 
     Members are named; a name whose process has a successor gets a new group, so that what is left
@@ -216,10 +218,10 @@ class Groups:
             write(self._file(name, "cpu", "cpu.cfs_quota_us"), str(-1 if quota is None else quota))
 
 
-def open_groups(root: Path = CGROUPS, parent: str = "") -> Groups | None:
+def open_groups(root: Path = CGROUPS, parent: str = "") -> ControlGroups | None:
     """What works here; None where nothing does, which is logged."""
     try:
-        groups = Groups(root, parent or own_parent())
+        groups = ControlGroups(root, parent or own_parent())
     except OSError as error:
         log.info("no control groups", reason=str(error))
         return None
@@ -324,3 +326,350 @@ def _end_all(group: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         if (group / "freezer.state").exists():
             write(group / "freezer.state", "THAWED")
+
+
+# Of the interpreter and the packages that a function imports, beside what its calls take.
+BASE_MIB: Final = 256
+
+
+class CgroupLimits:
+    """Limits on the groups that sandboxed workers are in anyway."""
+
+    def __init__(self, groups: ControlGroups) -> None:
+        """`groups`: shared with whoever hands cores out."""
+        self._groups = groups
+        for controller in sorted({"pids", "memory"} - groups.controllers):
+            log.warning("sandboxes as a whole are not limited", controller=controller)
+
+    def adopt(self, name: str, pids: Sequence[int], processes: int, memory_mib: int) -> None:
+        """`pids` together may be at most `processes` and take `memory_mib` (0: unlimited)."""
+        try:
+            try:
+                self._groups.adopt(name, pids)
+            finally:  # where it is in some groups only
+                self._groups.limit(name, processes, memory_mib and BASE_MIB + memory_mib)
+        except OSError as error:  # it is gone: whoever waits for it will see
+            log.warning("a sandbox is not limited as a whole", name=name, error=str(error))
+
+    def forget(self, name: str) -> None:
+        """Its processes are gone."""
+        self._groups.forget(name)
+
+    def close(self) -> None:
+        """All are gone."""
+        self._groups.close()
+
+
+def descendants(pid: int) -> list[int]:
+    """Ids of the processes below `pid`; empty when it is gone.
+
+    The kernel's own lists, where it keeps them: psutil looks through all processes of the machine.
+    """
+    found: list[int] = []
+    ahead = [pid]
+    while ahead:
+        try:
+            below = _children(ahead.pop())
+        except FileNotFoundError:
+            return _slowly(pid)
+        found += below
+        ahead += below
+    return found
+
+
+def family(pid: int) -> list[int]:
+    """`pid` and its `descendants`; empty when it is gone."""
+    below = descendants(pid)
+    return [pid, *below] if psutil.pid_exists(pid) else []
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill a process, its group and its children: a sandbox's first process, with which all in it
+    end, is of another user and another session than what waits for it outside."""
+    try:
+        below = _children(pid)
+    except FileNotFoundError:
+        below = _slowly(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    for child in below:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    """Raises FileNotFoundError where the kernel keeps no lists."""
+    found: list[int] = []
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return found  # it has ended
+    for task in tasks:
+        try:
+            found += map(int, (task / "children").read_text().split())
+        except ProcessLookupError:
+            continue
+        except FileNotFoundError:
+            if task.exists():
+                raise
+    return found
+
+
+def _slowly(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+# Of a worker without an action: whatever its children still do, others go first.
+_IDLE_NICE = 19
+# Of an action that takes no cores: it waits for something else, and gets what others leave.
+_SHARE_NICE = 10
+
+
+class Affinity:
+    """Affinity of a process and of the children that it has at that moment; later ones inherit."""
+
+    name = "affinity"
+
+    def __init__(self) -> None:
+        self._pids: dict[str, int] = {}
+        # Without the right to lower a nice value again, it must never be raised.
+        self._may_renice = os.geteuid() == 0
+
+    def adopt(self, group: str, pids: Sequence[int]) -> None:
+        """`group` is the first of `pids` and its descendants."""
+        self._pids[group] = pids[0]
+
+    def grant(self, group: str, cores: Sequence[int]) -> None:
+        """Bind them to `cores`; without any to none, behind those who hold some."""
+        for process in self._members(group):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.cpu_affinity(list(cores) or sorted(os.sched_getaffinity(0)))
+                if self._may_renice:
+                    process.nice(0 if cores else _SHARE_NICE)
+
+    def revoke(self, group: str) -> None:
+        """Leave them where they are, behind everybody else."""
+        if not self._may_renice:
+            return
+        for process in self._members(group):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.nice(_IDLE_NICE)
+
+    def forget(self, group: str) -> None:
+        """Nothing is left behind."""
+        self._pids.pop(group, None)
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+        self._pids.clear()
+
+    def _members(self, group: str) -> list[psutil.Process]:
+        try:
+            process = psutil.Process(self._pids[group])
+        except (KeyError, psutil.NoSuchProcess) as error:
+            raise ProcessLookupError(f"{group} has no process: {error}") from error
+        found = [process]
+        for pid in descendants(process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return found
+
+
+class CgroupCores:
+    """Quota (`cpu`) and which cores (`cpuset`) of groups that others may limit in other ways."""
+
+    def __init__(self, groups: ControlGroups) -> None:
+        """Raises OSError where one of the two controllers cannot be used."""
+        if missing := {"cpu", "cpuset"} - groups.controllers:
+            raise FileNotFoundError(f"no controller {', '.join(sorted(missing))}")
+        self.name = f"cgroup{groups.version.removeprefix('v')}"
+        self._groups = groups
+
+    def adopt(self, group: str, pids: Sequence[int]) -> None:
+        """A share, until they are granted cores."""
+        self._groups.adopt(group, pids)
+        self._groups.share(group)
+
+    def grant(self, group: str, cores: Sequence[int]) -> None:
+        """So much quota, on these cores; without any the least share of all."""
+        if cores:
+            self._groups.grant(group, cores)
+        else:
+            self._groups.share(group)
+
+    def revoke(self, group: str) -> None:
+        """The least quota."""
+        self._groups.revoke(group)
+
+    def forget(self, group: str) -> None:
+        """Remove the group."""
+        self._groups.forget(group)
+
+    def close(self) -> None:
+        """Remove the parent too."""
+        self._groups.close()
+
+
+_NODES = Path("/sys/devices/system/node")
+
+
+class CpuBackend(Protocol):
+    """How cores are given to a process and all that it starts, and taken back."""
+
+    name: str
+
+    def adopt(self, group: str, pids: Sequence[int]) -> None:
+        """From now on `group` is `pids`, a process and its descendants. Raises OSError."""
+
+    def grant(self, group: str, cores: Sequence[int]) -> None:
+        """`group` may use exactly these cores; none: what others leave of any. Raises OSError."""
+
+    def revoke(self, group: str) -> None:
+        """`group` may use next to nothing, but goes on to exist: its memory and files stay."""
+
+    def forget(self, group: str) -> None:
+        """There is no such group any more."""
+
+    def close(self) -> None:
+        """There are none any more."""
+
+
+@dataclass(frozen=True)
+class CoreLease:
+    """Cores that one action holds."""
+
+    group: str
+    cores: tuple[int, ...]
+
+
+class CoreManager:
+    """Hands out whole cores, those of one NUMA node first. Not thread-safe."""
+
+    def __init__(self, nodes: Mapping[int, Sequence[int]], backend: CpuBackend) -> None:
+        """`nodes`: the cores of each NUMA node that may be handed out."""
+        self._free: dict[int, list[int]] = {n: sorted(cores) for n, cores in nodes.items()}
+        self._node_of = {core: n for n, cores in nodes.items() for core in cores}
+        self._backend = backend
+        # What calls that run now were granted, by group: a sandbox may run several.
+        self._granted: dict[str, list[CoreLease]] = {}
+        # The kernel is told of these only: a container's engine is told by others.
+        self._adopted: set[str] = set()
+        self.kind = backend.name
+
+    @property
+    def free(self) -> int:
+        """Cores that nobody holds."""
+        return sum(map(len, self._free.values()))
+
+    def take(self, group: str, count: int) -> CoreLease:
+        """`count` cores for `group`, which nobody else gets. Raises ValueError when not free.
+
+        The fullest node that has them all; else of as few nodes as possible.
+        """
+        if count > self.free:
+            raise ValueError(f"{count} cores wanted, {self.free} are free")
+        whole = [n for n, cores in self._free.items() if len(cores) >= count]
+        order = (
+            [min(whole, key=lambda n: (len(self._free[n]), n))]
+            if whole
+            else sorted(self._free, key=lambda n: (-len(self._free[n]), n))
+        )
+        taken: list[int] = []
+        for node in order:
+            part = self._free[node][: count - len(taken)]
+            del self._free[node][: len(part)]
+            taken += part
+        return CoreLease(group, tuple(taken))
+
+    def adopt(self, group: str, pids: Sequence[int]) -> None:
+        """`pids`, a new worker and what it consists of, is `group` from now on."""
+        self._adopted.add(group)
+        self._tell("adopt", group, pids)
+        if group in self._granted:  # it succeeds one that died with a call
+            self._apply(group)
+
+    def grant(self, lease: CoreLease) -> None:
+        """Let the kernel know, just before the action runs; without cores it gets what is left."""
+        granted = self._granted.setdefault(lease.group, [])
+        if not any(one is lease for one in granted):
+            granted.append(lease)
+        self._apply(lease.group)
+
+    def give_back(self, lease: CoreLease) -> None:
+        """The action has ended."""
+        for core in lease.cores:
+            self._free[self._node_of[core]].append(core)
+        for cores in self._free.values():
+            cores.sort()
+        self.withdraw(lease)
+
+    def withdraw(self, lease: CoreLease) -> None:
+        """Take back what was granted; the cores stay with whoever holds the lease."""
+        granted = self._granted.get(lease.group, [])
+        granted[:] = [one for one in granted if one is not lease]
+        self._apply(lease.group)
+
+    def _apply(self, group: str) -> None:
+        granted = self._granted.get(group)
+        if granted and group in self._adopted:
+            self._tell("grant", group, sorted({core for one in granted for core in one.cores}))
+        elif not granted:
+            self._granted.pop(group, None)
+            if group in self._adopted:
+                self._tell("revoke", group)
+
+    def _tell(self, what: str, group: str, *values: Any) -> None:
+        try:
+            getattr(self._backend, what)(group, *values)
+        except OSError as error:  # its process is gone: whoever waits for it will see
+            log.warning("cores of a worker", what=what, group=group, error=str(error))
+
+    def forget(self, group: str) -> None:
+        """The worker of `group` is gone for good."""
+        self._adopted.discard(group)
+        self._backend.forget(group)
+
+    def close(self) -> None:
+        """All workers are gone."""
+        self._backend.close()
+
+
+def usable_cores(count: int) -> dict[int, list[int]]:
+    """`count` of the cores that this process may use, by NUMA node. Raises ValueError."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if count > len(allowed):
+        raise ValueError(f"{count} cores wanted, this process may use {len(allowed)}")
+    nodes: dict[int, list[int]] = {}
+    for core in allowed[:count]:
+        nodes.setdefault(_node_of(core), []).append(core)
+    return nodes
+
+
+def choose_backend(groups: ControlGroups | None, name: str = "auto") -> CpuBackend:
+    """The strongest way that works here: `groups`, else affinity and nice.
+
+    With a `name` that one; raises OSError where it does not work.
+    """
+    if name == "affinity":
+        return Affinity()
+    try:
+        if groups is None:
+            raise FileNotFoundError("no control groups can be written here")
+        backend = CgroupCores(groups)
+        if name not in ("auto", backend.name):
+            raise FileNotFoundError(f"control groups are {groups.version} here")
+    except OSError as error:
+        if name != "auto":
+            raise
+        log.info("cores are not given through control groups", reason=str(error))
+        return Affinity()
+    return backend
+
+
+def _node_of(core: int) -> int:
+    for node in _NODES.glob(f"node*/cpu{core}"):
+        return int(node.parent.name.removeprefix("node"))
+    return 0

@@ -7,14 +7,33 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Final, Protocol
 
-from services.reward.call import Call, Outcome, Place
-from services.reward.cpu import Lease
-from services.reward.function import Function
+import structlog
+
+from services.chassis.telemetry import Telemetry
+from services.reward.call import CallOutcome, FunctionCall, WorkerPlace
+from services.reward.function import RegisteredFunction
 from services.reward.gpu import ModelManager, ModelUnavailable
+from services.reward.groups import (
+    CgroupLimits,
+    ControlGroups,
+    CoreLease,
+    CoreManager,
+    choose_backend,
+    open_groups,
+    usable_cores,
+)
 from services.reward.queues import CORES, WORKERS
-from services.reward.stock import MEMORY, PLENTY, SANDBOX, Stock
+from services.reward.sandbox import CONTAINER, LEVELS, PROCESS, SandboxProfile
+from services.reward.sandboxes.container import find_engine
+from services.reward.sandboxes.keeper import SandboxKeeper, SandboxLimits
+from services.reward.sandboxes.seccomp import filter_path
+from services.reward.settings import RewardSettings
+from services.reward.slot import ProcessSlot
+from services.reward.stock import MEMORY, PLENTY, SANDBOX, HostResources
+from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.scheduling import elastic
 from troupe.v1 import reward_pb2 as pb
 
@@ -29,14 +48,14 @@ class Cores(Protocol):
     def free(self) -> int:
         """Cores that nobody holds."""
 
-    def take(self, group: str, count: int) -> Lease:
+    def take(self, group: str, count: int) -> CoreLease:
         """`count` cores for `group`, which nobody else gets."""
 
-    def give_back(self, lease: Lease) -> None:
+    def give_back(self, lease: CoreLease) -> None:
         """The call has ended."""
 
 
-class Host:
+class FunctionHost:
     """The places of one host: as many calls at once as there are of them.
 
     A place without calls for `idle_seconds` (or what its last function says) has its process ended,
@@ -46,23 +65,23 @@ class Host:
     def __init__(
         self,
         name: str,
-        places: Sequence[Place],
+        places: Sequence[WorkerPlace],
         cores: Cores | None = None,
         *,
         min_workers: int = 0,
         idle_seconds: float = 60.0,
-        stock: Stock | None = None,
+        stock: HostResources | None = None,
         models: ModelManager | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`name`: empty for the service's own host. `stock`: what it has beside places and cores;
         `models`: those that it puts on devices itself."""
         self.name = name
-        self.stock = stock or Stock({}, plenty=(MEMORY, SANDBOX))
+        self.stock = stock or HostResources({}, plenty=(MEMORY, SANDBOX))
         self._models = models
-        self._users: dict[Place, str] = {}
+        self._users: dict[WorkerPlace, str] = {}
         # Whether what runs at a place is to end, also before the place knows of it.
-        self._cancels: dict[Place, asyncio.Event] = {}
+        self._cancels: dict[WorkerPlace, asyncio.Event] = {}
         self.cores = cores
         # What runs here, as the scheduler knows it, by its first invocation.
         self.running: dict[str, elastic.Running] = {}
@@ -70,15 +89,15 @@ class Host:
         # The longest idle first.
         self._idle = list(places)
         # Places that are not its own, where calls run now.
-        self._guests: set[Place] = set()
+        self._guests: set[WorkerPlace] = set()
         # Models that are brought to devices.
         self._loading: set[asyncio.Task[str]] = set()
         self._min_workers = min_workers
         self._idle_seconds = idle_seconds
         self._clock = clock
         # Since when a place is idle or busy, and the function that it ran last.
-        self._since: dict[Place, float] = {}
-        self._last: dict[Place, Function] = {}
+        self._since: dict[WorkerPlace, float] = {}
+        self._last: dict[WorkerPlace, RegisteredFunction] = {}
         self._busy_seconds = 0.0
 
     @property
@@ -144,7 +163,9 @@ class Host:
         if self._models is not None:
             await self._models.stop()
 
-    def view(self, startable: int, functions: Iterable[Function], *, plenty: bool) -> elastic.Host:
+    def view(
+        self, startable: int, functions: Iterable[RegisteredFunction], *, plenty: bool
+    ) -> elastic.Host:
         """What the scheduler sees when so many processes may be started, and `functions` wait;
         `plenty`: other hosts hand out cores."""
         free = {WORKERS: min(self.free, len(self._idle) - self.cold + startable)}
@@ -160,8 +181,8 @@ class Host:
         return elastic.Host(self.name, free, running, warm)
 
     def take(
-        self, function: Function, cores: int, guest: Place | None = None
-    ) -> tuple[Place, Lease | None]:
+        self, function: RegisteredFunction, cores: int, guest: WorkerPlace | None = None
+    ) -> tuple[WorkerPlace, CoreLease | None]:
         """A place for calls of `function`, and that many cores.
 
         `guest` is a place of the call's own: it counts as one of the calls that run at once.
@@ -181,13 +202,13 @@ class Host:
             self._occupy(place, function)
         return place, None if self.cores is None else self.cores.take(place.name, cores)
 
-    def _occupy(self, place: Place, function: Function) -> Place:
+    def _occupy(self, place: WorkerPlace, function: RegisteredFunction) -> WorkerPlace:
         self._idle.remove(place)
         self._last[place] = function
         self._since[place] = self._clock()
         return place
 
-    def give_back(self, place: Place, lease: Lease | None) -> float:
+    def give_back(self, place: WorkerPlace, lease: CoreLease | None) -> float:
         """The calls have ended; returns the seconds that they had the place."""
         self._cancels.pop(place, None)
         if lease is not None and self.cores is not None:
@@ -204,15 +225,19 @@ class Host:
         self._idle.append(place)
         return seconds
 
-    def cancel(self, place: Place) -> None:
+    def cancel(self, place: WorkerPlace) -> None:
         """End the call that runs at a place, or is about to."""
         if (cancelled := self._cancels.get(place)) is not None:
             cancelled.set()
             place.cancel()
 
     async def run_many(
-        self, place: Place, function: Function, calls: Sequence[Call], lease: Lease | None
-    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        self,
+        place: WorkerPlace,
+        function: RegisteredFunction,
+        calls: Sequence[FunctionCall],
+        lease: CoreLease | None,
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
         """`place.run_many`, once the model that the calls need is on devices."""
         began, cancelled = self._clock(), self._cancels[place]
         if self._models is not None and (model := function.spec.model_service):
@@ -221,14 +246,14 @@ class Host:
             except ModelUnavailable as error:
                 kind = pb.InvocationError.KIND_MODEL_UNAVAILABLE
                 failed = pb.InvocationError(kind=kind, message=str(error))
-                yield 0, Outcome(error=failed, cold_seconds=self._clock() - began)
+                yield 0, CallOutcome(error=failed, cold_seconds=self._clock() - began)
                 return
             for call in calls:
                 call.environment = {MODEL_URL: url}
         if cancelled.is_set():
             kind = pb.InvocationError.KIND_CANCELLED
             ended = pb.InvocationError(kind=kind, message="cancelled before it ran")
-            yield 0, Outcome(error=ended)
+            yield 0, CallOutcome(error=ended)
             return
         async with aclosing(place.run_many(function, calls, lease)) as outcomes:
             async for found in outcomes:
@@ -252,11 +277,11 @@ class Host:
         if not loading.cancelled():
             loading.exception()  # said to who waited, if anybody did
 
-    def warm_for(self, function: Function) -> int:
+    def warm_for(self, function: RegisteredFunction) -> int:
         """Idle places that have imported `function`."""
         return sum(place.holds(function) for place in self._idle)
 
-    async def warm_up(self, function: Function) -> None:
+    async def warm_up(self, function: RegisteredFunction) -> None:
         """Have `function.spec.min_workers` processes that have imported it, as far as places go."""
         holding = sum(place.holds(function) for place in self._places)
         wanted = max(0, function.spec.min_workers - holding)
@@ -269,7 +294,7 @@ class Host:
             for place in taken:
                 self.give_back(place, None)
 
-    def idle_seconds(self, function: Function) -> float:
+    def idle_seconds(self, function: RegisteredFunction) -> float:
         """How long a process waits for calls that ran `function` last."""
         own = function.spec.HasField("idle_seconds")
         return function.spec.idle_seconds if own else self._idle_seconds
@@ -295,7 +320,7 @@ class Host:
                 next_look = left if next_look is None else min(left, next_look)
         return next_look
 
-    def _choose(self, function: Function) -> Place:
+    def _choose(self, function: RegisteredFunction) -> WorkerPlace:
         """One that has imported it; one that could; one without a process; the longest idle."""
         latest = self._idle[::-1]
         ways = (
@@ -305,3 +330,104 @@ class Host:
             self._idle,
         )
         return next(itertools.chain.from_iterable(ways))
+
+
+def layers(cage: SandboxProfile, groups: ControlGroups | None) -> list[str]:
+    """Their names, for people: "namespaces", "seccomp", "cgroup:memory", ..."""
+    if cage.level == CONTAINER:
+        try:
+            return [f"container:{Path(find_engine()).name}"]
+        except FailedPrecondition:
+            return []
+    limited = ["rlimit:as"] if cage.memory_mib else []
+    if cage.level == PROCESS:
+        return [*limited, *(["landlock"] if cage.reads or cage.writes else [])]
+    found = ["namespaces", "read-only root", "no_new_privs", "rlimits", *limited]
+    if filter_path() is not None:
+        found.append("seccomp")
+    if groups is not None:
+        found += [f"cgroup:{name}" for name in ("memory", "pids") if name in groups.controllers]
+    return found
+
+
+log = structlog.get_logger("troupe.reward")
+
+
+class Workplace:
+    """Worker processes of this host, its cores, and the limits of its sandboxes."""
+
+    def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
+        """Raises `InvalidArgument` for cores that there are not, and models that fit nowhere."""
+        self._groups = groups = open_groups()
+        self._cores = _core_manager(settings, groups)
+        self._fence = CgroupLimits(groups) if groups is not None else None
+        slots = [
+            ProcessSlot(
+                settings.reward_import_seconds,
+                f"worker-{i}",
+                self._cores,
+                self._fence,
+                spares=settings.reward_spares,
+            )
+            for i in range(settings.reward_workers)
+        ]
+        models = None
+        if settings.reward_models:
+            models = ModelManager(settings.reward_models, settings.reward_gpus, telemetry)
+        memory = {MEMORY: settings.reward_memory_mib} if settings.reward_memory_mib else {}
+        stock = HostResources(
+            memory, None if models is None else models.board, plenty=(MEMORY, SANDBOX)
+        )
+        self.host = FunctionHost(
+            "",
+            slots,
+            self._cores,
+            min_workers=settings.reward_min_workers,
+            idle_seconds=settings.reward_idle_seconds,
+            stock=stock,
+            models=models,
+        )
+        self.sandboxes = SandboxKeeper(
+            SandboxLimits(
+                settings.reward_sandboxes,
+                settings.reward_sandbox_memory_mib,
+                settings.reward_sandbox_idle_seconds,
+            ),
+            settings.reward_import_seconds,
+            groups=groups,
+            cores=self._cores,
+        )
+
+        log.info(
+            "sandboxes",
+            **{level: ", ".join(self.confinement(SandboxProfile(level))) for level in LEVELS},
+        )
+
+    def confinement(self, cage: SandboxProfile) -> list[str]:
+        """What confines calls here that are to be confined so."""
+        return layers(cage, self._groups)
+
+    def close(self) -> None:
+        """All its processes have ended."""
+        if self._cores is not None:
+            self._cores.close()
+        if self._fence is not None:
+            self._fence.close()
+
+
+def _core_manager(settings: RewardSettings, groups: ControlGroups | None) -> CoreManager | None:
+    if not settings.reward_cores:
+        return None
+    try:
+        nodes = usable_cores(settings.reward_cores)
+        manager = CoreManager(nodes, choose_backend(groups, settings.reward_core_backend))
+    except (ValueError, OSError) as error:
+        raise InvalidArgument(
+            str(error),
+            field="TROUPE_REWARD_CORES",
+            value=settings.reward_cores,
+            remedy="Name as many cores as this process may use, and a backend that works here "
+            "(TROUPE_REWARD_CORE_BACKEND=auto).",
+        ) from error
+    log.info("cores are handed out", cores=settings.reward_cores, backend=manager.kind)
+    return manager

@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from services.reward.call import Call
-from services.reward.function import Function
-from services.reward.logs import Lines
+from services.reward.call import FunctionCall
+from services.reward.function import Lines, RegisteredFunction
 from services.reward.quota import Budget
 from troupe.scheduling.elastic import Action, SpeedUp
-from troupe.scheduling.elastic.fair import FairShares
+from troupe.scheduling.elastic.order import FairShares
 from troupe.v1 import reward_pb2 as pb
 
 if TYPE_CHECKING:
     import asyncio
 
-    from services.reward.call import Place
-    from services.reward.chunk import Chunk
+    from services.reward.call import WorkerPlace
+    from services.reward.dispatch import InvocationChunk
 
 # The resources of a host: worker processes, and cores where they are handed out.
 WORKERS, CORES = "workers", "cores"
@@ -35,17 +34,17 @@ class Waiting:
     (`troupe.scheduling.elastic.order`), equal ones by arrival."""
 
     invocation_id: str
-    function: Function
-    call: Call
+    function: RegisteredFunction
+    call: FunctionCall
     done: asyncio.Future[pb.InvokeResponse]
     since: float
     rank: tuple[float, int]
     priority: int = 0
     weight: float = 1.0
     # Its own, on the service's host; none: any that is free.
-    place: Place | None = None
+    place: WorkerPlace | None = None
     # With whom it runs, or will next; none: it waits.
-    chunk: Chunk | None = None
+    chunk: InvocationChunk | None = None
     host: str = ""
     # Cores that it was given, and what its job was charged for it.
     cores: int = 0
@@ -95,7 +94,7 @@ class Waiting:
         return action
 
 
-def cost(function: Function, call: Call) -> float:
+def cost(function: RegisteredFunction, call: FunctionCall) -> float:
     """Seconds, times cores, that `call` is expected to take with the fewest."""
     return (call.estimated_seconds or function.seconds) * max(1, function.cores)
 
@@ -112,7 +111,7 @@ class Queues:
         # By priority, job and function.
         self._levels: dict[int, dict[str, dict[str, _Queue]]] = {}
         # How many of each function.
-        self._functions: dict[str, tuple[Function, int]] = {}
+        self._functions: dict[str, tuple[RegisteredFunction, int]] = {}
         self._size = 0
 
     def __len__(self) -> int:
@@ -179,7 +178,7 @@ class Queues:
             for function, count in self._functions.values()
         )
 
-    def _count(self, function: Function, change: int) -> None:
+    def _count(self, function: RegisteredFunction, change: int) -> None:
         _, count = self._functions.get(function.key, (function, 0))
         if count + change:
             self._functions[function.key] = (function, count + change)

@@ -19,17 +19,59 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
 from services.reward import worker
-from services.reward.environment import environment_of_functions
 from services.reward.sandboxes import landlock, view
 from services.reward.sandboxes.seccomp import filter_path
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import reward_pb2 as pb
+
+# Names, separated by commas; "*" stands for any characters.
+ALLOWED: Final = "TROUPE_REWARD_ENVIRONMENT"
+
+_PASSED: Final = (
+    # The user and the language.
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ"),
+    *("TMPDIR", "XDG_*"),
+    # How programs and Python find what they load.
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    # Threads, memory and devices.
+    *("*_NUM_THREADS", "OMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "RAYON_*", "MALLOC_*"),
+    *("TOKENIZERS_PARALLELISM", "ATEN_CPU_CAPABILITY", "ONEDNN_*", "DNNL_*", "TROUPE_THREADS"),
+    *("CUDA_*", "NVIDIA_*", "NCCL_*", "ROCR_*", "HIP_*", "TORCH_*", "PYTORCH_*", "TRITON_*"),
+    "TROUPE_REWARD_CORES",
+    # Where models and data sets are kept.
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"),
+    *("TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE"),
+    # The way to the network.
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *("NO_PROXY", "no_proxy"),
+)
+# These too, unless there is a password in them.
+_PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
+
+
+def environment_of_functions(
+    imports: Sequence[str], environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Variables of `environment` (the service's own) that functions see, with `imports` as their
+    import path."""
+    whole = os.environ if environment is None else environment
+    named = [name.strip() for name in whole.get(ALLOWED, "").split(",")]
+    patterns = [*_PASSED, *(name for name in named if name)]
+    passed = {
+        name: value
+        for name, value in whole.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+        or (name.lower() in _PROXIES and "@" not in value)
+    }
+    return {**passed, "PYTHONPATH": os.pathsep.join(imports)}
+
 
 PROCESS: Final = "process"
 BUBBLEWRAP: Final = "bubblewrap"
@@ -53,7 +95,7 @@ _FILES: Final = 256
 
 
 @dataclass(frozen=True)
-class Cage:
+class SandboxProfile:
     """What a worker is confined to; workers of one cage can stand in for each other."""
 
     level: str = PROCESS
@@ -68,7 +110,7 @@ class Cage:
     source: str = ""
 
     @classmethod
-    def of(cls, spec: pb.FunctionSpec) -> Cage:
+    def of(cls, spec: pb.FunctionSpec) -> SandboxProfile:
         """What a function asks for."""
         if spec.sandbox in ("", PROCESS):
             return cls(reads=tuple(spec.reads), writes=tuple(spec.writes))

@@ -10,18 +10,14 @@ from typing import Any, Final
 import grpc
 
 from services.chassis.telemetry import Telemetry
-from services.reward.answers import fitted
-from services.reward.hosts.attached import AttachedHosts
-from services.reward.hosts.fleet import Fleet
-from services.reward.invocations import Invocations
-from services.reward.logs import listening
+from services.reward.function import Registry, Sources, listening
+from services.reward.host import Workplace
+from services.reward.hosts.link import AttachedHosts, HostFleet
 from services.reward.quota import open_quotas
-from services.reward.registry import Registry
-from services.reward.runtime import Runtime
-from services.reward.sandboxes.guests import Guests
+from services.reward.runtime import Invocations, Runtime
+from services.reward.sandboxes.keeper import Guests
 from services.reward.settings import RewardSettings
-from services.reward.sources import Sources
-from services.reward.workplace import Workplace
+from services.reward.slot import fitted
 from troupe.scheduling.elastic import Discipline
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1 import reward_pb2_grpc
@@ -54,7 +50,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             quotas=self._quotas,
             discipline=Discipline(settings.reward_order, patience=settings.reward_patience_seconds),
         )
-        self._fleet = Fleet(
+        self._fleet = HostFleet(
             self._workplace.host,
             self._runtime.dispatcher,
             self._quotas,

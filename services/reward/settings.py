@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from services.chassis.settings import ServiceSettings
-from services.reward.gpu.settings import ModelSettings
-from services.reward.quota.settings import QuotaSettings
+from services.reward.gpu.manager import ModelSettings
+from services.reward.quota.manager import QuotaSettings
 
 
 class RewardSettings(ServiceSettings):
@@ -43,7 +43,7 @@ class RewardSettings(ServiceSettings):
     """How long one without calls is kept for its trajectory, unless its function says otherwise."""
     reward_environment: str = ""
     """Variables of the service's environment that functions of the level `process` get besides
-    those of `services/reward/environment.py`: names, separated by commas; `*` stands for any
+    those of `services/reward/sandbox.py`: names, separated by commas; `*` stands for any
     characters. Those that a judge's key is in, for example."""
     reward_memory_mib: int = Field(default=0, ge=0)
     """Memory for calls: those that run have declared no more together. 0: it is not counted."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from services.reward.gpu.board import PREFIX as MODEL
-from services.reward.gpu.board import Board
+from services.reward.gpu.manager import PREFIX as MODEL
+from services.reward.gpu.manager import Board
 from services.reward.quota import PREFIX as QUOTA
 from services.reward.sandbox import PROCESS
 from troupe.scheduling.elastic import Running
@@ -32,7 +32,7 @@ def needs_of(spec: pb.FunctionSpec, level: str) -> dict[str, int]:
     return needs
 
 
-class Stock:
+class HostResources:
     """Amounts by resource; of what is not named there is nothing, or plenty."""
 
     def __init__(

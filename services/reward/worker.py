@@ -55,7 +55,7 @@ _functions: dict[str, Callable[..., Any]] = {}
 _mtimes: dict[str, int] = {}
 
 
-class Answer(NamedTuple):
+class CallAnswer(NamedTuple):
     """How a call ended: one of the kinds above, the result (JSON) or the message, and the
     traceback that concerns the function's author."""
 
@@ -109,24 +109,24 @@ def serve() -> None:
         answers.flush()
 
 
-def ready() -> Answer:
+def ready() -> CallAnswer:
     """Proof that the worker answers, and the process that it is."""
-    return Answer(OK, str(os.getpid()))
+    return CallAnswer(OK, str(os.getpid()))
 
 
-def prepare(entrypoint: str) -> Answer:
+def prepare(entrypoint: str) -> CallAnswer:
     """Import "package.module:attribute", so that no call pays for it.
 
     STALE when a module that this process holds was edited since: old code must not score.
     """
     if _edited():
-        return Answer(STALE)
+        return CallAnswer(STALE)
     try:
         _functions[entrypoint] = _load(entrypoint)
     except BaseException as error:  # an import may raise anything, SystemExit included
-        return Answer(NOT_IMPORTABLE, f"{entrypoint}: {_said(error)}", _author_view(error))
+        return CallAnswer(NOT_IMPORTABLE, f"{entrypoint}: {_said(error)}", _author_view(error))
     _remember_mtimes()
-    return Answer(OK)
+    return CallAnswer(OK)
 
 
 def invoke(
@@ -134,7 +134,7 @@ def invoke(
     arguments_json: str,
     memory_mib: int,
     environment: dict[str, str] | None = None,
-) -> Answer:
+) -> CallAnswer:
     """Call a prepared function with JSON keyword arguments; async functions are awaited.
 
     `memory_mib` bounds the address space that the call may add to the process; 0: no bound.
@@ -144,9 +144,9 @@ def invoke(
     try:
         arguments = json.loads(arguments_json) if arguments_json else {}
     except (ValueError, RecursionError) as error:
-        return Answer(BAD_ARGUMENTS, str(error))
+        return CallAnswer(BAD_ARGUMENTS, str(error))
     if not isinstance(arguments, dict):
-        return Answer(BAD_ARGUMENTS, f"a JSON object is needed, not {type(arguments).__name__}")
+        return CallAnswer(BAD_ARGUMENTS, f"a JSON object is needed, not {type(arguments).__name__}")
     try:
         with _memory_limit(memory_mib):
             result = _functions[entrypoint](**arguments)
@@ -160,13 +160,13 @@ def invoke(
         del error
         gc.collect()
         limit = f"needed more than {memory_mib} MiB" if memory_mib else "the machine has no more"
-        return Answer(OUT_OF_MEMORY, limit, view)
+        return CallAnswer(OUT_OF_MEMORY, limit, view)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's too
         text, view = _said(error), _author_view(error)
         seconds = _retry_after(error)
         if seconds is not None:
-            return Answer(REFUSED, f"{seconds:g} {text}", view)
-        return Answer(RAISED, text, view)
+            return CallAnswer(REFUSED, f"{seconds:g} {text}", view)
+        return CallAnswer(RAISED, text, view)
 
 
 # A longer wait than a day is nobody's wish: as if it were not said.
@@ -222,17 +222,17 @@ def _load(entrypoint: str) -> Callable[..., Any]:
     return function
 
 
-def _encode(result: Any) -> Answer:
+def _encode(result: Any) -> CallAnswer:
     try:
         text = json.dumps(result, allow_nan=False, default=_plain)
     except MemoryError:
         raise
     except BaseException as error:  # of an object that is the function's own
         why = error if isinstance(error, (ValueError, TypeError, RecursionError)) else _said(error)
-        return Answer(BAD_RESULT, f"{why}: the function returned {_shown(result)}")
+        return CallAnswer(BAD_RESULT, f"{why}: the function returned {_shown(result)}")
     if len(text) > _MAX_RESULT_BYTES:
-        return Answer(BAD_RESULT, f"{len(text):,} bytes of JSON; {_MAX_RESULT_BYTES:,} at most")
-    return Answer(OK, text)
+        return CallAnswer(BAD_RESULT, f"{len(text):,} bytes of JSON; {_MAX_RESULT_BYTES:,} at most")
+    return CallAnswer(OK, text)
 
 
 def _shown(result: Any) -> str:
@@ -314,7 +314,7 @@ def _edited() -> bool:
     return any(_mtimes.get(path, mtime) != mtime for path, mtime in _user_files())
 
 
-_CALLS: Final[dict[str, Callable[..., Answer]]] = {
+_CALLS: Final[dict[str, Callable[..., CallAnswer]]] = {
     "ready": ready,
     "prepare": prepare,
     "invoke": invoke,

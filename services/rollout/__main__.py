@@ -7,13 +7,13 @@ import contextlib
 import gc
 import sys
 
-from services.chassis.app import Service, run
+from services.chassis.app import ServiceDefinition, run
 from services.chassis.telemetry import Telemetry
 from services.rollout.settings import RolloutSettings
 from troupe.memory import keep_freed_memory
 
 
-def make(settings: RolloutSettings, telemetry: Telemetry) -> Service:
+def make(settings: RolloutSettings, telemetry: Telemetry) -> ServiceDefinition:
     """The service; imported here, after the chassis has set the thread budget."""
     from services.rollout.server import RolloutService
 

@@ -12,8 +12,7 @@ from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.environments import GameWorkflow
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
-from troupe.workflow.environments.episode import job_rules
-from troupe.workflow.environments.seating import Seating
+from troupe.workflow.environments.episode import Seating, job_rules
 
 
 def describe(workflow: Any, spec: JobSpec, game: str) -> pb.DescribeGameResponse:

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
-from services.rollout.memory import settle
-from services.rollout.preparation import Preparation, by_policy, parse_spec
+from services.rollout.preparation import Preparation, by_policy, parse_spec, settle
 from services.rollout.prepared import PreparedJob
 from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as pb

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prometheus_client import Counter, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from services.chassis.telemetry import Telemetry
-from services.rollout.attempts import RETRIES
-from services.rollout.environments import EnvironmentCollector
 from services.rollout.jobs import JobTable
-from services.rollout.runner import Runner
+from services.rollout.trajectories.runner import Runner
+from services.rollout.trajectories.trajectory import RETRIES
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
+from troupe.workflow.environments.host import COUNTERS, Counters
+
+
+class EnvironmentCollector(Collector):
+    """Reads the library's counters when it is scraped: it knows no metrics, and we no games."""
+
+    def __init__(self, counters: Counters = COUNTERS) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """One series per kind of event and environment."""
+        family = CounterMetricFamily(
+            "troupe_rollout_environment_events",
+            "Resets, steps, retries, faults, kills, starts and illegal moves of environments.",
+            labels=["event", "environment"],
+        )
+        for (event, environment), count in sorted(self._counters.all().items()):
+            family.add_metric([event, environment], count)
+        yield family
 
 
 @dataclass(frozen=True)

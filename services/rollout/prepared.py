@@ -2,26 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from services.rollout.casting import Casts
-from services.rollout.gate import Gate
-from services.rollout.groups import Groups
-from services.rollout.lockstep import Lockstep
-from services.rollout.moves import EngineMoves
-from services.rollout.policy import ServedPolicy
-from services.rollout.queries import QuerySource
 from services.rollout.rewards import JobFunctions
+from services.rollout.serving.engine_moves import EngineMoves
+from services.rollout.serving.policy import ServedPolicy
+from services.rollout.serving.router import PolicyRouter
+from services.rollout.trajectories.concurrency import Gate
+from services.rollout.trajectories.lockstep import Lockstep
+from services.rollout.trajectories.queries import QuerySource
 from troupe.job import JobSpec
 from troupe.rpc.errors import InvalidArgument
+from troupe.scheduling.elastic.order import group_waiters
 from troupe.transfer import Transfer
 from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import Role, Workflow
+from troupe.workflow.languages import role_of
 
 if TYPE_CHECKING:
     from services.rollout.networks.arena import Arena
+
+
+class OpenGroups:
+    """Trajectories of each query that have not ended here. A group runs on one worker."""
+
+    def __init__(self, routers: Iterable[PolicyRouter]) -> None:
+        """`routers` are told when a group becomes smaller."""
+        self._routers = list(routers)
+        self._left: Counter[str] = Counter()
+        self._begun: Counter[str] = Counter()
+
+    def left(self, query_id: str) -> int:
+        """Trajectories of the query that have not ended."""
+        return self._left[query_id]
+
+    def waiters(self, query_id: str) -> int:
+        """Trajectories that wait for what one of the query's does next."""
+        return group_waiters(self._begun[query_id], self._left[query_id])
+
+    def begin(self, query_id: str) -> None:
+        """A trajectory is to run."""
+        self._begun[query_id] += 1
+        self._left[query_id] += 1
+
+    def end(self, query_id: str) -> None:
+        """A trajectory has ended, however."""
+        left = self._left[query_id] = self._left[query_id] - 1
+        if left <= 0:
+            del self._left[query_id], self._begun[query_id]
+            return
+        for router in self._routers:
+            router.regroup(query_id, left)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Agents and the served policies behind them."""
+
+    policy_of: Mapping[str, ServedPolicy]
+    roles: Mapping[str, Role]
+    evaluation_roles: Mapping[str, Role]
+
+
+class Casts:
+    """The casts of one job, each made once."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        policies: Mapping[str, ServedPolicy],
+        roles: Mapping[str, Role],
+        check_cast: Callable[[Mapping[str, str], str], None] | None = None,
+    ) -> None:
+        """`roles`: of the agents as the job has them; networks have none. `check_cast` (cast,
+        field) raises what keeps a network from playing an agent."""
+        self._check_cast = check_cast
+        self._spec = spec
+        self._policies = policies
+        own = {name: policies[agent.policy] for name, agent in spec.agents.items()}
+        self.own = Cast(own, roles, self._evaluating(roles))
+        self._known: dict[frozenset[tuple[str, str]], Cast] = {}
+
+    def of(self, named: Mapping[str, str], field: str = "ticket.cast") -> Cast:
+        """The job's own, but for the agents that are `named` with their policy.
+
+        Raises `InvalidArgument` naming an agent or policy that there is not, or that do not fit.
+        """
+        if not named:
+            return self.own
+        key = frozenset(named.items())
+        if key not in self._known:
+            self._known[key] = self._made(named, field)
+        return self._known[key]
+
+    def _made(self, named: Mapping[str, str], field: str) -> Cast:
+        for what, names, known in (
+            ("an agent", named, self._spec.agents),
+            ("a policy", named.values(), self._policies),
+        ):
+            for name in names:
+                if name not in known:
+                    raise InvalidArgument(
+                        f"is not {what} of this job",
+                        field=field,
+                        value=name,
+                        remedy=f"Known: {', '.join(sorted(known))}.",
+                    )
+        roles = dict(self.own.roles)
+        if self._check_cast is not None:
+            self._check_cast(named, field)
+        else:
+            languages = {name: policy.language for name, policy in self._policies.items()}
+            for name, policy in named.items():
+                roles[name] = role_of(self._spec, name, languages, policy)
+        policy_of = {**self.own.policy_of, **{n: self._policies[p] for n, p in named.items()}}
+        return Cast(policy_of, roles, self._evaluating(roles))
+
+    def _evaluating(self, roles: Mapping[str, Role]) -> Mapping[str, Role]:
+        temperature = self._spec.evaluation.temperature
+        if temperature is None:
+            return roles
+        return {
+            name: replace(role, sampling=replace(role.sampling, temperature=temperature))
+            for name, role in roles.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -46,7 +153,7 @@ class PreparedJob:
     """Where trajectories wait for each other, in a job that says so."""
     trained: frozenset[str] = field(init=False)
     """Names of the policies that are trained."""
-    groups: Groups = field(init=False)
+    groups: OpenGroups = field(init=False)
     """How far the queries are."""
 
     def __post_init__(self) -> None:
@@ -58,7 +165,7 @@ class PreparedJob:
                 None if self.arena is None else self.arena.check_cast,
             ),
             "trained": frozenset(self.spec.trained_policies),
-            "groups": Groups(policy.router for policy in self.policies.values()),
+            "groups": OpenGroups(policy.router for policy in self.policies.values()),
             "lockstep": Lockstep() if self.spec.pipeline.rollout == "batch" else None,
         }
         for name, value in derived.items():

@@ -7,22 +7,28 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from services.rollout.clock import TrajectoryClock
-from services.rollout.coalescing import Coalescer
-from services.rollout.declared import describe, list_described, register_describer
-from troupe.functions.costs import to_spec
+from services.rollout.trajectories.clock import TrajectoryClock
+from troupe import __version__
+from troupe.functions.costs import schema_of, to_spec
 from troupe.functions.definitions import definition
 from troupe.functions.describing import IMPORT_SECONDS, Described
 from troupe.job import FunctionSpec, JobSpec
 from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc import RetryPolicy
-from troupe.rpc.errors import DeadlineExceeded, Internal, NotFound, TroupeError, Unavailable
+from troupe.rpc.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    TroupeError,
+    Unavailable,
+)
 from troupe.rpc.ids import new_id
 from troupe.v1 import reward_pb2 as pb
 from troupe.workflow import ToolError, scoring
@@ -30,7 +36,213 @@ from troupe.workflow import ToolError, scoring
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
+# How long a call waits for others. A message on its way costs about half a millisecond of both
+# sides' time, so this much more is not noticed.
+_WAIT_SECONDS: Final = 0.002
+_MOST: Final = 256
+_MOST_BYTES: Final = 4 * 2**20
+# Calls of functions that take longer than this go alone.
+_SHORT_SECONDS: Final = 0.05
+# What one more run says of how long they take.
+_SHARE: Final = 0.1
+
+_Key = tuple[str, str, str, int, float]
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Calls of one function that wait to be sent."""
+
+    timer: asyncio.TimerHandle
+    calls: list[tuple[pb.InvokeRequest, float, asyncio.Future[pb.InvokeResponse]]] = field(
+        default_factory=list
+    )
+    size: int = 0
+
+
+class Coalescer:
+    """`Invoke` as callers know it, through `InvokeBatch` where that pays."""
+
+    def __init__(self, stub: RewardAsyncStub) -> None:
+        self._stub = stub
+        self._batches: dict[_Key, _Batch] = {}
+        # How long calls of a function take, by its key.
+        self._seconds: dict[_Key, float] = {}
+        self._sent: set[asyncio.Task[None]] = set()
+
+    async def invoke(self, request: pb.InvokeRequest, timeout: float) -> pb.InvokeResponse:
+        """The response within `timeout` seconds. Raises `TroupeError`, as `Invoke` does."""
+        key = (request.name, request.version, request.job_id, request.priority, request.weight)
+        if self._seconds.get(key, _SHORT_SECONDS) >= _SHORT_SECONDS:
+            response = await self._stub.Invoke(request, timeout=timeout)
+            self._learn(key, response)
+            return response
+        answer: asyncio.Future[pb.InvokeResponse] = asyncio.get_running_loop().create_future()
+        batch = self._batches.get(key)
+        if batch is None:
+            timer = asyncio.get_running_loop().call_later(_WAIT_SECONDS, self._send, key)
+            batch = self._batches[key] = _Batch(timer)
+        batch.calls.append((request, timeout, answer))
+        batch.size += len(request.arguments_json)
+        if len(batch.calls) >= _MOST or batch.size >= _MOST_BYTES:
+            self._send(key)
+        response = await answer
+        if response.error.kind == pb.InvocationError.KIND_BAD_ARGUMENTS:
+            raise InvalidArgument(response.error.message, field="arguments_json")
+        return response
+
+    def _send(self, key: _Key) -> None:
+        batch = self._batches.pop(key)
+        batch.timer.cancel()
+        task = asyncio.create_task(self._answer(key, batch))
+        self._sent.add(task)
+        task.add_done_callback(self._sent.discard)
+
+    async def _answer(self, key: _Key, batch: _Batch) -> None:
+        # Those who have left meanwhile want nothing any more.
+        calls = [call for call in batch.calls if not call[2].done()]
+        if not calls:
+            return
+        name, version, job_id, priority, weight = key
+        request = pb.InvokeBatchRequest(
+            name=name,
+            version=version,
+            job_id=job_id,
+            priority=priority,
+            weight=weight,
+            calls=[
+                pb.BatchCall(
+                    invocation_id=one.invocation_id,
+                    arguments_json=one.arguments_json,
+                    trajectory_id=one.trajectory_id,
+                    waiters=one.waiters,
+                    expected_seconds=one.expected_seconds,
+                    query_id=one.query_id,
+                )
+                for one, _, _ in calls
+            ],
+        )
+        try:
+            timeout = max(timeout for _, timeout, _ in calls)
+            reply = await self._stub.InvokeBatch(request, timeout=timeout)
+        except InvalidArgument:
+            # One of them, or their number: each hears of its own fault.
+            await asyncio.gather(*(self._answer_alone(*call) for call in calls))
+            return
+        except Exception as error:
+            for _, _, answer in calls:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        crowded_out = []
+        for call, response in zip(calls, reply.responses, strict=True):
+            if response.error.kind == pb.InvocationError.KIND_RESULT_TOO_LARGE:
+                crowded_out.append(call)
+                continue
+            self._learn(key, response)
+            if not call[2].done():
+                call[2].set_result(response)
+        # The service keeps what its answer had no room for; one after another, for they are large.
+        for call in crowded_out:
+            await self._answer_alone(*call)
+
+    async def _answer_alone(
+        self,
+        request: pb.InvokeRequest,
+        timeout: float,
+        answer: asyncio.Future[pb.InvokeResponse],
+    ) -> None:
+        try:
+            response = await self._stub.Invoke(request, timeout=timeout)
+        except Exception as error:
+            if not answer.done():
+                answer.set_exception(error)
+        else:
+            if not answer.done():
+                answer.set_result(response)
+
+    def _learn(self, key: _Key, response: pb.InvokeResponse) -> None:
+        seconds = response.run_seconds - response.cold_start_seconds
+        known = self._seconds.get(key, seconds)
+        self._seconds[key] = known + _SHARE * (seconds - known)
+
+
 log = structlog.get_logger(__name__)
+
+_NAME: Final = "troupe/describe"
+_ENTRYPOINT: Final = "troupe.functions.describing:describe"
+# Nothing of a job begins before; it is short beside what waits.
+_PRIORITY: Final = 1_000_000
+# Of the service, between that it is told of a function and that it is asked for it.
+_RESTARTS: Final = 4
+
+
+async def register_describer(stub: RewardAsyncStub) -> None:
+    """Make the function known that describes others. Raises `TroupeError`."""
+    costs = {"cores": 0, "memory_mib": 0, "timeout_seconds": IMPORT_SECONDS + 10}
+    spec = to_spec(_NAME, __version__, _ENTRYPOINT, costs)
+    await stub.RegisterFunction(
+        pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
+    )
+
+
+async def describe(stub: RewardAsyncStub, entrypoints: Collection[str]) -> dict[str, Described]:
+    """What they declare, by entrypoint; of one that cannot be described, nothing: its first call
+    says why. Raises `TroupeError` when the service cannot be asked."""
+    for left in reversed(range(_RESTARTS + 1)):
+        await register_describer(stub)
+        try:
+            found = await asyncio.gather(*(_describe(stub, one) for one in entrypoints))
+        except NotFound as error:
+            # A service that was restarted since has forgotten it.
+            if error.kind != "function_not_found" or not left:
+                raise
+            log.info("the reward service forgot its functions", error=error.message)
+            continue
+        return dict(zip(entrypoints, found, strict=True))
+    raise AssertionError("the last round returns or raises")
+
+
+async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Described]:
+    """What is known of the functions of the service, by name and version. Raises `TroupeError`."""
+    reply = await stub.ListFunctions(pb.ListFunctionsRequest())
+    return {
+        (spec.name, spec.version): Described(
+            spec.entrypoint,
+            spec.kind,
+            spec.name,
+            spec.version,
+            spec.description,
+            parameters=schema_of(spec),
+        )
+        for spec in (status.function for status in reply.functions)
+    }
+
+
+async def _describe(stub: RewardAsyncStub, entrypoint: str) -> Described:
+    response = await stub.Invoke(
+        pb.InvokeRequest(
+            invocation_id=new_id("describe"),
+            name=_NAME,
+            version=__version__,
+            arguments_json=json.dumps({"entrypoint": entrypoint}),
+            priority=_PRIORITY,
+        ),
+        timeout=2 * IMPORT_SECONDS,
+    )
+    if response.HasField("error"):
+        log.info(
+            "a function could not be described",
+            entrypoint=entrypoint,
+            error=response.error.message,
+        )
+        return Described(entrypoint)
+    try:
+        return Described(**parse_json(response.result_json))
+    except (NotJsonError, TypeError) as error:  # of an imported module that answers for us
+        log.warning("a function is described as nothing", entrypoint=entrypoint, error=str(error))
+        return Described(entrypoint)
+
 
 _CANCEL_SECONDS = 2.0
 _CLOSE_SECONDS = 30.0
@@ -58,7 +270,7 @@ _REMEDIES = {
 
 
 @dataclass
-class Sandboxes:
+class TrajectorySandboxes:
     """What the stateful functions of one trajectory keep at the reward service."""
 
     ids: set[str] = field(default_factory=set)
@@ -171,7 +383,7 @@ class JobFunctions:
         *,
         trajectory_id: str,
         timeout: float,
-        had: Sandboxes,
+        had: TrajectorySandboxes,
         waiters: int = 1,
         query_id: str = "",
         expected_seconds: float = 0.0,
@@ -341,7 +553,7 @@ class TrajectoryTools:
         self._trajectory_id = trajectory_id
         self._clock = clock
         self._query_id = query_id
-        self._had = Sandboxes()
+        self._had = TrajectorySandboxes()
 
     def close(self) -> None:
         """The trajectory has ended: what its stateful functions kept goes."""

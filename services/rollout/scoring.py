@@ -7,10 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from services.rollout.engines.base import Engine
-from services.rollout.engines.scoring import Asked, Scored
-from services.rollout.policy import ServedPolicy
+from services.rollout.engines.base import Scored, ScoreRequest, ServingEngine
 from services.rollout.prepared import PreparedJob
+from services.rollout.serving.policy import ServedPolicy
 from troupe.rpc.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -74,7 +73,7 @@ async def score(
 
 async def _scored(
     policy: ServedPolicy,
-    asked: Sequence[Asked],
+    asked: Sequence[ScoreRequest],
     temperature: float,
     version: int | None,
     seconds: float,
@@ -115,14 +114,14 @@ def check_version(policy: ServedPolicy, version: int | None) -> None:
         )
 
 
-def _least_busy(engines: Sequence[Engine], version: int | None) -> Engine | None:
+def _least_busy(engines: Sequence[ServingEngine], version: int | None) -> ServingEngine | None:
     able = [one for one in engines if version in (None, one.version)]
     return min(able, key=lambda one: one.load().outstanding_tokens, default=None)
 
 
 def _prompt(
     chat: ChatTokenizer, system: str | None, at: int, prompt: pb.ScorePrompt
-) -> list[Asked]:
+) -> list[ScoreRequest]:
     """The continuations of one prompt, as ids."""
     field = f"prompts.{at}"
     if bool(prompt.messages) == bool(prompt.input_ids):
@@ -135,7 +134,7 @@ def _prompt(
         raise InvalidArgument("nothing is asked about it", field=f"{field}.continuations")
     ids = tuple(prompt.input_ids) or _chat_ids(chat, system, field, prompt.messages)
     return [
-        Asked(ids, _ids(chat, f"{field}.continuations.{number}", one))
+        ScoreRequest(ids, _ids(chat, f"{field}.continuations.{number}", one))
         for number, one in enumerate(prompt.continuations)
     ]
 

@@ -3,36 +3,143 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import importlib
+import threading
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 import grpc
+import structlog
 
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
-from services.rollout.bundles import messages
-from services.rollout.engines.base import Device
+from services.rollout.engines.base import Device, SamplingParams
 from services.rollout.engines.factory import make_engine
 from services.rollout.games import describe
-from services.rollout.generation import generate
 from services.rollout.jobs import JobTable
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.preparation import EngineFactory, Preparation
-from services.rollout.runner import Runner
+from services.rollout.preparation import EngineFactory, Preparation, collect_seldom
+from services.rollout.prepared import PreparedJob
 from services.rollout.scoring import score
+from services.rollout.serving.policy import ServedPolicy
+from services.rollout.serving.router import StickyRoute
 from services.rollout.settings import RolloutSettings
-from services.rollout.store import TrajectoryLog
-from services.rollout.warmup import warm_up
-from services.rollout.watchdog import Watchdog
+from services.rollout.trajectories.records import TrajectoryLog
+from services.rollout.trajectories.runner import Runner, messages
+from services.rollout.trajectories.watchdog import Watchdog
 from troupe.endpoint.server import EndpointServer
 from troupe.experience import ExperienceWriter
-from troupe.rpc import InvalidArgument, RetryPolicy, connect
-from troupe.rpc.ids import check_name
+from troupe.rpc import RetryPolicy, connect
+from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
+from troupe.rpc.ids import check_name, new_id
 from troupe.states import TRAJECTORY, is_terminal
+from troupe.v1 import common_pb2 as common
 from troupe.v1 import orchestrator_pb2, reward_pb2_grpc, rollout_pb2_grpc
 from troupe.v1 import rollout_pb2 as pb
+from troupe.workflow import InvalidMessagesError, WorkflowError
+from troupe.workflow.languages import IMPORTING
+from troupe.workflow.messages import parse_messages
+
+
+async def generate(
+    job: PreparedJob, policy: ServedPolicy, request: pb.GenerateRequest
+) -> pb.GenerateResponse:
+    """One response of `policy` to messages or ids, within `limits.turn_seconds`.
+
+    What the request leaves open is as the first agent of the policy samples in training. Raises
+    `InvalidArgument`, `DeadlineExceeded`, `FailedPrecondition`.
+    """
+    if bool(request.messages) == bool(request.input_ids):
+        raise InvalidArgument(
+            "give exactly one of messages and input_ids",
+            field="messages",
+            remedy="Send chat messages, or token ids of the policy's tokenizer.",
+        )
+    chat, roles = policy.language.chat, job.roles.values()
+    # One that only tickets name samples as the first agent does.
+    role = next((role for role in roles if role.policy == policy.name), next(iter(roles)))
+    try:
+        if request.messages:
+            messages = parse_messages(
+                [{"role": m.role, "content": m.content} for m in request.messages],
+                role.system_prompt,
+            )
+            prompt_ids = chat.first_ids(messages)
+        else:
+            prompt_ids = tuple(request.input_ids)
+        sampling = role.sampling.override(_given(request.sampling))
+        generation = await policy.router.generate(
+            request.request_id or new_id("generate"),
+            list(prompt_ids),
+            SamplingParams.of(sampling),
+            home=StickyRoute(),
+            deadline_seconds=job.spec.limits.turn_seconds,
+        )
+    except WorkflowError as error:
+        raise _to_rpc(error) from error
+    stopped = generation.finish_reason == "stop"
+    return pb.GenerateResponse(
+        text=chat.text(generation.token_ids, stopped=stopped),
+        input_ids=prompt_ids,
+        output_ids=generation.token_ids,
+        logprobs=generation.logprobs,
+        versions=[span.to_proto() for span in generation.versions],
+        finish_reason=generation.finish_reason,
+    )
+
+
+def _given(sampling: common.SamplingParams) -> dict[str, object]:
+    """The fields that were set, repeated ones as tuples."""
+    return {
+        field.name: tuple(value) if field.is_repeated else value
+        for field, value in sampling.ListFields()
+    }
+
+
+def _to_rpc(error: WorkflowError) -> TroupeError:
+    cls: type[TroupeError] = InvalidArgument
+    if error.kind == "deadline":
+        cls = DeadlineExceeded
+    elif error.kind == "job_released":
+        cls = FailedPrecondition
+    elif isinstance(error, InvalidMessagesError):
+        cls = InvalidArgument
+    return cls(
+        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
+    )
+
+
+log = structlog.get_logger(__name__)
+
+# The Auto classes import next to nothing by themselves: the rest would come with the first model.
+_MODULES = ("modeling_utils", "modeling_layers", "activations", "masking_utils")
+
+
+def warm_up() -> None:
+    """Import in a thread of its own, which nobody has to wait for. Repeatable."""
+    threading.Thread(target=_import, name="warm-up", daemon=True).start()
+
+
+def _import() -> None:
+    try:
+        with IMPORTING:
+            transformers = importlib.import_module("transformers")
+        for name in ("AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"):
+            getattr(transformers, name)
+        for name in _MODULES:
+            with contextlib.suppress(ImportError):  # another release: it comes with the model
+                importlib.import_module(f"transformers.{name}")
+        importlib.import_module("services.rollout.engines.embedded")
+    except Exception as error:  # who needs it will say so
+        log.warning("libraries cannot be imported", error=str(error))
+    finally:
+        if not gc.isenabled():  # turned off by `__main__`: collecting takes a fifth of an import
+            collect_seldom()
+
 
 # Endings must outlive a restart of the store: the deadline ends the attempts, not their number.
 _PATIENT = RetryPolicy(max_attempts=1_000_000)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from services.chassis.app import Service, run
+from services.chassis.app import ServiceDefinition, run
 from services.chassis.telemetry import Telemetry
 from services.trainer.settings import TrainerSettings
 from troupe.memory import keep_freed_memory
 
 
-def make_service(settings: TrainerSettings, telemetry: Telemetry) -> Service:
+def make_service(settings: TrainerSettings, telemetry: Telemetry) -> ServiceDefinition:
     """Only now import torch: the chassis has set the thread budget."""
     from services.trainer.server import TrainerService
 

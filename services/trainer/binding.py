@@ -9,18 +9,16 @@ from typing import Any
 import torch
 
 from services.chassis.transfer import HostTransfer
-from services.trainer.checkpoints import Checkpoints
-from services.trainer.gang.gangs import Gangs
+from services.trainer.claims import Array, Values
+from services.trainer.gang.gang import Gangs
 from services.trainer.gang.learner import GangLearner
-from services.trainer.learner import Applied
-from services.trainer.learners import AnyLearner, make_learner
-from services.trainer.publication import Publication
-from services.trainer.residence import Residence
+from services.trainer.learner_factory import AnyLearner, make_learner
+from services.trainer.learning.learner import Applied
 from services.trainer.settings import TrainerSettings
-from services.trainer.state import StateStore
-from services.trainer.suspension import HalfStep, Luggage, Suspension
-from services.trainer.values import Array, Values
-from services.trainer.versions import Versions, packed_weights
+from services.trainer.state.checkpoint import Checkpoints
+from services.trainer.state.suspension import HalfStep, ParameterPool, SuspendedTensors, Suspension
+from services.trainer.state.training_state import StateStore
+from services.trainer.versions import Publication, Versions, packed_weights
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, new_id
 from troupe.states import BINDING, check
@@ -29,7 +27,7 @@ from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2
 
 
-class Binding:
+class PolicyBinding:
     """The training state of one policy and its learner, here or suspended.
 
     Methods that say *blocking* belong into the compute thread (or, where they say so, any
@@ -45,7 +43,7 @@ class Binding:
         settings: TrainerSettings,
         transfer: HostTransfer,
         device: torch.device,
-        residence: Residence | None = None,
+        residence: ParameterPool | None = None,
         states: StateStore | None = None,
         gangs: Gangs | None = None,
     ) -> None:
@@ -68,10 +66,10 @@ class Binding:
         publication = Publication(transfer, job_id, policy)
         self.versions = Versions(job_id, policy, spec, settings, device, states, publication)
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)
-        self._residence = residence or Residence(device)
+        self._residence = residence or ParameterPool(device)
         self._suspension = Suspension(transfer, self._residence, job_id, policy)
         # Fetched ahead of `resume`: the key of a suspended state, and a copy of it.
-        self._fetched: tuple[str, Luggage] | None = None
+        self._fetched: tuple[str, SuspendedTensors] | None = None
         # The key of the state that this went on from; and the step in whose middle that was.
         self.resumed_from = ""
         self.half: HalfStep | None = None
@@ -157,7 +155,7 @@ class Binding:
         """
         tensors, values = self.learner.suspended()
         packed = self.versions.pack()
-        luggage = Luggage(tensors | packed.tensors, {"learner": values} | packed.document)
+        luggage = SuspendedTensors(tensors | packed.tensors, {"learner": values} | packed.document)
         lease = self._settings.trainer_lease_seconds
         state = self._suspension.store(self.version, luggage, half, lease)
         self._residence.give_back(self.learner.leave())

@@ -108,7 +108,7 @@ class Standstill:
         self._since, self._busy = time.perf_counter(), self._compute.busy_seconds
 
 
-class Usage:
+class BusyFraction:
     """Which fraction of the last seconds something was busy, from how long it was in all."""
 
     def __init__(self, window: float = 10.0) -> None:

@@ -10,7 +10,7 @@ import grpc
 from services.chassis.folders import read_folder
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
-from services.trainer.binding import Binding
+from services.trainer.binding import PolicyBinding
 from services.trainer.settings import TrainerSettings
 from services.trainer.worker import TrainerWorker
 from troupe.rpc import InvalidArgument
@@ -201,7 +201,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         return trainer_pb2.ListBindingsResponse(bindings=self.worker.statuses())
 
 
-def _bound(binding: Binding) -> trainer_pb2.BindResponse:
+def _bound(binding: PolicyBinding) -> trainer_pb2.BindResponse:
     return trainer_pb2.BindResponse(
         weights=binding.weights,
         num_parameters=binding.learner.num_parameters,

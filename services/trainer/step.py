@@ -5,22 +5,262 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import structlog
 
-from services.trainer.attempt import Attempt, Suspended, adopt
-from services.trainer.binding import Binding
-from services.trainer.claims import StepClaims, is_lost
+from services.trainer.binding import PolicyBinding
+from services.trainer.claims import Claim, StepClaims, bounds_of, is_lost, last_refs, refs_of
 from services.trainer.compute import Compute
+from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
-from services.trainer.suspension import HalfStep
+from services.trainer.state.suspension import HalfStep
+from services.trainer.state.training_state import Frontier
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2
 
 log = structlog.get_logger("troupe.trainer")
+
+# A binding that was superseded notices within this time.
+_RENEW_SECONDS = 5.0
+# Owners of samples' values that are away are not waited for any longer.
+_DROP_SECONDS = 10.0
+
+
+class Suspended(Exception):
+    """The step stopped between two micro-batches, to be continued."""
+
+
+class Attempt:
+    """What one set of leases was trained on, and who keeps the leases meanwhile."""
+
+    def __init__(
+        self,
+        binding: PolicyBinding,
+        bounds: tuple[int, int, int | None],
+        claims: StepClaims,
+        compute: Compute,
+        settings: TrainerSettings,
+        *,
+        before: HalfStep | None,
+        stop: threading.Event,
+        leave: asyncio.Event,
+        alone: Callable[[], float],
+        on_progress: Callable[[], None],
+    ) -> None:
+        """`bounds`: step, version, oldest version. `before`: the part of the step that was done
+        before it was suspended; its gradients are in the binding. `stop` gives the step up, `leave`
+        suspends it. `alone`: seconds that nobody has watched it for."""
+        self.claims = claims
+        self.before = before
+        self.micro_batches = self.samples = self.tokens = 0
+        # Samples that were dropped since their values are nowhere any more.
+        self._gone = 0
+        self._values = binding.values()
+        # Claims whose samples are in the gradients.
+        self._trained: list[str] = []
+        # Columns by reference that go with the samples that this step ends.
+        self._refs: set[str] = set()
+        if before is not None:
+            self.micro_batches, self.samples = before.micro_batches, before.samples
+            self.tokens = before.tokens
+            self._gone = before.gone
+            self._trained, self._refs = list(before.claim_ids), set(before.refs)
+        self._seconds_before = 0.0 if before is None else before.seconds
+        self._began = time.perf_counter()
+        self._binding = binding
+        self._step, self._version, self._oldest_version = bounds
+        self._bounds = bounds_of(binding.spec, self._oldest_version)
+        self._compute = compute
+        self._settings = settings
+        self._stop, self._leave = stop, leave
+        self._alone, self._on_progress = alone, on_progress
+
+    @property
+    def _seconds(self) -> float:
+        """How long the step has been at work, suspensions not counted."""
+        return time.perf_counter() - self._began + self._seconds_before
+
+    async def run(self) -> store_pb.StepCommit:
+        """Train, commit, and renew the leases meanwhile.
+
+        Raises Suspended, what the store raises, and Aborted of kind "step_orphaned".
+        """
+        work = asyncio.create_task(self._work())
+        keep = asyncio.create_task(self._keep())
+        try:
+            await asyncio.wait({work, keep}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                keep.result()  # raises: leases lost, or nobody watches
+            return await work
+        finally:
+            for task in (work, keep):
+                task.cancel()
+            await asyncio.gather(work, keep, return_exceptions=True)
+
+    def half(self) -> HalfStep:
+        """What there is to go on with, after Suspended."""
+        question = self.claims.question
+        return HalfStep(
+            step=self._step,
+            version=self._version,
+            oldest_version=self._oldest_version,
+            claimant=self.claims.claimant,
+            claim_ids=list(self._trained),
+            question="" if question in self._trained else question,
+            micro_batches=self.micro_batches,
+            samples=self.samples,
+            tokens=self.tokens,
+            gone=self._gone,
+            refs=sorted(self._refs),
+            seconds=self._seconds,
+        )
+
+    async def _keep(self) -> None:
+        """Renew leases while there is somebody for whom to work."""
+        settings = self._settings
+        orphan = settings.trainer_orphan_seconds
+        pause = min(_RENEW_SECONDS, settings.trainer_lease_seconds / 3, orphan / 2)
+        while True:
+            await asyncio.sleep(pause)
+            alone = self._alone()
+            if alone > orphan:
+                raise Aborted(
+                    f"step {self._step}: nobody watched it for {alone:.0f} s",
+                    kind="step_orphaned",
+                    remedy="Run the step again; nothing was counted.",
+                )
+            await self.claims.renew()
+
+    async def _work(self) -> store_pb.StepCommit:
+        self._began = time.perf_counter()
+        binding = self._binding
+        binding.move(pb.BINDING_STATE_ACCUMULATING)
+        await self._accumulate()
+        binding.move(pb.BINDING_STATE_STEPPING)
+        told = {"train/values_gone": float(self._gone)} if self._gone else {}
+        if not self.samples:
+            return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, told)
+        binding.versions.dirty = True
+        outcome = await self._compute.run(binding.apply, self._stop)
+        binding.versions.dirty = outcome.applied or outcome.moved
+        metrics = dict(outcome.metrics) | told
+        metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
+        if not outcome.applied:
+            log.warning("step skipped", policy=binding.policy, reason=outcome.reason)
+            # Some of its updates were made: the version's weights come back first.
+            await self._compute.run(binding.versions.reset)
+            return await self._commit(
+                store_pb.STEP_OUTCOME_SKIPPED, outcome.reason, binding.weights, metrics
+            )
+        binding.move(pb.BINDING_STATE_PUBLISHING)
+        began = time.perf_counter()
+        frontier = Frontier(self._step, outcome.digest)
+        weights = await self._compute.run(binding.versions.persist, frontier)
+        metrics["train/publish_seconds"] = time.perf_counter() - began
+        return await self._commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, metrics, frontier)
+
+    async def _accumulate(self) -> None:
+        """Gradients of all micro-batches; the next one is claimed while one is computed."""
+        following = asyncio.create_task(self._claim())
+        leave = asyncio.create_task(self._leave.wait())
+        try:
+            while True:
+                await asyncio.wait({following, leave}, return_when=asyncio.FIRST_COMPLETED)
+                if self._leave.is_set():
+                    raise Suspended
+                claim = following.result()
+                if claim.outcome == Claim.OUTCOME_EXHAUSTED:
+                    await self._compute.run(self._binding.complete, self._stop)
+                    return
+                following = asyncio.create_task(self._claim())
+                tokens, gone = await self._compute.run(self._train_on, claim)
+                if gone:
+                    await self._drop(claim.claim_id, gone)
+                self._trained.append(claim.claim_id)
+                self.micro_batches += 1
+                self.samples += len(claim.samples) - len(gone)
+                self.tokens += tokens
+                self._binding.samples = self.samples
+                self._on_progress()
+        finally:
+            for task in (following, leave):
+                task.cancel()
+            await asyncio.gather(following, leave, return_exceptions=True)
+
+    async def _claim(self) -> Claim:
+        return await self.claims.claim(self._bounds, self._settings.trainer_claim_wait_seconds)
+
+    def _train_on(self, claim: Claim) -> tuple[int, list[store_pb.Sample]]:
+        """Accumulate one claim; returns its tokens, and those of its samples that could not be
+        trained since their values are gone. In the compute thread."""
+        if self._stop.is_set():
+            raise Stopped
+        binding = self._binding
+        rows, gone = binding.read(claim.samples, self._values)
+        self._refs.update(last_refs(claim, binding.spec.pipeline.max_uses))
+        if rows:
+            binding.accumulate(rows, self._stop)
+        return sum(row.size for row in rows), gone
+
+    async def _drop(self, claim_id: str, gone: Sequence[store_pb.Sample]) -> None:
+        """Have the store drop samples of a claim whose others are in the gradients."""
+        names = [sample.sample_id for sample in gone]
+        log.warning("values gone", policy=self._binding.policy, step=self._step, samples=names)
+        await self.claims.drop_gone(claim_id, names)
+        self._gone += len(gone)
+        # What else they refer to nobody needs either. Now and not at the commit: who goes on when
+        # we lose our leases never sees these samples.
+        await self._drop_values(refs_of(gone))
+
+    async def _drop_values(self, refs: Iterable[str]) -> None:
+        """Delete values that nobody needs any more, before anything else happens here.
+
+        Their owners on other hosts are asked, so not in the compute thread, in which other policies
+        compute. What is not gone in time goes without being waited for.
+        """
+        keys = sorted(refs)
+        if not keys:
+            return
+        dropped = asyncio.create_task(asyncio.to_thread(self._binding.drop_columns, keys))
+        try:
+            async with asyncio.timeout(_DROP_SECONDS):
+                await asyncio.shield(dropped)
+        except TimeoutError:
+            dropped.add_done_callback(lambda done: done.cancelled() or done.exception())
+            log.warning("values are still being deleted", keys=len(keys), seconds=_DROP_SECONDS)
+
+    async def _commit(
+        self,
+        outcome: store_pb.StepOutcome.ValueType,
+        reason: str,
+        weights: pb.WeightsRef,
+        metrics: dict[str, float],
+        frontier: Frontier | None = None,
+    ) -> store_pb.StepCommit:
+        """Commit; `frontier`: what the weights were trained on, if they are new."""
+        binding = self._binding
+        digest = None if frontier is None else frontier.samples_digest
+        commit = await self.claims.commit(outcome, reason, weights, metrics, digest)
+        theirs = (commit.weights.version, commit.weights.checksum)
+        if theirs == (weights.version, weights.checksum):
+            await self._compute.run(binding.versions.confirm, commit.weights, frontier)
+            await self._drop_values(self._refs)
+        else:  # another binding was first
+            await adopt(self._binding, self._compute, commit)
+        binding.move(pb.BINDING_STATE_IDLE)
+        return commit
+
+
+async def adopt(binding: PolicyBinding, compute: Compute, commit: store_pb.StepCommit) -> None:
+    """Go on from a commit that is not ours. What is committed is true even if we cannot."""
+    try:
+        await compute.run(binding.versions.adopt, commit)
+    except TroupeError as error:
+        log.error("committed version not loaded", policy=commit.policy, error=str(error))
+
 
 # Losing leases again and again is not bad luck.
 _ATTEMPTS = 3
@@ -31,7 +271,7 @@ class StepRun:
 
     def __init__(
         self,
-        binding: Binding,
+        binding: PolicyBinding,
         step: int,
         version: int,
         oldest_version: int | None,

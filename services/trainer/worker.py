@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
+from pydantic import ValidationError
 
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
-from services.trainer.binding import Binding
-from services.trainer.bindings import Bindings, Key
-from services.trainer.checkpoint import checkpoint_path
-from services.trainer.compute import Compute, Usage, choose_device, memory_of
-from services.trainer.foreign import ForeignStates
-from services.trainer.gang.gangs import Gangs
-from services.trainer.members import Members
-from services.trainer.policy_model import import_transformers
-from services.trainer.residence import Residence
+from services.trainer.binding import PolicyBinding
+from services.trainer.claims import StepClaims
+from services.trainer.compute import BusyFraction, Compute, Standstill, choose_device, memory_of
+from services.trainer.frozen_versions import FrozenVersions
+from services.trainer.gang.gang import Gangs
+from services.trainer.learning.model import import_transformers
 from services.trainer.settings import TrainerSettings
-from services.trainer.specification import spec_with
-from services.trainer.steps import Steps
-from services.trainer.swaps import Swaps
+from services.trainer.state.checkpoint import checkpoint_path
+from services.trainer.state.suspension import HalfStep, ParameterPool
+from services.trainer.step import StepRun
+from services.trainer.versions import ForeignStates
 from troupe.job import JobSpec
-from troupe.rpc import FailedPrecondition, NotFound, connect
+from troupe.job.loading import explained
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect, new_id
 from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import (
     experience_store_pb2_grpc,
     orchestrator_pb2,
@@ -35,7 +37,318 @@ from troupe.v1 import (
     trainer_pb2,
 )
 
+# Job and policy.
+Key = tuple[str, str]
+
+
+class Bindings:
+    """Those that are bound here, and what is parked of those that are not. Of the event loop."""
+
+    def __init__(self, make: Callable[[Key, JobSpec, str], PolicyBinding]) -> None:
+        """`make`: a new binding of a policy of this specification, also given as JSON."""
+        self.bound: dict[Key, PolicyBinding] = {}
+        # Policies that were suspended here, or will be resumed: models without weights.
+        self.parked: dict[Key, PolicyBinding] = {}
+        self._make = make
+        self._locks: dict[Key, asyncio.Lock] = {}
+
+    def lock(self, key: Key) -> asyncio.Lock:
+        """Binding, releasing, swapping and starting a step of one policy exclude each other."""
+        return self._locks.setdefault(key, asyncio.Lock())
+
+    def find(self, key: Key) -> PolicyBinding:
+        """The policy, once it is loaded. Raises NotFound of kind "not_bound"."""
+        binding = self.bound.get(key)
+        if binding is None or binding.state == pb.BINDING_STATE_BINDING:
+            raise NotFound(
+                f"policy {key[1]} of job {key[0]} is not bound to this worker",
+                kind="not_bound",
+                field="policy",
+                value=key[1],
+                remedy="Bind it here, or ask the worker that it is bound to.",
+            )
+        return binding
+
+    def shell(self, key: Key, spec: JobSpec, spec_json: str) -> PolicyBinding:
+        """What is parked of a policy, if it is of this job as it is now; else a new one."""
+        parked = self.parked.get(key)
+        if parked is not None and parked.spec_json == spec_json:
+            return parked
+        return self._make(key, spec, spec_json)
+
+    @contextlib.asynccontextmanager
+    async def filling(
+        self, key: Key, binding: PolicyBinding, compute: Compute
+    ) -> AsyncIterator[None]:
+        """It is bound once it is filled inside; if that fails it is gone. Whatever was bound before
+        leaves first: ranks of a gang know a policy by its key."""
+        if (before := self.bound.pop(key, None)) is not None:
+            await compute.run(before.leave_ranks)
+        self.bound[key] = binding
+        try:
+            yield
+        except BaseException as error:
+            binding.move(pb.BINDING_STATE_RELEASED)
+            del self.bound[key]
+            if isinstance(error, Exception):  # else the worker stops, and ends them anyway
+                await compute.run(binding.leave_ranks)
+            raise
+        binding.move(pb.BINDING_STATE_IDLE)
+
+    def statuses(self) -> list[trainer_pb2.BindingStatus]:
+        """All of them, by job and policy."""
+        found = self.parked | self.bound
+        return [found[key].status() for key in sorted(found)]
+
+
 log = structlog.get_logger("troupe.trainer")
+
+# The orchestrator learns of a commit in three ways; this one is only the quickest.
+_REPORT_SECONDS = 5.0
+
+
+class PolicySteps:
+    """The newest step of each policy, running or ended; counts them and reports commits."""
+
+    def __init__(self, settings: TrainerSettings, compute: Compute, telemetry: Telemetry) -> None:
+        self._settings = settings
+        self._compute = compute
+        self._runs: dict[Key, StepRun] = {}
+        self._reports: set[asyncio.Task[None]] = set()
+        self._store: Any = None
+        self._orchestrator: Any = None
+        labels = ["job_id", "policy"]
+        self._tokens = telemetry.counter("troupe_trainer_tokens", "Tokens trained.", labels)
+        self._busy = telemetry.counter("troupe_trainer_busy_seconds", "Computing.", labels)
+        self._steps = telemetry.counter("troupe_trainer_steps", "Steps.", [*labels, "outcome"])
+
+    def connect(self, store: Any, orchestrator: Any) -> None:
+        """Stubs of whom steps ask for samples, and of whom they report to."""
+        self._store, self._orchestrator = store, orchestrator
+
+    async def stop(self) -> None:
+        """Give all steps up, so that their samples are free at once for another worker."""
+        runs = list(self._runs.values())
+        await asyncio.gather(*(run.cancel() for run in runs))
+        leaving = [asyncio.create_task(run.settled()) for run in runs]
+        if leaving:
+            await asyncio.wait(leaving, timeout=self._settings.trainer_claim_wait_seconds + 1)
+        for task in self._reports:
+            task.cancel()
+        await asyncio.gather(*self._reports, return_exceptions=True)
+
+    def running(self, key: Key) -> StepRun | None:
+        """The policy's step, unless it has ended."""
+        run = self._runs.get(key)
+        return None if run is None or run.done else run
+
+    def join(
+        self, binding: PolicyBinding, step: int, version: int, oldest_version: int | None
+    ) -> StepRun:
+        """The running step, or a new one. Raises FailedPrecondition of kind "step_in_progress"."""
+        key = (binding.job_id, binding.policy)
+        run = self.running(key)
+        if run is None:
+            return self._start(binding, step, version, oldest_version)
+        if run.step != step:
+            raise FailedPrecondition(
+                f"policy {binding.policy} is in step {run.step}",
+                kind="step_in_progress",
+                field="step",
+                value=step,
+                remedy="Steps of one policy follow each other; wait, or bind it afresh.",
+            )
+        return run
+
+    def go_on(self, binding: PolicyBinding, half: HalfStep) -> None:
+        """Run the rest of a step that was stopped for a suspension, which failed."""
+        binding.half = half
+        self._start(binding, half.step, half.version, half.oldest_version)
+
+    async def give_back(self, binding: PolicyBinding, half: HalfStep) -> None:
+        """Free the samples of a step that was stopped for a suspension: its gradients are gone."""
+        await self._make_claims(binding, half.step, half).close()
+
+    async def cancel(self, key: Key) -> None:
+        """Give the policy's step up, and forget it."""
+        run = self._runs.pop(key, None)
+        if run is not None and not run.done:
+            await run.cancel()
+
+    def forget(self, key: Key) -> None:
+        """The policy leaves; its step has ended."""
+        self._runs.pop(key, None)
+
+    def _start(
+        self, binding: PolicyBinding, step: int, version: int, oldest_version: int | None
+    ) -> StepRun:
+        half, binding.half = binding.half, None
+        if half is not None and (half.step, half.version) != (step, version):
+            half = None  # `StepRun` throws its gradients away
+
+        make_claims = functools.partial(self._make_claims, binding, step)
+        bounds = (step, version, oldest_version)
+        run = StepRun(binding, *bounds, make_claims, self._compute, self._settings, half)
+        self._runs[(binding.job_id, binding.policy)] = run
+        report = asyncio.create_task(self._after(binding, run))
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
+        return run
+
+    def _make_claims(self, binding: PolicyBinding, step: int, half: HalfStep | None) -> StepClaims:
+        where = (binding.job_id, binding.policy, step, binding.claimant)
+        return StepClaims(self._store, *where, self._settings.trainer_lease_seconds, half)
+
+    async def _after(self, binding: PolicyBinding, run: StepRun) -> None:
+        """Count the step and tell the orchestrator."""
+        commit = await run.outcome()
+        if commit is None:
+            return
+        labels = (binding.job_id, binding.policy)
+        outcome = store_pb.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_").lower()
+        self._steps.labels(*labels, outcome).inc()
+        self._tokens.labels(*labels).inc(commit.metrics.get("tokens", 0.0))
+        self._busy.labels(*labels).inc(commit.metrics.get("train/seconds", 0.0))
+        request = orchestrator_pb2.ReportCommitRequest(
+            request_id=new_id("report"), job_id=binding.job_id, commit=commit
+        )
+        try:
+            await self._orchestrator.ReportCommit(request, timeout=_REPORT_SECONDS)
+        except TroupeError as error:
+            log.warning("commit not reported", policy=binding.policy, error=str(error))
+
+
+class Swaps:
+    """Suspends and resumes what is bound here."""
+
+    def __init__(
+        self, bindings: Bindings, steps: PolicySteps, compute: Compute, telemetry: Telemetry
+    ) -> None:
+        self._bindings, self._steps, self._compute = bindings, steps, compute
+        self._standstill = Standstill(compute)
+        self._seconds = telemetry.counter(
+            "troupe_trainer_swap_seconds",
+            "Devices kept from computing by policies that come and go.",
+            ["job_id", "policy", "what"],
+        )
+
+    async def suspend(self, key: Key) -> trainer_pb2.SuspendedState:
+        """Free the device of a policy; repeated, it says again where its state is.
+
+        Raises NotFound of kind "not_bound", and as `PolicyBinding.suspend`: then it stays bound,
+        unless the ranks of its gang have ended (Aborted of kind "gang_lost"): then it is bound no
+        more.
+        """
+        bindings = self._bindings
+        async with bindings.lock(key):
+            parked = bindings.parked.get(key)
+            if key not in bindings.bound and parked is not None and parked.suspended is not None:
+                return parked.suspended
+            binding, run = bindings.find(key), self._steps.running(key)
+            # A step that has not gone on yet since it came is as it came.
+            half = binding.half if run is None else await run.suspend()
+            if binding.versions.dirty:
+                await self._compute.run(binding.versions.reset)
+            binding.move(pb.BINDING_STATE_SUSPENDING)
+            try:
+                # Whoever was brought here before computes meanwhile.
+                with self._standstill.of_swap() as seconds:
+                    state = await asyncio.to_thread(binding.suspend, half)
+                    state.seconds = seconds()
+            except TroupeError:
+                binding.move(pb.BINDING_STATE_IDLE)
+                if binding.learner.lost:
+                    await self._give_up(binding, half)
+                elif half is not None:  # the step goes on, whoever asks for it
+                    self._steps.go_on(binding, half)
+                raise
+            self._steps.forget(key)
+            bindings.parked[key] = bindings.bound.pop(key)
+            binding.move(pb.BINDING_STATE_SUSPENDED)
+            self._count(binding, "suspend", state.seconds)
+            return state
+
+    async def _give_up(self, binding: PolicyBinding, half: HalfStep | None) -> None:
+        """Free the device of a policy whose ranks have ended: there is nothing to suspend, and who
+        binds it goes on from the committed version."""
+        if half is not None:
+            await self._steps.give_back(binding, half)
+        self._steps.forget((binding.job_id, binding.policy))
+        del self._bindings.bound[(binding.job_id, binding.policy)]
+        binding.move(pb.BINDING_STATE_RELEASED)
+        await self._compute.run(binding.leave)
+
+    async def resume(
+        self,
+        key: Key,
+        spec: JobSpec,
+        spec_json: str,
+        version: int,
+        checksum: str,
+        state: trainer_pb2.SuspendedState,
+    ) -> PolicyBinding:
+        """Bind a policy where its suspension stopped. Raises as `PolicyBinding.resume`."""
+        bindings = self._bindings
+        # Also while it waits for what was asked for ahead.
+        with self._standstill.of_swap() as seconds:
+            async with bindings.lock(key):
+                old = bindings.bound.get(key)
+                if old is not None and old.resumed_from == state.key:
+                    return old
+                await self._steps.cancel(key)
+                binding = bindings.shell(key, spec, spec_json)
+                binding.move(pb.BINDING_STATE_BINDING)
+                bindings.parked.pop(key, None)
+                async with bindings.filling(key, binding, self._compute):
+                    await self._compute.hold(binding.resume, state, version, checksum)
+                self._count(binding, "resume", seconds())
+                return binding
+
+    async def prefetch(
+        self, key: Key, spec: JobSpec, spec_json: str, state: trainer_pb2.SuspendedState
+    ) -> None:
+        """Have a suspended state ready for `resume`. What fails is left to that to tell."""
+        bindings = self._bindings
+        async with bindings.lock(key):
+            if key in bindings.bound:
+                return
+            binding = bindings.parked[key] = bindings.shell(key, spec, spec_json)
+            if binding.state == pb.BINDING_STATE_BINDING:  # new
+                binding.move(pb.BINDING_STATE_RELEASED)
+            await asyncio.to_thread(binding.prefetch, state)
+
+    def _count(self, binding: PolicyBinding, what: str, seconds: float) -> None:
+        binding.swapped(seconds)
+        self._seconds.labels(binding.job_id, binding.policy, what).inc(seconds)
+        log.info(what, job_id=binding.job_id, policy=binding.policy, seconds=round(seconds, 4))
+
+
+def spec_with(policy: str, spec_json: str) -> JobSpec:
+    """The specification, which has this policy.
+
+    Raises InvalidArgument, of kind "invalid_spec" for what is no specification.
+    """
+    try:
+        spec = JobSpec.model_validate_json(spec_json)
+    except ValidationError as error:
+        remedy = "Send the validated specification (JobSpec.model_dump_json)."
+        first = explained(error, JobSpec, remedy)[0]
+        raise InvalidArgument(
+            first.message,
+            kind="invalid_spec",
+            field="spec_json" if first.field == "job" else first.field,
+            value=first.value or None,
+            remedy=first.remedy,
+        ) from error
+    if policy not in spec.policies:
+        raise InvalidArgument(
+            f"the job has no policy '{policy}'",
+            field="policy",
+            value=policy,
+            remedy=f"Known: {', '.join(sorted(spec.policies))}.",
+        )
+    return spec
+
 
 T = TypeVar("T")
 # How long ranks may take to leave, and then to be made to.
@@ -51,13 +364,13 @@ class TrainerWorker:
         self._compute = Compute(settings.threads, self._device)
         self._transfer = HostTransfer(settings, telemetry)
         self._foreign = ForeignStates(self._transfer, settings)
-        self._residence = Residence(self._device)
+        self._residence = ParameterPool(self._device)
         self._gangs = Gangs(settings)
         self.bindings = Bindings(self._new_binding)
-        self._steps = Steps(settings, self._compute, telemetry)
-        self._members = Members(self._transfer, settings.data_dir)
+        self._steps = PolicySteps(settings, self._compute, telemetry)
+        self._members = FrozenVersions(self._transfer, settings.data_dir)
         self._swaps = Swaps(self.bindings, self._steps, self._compute, telemetry)
-        self._usage = Usage()
+        self._usage = BusyFraction()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._exit = contextlib.AsyncExitStack()
 
@@ -98,7 +411,7 @@ class TrainerWorker:
 
     async def bind(
         self, job_id: str, policy: str, spec_json: str, version: int, checksum: str
-    ) -> Binding:
+    ) -> PolicyBinding:
         """Bind a policy at a version. Repeatable.
 
         A step that runs from that very version goes on: whoever asks has only forgotten about
@@ -147,23 +460,23 @@ class TrainerWorker:
     async def keep_member(
         self, job_id: str, policy: str, version: int, checksum: str
     ) -> tuple[str, int]:
-        """`Members.keep`; training goes on meanwhile."""
+        """`FrozenVersions.keep`; training goes on meanwhile."""
         binding = self.bindings.find((job_id, policy))
         return await asyncio.to_thread(self._members.keep, binding, version, checksum)
 
     async def publish_member(
         self, job_id: str, policy: str, version: int, checksum: str
     ) -> pb.WeightsRef:
-        """`Members.publish`."""
+        """`FrozenVersions.publish`."""
         where = (job_id, policy, version, checksum)
         return await asyncio.to_thread(self._members.publish, *where)
 
     async def drop_member(self, job_id: str, policy: str, version: int, *, files: bool) -> None:
-        """`Members.drop`."""
+        """`FrozenVersions.drop`."""
         where = (job_id, policy, version)
         await asyncio.to_thread(self._members.drop, *where, files=files)
 
-    async def restart(self, job_id: str, policy: str, version: int, checksum: str) -> Binding:
+    async def restart(self, job_id: str, policy: str, version: int, checksum: str) -> PolicyBinding:
         """`Versions.restart`, also if the caller does not wait for it; no step may run."""
         return await self._detached(self._restart((job_id, policy), version, checksum))
 
@@ -191,7 +504,7 @@ class TrainerWorker:
         version: int,
         checksum: str,
         state: trainer_pb2.SuspendedState,
-    ) -> Binding:
+    ) -> PolicyBinding:
         """`Swaps.resume`, also if the caller does not wait for it."""
         where = ((job_id, policy), spec_with(policy, spec_json), spec_json)
         return await self._detached(self._swaps.resume(*where, version, checksum, state))
@@ -240,7 +553,7 @@ class TrainerWorker:
 
     async def _bind(
         self, job_id: str, policy: str, spec: JobSpec, spec_json: str, version: int, checksum: str
-    ) -> Binding:
+    ) -> PolicyBinding:
         key, bindings = (job_id, policy), self.bindings
         async with bindings.lock(key):
             old, run = bindings.bound.get(key), self._steps.running(key)
@@ -263,8 +576,8 @@ class TrainerWorker:
             log.info("bound", job_id=job_id, policy=policy, version=version, threads=threads)
             return binding
 
-    def _new_binding(self, key: Key, spec: JobSpec, spec_json: str) -> Binding:
-        return Binding(
+    def _new_binding(self, key: Key, spec: JobSpec, spec_json: str) -> PolicyBinding:
+        return PolicyBinding(
             *key,
             spec,
             spec_json,
@@ -276,7 +589,7 @@ class TrainerWorker:
             self._gangs,
         )
 
-    async def _restart(self, key: Key, version: int, checksum: str) -> Binding:
+    async def _restart(self, key: Key, version: int, checksum: str) -> PolicyBinding:
         async with self.bindings.lock(key):
             binding = self.bindings.find(key)
             if not binding.trainable:
@@ -315,7 +628,7 @@ class TrainerWorker:
         return task
 
 
-def _matches(binding: Binding, spec_json: str, version: int, checksum: str) -> bool:
+def _matches(binding: PolicyBinding, spec_json: str, version: int, checksum: str) -> bool:
     return (
         _same(binding, spec_json, version, checksum)
         and not binding.versions.dirty
@@ -323,7 +636,7 @@ def _matches(binding: Binding, spec_json: str, version: int, checksum: str) -> b
     )
 
 
-def _same(binding: Binding, spec_json: str, version: int, checksum: str) -> bool:
+def _same(binding: PolicyBinding, spec_json: str, version: int, checksum: str) -> bool:
     return (
         binding.spec_json == spec_json
         and binding.version == version

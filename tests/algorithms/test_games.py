@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.baselines import Baselines
-from services.trainer.rows import Row
+from services.trainer.learning.advantages import Baselines
+from services.trainer.learning.samples import Row
 from troupe.algorithms import gae, grpo_loss_sum, normalizer, token_weights, value_loss
 from troupe.job import AlgorithmSpec
 from troupe.job.algorithm import Advantage, Loss

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from troupe.algorithms import softmax_kernels
-from troupe.algorithms.linear_loss import Head, linear_loss
+from troupe.algorithms.linear_loss import Head, linear_loss, score_rows, slope_rows
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -32,11 +31,11 @@ def check(device: str, dtype: torch.dtype, vocabulary: int, *, masked: bool) -> 
     ours = logits.to(device, copy=True)
     found = [torch.full((rows,), float("nan"), device=device) for _ in range(3)]
     there = targets.to(device), heat.to(device)
-    softmax_kernels.score_rows(ours, *there, *found)
+    score_rows(ours, *there, *found)
     torch.testing.assert_close(found[0].cpu().double(), chosen.detach(), rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(found[1].cpu().double(), entropy.detach(), rtol=1e-5, atol=2e-5)
     slopes = by_logprob.to(device), by_entropy.to(device)
-    softmax_kernels.slope_rows(ours, *there, found[1], found[2], *slopes)
+    slope_rows(ours, *there, found[1], found[2], *slopes)
     rounding = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 5e-4}[dtype]
     assert exact.grad is not None
     torch.testing.assert_close(ours.cpu().double(), exact.grad, rtol=rounding, atol=2e-5)

@@ -18,11 +18,13 @@ from benchmarks.pipeline.measure import Run, StepEnd
 from benchmarks.pipeline.svg import Panel, draw
 from benchmarks.pipeline.workload import CA, MA, SETUPS, job, modes, quick
 from benchmarks.workloads.research_team import AGENTS, PLANNER, Queries, lognormal, play
-from troupe.timeline import Span, Timeline, busy_within, read_spans
+from testbed.timeline import Timeline, TimelineSpan, busy_within, read_spans
 
 
-def span(lane: str, what: str, policy: str, start: float, end: float, level: float = 1) -> Span:
-    return Span(lane, what, policy, start, end, level)
+def span(
+    lane: str, what: str, policy: str, start: float, end: float, level: float = 1
+) -> TimelineSpan:
+    return TimelineSpan(lane, what, policy, start, end, level)
 
 
 def hand_made() -> Run:

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.pipeline.measure import StepEnd
 from benchmarks.swap.sharing import figures
 from benchmarks.workloads.six_players import AGENTS
+from testbed.timeline import TimelineSpan
 from tests.benchmarks.quick import quick_run
-from troupe.timeline import Span
 
 
 def test_work_of_a_step_that_has_not_ended_counts_when_it_was_done() -> None:
@@ -26,12 +26,12 @@ def test_work_of_a_step_that_has_not_ended_counts_when_it_was_done() -> None:
     steps = [StepEnd(at, values) for at in (100.0, 110.0, 120.0)]
     spans = [
         # Half of it was done before.
-        Span("t0", "train", "ada", 98.0, 102.0, 4000),
-        Span("t0", "train", "ben", 102.0, 108.0, 6000),
-        Span("t0", "step", "ben", 108.0, 109.0),
-        Span("t1", "train", "cleo", 100.0, 110.0, 10000),
+        TimelineSpan("t0", "train", "ada", 98.0, 102.0, 4000),
+        TimelineSpan("t0", "train", "ben", 102.0, 108.0, 6000),
+        TimelineSpan("t0", "step", "ben", 108.0, 109.0),
+        TimelineSpan("t1", "train", "cleo", 100.0, 110.0, 10000),
         # What engines do is no work of trainers.
-        Span("engine", "generate", "ada", 100.0, 110.0, 3),
+        TimelineSpan("engine", "generate", "ada", 100.0, 110.0, 3),
     ]
     row = figures("shared", 2, steps, spans)
     assert row.seconds == 10

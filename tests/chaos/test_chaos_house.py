@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from testbed.chaos.disturber import POWER_OFF, Disturber
+from testbed.chaos.faults import Freeze, SlowDisk, Stall, kill
+from testbed.chaos.house import House, Life
+from testbed.chaos.schedule import PlannedFault
 from tests.support.stub_services import write_stub_services
-from troupe.chaos.disturber import POWER_OFF, Disturber
-from troupe.chaos.faults import Freeze, SlowDisk, Stall, kill
-from troupe.chaos.house import House, Life
-from troupe.chaos.schedule import Planned
 from troupe.cluster import ClusterSettings
 from troupe.cluster.redis import ping
 
@@ -49,13 +49,13 @@ async def test_what_is_killed_is_dead_counted_and_replaced(house: House) -> None
     before = pids(house)
     assert set(before) == set(house.services)
     planned = [
-        Planned("kill", ("reward",)),
-        Planned("kill", ("redis", "trainer-0"), variant="together"),
-        Planned("kill", ("orchestrator",), seconds=0.6, variant="again"),
-        Planned("partition", pair=("rollout-0", "reward"), seconds=60.0, variant="severed"),
-        Planned("stall", ("rollout-0",), seconds=60.0),
-        Planned("kill", ("rollout-0",)),  # also one that is stopped can be killed
-        Planned("kill", ("reward",)),  # never comes: enough
+        PlannedFault("kill", ("reward",)),
+        PlannedFault("kill", ("redis", "trainer-0"), variant="together"),
+        PlannedFault("kill", ("orchestrator",), seconds=0.6, variant="again"),
+        PlannedFault("partition", pair=("rollout-0", "reward"), seconds=60.0, variant="severed"),
+        PlannedFault("stall", ("rollout-0",), seconds=60.0),
+        PlannedFault("kill", ("rollout-0",)),  # also one that is stopped can be killed
+        PlannedFault("kill", ("reward",)),  # never comes: enough
     ]
     told: list[str] = []
     disturber = Disturber(

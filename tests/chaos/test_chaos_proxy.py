@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from troupe.chaos.network import Network, wire
-from troupe.chaos.proxy import Link
+from testbed.chaos.network import Network, wire
+from testbed.chaos.proxy import Link
 from troupe.cluster.layout import ANYBODY
 from troupe.rpc import NO_RETRY, ClientSettings, Unavailable, connect
 from troupe.rpc.channel import channel_options

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from testbed.chaos.accounts import Accounts, accounts_of
+from testbed.chaos.disturber import Disturbance, Injected
+from testbed.chaos.harness import differences
+from testbed.chaos.plan import ChaosPlan, prepare_directory, prepared
+from testbed.chaos.report import ChaosReport, JobOutcome
+from testbed.chaos.schedule import KINDS
+from testbed.chaos.transcript import StepRecord, Transcript
 from tests.support import tiny_team
-from troupe.chaos.accounts import Accounts, accounts_of
-from troupe.chaos.difference import differences
-from troupe.chaos.disturber import Disturbance, Injected
-from troupe.chaos.plan import ChaosPlan, prepare_directory, prepared
-from troupe.chaos.report import Outcome, Report
-from troupe.chaos.schedule import KINDS
-from troupe.chaos.transcript import StepRecord, Transcript
 from troupe.cluster import ClusterSettings, NotWritable
 from troupe.job import parse_job
 from troupe.rpc import InvalidArgument
@@ -27,7 +27,7 @@ from troupe.v1 import orchestrator_pb2 as orch
 GOOD = Accounts(appended=10, trained=8, dropped=2, trajectories_admitted=4, trajectories_ended=4)
 
 
-def outcome(**changes: Any) -> Outcome:
+def outcome(**changes: Any) -> JobOutcome:
     common: dict[str, Any] = {
         "state": "succeeded",
         "seconds": 10.0,
@@ -37,10 +37,12 @@ def outcome(**changes: Any) -> Outcome:
         "accounts": GOOD,
         "transcript": Transcript(),
     }
-    return Outcome(**{**common, **changes})
+    return JobOutcome(**{**common, **changes})
 
 
-def report(disturbed: Outcome, baseline: Outcome | None = None, **changes: Any) -> Report:
+def report(
+    disturbed: JobOutcome, baseline: JobOutcome | None = None, **changes: Any
+) -> ChaosReport:
     done = Disturbance(
         kills=3,
         injected=[
@@ -57,7 +59,7 @@ def report(disturbed: Outcome, baseline: Outcome | None = None, **changes: Any) 
         "baseline": baseline or outcome(),
         "deterministic": True,
     }
-    return Report(**{**common, **changes})
+    return ChaosReport(**{**common, **changes})
 
 
 def test_a_run_that_kept_every_promise() -> None:
@@ -89,7 +91,7 @@ def test_a_run_that_kept_every_promise() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_broken_promise_is_a_fault(disturbed: Outcome, fault: str) -> None:
+def test_each_broken_promise_is_a_fault(disturbed: JobOutcome, fault: str) -> None:
     one = report(disturbed)
     assert not one.passed
     assert any(fault in text for text in one.faults)

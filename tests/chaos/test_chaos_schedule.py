@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.chaos.faults import fault_of
-from troupe.chaos.schedule import (
+from testbed.chaos.faults import fault_of
+from testbed.chaos.schedule import (
     DUPLICATE,
     FREEZE,
     KILL,
     KINDS,
-    Planned,
+    PlannedFault,
     parse_kinds,
     scaled,
     schedule,
@@ -28,7 +28,7 @@ SERVICES = ["redis", *service_names(SETTINGS)]
 PAIRS = links(SETTINGS)
 
 
-def first(count: int, seed: int, kinds: frozenset[str] = frozenset(KINDS)) -> list[Planned]:
+def first(count: int, seed: int, kinds: frozenset[str] = frozenset(KINDS)) -> list[PlannedFault]:
     return list(islice(schedule(seed, SERVICES, PAIRS, kinds), count))
 
 

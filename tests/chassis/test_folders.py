@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.chassis.folders import Chunk, read_folder, write_folder
+from services.chassis.folders import FileChunk, read_folder, write_folder
 from troupe.rpc import DataLoss
 
 
@@ -27,7 +27,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
-async def changed(source: Path, **changes: object) -> AsyncIterator[Chunk]:
+async def changed(source: Path, **changes: object) -> AsyncIterator[FileChunk]:
     """The chunks of `source`, the last one changed."""
     chunks = [chunk async for chunk in read_folder(source)]
     for chunk in chunks[:-1]:

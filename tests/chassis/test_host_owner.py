@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.chassis.host_owner import HostOwnership
+from services.chassis.transfer import HostOwnership
 from troupe.rpc import Unavailable
 
 
@@ -108,7 +108,7 @@ def test_containers_that_share_memory_meet_at_a_socket_in_it(
         assert owner.near() is None
         owner.look()
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr("services.chassis.host_owner.host_id", lambda: "another container")
+            elsewhere.setattr("services.chassis.transfer.host_id", lambda: "another container")
             assert owner.near() == near
         owner.close()
 

@@ -21,7 +21,7 @@ from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from troupe.rpc import Unauthenticated, Unavailable
 from troupe.transfer import Choice, KeyNotFound
-from troupe.transfer.remote import Owner
+from troupe.transfer.remote import TransferOwner
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc
 
@@ -56,7 +56,7 @@ class Directory(orchestrator_pb2_grpc.OrchestratorServicer):
 class Near:
     """An owner in this process, for speed."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: TransferOwner) -> None:
         self.address = self.local = owner.address
         self.close = lambda: owner.stop(0)
 
@@ -97,7 +97,9 @@ async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         settings = host._settings
         assert host._owner is not None
         socket = host._owner.socket
-        return Near(Owner(host, port=port, token=settings.token, use_ucx=False, socket=socket))
+        return Near(
+            TransferOwner(host, port=port, token=settings.token, use_ucx=False, socket=socket)
+        )
 
     monkeypatch.setattr(HostTransfer, "_launch", launch)
     directory = Directory()
@@ -134,7 +136,7 @@ async def test_one_owner_for_two_containers(house: House, monkeypatch: pytest.Mo
     """They share a directory, and no loopback."""
     right, _ = [await house.host(name) for name in ("right", "left")]
     right.set(KEY, WEIGHTS)
-    monkeypatch.setattr("services.chassis.host_owner.host_id", lambda: "another container")
+    monkeypatch.setattr("services.chassis.transfer.host_id", lambda: "another container")
     left = await house.process("left")
     assert left.near_owner(time.monotonic() + 5).startswith("unix:")
     tensors, _ = await in_thread(left.get, KEY)

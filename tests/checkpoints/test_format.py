@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from tests.support.architectures import ARCHITECTURES, make
-from troupe.adapters.named import distinct_tensors
+from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints import writing
 from troupe.checkpoints.format import (
     CheckpointFormat,

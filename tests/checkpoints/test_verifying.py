@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from troupe.checkpoints.lineage import Lineage
-from troupe.checkpoints.stopped import copy_checkpoint
-from troupe.checkpoints.verifying import digests, verify
+from troupe.checkpoints.kept import copy_checkpoint
+from troupe.checkpoints.verifying import Lineage, digests, verify
 from troupe.rpc.errors import DataLoss, FailedPrecondition
 
 FILES = {"model.safetensors": b"weights" * 100, "config.json": b"{}", "tokenizer.json": b"[1]"}

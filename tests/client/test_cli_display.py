@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from troupe.client import Activity, Job, JobState, MetricsLogged, Notice, StateChanged
-from troupe.client.cli.formats import change, duration, number, size, sparkline
-from troupe.client.cli.live import LiveDisplay
-from troupe.client.cli.plain import PlainDisplay
-from troupe.client.cli.progress import Progress
-from troupe.client.cli.summary import print_summary, scores
+from troupe.client.cli.options import change, duration, number, size, sparkline
+from troupe.client.cli.train import LiveDisplay, PlainDisplay, Progress, print_summary, scores
 from troupe.job import parse_job
 from troupe.rpc import FailedPrecondition, Internal
 

@@ -19,7 +19,7 @@ from troupe.client import (
     Notice,
     StateChanged,
 )
-from troupe.client.watching import watch
+from troupe.client.handle import watch
 from troupe.cluster import NoCluster
 from troupe.job import JobSpecError, parse_job
 from troupe.rpc import (

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.stub_services import write_stub_services
 from troupe.client import AsyncClient, Client
-from troupe.client.address import settings_for
+from troupe.client.aio import settings_for
 from troupe.client.cli import main
 from troupe.cluster import (
     ClusterSettings,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from troupe.cluster.embedded import FIRST_PORT, LAST_PORT, is_free, pick_ports, require_free
 from troupe.cluster.errors import PortInUse
 from troupe.cluster.layout import (
     ANYBODY,
@@ -20,7 +21,6 @@ from troupe.cluster.layout import (
     service_names,
     thread_budget,
 )
-from troupe.cluster.ports import FIRST_PORT, LAST_PORT, is_free, pick_ports, require_free
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.supervisor import levels
 

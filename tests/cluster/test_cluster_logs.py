@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.test_cluster_supervisor import SERVER, spec
 from troupe.cluster import logs
-from troupe.cluster.ports import pick_ports
+from troupe.cluster.embedded import pick_ports
 from troupe.cluster.supervisor import Supervisor
 
 LIMIT = 1 << 20

@@ -16,9 +16,9 @@ import pytest
 
 from troupe.cluster import child as child_module
 from troupe.cluster.child import Child, ChildState
+from troupe.cluster.embedded import pick_ports
 from troupe.cluster.errors import ChildFailed, ChildNotReady
 from troupe.cluster.layout import ChildSpec
-from troupe.cluster.ports import pick_ports
 from troupe.cluster.probes import Probe, ProbeKind
 from troupe.cluster.supervisor import Supervisor
 

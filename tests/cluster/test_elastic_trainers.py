@@ -12,8 +12,7 @@ import pytest
 
 from tests.cluster.test_cluster_supervisor import spec, until
 from troupe.cluster.child import ChildState
-from troupe.cluster.elastic import Demand, ElasticTrainers
-from troupe.cluster.ports import pick_ports
+from troupe.cluster.embedded import ElasticTrainers, TrainerDemand, pick_ports
 from troupe.cluster.supervisor import Supervisor
 from troupe.rpc import TroupeError, Unavailable
 
@@ -24,10 +23,10 @@ class Binder:
     """Says what a test has it say."""
 
     def __init__(self) -> None:
-        self.says: Demand | TroupeError = Demand(0, 0)
+        self.says: TrainerDemand | TroupeError = TrainerDemand(0, 0)
         self.asked = 0
 
-    async def demand(self) -> Demand:
+    async def demand(self) -> TrainerDemand:
         self.asked += 1
         if isinstance(self.says, TroupeError):
             raise self.says
@@ -36,7 +35,7 @@ class Binder:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("troupe.cluster.elastic._POLL_SECONDS", 0.05)
+    monkeypatch.setattr("troupe.cluster.embedded._POLL_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def states(supervisor: Supervisor) -> list[ChildState]:
 
 async def test_who_is_not_wanted_ends_and_who_is_comes_back(supervisor: Supervisor) -> None:
     binder = Binder()
-    binder.says = Demand(0, 1)
+    binder.says = TrainerDemand(0, 1)
     pids = [child.pid for child in supervisor.children.values()]
     following = asyncio.create_task(
         ElasticTrainers(supervisor, NAMES, binder.demand, idle_seconds=0.3).run()
@@ -67,14 +66,14 @@ async def test_who_is_not_wanted_ends_and_who_is_comes_back(supervisor: Supervis
         await until(lambda: binder.asked > seen + 8)
         assert states(supervisor) == [ChildState.SERVING] * 2
 
-        binder.says = Demand(0, 0)
+        binder.says = TrainerDemand(0, 0)
         await until(lambda: states(supervisor) == [ChildState.PARKED] * 2)
         assert [child.pid for child in supervisor.children.values()] == [None, None]
 
         # As many as are wanted, and all of them where more are.
-        binder.says = Demand(1, 0)
+        binder.says = TrainerDemand(1, 0)
         await until(lambda: states(supervisor) == [ChildState.SERVING, ChildState.PARKED])
-        binder.says = Demand(5, 1)
+        binder.says = TrainerDemand(5, 1)
         await until(lambda: states(supervisor) == [ChildState.SERVING] * 2)
         back = [child.pid for child in supervisor.children.values()]
         assert None not in back

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.control_panel.app import create_app
-from services.control_panel.problems import HTTP_STATUS
+from services.control_panel.calls import HTTP_STATUS
 
 PAGE = (Path(__file__).parents[2] / "docs/rest-api.md").read_text()
 CALLS = {

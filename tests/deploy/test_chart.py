@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from services.chassis.telemetry import Telemetry
-from services.reward.hosts.service import RewardHost
+from services.reward.hosts.agent import RewardHost
 from services.reward.runtime import Runtime
 from services.reward.settings import RewardSettings
 from troupe.scratch import memory_root

@@ -20,12 +20,6 @@ import pytest
 import yaml
 
 # A machine has one engine at a time: what else needs it runs here.
-from tests.reward.containers import (  # noqa: F401
-    docker,
-    test_a_container_for_a_trajectory,
-    test_a_containers_cores,
-    test_an_image_that_is_not_there,
-)
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = os.environ.get("TROUPE_DOCKER_ENGINE_TOOL")

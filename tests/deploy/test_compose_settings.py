@@ -11,7 +11,7 @@ import yaml
 
 from services.chassis.settings import ServiceSettings
 from services.control_panel.access import PanelSettings
-from services.experience_store.settings import StoreSettings
+from services.experience_store.server import StoreSettings
 from services.orchestrator.settings import OrchestratorSettings
 from services.reward.settings import RewardSettings
 from services.rollout.settings import RolloutSettings

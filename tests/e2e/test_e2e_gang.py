@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.state import StateStore
+from services.trainer.state.training_state import StateStore
 from tests.e2e.conftest import House
 from tests.support.tiny_team import job
 from troupe.client import AsyncJobHandle

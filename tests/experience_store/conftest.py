@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.chassis.server import serve
+from services.chassis.app import serve
 from services.experience_store.database import Database
-from services.experience_store.server import make_service
-from services.experience_store.settings import StoreSettings
+from services.experience_store.server import StoreSettings, make_service
 from services.experience_store.store import Store
 from tests.support.experience import Stage, make_stage
 from tests.support.experience_client import Client

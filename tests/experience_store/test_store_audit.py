@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from services.experience_store.database import Database
-from services.experience_store.keys import JobKeys, PolicyKeys
 from services.experience_store.log import pack, unpack
-from services.experience_store.records import Record, samples_digest
+from services.experience_store.records import JobTableKeys, PolicyKeys, SampleRecord, samples_digest
 from services.experience_store.store import Store
 from tests.support.experience import Stage, ids_of, make_sample, make_stage
 from tests.support.experience_client import Client
@@ -109,18 +108,18 @@ class Spoil:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.job = JobKeys(stage.job)
+        self.job = JobTableKeys(stage.job)
         self.solver = PolicyKeys(stage.job, "solver")
 
     async def do(self, *command: Any) -> Any:
         return await self.stage.store.database.execute(*command)
 
-    async def record(self, step: int, index: int = 0) -> tuple[str, Record]:
+    async def record(self, step: int, index: int = 0) -> tuple[str, SampleRecord]:
         book = await self.do("HGETALL", self.solver.step(step, "book"))
         name = sorted(book)[index]
-        return name.decode(), Record.parse(book[name].decode())
+        return name.decode(), SampleRecord.parse(book[name].decode())
 
-    async def write(self, step: int, name: str, record: Record) -> None:
+    async def write(self, step: int, name: str, record: SampleRecord) -> None:
         await self.do("HSET", self.solver.step(step, "book"), name, record.format())
 
     async def commit(self, **fields: Any) -> None:
@@ -224,7 +223,7 @@ SPOILT: dict[str, Sequence[str]] = {
 async def test_what_was_spoiled_by_hand_is_found(
     played: Stage, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.experience_store.audit._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("services.experience_store.store._PAUSE_SECONDS", 0.01)
     spoil: Callable[[], Awaitable[None]] = getattr(Spoil(played), how)
     await spoil()
     report = await audit(played)
@@ -253,7 +252,7 @@ async def test_the_log_tells_forgotten_and_live_steps_alike(played: Stage) -> No
 
 
 async def test_long_steps_are_read_in_parts(played: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.experience_store.audit.PART", 3)
+    monkeypatch.setattr("services.experience_store.store.PART", 3)
     monkeypatch.setattr("services.experience_store.log._LONG", 1)
     found = [part async for part in played.store.audit.read(played.job, "solver", 2)]
     assert [(part.step, len(part.samples)) for part in found] == [

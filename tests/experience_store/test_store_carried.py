@@ -8,8 +8,7 @@ import random
 import pytest
 
 from services.experience_store.database import Database
-from services.experience_store.high_water import HighWater
-from services.experience_store.store import Store
+from services.experience_store.store import HighWater, Store
 from tests.experience_store.rosters import end, refused, rows_left
 from tests.support.experience import Stage, ids_of, make_sample, make_stage
 from troupe.rpc import NotFound, ResourceExhausted, new_id

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from services.experience_store.database import Database
-from services.experience_store.keys import PolicyKeys
+from services.experience_store.records import PolicyKeys
 from services.experience_store.store import Store
 from tests.experience_store.test_store_audit import audit, play
 from tests.support.experience import Stage, ids_of, make_stage

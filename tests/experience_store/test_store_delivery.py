@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.experience_store.claims import Delivery, Response
 from services.experience_store.database import Database
-from services.experience_store.delivery import Delivery, Response
-from services.experience_store.recent import RecentRows
-from services.experience_store.records import Record
+from services.experience_store.records import SampleRecord
+from services.experience_store.samples import RecentRows
 from services.experience_store.store import Store
 from tests.support.experience import Stage, make_sample, make_stage
 from troupe.rpc import new_id
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.wire import varint
 
-_RECORD = Record(
+_RECORD = SampleRecord(
     state="C",
     tokens="8",
     size="0",

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.chassis.server import RunningServer, serve
+from services.chassis.app import RunningServer, serve
 from services.experience_store.database import Database
-from services.experience_store.high_water import MIB, HighWater
-from services.experience_store.keys import JOBS, JobKeys, PolicyKeys
-from services.experience_store.server import ExperienceStoreService, make_service
-from services.experience_store.settings import StoreSettings
-from services.experience_store.store import Store
+from services.experience_store.records import JOBS, JobTableKeys, PolicyKeys
+from services.experience_store.server import ExperienceStoreService, StoreSettings, make_service
+from services.experience_store.store import MIB, HighWater, Store
 from tests.support.experience import Stage, make_sample, make_stage
 from tests.support.experience_client import Client
 from tests.support.redis_server import RedisServer
@@ -84,12 +82,12 @@ async def test_a_job_whose_tables_are_damaged_keeps_no_other_out(stage: Stage) -
     store, broken = stage.store, f"broken-{stage.job}"
     await stage.append("q0", "q0-s0-t0")
     await store.database.execute("SADD", JOBS, broken)
-    await store.database.execute("SET", JobKeys(broken).tables, "no table")
+    await store.database.execute("SET", JobTableKeys(broken).tables, "no table")
     full = HighWater(store.database, store.tables, store.notices, mark_bytes=MIB)
     await full.admit(stage.job, 0, 100)
     assert full.payload_bytes >= sum((await counted(stage)).values()) + 100
     await store.database.execute("SREM", JOBS, broken)
-    await store.database.execute("DEL", JobKeys(broken).tables)
+    await store.database.execute("DEL", JobTableKeys(broken).tables)
 
 
 async def test_memory_comes_back_with_the_commit(tmp_path: Path) -> None:
@@ -173,8 +171,8 @@ async def test_only_the_oldest_uncommitted_step_goes_on_above_the_mark(
     # Of a job that is damaged there are none, which costs no other its metrics.
     database = service._meters._store.database
     await database.execute("SADD", JOBS, "broken")
-    await database.execute("ZADD", JobKeys("broken").live, 0, 0)
-    await database.execute("SET", JobKeys("broken").tables, "no table")
+    await database.execute("ZADD", JobTableKeys("broken").live, 0, 0)
+    await database.execute("SET", JobTableKeys("broken").tables, "no table")
     await service._meters.observe()
     registry = small.telemetry.registry
     labels = {"job": client.job, "policy": "solver"}

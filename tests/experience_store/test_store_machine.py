@@ -24,8 +24,7 @@ from hypothesis.stateful import (
 )
 
 from services.experience_store.database import Database
-from services.experience_store.keys import PolicyKeys
-from services.experience_store.records import STATE_OF, Record
+from services.experience_store.records import STATE_OF, PolicyKeys, SampleRecord
 from services.experience_store.store import Store
 from tests.experience_store.test_store_high_water import counted, held
 from tests.support.experience import Response, Stage, ids_of, make_sample
@@ -350,7 +349,7 @@ class Life(RuleBasedStateMachine):
             )
         )
         now = {
-            name.decode(): Record.parse(text.decode()).settled(bool(committed)).state
+            name.decode(): SampleRecord.parse(text.decode()).settled(bool(committed)).state
             for name, text in stored.items()
         }
         for name, letter in now.items():

@@ -8,10 +8,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.experience_store.plain import PlainRows
-from services.experience_store.records import Row
-from services.experience_store.rows import check_append
-from services.experience_store.writes import Batch
+from services.experience_store.records import StagedRow
+from services.experience_store.samples import PlainRows
+from services.experience_store.server import WriteBatch, check_append
 from tests.support.experience import make_sample
 from troupe import tensors
 from troupe.rpc import InvalidArgument
@@ -73,7 +72,7 @@ def test_what_is_read_is_what_the_parser_reads(sample: store_pb.Sample) -> None:
         query_id=sample.query_id, trajectory_id="t", state=pb.TRAJECTORY_STATE_COMPLETED
     )
     if row is not None:
-        assert row == Row.of(sample, payload)
+        assert row == StagedRow.of(sample, payload)
         # In another order it is for the parser, which finds nothing wrong with it either.
         turned = (
             sample.SerializeToString().removeprefix(
@@ -82,7 +81,7 @@ def test_what_is_read_is_what_the_parser_reads(sample: store_pb.Sample) -> None:
             + store_pb.Sample(sample_id=sample.sample_id).SerializeToString()
         )
         assert PlainRows(sample.query_id, "t").read(turned) is None
-        assert check_append(request, [turned]) == [Row.of(sample, turned)]
+        assert check_append(request, [turned]) == [StagedRow.of(sample, turned)]
 
 
 def test_usual_rows_are_plain() -> None:
@@ -91,7 +90,7 @@ def test_usual_rows_are_plain() -> None:
             for reward in (None, 0.5):
                 sample = make_sample("q", turn, "t", reward=reward, tokens=tokens)
                 payload = sample.SerializeToString()
-                assert PlainRows("q", "t").read(payload) == Row.of(sample, payload)
+                assert PlainRows("q", "t").read(payload) == StagedRow.of(sample, payload)
 
 
 @given(samples(), st.data())
@@ -103,7 +102,7 @@ def test_broken_rows_are_refused(sample: store_pb.Sample, data: st.DataObject) -
     broken = bytes(payload[: data.draw(st.integers(place + 1, len(payload)))])
     row = PlainRows(sample.query_id, "t").read(broken)
     if row is not None:
-        assert row == Row.of(store_pb.Sample.FromString(broken), broken)
+        assert row == StagedRow.of(store_pb.Sample.FromString(broken), broken)
 
 
 def test_what_is_cut_off_is_never_read() -> None:
@@ -113,7 +112,7 @@ def test_what_is_cut_off_is_never_read() -> None:
         sample.ClearField(name)
     payload = sample.SerializeToString()
     plain = PlainRows("q", "t")
-    assert plain.read(payload) == Row.of(sample, payload)
+    assert plain.read(payload) == StagedRow.of(sample, payload)
     assert not any(plain.read(payload[:end]) for end in range(len(payload)))
 
 
@@ -126,7 +125,7 @@ def test_a_batch_is_cut_where_its_parts_end() -> None:
         fills=[store_pb.FillColumnsRequest(request_id="c", reward=1.0)],
     )
     text = request.SerializeToString()
-    batch = Batch.parse(text)
+    batch = WriteBatch.parse(text)
     assert (batch.request_id, list(batch.fills)) == ("w", list(request.fills))
     assert [one.request_id for one in batch.endings] == ["a", "b"]
     assert [[*map(bytes, own)] for own in batch.payloads] == [
@@ -135,14 +134,14 @@ def test_a_batch_is_cut_where_its_parts_end() -> None:
     ]
     for broken in (text[:-1], text + b"\x0b", text[:20]):
         with pytest.raises(DecodeError):
-            Batch.parse(broken)
+            WriteBatch.parse(broken)
 
 
 def test_a_number_where_an_ending_should_be_is_none() -> None:
     """As for protobuf, to which it is a field that nobody knows."""
     text = store_pb.WriteRequest(request_id="w").SerializeToString() + b"\x10\x07"
     assert not store_pb.WriteRequest.FromString(text).endings
-    assert not Batch.parse(text).endings
+    assert not WriteBatch.parse(text).endings
 
 
 def test_a_row_that_is_no_message_is_named() -> None:

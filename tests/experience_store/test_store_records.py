@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.store.workload import GROUP_SIZE, Shape, make_row
-from services.experience_store.keys import PolicyKeys
 from services.experience_store.log import Log
-from services.experience_store.records import Record, Row
+from services.experience_store.records import PolicyKeys, SampleRecord, StagedRow
 from services.experience_store.store import Store
 from tests.support.experience import Stage, ids_of, make_sample, make_stage
 from troupe.rpc import FailedPrecondition, new_id
@@ -30,7 +29,7 @@ def lua_hash(text: bytes) -> int:
 def test_records_of_a_step_do_not_fall_into_few_buckets_of_lua() -> None:
     shape = Shape(2, 32, 8)
     records = {
-        Row.of(make_row(shape, query, trajectory, turn)).record(query, trajectory, ())
+        StagedRow.of(make_row(shape, query, trajectory, turn)).record(query, trajectory, ())
         for query, trajectory in shape.trajectories(0)
         for turn in range(shape.turns)
     }
@@ -102,7 +101,9 @@ async def test_a_step_that_the_release_before_began_goes_on(store: Store, claime
     await stage.commit(["first"])
     assert await stage.counts() == {"trained": 4}
     assert set((await store.high_water.of_job(stage.job)).values()) == {0}
-    assert {Record.parse(text.decode()).state for text in (await book_of(stage)).values()} == {"T"}
+    assert {
+        SampleRecord.parse(text.decode()).state for text in (await book_of(stage)).values()
+    } == {"T"}
 
 
 async def book_of(stage: Stage) -> dict[bytes, bytes]:
@@ -117,5 +118,5 @@ async def as_before(stage: Stage) -> None:
     book = PolicyKeys(stage.job, "solver").step(stage.step, "book")
     database = stage.store.database
     for sample, text in (await database.execute("HGETALL", book)).items():
-        record = Record.parse(text.decode())
+        record = SampleRecord.parse(text.decode())
         await database.execute("HSET", book, sample, "\t".join(record[:-1]))

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.chassis.server import RunningServer
+from services.chassis.app import RunningServer
 from services.experience_store.database import Database
-from services.experience_store.server import make_service
-from services.experience_store.settings import StoreSettings
+from services.experience_store.server import StoreSettings, make_service
 from services.experience_store.store import Store
 from tests.support.experience import Response, Stage, ids_of, make_stage
 from tests.support.experience_client import Client

@@ -11,7 +11,7 @@ from redis import exceptions
 from redis._parsers import BaseParser
 from redis.asyncio import Connection
 
-from services.experience_store.resp import Replies, pack
+from services.experience_store.database import Replies, pack
 
 _parts = st.one_of(
     st.text(max_size=8),

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from services.experience_store.database import Database
-from services.experience_store.keys import PolicyKeys
+from services.experience_store.records import PolicyKeys
 from services.experience_store.store import Store
 from tests.experience_store.mortal import MortalLife
 from tests.support.crashing import MOMENTS, CrashError

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
-from services.experience_store.keys import PolicyKeys
-from services.experience_store.records import Record
+from services.experience_store.records import PolicyKeys, SampleRecord
 from services.experience_store.store import Store
 from tests.experience_store.roster_calls import MOST_STEPS, POLICIES
 from tests.experience_store.roster_rollout import RosterRollout
@@ -105,7 +104,7 @@ class Life(RosterRollout, RosterTraining):
             )
         )
         stored = {
-            name.decode(): Record.parse(text.decode()).settled(bool(committed))
+            name.decode(): SampleRecord.parse(text.decode()).settled(bool(committed))
             for name, text in book.items()
         }
         assert {

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from services.experience_store.keys import JobKeys
 from services.experience_store.notices import Notices
+from services.experience_store.records import JobTableKeys
 from services.experience_store.store import Store
 from tests.support.experience import Stage, make_stage
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, new_id
@@ -82,14 +82,14 @@ async def test_a_job_that_cannot_be_swept_keeps_no_other_waiting(stage: Stage) -
     broken = [f"broken-{n}" for n in range(20)]  # whichever comes first
     for job in broken:
         await database.execute("SADD", "troupe:jobs", job)
-        await database.execute("ZADD", JobKeys(job).live, 0, 0)
-        await database.execute("SET", JobKeys(job).tables, "no table")
+        await database.execute("ZADD", JobTableKeys(job).live, 0, 0)
+        await database.execute("SET", JobTableKeys(job).tables, "no table")
     await stage.append("q0", "q0-s0-t0")
     await stage.store.sweeper.sweep()
     assert (stage.job, 0) in stage.store.sweeper._decided
     for job in broken:
         await database.execute("SREM", "troupe:jobs", job)
-        await database.execute("DEL", JobKeys(job).live, JobKeys(job).tables)
+        await database.execute("DEL", JobTableKeys(job).live, JobTableKeys(job).tables)
 
 
 async def test_memory_does_not_grow_with_steps(stage: Stage) -> None:

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.experience_store.writes import Batch
+from services.experience_store.server import WriteBatch
 from tests.support.experience import make_sample
 from tests.support.experience_client import Client
 from troupe.experience import ExperienceWriter
@@ -220,7 +220,7 @@ def test_samples_are_taken_as_they_came(tokens: list[list[int]], step: int) -> N
     ]
     fills = [store_pb.FillColumnsRequest(request_id="f", sample_id="s")]
     sent = store_pb.WriteRequest(request_id="w", endings=endings, fills=fills)
-    batch = Batch.parse(sent.SerializeToString())
+    batch = WriteBatch.parse(sent.SerializeToString())
     assert (batch.request_id, list(batch.fills)) == ("w", fills)
     assert [list(rows) for rows in batch.payloads] == [
         [sample.SerializeToString() for sample in ending.samples] for ending in endings
@@ -234,7 +234,7 @@ def test_what_is_no_message_is_refused_where_it_is_parsed() -> None:
     data = store_pb.WriteRequest(request_id="w", endings=[ending()]).SerializeToString()
     for cut in range(1, len(data)):
         with contextlib.suppress(DecodeError):
-            assert Batch.parse(data[:cut]).request_id == "w"[: cut - 2]
+            assert WriteBatch.parse(data[:cut]).request_id == "w"[: cut - 2]
 
 
 async def test_what_is_wrong_with_one_does_not_concern_the_others(client: Client) -> None:

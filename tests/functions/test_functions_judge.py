@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from troupe.functions.library import chat
 from troupe.functions.library.judge import JudgeError, judge, read_score
 
 TURNS = [
@@ -71,7 +70,7 @@ BROKEN = (503, {}, b"overloaded")
 
 @pytest.fixture
 def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setattr(chat, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("troupe.functions.library.judge._FIRST_PAUSE", 0.01)
     made = Endpoint(*getattr(request, "param", (score(0.5),)))
     yield made
     made.server.shutdown()

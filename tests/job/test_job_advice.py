@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.cluster import job_yaml
 from troupe.job import JobSpec, parse_job
-from troupe.job.advice import advice
+from troupe.job.compatibility import advice
 
 
 def told(**over: Any) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from troupe.client.cli.reference import reference
+from troupe.client.cli.specification import reference
 from troupe.job import JobSpec, JobSpecError, parse_job
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.actor import Actor, NotFinite, Played, Seat
+from troupe.networks.actor import Actor, NotFinite, PlayedCopies, Seat
 from troupe.networks.fragments import Fragment
 from troupe.networks.spec import NetworkSpec
 from troupe.networks.vector import Observed, Spaces, Stepped, make_environment
@@ -31,7 +31,7 @@ def spread(spec: NetworkSpec = PPO, copies: int = 4, **settings: Any) -> Actor:
     return actor
 
 
-def same(one: Played, other: Played) -> bool:
+def same(one: PlayedCopies, other: PlayedCopies) -> bool:
     mine, yours = one.fragments["team"], other.fragments["team"]
     return all(np.array_equal(mine[name], yours[name]) for name in mine.arrays)
 

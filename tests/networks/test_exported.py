@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer.networks.learner import NetworkLearner
 from troupe.checkpoints.card import write_card
-from troupe.checkpoints.lineage import Lineage
+from troupe.checkpoints.verifying import Lineage
 from troupe.job import JobSpec
 from troupe.networks.exported import ExportedNetwork
 from troupe.rpc.errors import InvalidArgument

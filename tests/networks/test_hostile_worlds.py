@@ -12,8 +12,8 @@ import yaml
 
 from services.rollout.networks.arena import Arena
 from services.trainer.compute import Compute
-from services.trainer.networks import table as tables
-from services.trainer.networks.table import table_of
+from services.trainer.networks import learner as tables
+from services.trainer.networks.learner import table_of
 from tests.networks.hostile_worlds import ERRORS
 from troupe.job import JobSpec
 from troupe.outcomes import described, type_name

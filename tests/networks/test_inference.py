@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from troupe.networks.inference import Tanh, draw, likeliest
+from troupe.networks.modules import Tanh, draw, likeliest
 
 NEVER = -1e9
 

@@ -13,7 +13,7 @@ import torch
 from tests.networks.test_network_rows import fragment
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.fragments import SHAPES, Fragment
-from troupe.networks.learning import Learner, make_learner
+from troupe.networks.learning import NetworkTrainer, make_learner
 from troupe.networks.qlearning import QLearner
 from troupe.networks.spec import NetworkSpec
 from troupe.networks.vector import Spaces, VectorEnvironment, make_environment
@@ -272,7 +272,7 @@ def train(
     spec: NetworkSpec, environment: VectorEnvironment, updates: int, enough: Callable[[float], bool]
 ) -> float:
     """The mean return without exploration, when it is enough or after so many updates."""
-    learner: Learner = make_learner(spec, environment.spaces, environment.agents, seed=1)
+    learner: NetworkTrainer = make_learner(spec, environment.spaces, environment.agents, seed=1)
     actor = Actor(environment, {"p": Seat(spec, environment.agents)})
     found = float("nan")
     for version in range(updates + 1):

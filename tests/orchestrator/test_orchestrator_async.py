@@ -224,16 +224,16 @@ async def test_no_step_opens_while_the_store_is_too_full(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full store: the job goes on step by step, as if its bound were 0."""
-    from services.experience_store import watching
+    from services.experience_store import store
 
-    plain = watching.table_status
+    plain = store.table_status
 
     def full(*what: Any) -> es.TableStatus:
         message = plain(*what)
         message.over_high_water = True
         return message
 
-    monkeypatch.setattr(watching, "table_status", full)
+    monkeypatch.setattr(store, "table_status", full)
     cluster.rollouts[0].script.seconds = 0.03
     job_id = await cluster.submit(async_yaml(pipeline__alpha=3))
     job = await cluster.wait(job_id)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.readiness import Arrivals, ready_work
+from services.orchestrator.placement.trainer_scheduler import ReadyOrder, ready_work
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import FakeTrainer, TrainerScript
@@ -81,7 +81,7 @@ async def test_a_suspended_state_that_is_gone_costs_nothing_but_a_load(house: Cl
 async def test_a_gang_that_is_gone_when_it_is_suspended_keeps_nobody_waiting(
     house: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.orchestrator.seat._STUCK_SECONDS", 1000.0)
+    monkeypatch.setattr("services.orchestrator.placement.trainer_lease._STUCK_SECONDS", 1000.0)
     trainer = await house.add_trainer(TrainerScript(slots=1, lose_gang=True))
     job_id = await house.submit(job())
     ended = await house.wait(job_id, seconds=40)
@@ -93,7 +93,7 @@ async def test_a_gang_that_is_gone_when_it_is_suspended_keeps_nobody_waiting(
 async def test_a_policy_that_could_not_be_suspended_is_asked_again(
     house: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.orchestrator.seat._STUCK_SECONDS", 0.5)
+    monkeypatch.setattr("services.orchestrator.placement.trainer_lease._STUCK_SECONDS", 0.5)
     trainer = await house.add_trainer(TrainerScript(slots=1, full_suspensions=2))
     job_id = await house.submit(job())
     ended = await house.wait(job_id, seconds=15)
@@ -302,7 +302,7 @@ def test_what_is_work(told: es.TableStatus | None, accumulated: int, work: int) 
 
 
 def test_the_oldest_micro_batch_is_computed_first() -> None:
-    arrivals = Arrivals()
+    arrivals = ReadyOrder()
     assert arrivals.oldest is None
     arrivals.note(2, 1.0)
     arrivals.note(3, 2.0)

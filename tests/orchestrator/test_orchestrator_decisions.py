@@ -13,7 +13,7 @@ from services.orchestrator.populations.decisions import levels, mixtures, settle
 from services.orchestrator.populations.state import (
     CANDIDATE,
     SETTLED,
-    Member,
+    FrozenMember,
     PopulationState,
     Solution,
 )
@@ -43,7 +43,7 @@ def grown(*members: tuple[str, int, str]) -> PopulationState:
     found = {}
     for place, (learner, version, state) in enumerate(members):
         name = f"{learner}@{version}"
-        found[name] = Member(
+        found[name] = FrozenMember(
             name, learner, "main", version, "", version, place, "", state, 0, 0.0
         )  # fmt: skip
     table = PayoffTable([len(members)] * 2, symmetric=True)
@@ -96,7 +96,7 @@ def test_gains_are_told_of_all_pools_though_one_has_nobody_new() -> None:
     table.record((0, 0), [1.0, -1.0])
     table.record((0, 1), [0.25, -0.25])
     members = {
-        name: Member(name, name[:-2], "main", 0, "", 0, new, "", SETTLED, 0, 0.0)
+        name: FrozenMember(name, name[:-2], "main", 0, "", 0, new, "", SETTLED, 0, 0.0)
         for name, new in (("player@0", 0), ("rival@0", 0), ("rival@2", 1))
     }
     pools = {"alice": ["player@0"], "bob": ["rival@0", "rival@2"]}

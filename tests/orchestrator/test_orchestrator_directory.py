@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.orchestrator.directory import locate
+from services.orchestrator.cluster import locate
+from services.orchestrator.placement.workers import WorkerRegistry
 from services.orchestrator.settings import OrchestratorSettings
-from services.orchestrator.workers import WorkerRegistry
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro

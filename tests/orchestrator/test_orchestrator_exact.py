@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from examples.self_play.kuhn import workflow
-from services.orchestrator.populations import inquiry
+from services.orchestrator.populations import exact
 from tests.orchestrator.playing import game, lasting, population
 from tests.support.cluster import Cluster, job_yaml
 from troupe.populations import enumerated
@@ -123,7 +123,7 @@ async def test_members_of_two_pools_that_stay_on_their_seats(
     kuhn: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that is away once costs time only; a long game is asked about in several calls."""
-    monkeypatch.setattr(inquiry, "_CALL_CHARACTERS", 700)
+    monkeypatch.setattr(exact, "_CALL_CHARACTERS", 700)
     faults = [Unavailable("the engine died")]
 
     def once(version: int, prompt: ro.ScorePrompt) -> list[float]:

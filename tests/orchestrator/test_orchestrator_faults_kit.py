@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from services.orchestrator.faults import (
-    Attempts,
-    Patience,
+from services.orchestrator.errors import (
+    Deadline,
+    RetryBackoff,
     alongside,
     is_transient,
     job_fault,
@@ -45,7 +45,7 @@ def test_what_repetition_can_cure(error: TroupeError, transient: bool) -> None:
 
 async def test_patience_says_what_it_waited_for() -> None:
     said: list[str] = []
-    patience = Patience("step 3", 0.05, "limits.step_seconds", said.append)
+    patience = Deadline("step 3", 0.05, "limits.step_seconds", said.append)
     patience.say("waiting for 2 trajectories")
     with pytest.raises(DeadlineExceeded) as caught:
         await patience.wait(asyncio.sleep(10))
@@ -59,7 +59,7 @@ async def test_patience_says_what_it_waited_for() -> None:
 
 
 async def test_patience_lets_shorter_waits_pass() -> None:
-    patience = Patience("step 3", 10, "limits.step_seconds")
+    patience = Deadline("step 3", 10, "limits.step_seconds")
     with pytest.raises(TimeoutError):
         await patience.wait(asyncio.sleep(10), at_most=0.01)
     assert await patience.wait(asyncio.sleep(0, "done")) == "done"
@@ -72,14 +72,14 @@ async def test_patience_lets_shorter_waits_pass() -> None:
 
 
 async def test_attempts_end_at_once_for_what_nothing_cures() -> None:
-    attempts = Attempts(Patience("x", 10, "f"))
+    attempts = RetryBackoff(Deadline("x", 10, "f"))
     with pytest.raises(InvalidArgument):
         await attempts.failed(InvalidArgument("wrong"))
     await attempts.failed(Unavailable("away", retry_after_ms=1))
 
 
 async def test_attempts_give_an_internal_fault_three_chances() -> None:
-    attempts = Attempts(Patience("x", math.inf, "f"))
+    attempts = RetryBackoff(Deadline("x", math.inf, "f"))
     for _ in range(3):
         await attempts.failed(Internal("bug", retry_after_ms=1))
     with pytest.raises(Internal):
@@ -87,7 +87,7 @@ async def test_attempts_give_an_internal_fault_three_chances() -> None:
 
 
 async def test_attempts_are_noticed_ever_more_seldom() -> None:
-    attempts = Attempts(Patience("x", 10, "f"))
+    attempts = RetryBackoff(Deadline("x", 10, "f"))
     noticed = []
     for _ in range(9):
         await attempts.failed(Unavailable("away", retry_after_ms=0))

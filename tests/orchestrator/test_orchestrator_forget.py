@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from services.orchestrator.redis_access import INDEX, JobKeys, RedisAccess
+from services.orchestrator.state.redis import INDEX, JobKeys, RedisAccess
 from tests.support.cluster import Cluster, job_yaml
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as pb

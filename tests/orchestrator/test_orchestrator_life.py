@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from services.orchestrator.job_store import JobStore
-from services.orchestrator.records import JobRecord
-from services.orchestrator.redis_access import RedisUnavailable
-from services.orchestrator.room import make_room
+from services.orchestrator.cluster import make_room
+from services.orchestrator.state.job_store import JobStore
+from services.orchestrator.state.records import JobRecord
+from services.orchestrator.state.redis import StateUnavailable
 from tests.support.cluster import Cluster, job_yaml
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as pb
@@ -38,7 +38,7 @@ async def test_a_submission_that_was_cut_off_is_carried_out_when_it_is_repeated(
 
     async def cut_off(self: JobStore, record: JobRecord) -> bool:
         if await create(self, record):
-            raise RedisUnavailable("gone for a moment")
+            raise StateUnavailable("gone for a moment")
         return False
 
     monkeypatch.setattr(JobStore, "create", cut_off)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.metrics import Tally, commit_metrics, percentile
-from services.orchestrator.sinks import JsonLines, Sinks
+from services.orchestrator.jobs.sinks import JsonLines, Sinks
+from services.orchestrator.pipeline.metrics import Tally, commit_metrics, percentile
 from tests.support.cluster import job_yaml
 from troupe.job import parse_job
 from troupe.v1 import common_pb2 as pb

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from services.orchestrator.batch import Batch
-from services.orchestrator.job_store import Superseded
-from services.orchestrator.populations.matches import Matches
-from services.orchestrator.populations.state import SETTLED, Member, PopulationState
-from services.orchestrator.redis_access import RedisUnavailable
+from services.orchestrator.pipeline.dispatch import TicketBatch
+from services.orchestrator.populations.population import Matches
+from services.orchestrator.populations.state import SETTLED, FrozenMember, PopulationState
+from services.orchestrator.state.job_store import Superseded
+from services.orchestrator.state.redis import StateUnavailable
 from tests.support.cluster import job_yaml
 from troupe.job import JobSpec, parse_job
 from troupe.populations.payoffs import PayoffTable
@@ -51,7 +51,7 @@ class Table:
         self.faults: list[TroupeError] = []
         names = [f"player@{n}" for n in range(2)]
         members = {
-            name: Member(name, "player", "main", n, "", n, n, "", SETTLED, 0, 0.0)
+            name: FrozenMember(name, "player", "main", n, "", n, n, "", SETTLED, 0, 0.0)
             for n, name in enumerate(names)
         }
         self.state = PopulationState({"all": names}, PayoffTable([2, 2], True), members)
@@ -66,7 +66,7 @@ class Table:
         self.matches = Matches(job, around, store, around, self.state)
 
     # What a dispatch does.
-    def add(self, batch: Batch, groups: list[list[ro.Ticket]]) -> None:
+    def add(self, batch: TicketBatch, groups: list[list[ro.Ticket]]) -> None:
         batch.add([ticket.trajectory_id for (ticket,) in groups])
         self.batch = batch
         for (ticket,) in groups:
@@ -74,7 +74,7 @@ class Table:
             if (event := self.play(ticket)) is not None:
                 batch.end(event)
 
-    def withdraw(self, batch: Batch, queries: list[str], reason: str) -> None: ...
+    def withdraw(self, batch: TicketBatch, queries: list[str], reason: str) -> None: ...
 
     # What slots do.
     async def load_matches(self, *_: Any) -> None: ...
@@ -211,7 +211,7 @@ async def test_what_has_ended_lasts_when_a_round_is_stopped() -> None:
     assert len(table.kept) == 11
 
 
-@pytest.mark.parametrize("faults", [[], [RedisUnavailable("away")]])
+@pytest.mark.parametrize("faults", [[], [StateUnavailable("away")]])
 async def test_what_has_ended_lasts_when_a_round_fails(faults: list[TroupeError]) -> None:
     """If it can be written; what is told is why the round failed."""
 
@@ -230,7 +230,7 @@ async def test_what_has_ended_lasts_when_a_round_fails(faults: list[TroupeError]
 
 async def test_a_write_that_fails_is_made_up_for() -> None:
     table = Table(job_of(), all_but_the_last, seconds=0.001)
-    table.faults = [RedisUnavailable("away")]
+    table.faults = [StateUnavailable("away")]
     playing = asyncio.create_task(table.matches.play(table.matches.due()))
     async with asyncio.timeout(60):
         while not table.kept:  # noqa: ASYNC110

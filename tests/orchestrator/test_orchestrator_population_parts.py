@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.batch import Batch
-from services.orchestrator.dispatch import Dispatch
-from services.orchestrator.faults import Patience
-from services.orchestrator.job_store import Superseded
-from services.orchestrator.populations import pool
-from services.orchestrator.populations.pool import MemberWeights, let_go
-from services.orchestrator.populations.slots import Slots
-from services.orchestrator.populations.state import SETTLED, Member, PopulationState
-from services.orchestrator.runner import JobRunner
-from services.orchestrator.victims import SharedDeaths
+from services.orchestrator.crash_loops import SharedDeaths
+from services.orchestrator.errors import Deadline
+from services.orchestrator.jobs.runner import JobRunner
+from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch
+from services.orchestrator.populations import slots
+from services.orchestrator.populations.slots import MemberWeights, Slots, let_go
+from services.orchestrator.populations.state import SETTLED, FrozenMember, PopulationState
+from services.orchestrator.state.job_store import Superseded
 from troupe.populations.payoffs import PayoffTable
 from troupe.rpc import Internal, NotFound
 from troupe.v1 import common_pb2 as pb
@@ -28,8 +26,8 @@ from troupe.v1 import rollout_pb2 as ro
 from troupe.v1 import trainer_pb2 as tr
 
 
-def patience() -> Patience:
-    return Patience("a test", 30, "nothing")
+def patience() -> Deadline:
+    return Deadline("a test", 30, "nothing")
 
 
 def test_matches_beside_training_wait_for_what_is_trained() -> None:
@@ -38,7 +36,7 @@ def test_matches_beside_training_wait_for_what_is_trained() -> None:
     engines: Any = None
     dispatch = Dispatch(job, engines)
     for name, step, aside in (("match", 2, True), ("train", 5, False), ("older", 4, False)):
-        batch = Batch(step, patience(), lambda event: None, aside=aside)
+        batch = TicketBatch(step, patience(), lambda event: None, aside=aside)
         dispatch.add(batch, [[ro.Ticket(query_id=name, trajectory_id=name)]])
     assert [group[0].query_id for group in dispatch._waiting] == ["older", "train", "match"]
 
@@ -86,7 +84,7 @@ def weights_of(hosts: Hosts, seconds: float) -> MemberWeights:
     return MemberWeights(job, trainers)
 
 
-MEMBER = Member("player@3", "player", "main", 3, "c", 3, 1, "", SETTLED, 0, 0.0)
+MEMBER = FrozenMember("player@3", "player", "main", 3, "c", 3, 1, "", SETTLED, 0, 0.0)
 
 
 async def test_a_member_whose_host_is_away_is_not_gone() -> None:
@@ -175,7 +173,7 @@ async def test_members_that_stay_do_not_hide_how_a_job_ended(
     async def fails(job: Any) -> None:
         raise trouble
 
-    monkeypatch.setattr(pool, "let_go", fails)
+    monkeypatch.setattr(slots, "let_go", fails)
     record = Record(epoch=1)
     runner = JobRunner(populated(record, []).shared, "job")
     runner._job, runner._epoch = populated(record, []), 1
@@ -188,12 +186,12 @@ async def test_members_that_stay_do_not_hide_how_a_job_ended(
 class Published(set[str]):
     """Whose weights engines find; saving what is in slots takes a while."""
 
-    async def publish(self, member: Member, patience: Patience) -> pb.WeightsRef:
+    async def publish(self, member: FrozenMember, patience: Deadline) -> pb.WeightsRef:
         await asyncio.sleep(0)
         self.add(member.member_id)
         return pb.WeightsRef(policy=member.learner, version=member.version)
 
-    async def drop(self, member: Member, *, files: bool) -> None:
+    async def drop(self, member: FrozenMember, *, files: bool) -> None:
         self.discard(member.member_id)
 
     async def save_slots(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.ledger import Ledger
+from services.orchestrator.state.weight_versions import WeightVersions
 from tests.orchestrator.playing import (
     MATCHES,
     game,
@@ -94,20 +94,20 @@ async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
     quiet = await cluster.submit(game("quiet", pipeline__steps=3, population=RESTART))
     assert (await cluster.wait(quiet, seconds=60)).state == pb.JOB_STATE_SUCCEEDED
     stuck = asyncio.Event()
-    restart = Ledger.restart
+    restart = WeightVersions.restart
 
-    async def stay(self: Ledger, *args: Any) -> Any:
+    async def stay(self: WeightVersions, *args: Any) -> Any:
         if moved:
             await restart(self, *args)
         stuck.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Ledger, "restart", stay)
+    monkeypatch.setattr(WeightVersions, "restart", stay)
     troubled = await cluster.submit(game("troubled", pipeline__steps=3, population=RESTART))
     async with asyncio.timeout(60):
         await stuck.wait()
     await cluster.stop_orchestrator()
-    monkeypatch.setattr(Ledger, "restart", restart)
+    monkeypatch.setattr(WeightVersions, "restart", restart)
     await cluster.start_orchestrator()
     job = await cluster.wait(troubled, seconds=60)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem

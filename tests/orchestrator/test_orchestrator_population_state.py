@@ -9,22 +9,27 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.event_log import EventLog
-from services.orchestrator.job_store import JobStore, Superseded
 from services.orchestrator.populations.exact import ExactPayoffs
-from services.orchestrator.populations.state import CANDIDATE, RETIRED, Member, PopulationState
-from services.orchestrator.populations.store import PopulationStore
-from services.orchestrator.redis_access import JobKeys, RedisAccess
+from services.orchestrator.populations.state import (
+    CANDIDATE,
+    RETIRED,
+    FrozenMember,
+    PopulationState,
+    PopulationStore,
+)
+from services.orchestrator.state.event_log import EventLog
+from services.orchestrator.state.job_store import JobStore, Superseded
+from services.orchestrator.state.redis import JobKeys, RedisAccess
 from troupe.populations.payoffs import PayoffTable
 from troupe.rpc import new_id
 
 
-def member(version: int, state: str) -> Member:
+def member(version: int, state: str) -> FrozenMember:
     name = f"player@{version}"
-    return Member(name, "player", "main", version, "", version, version, "", state, 0, 0.0)
+    return FrozenMember(name, "player", "main", version, "", version, version, "", state, 0, 0.0)
 
 
-def population(*members: Member) -> PopulationState:
+def population(*members: FrozenMember) -> PopulationState:
     names = {one.member_id: one for one in members}
     return PopulationState({"all": list(names)}, PayoffTable([len(names)], True), names)
 

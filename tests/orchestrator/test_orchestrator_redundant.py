@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.orchestrator.redundancy import Redundancy
+from services.orchestrator.pipeline.metrics import Redundancy
 from tests.orchestrator.test_orchestrator_rosters import finish, step_rows, varied
 from tests.support.cluster import Cluster, job_yaml
 from troupe.v1 import common_pb2 as pb

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from redis.asyncio import Redis
 
-from services.orchestrator.redis_access import JobKeys
+from services.orchestrator.state.redis import JobKeys
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.redis_server import RedisServer
 from troupe.v1 import common_pb2 as pb

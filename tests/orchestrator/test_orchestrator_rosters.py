@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.roster import Roster
+from services.orchestrator.pipeline.step_queries import StepQueries
 from tests.support.cluster import Cluster, job_yaml
 from troupe.scheduling import admission
 from troupe.v1 import common_pb2 as pb
@@ -123,13 +123,13 @@ async def test_a_restart_takes_no_query_twice_and_leaves_none_out(
 async def test_nothing_is_carried_to_a_step_that_is_still_being_opened(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really_open = Roster.open
+    really_open = StepQueries.open
 
-    async def opens_slowly(self: Roster, *arguments: Any) -> None:
+    async def opens_slowly(self: StepQueries, *arguments: Any) -> None:
         await asyncio.sleep(0.4)
         await really_open(self, *arguments)
 
-    monkeypatch.setattr(Roster, "open", opens_slowly)
+    monkeypatch.setattr(StepQueries, "open", opens_slowly)
     rollout = cluster.rollouts[0]
     rollout.script.seconds = 0.03
     rollout.script.slow = lambda ticket: 0.4 if ticket.index % 4 == 1 else 0.0

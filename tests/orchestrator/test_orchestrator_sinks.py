@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator import sinks as module
-from services.orchestrator.sinks import Sinks
+from services.orchestrator.jobs import sinks as module
+from services.orchestrator.jobs.sinks import Sinks
 from tests.support.cluster import job_yaml
 from tests.support.hostile import HALF, UnsayableError, leaf_errors, nested_group
 from troupe.job import parse_job

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.audit import contradictions
-from services.orchestrator.event_log import EventLog
-from services.orchestrator.job_store import JobStore, Superseded
-from services.orchestrator.ledger import Ledger
-from services.orchestrator.records import JobRecord
-from services.orchestrator.redis_access import JobKeys, RedisAccess, RedisUnavailable
+from services.orchestrator.server import contradictions
+from services.orchestrator.state.event_log import EventLog
+from services.orchestrator.state.job_store import JobStore, Superseded
+from services.orchestrator.state.records import JobRecord
+from services.orchestrator.state.redis import JobKeys, RedisAccess, StateUnavailable
+from services.orchestrator.state.weight_versions import WeightVersions
 from tests.support.cluster import job_yaml
 from tests.support.fake_trainer import weights_of
 from tests.support.ports import free_port
@@ -33,7 +33,7 @@ class Desk:
     redis: RedisAccess
     log: EventLog
     store: JobStore
-    ledger: Ledger
+    ledger: WeightVersions
 
     async def make(self, state: pb.JobState.ValueType = pb.JOB_STATE_SUBMITTED) -> JobRecord:
         record = JobRecord(
@@ -58,7 +58,7 @@ async def until(good: Callable[[], bool]) -> None:
 async def desk(redis_url: str) -> AsyncIterator[Desk]:
     redis = RedisAccess(redis_url)
     log = EventLog(redis)
-    yield Desk(redis, log, JobStore(redis, log), Ledger(redis))
+    yield Desk(redis, log, JobStore(redis, log), WeightVersions(redis))
     await redis.close()
 
 
@@ -218,7 +218,7 @@ async def test_the_ledger_moves_one_step_at_a_time(desk: Desk) -> None:
 async def test_a_redis_that_is_not_there_is_named_without_its_password() -> None:
     port = free_port()
     redis = RedisAccess(f"redis://:secret@127.0.0.1:{port}/0", patience=0.1)
-    with pytest.raises(RedisUnavailable) as caught:
+    with pytest.raises(StateUnavailable) as caught:
         await redis.ping()
     text = str(caught.value)
     assert f"redis://127.0.0.1:{port}/0" in text

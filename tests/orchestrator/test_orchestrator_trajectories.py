@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.trajectories import pack, unpack
+from services.orchestrator.state.trajectories import pack, unpack
 from troupe.v1 import orchestrator_pb2 as orch
 
 

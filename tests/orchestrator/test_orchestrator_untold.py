@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator import step_rollout
-from services.orchestrator.batch import Batch
-from services.orchestrator.dispatch import Dispatch
-from services.orchestrator.faults import Patience
-from services.orchestrator.victims import SharedDeaths
+from services.orchestrator.crash_loops import SharedDeaths
+from services.orchestrator.errors import Deadline
+from services.orchestrator.pipeline import steps
+from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch
 from tests.orchestrator.test_orchestrator_redundant import number
 from tests.orchestrator.test_orchestrator_rosters import finish, step_rows
 from tests.support.cluster import Cluster, job_yaml
@@ -31,7 +30,7 @@ async def test_a_stream_that_stays_and_says_nothing_holds_no_step(
     cluster: Cluster, mode: str, redundant: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of each group ends in the store and is never told, while its worker is well."""
-    monkeypatch.setattr(step_rollout, "_LAST_WORDS_SECONDS", 0.25)
+    monkeypatch.setattr(steps, "_LAST_WORDS_SECONDS", 0.25)
     rollout = cluster.rollouts[0]
     rollout.script.slow = lambda ticket: (0.0, 0.05, 1000, 1000)[number(ticket)]
     rollout.script.late = lambda ticket: 1000 if number(ticket) == 1 else 0.0
@@ -108,9 +107,9 @@ class Play:
         self.batch = self.add("q0", IDS)
         self._running: asyncio.Task[None] | None = None
 
-    def add(self, query_id: str, ids: list[str]) -> Batch:
-        patience = Patience("a test", 30, "nothing")
-        batch = Batch(0, patience, lambda event: self.told.append(event.trajectory_id))
+    def add(self, query_id: str, ids: list[str]) -> TicketBatch:
+        patience = Deadline("a test", 30, "nothing")
+        batch = TicketBatch(0, patience, lambda event: self.told.append(event.trajectory_id))
         tickets = [ro.Ticket(query_id=query_id, trajectory_id=one) for one in ids]
         self.dispatch.add(batch, [tickets])
         batch.seal()

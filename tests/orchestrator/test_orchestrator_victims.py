@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.victims import SharedDeaths, Victims
+from services.orchestrator.crash_loops import CrashLoopGuard, SharedDeaths
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import TrainerScript
@@ -101,7 +101,7 @@ class Jobs:
         self.deadly = deadly
         registry: Any = SimpleNamespace(all=list)
         self.running = {
-            job: Victims(registry, self.deaths, job, limit, "did it", "workflow", "")
+            job: CrashLoopGuard(registry, self.deaths, job, limit, "did it", "workflow", "")
             for job in deadly | others
         }
         self.failed: list[str] = []

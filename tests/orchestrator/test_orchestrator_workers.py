@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.orchestrator.faults import Patience
+from services.orchestrator.errors import Deadline
+from services.orchestrator.placement.workers import WorkerHandle, WorkerRegistry
 from services.orchestrator.settings import OrchestratorSettings
-from services.orchestrator.workers import Worker, WorkerRegistry
 from troupe.rpc import AlreadyExists, DeadlineExceeded, Unavailable
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -29,7 +29,7 @@ async def registry() -> AsyncIterator[WorkerRegistry]:
     await registry.close()
 
 
-def only(registry: WorkerRegistry) -> Worker:
+def only(registry: WorkerRegistry) -> WorkerHandle:
     (worker,) = registry.all()
     return worker
 
@@ -129,7 +129,7 @@ async def test_while_alive_leaves_other_timeouts_alone(registry: WorkerRegistry)
 
 
 async def test_waiting_names_what_is_missing(registry: WorkerRegistry) -> None:
-    patience = Patience("waiting for workers", 0.05, "workers_timeout_seconds")
+    patience = Deadline("waiting for workers", 0.05, "workers_timeout_seconds")
     with pytest.raises(DeadlineExceeded, match="waiting for a rollout and a trainer worker"):
         await registry.wait_for((ROLLOUT, TRAINER), patience)
 

@@ -20,12 +20,12 @@ from troupe.populations.histories import Histories  # noqa: E402
 from troupe.populations.learned import (  # noqa: E402
     LearnedPsro,
     Oracle,
+    SampledGame,
     Training,
     enumerated,
     train,
 )
 from troupe.populations.matches import Precision  # noqa: E402
-from troupe.populations.sampled import SampledGame  # noqa: E402
 
 
 def oracle(updates: int, copies: int = 64, gradients: int = 2) -> Oracle:

@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.populations.opponents import (
+    LeagueMember,
     LeagueRules,
-    Member,
     is_due,
     league_opponents,
     past_selves,
 )
 
-MAIN = Member("main", "main", frozen=False)
-HUNTER = Member("hunter", "main_exploiter", frozen=False)
-SPY = Member("spy", "league_exploiter", frozen=False)
-M1, M2 = (Member(f"main@{i}", "main", parent="main") for i in (1, 2))
-H1 = Member("hunter@1", "main_exploiter", parent="hunter")
+MAIN = LeagueMember("main", "main", frozen=False)
+HUNTER = LeagueMember("hunter", "main_exploiter", frozen=False)
+SPY = LeagueMember("spy", "league_exploiter", frozen=False)
+M1, M2 = (LeagueMember(f"main@{i}", "main", parent="main") for i in (1, 2))
+H1 = LeagueMember("hunter@1", "main_exploiter", parent="hunter")
 ALL = (MAIN, HUNTER, SPY, M1, M2, H1)
 
 
@@ -78,7 +78,7 @@ def test_who_beats_all_is_frozen() -> None:
     st.sampled_from([MAIN, HUNTER, SPY]),
 )
 def test_it_is_always_a_distribution_over_others_that_there_are(
-    wins: dict[tuple[str, str], float], learner: Member
+    wins: dict[tuple[str, str], float], learner: LeagueMember
 ) -> None:
     found = league_opponents(learner, ALL, wins)
     assert sum(found.values()) == pytest.approx(1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.populations.ratings import Rating, rated
+from troupe.populations.payoffs import Rating, rated
 
 MATCHES = st.lists(
     st.tuples(

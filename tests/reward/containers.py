@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from services.reward.call import Call
-from services.reward.cpu import Lease
+from services.reward.call import FunctionCall
+from services.reward.groups import CoreLease
 from services.reward.sandboxes.container import ContainerHome
-from services.reward.sandboxes.keeper import Limits, Sandboxes
+from services.reward.sandboxes.keeper import SandboxKeeper, SandboxLimits
 from tests.reward.test_reward_sandboxes import Trajectory, function
 from troupe.v1 import reward_pb2 as pb
 
@@ -40,7 +40,7 @@ async def test_a_container_for_a_trajectory(docker: Any, tmp_path: Path) -> None
     (tmp_path / "hostile_functions.py").write_text(HOSTILE.read_text())
     (tmp_path / "honest.py").write_text("def says():\n    return 'the truth'\n")
     settings = {"sandbox": "container", "image": IMAGE, "processes": 32, "disk_mib": 16}
-    sandboxes = Sandboxes(Limits(), 120)
+    sandboxes = SandboxKeeper(SandboxLimits(), 120)
     mine, other = Trajectory(sandboxes, tmp_path), Trajectory(sandboxes, tmp_path)
     try:
         assert (await mine.call("where", settings))["uid"] == 65534
@@ -71,20 +71,20 @@ async def test_a_container_for_a_trajectory(docker: Any, tmp_path: Path) -> None
 
 async def test_a_containers_cores(docker: Any) -> None:
     what = function("where", sandbox="container", image=IMAGE, stateful=False)
-    sandboxes = Sandboxes(Limits(), 120)
+    sandboxes = SandboxKeeper(SandboxLimits(), 120)
     asked: list[str] = []
     grant = ContainerHome.grant
 
-    async def told(self: ContainerHome, lease: Lease) -> None:
+    async def told(self: ContainerHome, lease: CoreLease) -> None:
         await grant(self, lease)
         form = "{{.HostConfig.NanoCpus}} {{.HostConfig.CpusetCpus}}"
         asked.append(docker("inspect", "-f", form, self._name))
 
-    call = Call("{}", "job")
+    call = FunctionCall("{}", "job")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ContainerHome, "grant", told)
         async with sandboxes.room(what, call) as place:
-            outcome = await place.run(what, call, Lease("any", (0,)))
+            outcome = await place.run(what, call, CoreLease("any", (0,)))
     await sandboxes.stop()
     assert asked == ["1000000000 0"]
     assert outcome.error is not None  # the image has not got the module
@@ -92,7 +92,7 @@ async def test_a_containers_cores(docker: Any) -> None:
 
 
 async def test_an_image_that_is_not_there(docker: Any) -> None:
-    sandboxes = Sandboxes(Limits(), 120)
+    sandboxes = SandboxKeeper(SandboxLimits(), 120)
     error = await Trajectory(sandboxes).call(
         "where", {"sandbox": "container", "image": "troupe-test-no-such-image:1"}
     )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.answers import as_reward
-from services.reward.call import Outcome
+from services.reward.call import CallOutcome
+from services.reward.slot import as_reward
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import InvalidArgument, new_id
@@ -44,7 +44,7 @@ async def test_a_reward_that_no_float_can_be_is_none(client: Client, by_agent: b
 
 @pytest.mark.parametrize("text", ["true", '"1"', "[1]", "null", '{"a": [1]}', "1" + "0" * 400])
 async def test_what_is_no_reward(text: str) -> None:
-    outcome = as_reward(Outcome(text))
+    outcome = as_reward(CallOutcome(text))
     assert outcome.error is not None
     assert outcome.error.kind == Kind.KIND_BAD_RESULT
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.logs import Lines
+from services.reward.function import Lines
 from tests.reward.test_reward_scaling import until
 from tests.reward.test_reward_service import Client, appears, client_of
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, new_id

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.confinement import layers
-from services.reward.process import WorkerProcess
-from services.reward.sandbox import Cage
+from services.reward.host import layers
+from services.reward.sandbox import SandboxProfile
 from services.reward.sandboxes import landlock, seccomp
+from services.reward.slot import WorkerProcess
 from tests.support.needs import BUBBLEWRAP
 
 libseccomp = pytest.mark.skipif(seccomp.filter_path() is None, reason="libseccomp is not installed")
@@ -52,7 +52,7 @@ print(json.dumps(found))
 
 def inside(program: str, *arguments: str) -> str:
     """What a Python program prints in a sandbox like a worker's."""
-    command, environment = Cage("bubblewrap", 64, 16).wrap(["-c", program, *arguments])
+    command, environment = SandboxProfile("bubblewrap", 64, 16).wrap(["-c", program, *arguments])
     command = command[: len(command) - 4]  # the limits are for programs of ours
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -95,7 +95,7 @@ async def test_a_process_reaches_the_files_that_it_declares(tmp_path: Path) -> N
     for name in ("read", "write", "neither"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("here")
-    cage = Cage(reads=(str(tmp_path / "read"),), writes=(str(tmp_path / "write"),))
+    cage = SandboxProfile(reads=(str(tmp_path / "read"),), writes=(str(tmp_path / "write"),))
     process = await WorkerProcess.start(*cage.launch())
     try:
 
@@ -134,8 +134,8 @@ async def test_a_process_reaches_the_files_that_it_declares(tmp_path: Path) -> N
 
 @BUBBLEWRAP
 def test_the_layers_in_force_are_told() -> None:
-    bare = layers(Cage("bubblewrap", memory_mib=128), None)
+    bare = layers(SandboxProfile("bubblewrap", memory_mib=128), None)
     assert {"namespaces", "read-only root", "rlimits", "rlimit:as"} <= set(bare)
     assert ("seccomp" in bare) == (seccomp.filter_path() is not None)
-    assert layers(Cage(reads=("/data",)), None) == ["landlock"]
-    assert layers(Cage(), None) == []
+    assert layers(SandboxProfile(reads=("/data",)), None) == ["landlock"]
+    assert layers(SandboxProfile(), None) == []

@@ -16,10 +16,9 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.call import Call
-from services.reward.cpu import CoreManager, usable_cores
-from services.reward.cpu.affinity import Affinity
-from services.reward.function import Function
+from services.reward.call import FunctionCall
+from services.reward.function import RegisteredFunction
+from services.reward.groups import Affinity, CoreManager, usable_cores
 from services.reward.queues import Queues, Waiting
 from tests.reward.test_reward_service import Client, client_of
 from troupe.rpc import InvalidArgument, new_id
@@ -192,15 +191,15 @@ async def client_with_one_core() -> AsyncIterator[Client]:
 # The queues.
 
 
-def _waiting(function: Function, arrival: int, priority: int = 0) -> Waiting:
+def _waiting(function: RegisteredFunction, arrival: int, priority: int = 0) -> Waiting:
     done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
     rank = (0.0, arrival)
-    return Waiting(str(arrival), function, Call("{}"), done, float(arrival), rank, priority)
+    return Waiting(str(arrival), function, FunctionCall("{}"), done, float(arrival), rank, priority)
 
 
 def test_a_functions_limit_stands_in_nobodys_way() -> None:
-    limited = Function(pb.FunctionSpec(name="limited", max_concurrency=2))
-    other = Function(pb.FunctionSpec(name="other"))
+    limited = RegisteredFunction(pb.FunctionSpec(name="limited", max_concurrency=2))
+    other = RegisteredFunction(pb.FunctionSpec(name="other"))
     limited.chunks.add(object())  # type: ignore[arg-type]
     queues = Queues()
     for arrival in range(4):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from services.chassis.telemetry import Telemetry
-from services.reward.call import Call, Outcome
-from services.reward.cpu import Lease
-from services.reward.function import Function
-from services.reward.host import Host
+from services.reward.call import CallOutcome, FunctionCall
+from services.reward.function import RegisteredFunction
+from services.reward.groups import CoreLease
+from services.reward.host import FunctionHost
 from services.reward.queues import Waiting
 from services.reward.runtime import Runtime
 from tests.support.places import BarePlace
@@ -33,8 +33,11 @@ class FragilePlace(BarePlace):
         self._draw = draw
 
     async def run_many(
-        self, function: Function, calls: Sequence[Call], lease: Lease | None = None
-    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        self,
+        function: RegisteredFunction,
+        calls: Sequence[FunctionCall],
+        lease: CoreLease | None = None,
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
         self.cancelled.clear()
         cold = 0.0 if self.warm else 0.001
         await asyncio.sleep(cold)
@@ -54,9 +57,9 @@ class FragilePlace(BarePlace):
             if kind == 0:
                 # Now and then one that no message can hold.
                 text = self._draw.choices(["1", "\ud800"], [50, 1])[0]
-                yield index, Outcome(text, seconds, cold_seconds=cold)
+                yield index, CallOutcome(text, seconds, cold_seconds=cold)
             else:
-                yield index, Outcome(error=pb.InvocationError(kind=kind, message="as drawn"))
+                yield index, CallOutcome(error=pb.InvocationError(kind=kind, message="as drawn"))
             cold = 0.0
             if kind in (Kind.KIND_CANCELLED, Kind.KIND_WORKER_DIED):
                 self.warm = False
@@ -68,13 +71,17 @@ class FragilePlace(BarePlace):
 async def test_every_call_has_one_outcome(seed: int) -> None:
     draw = random.Random(seed)
     places = [FragilePlace(f"place {i}", draw) for i in range(draw.choice([1, 2, 5]))]
-    host = Host("", places, min_workers=seed % 2, idle_seconds=draw.choice([0.0, 0.01, 9.0]))
+    host = FunctionHost(
+        "", places, min_workers=seed % 2, idle_seconds=draw.choice([0.0, 0.01, 9.0])
+    )
     runtime = Runtime([host], Telemetry())
     functions = [
-        Function(pb.FunctionSpec(name="short", kind="reward", timeout_seconds=9)),
-        Function(pb.FunctionSpec(name="one at a time", max_concurrency=1, timeout_seconds=9)),
-        Function(pb.FunctionSpec(name="again", retries=2, timeout_seconds=9)),
-        Function(pb.FunctionSpec(name="alone", sandbox="bubblewrap", timeout_seconds=9)),
+        RegisteredFunction(pb.FunctionSpec(name="short", kind="reward", timeout_seconds=9)),
+        RegisteredFunction(
+            pb.FunctionSpec(name="one at a time", max_concurrency=1, timeout_seconds=9)
+        ),
+        RegisteredFunction(pb.FunctionSpec(name="again", retries=2, timeout_seconds=9)),
+        RegisteredFunction(pb.FunctionSpec(name="alone", sandbox="bubblewrap", timeout_seconds=9)),
     ]
     await runtime.start()
     asked: dict[str, asyncio.Future[pb.InvokeResponse]] = {}
@@ -85,7 +92,7 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
         for turn in range(4):
             await asyncio.sleep(draw.random() * 0.03)
             names = [f"{number}-{turn}-{i}" for i in range(draw.choice([1, 1, 20]))]
-            calls = [(name, Call("{}", job_id=f"job {number % 3}")) for name in names]
+            calls = [(name, FunctionCall("{}", job_id=f"job {number % 3}")) for name in names]
             priority = draw.choice([0, 0, 1])
             outcomes = runtime.submit(calls, draw.choice(functions), priority)
             asked.update(zip(names, outcomes, strict=True))
@@ -115,10 +122,10 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
 async def test_what_has_least_left_goes_first_whatever_came_first() -> None:
     def queued(order: Order) -> list[str]:
         runtime = Runtime([], Telemetry(), discipline=Discipline(order))
-        test = Function(pb.FunctionSpec(name="test", kind="tool", timeout_seconds=9))
-        score = Function(pb.FunctionSpec(name="score", kind="reward", timeout_seconds=9))
+        test = RegisteredFunction(pb.FunctionSpec(name="test", kind="tool", timeout_seconds=9))
+        score = RegisteredFunction(pb.FunctionSpec(name="score", kind="reward", timeout_seconds=9))
         for name, function, seconds in (("b", test, 5.0), ("c", test, 1.0), ("d", score, 5.0)):
-            call = Call("{}", "job", f"trajectory {name}", expected_seconds=seconds)
+            call = FunctionCall("{}", "job", f"trajectory {name}", expected_seconds=seconds)
             runtime.submit([(name, call)], function)
         return [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]
 
@@ -129,17 +136,19 @@ async def test_what_has_least_left_goes_first_whatever_came_first() -> None:
 
 async def test_jobs_have_their_turns_whatever_their_order() -> None:
     runtime = Runtime([], Telemetry())
-    function = Function(pb.FunctionSpec(name="test", timeout_seconds=9))
+    function = RegisteredFunction(pb.FunctionSpec(name="test", timeout_seconds=9))
     for name, job, seconds in (("a", "long", 9.0), ("b", "long", 9.0), ("c", "short", 0.1)):
-        runtime.submit([(name, Call("{}", job, name, expected_seconds=seconds))], function)
+        runtime.submit([(name, FunctionCall("{}", job, name, expected_seconds=seconds))], function)
     first = [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]
     assert first in (["a", "c", "b"], ["c", "a", "b"])
 
 
 def test_what_a_call_needs_is_described_again_only_when_more_is_known() -> None:
-    function = Function(pb.FunctionSpec(name="test", cores=1, max_cores=4, parallel_fraction=0.9))
+    function = RegisteredFunction(
+        pb.FunctionSpec(name="test", cores=1, max_cores=4, parallel_fraction=0.9)
+    )
     done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
-    told = Waiting("a", function, Call("{}", estimated_seconds=8.0), done, 0.0, (0.0, 0))
+    told = Waiting("a", function, FunctionCall("{}", estimated_seconds=8.0), done, 0.0, (0.0, 0))
     seen = told.action(with_cores=True)
     assert told.action(with_cores=True) is seen
     assert seen.elastic is not None
@@ -154,21 +163,24 @@ async def test_what_a_worker_is_given_at_once_fits_in_a_message() -> None:
         given: list[int] = []  # noqa: RUF012
 
         async def run_many(
-            self, function: Function, calls: Sequence[Call], lease: Lease | None = None
-        ) -> AsyncGenerator[tuple[int, Outcome]]:
+            self,
+            function: RegisteredFunction,
+            calls: Sequence[FunctionCall],
+            lease: CoreLease | None = None,
+        ) -> AsyncGenerator[tuple[int, CallOutcome]]:
             self.given.append(sum(len(call.arguments_json) for call in calls))
             for index, _ in enumerate(calls):
-                yield index, Outcome("1", 1e-5)
+                yield index, CallOutcome("1", 1e-5)
 
-    runtime = Runtime([Host("", [Counting("place", random.Random(0))])], Telemetry())
-    function = Function(pb.FunctionSpec(name="reward", kind="reward", timeout_seconds=9))
+    runtime = Runtime([FunctionHost("", [Counting("place", random.Random(0))])], Telemetry())
+    function = RegisteredFunction(pb.FunctionSpec(name="reward", kind="reward", timeout_seconds=9))
     for size, most in ((1 << 10, 64), (1 << 20, 4), (9 << 20, 1)):
         text = "x" * size
-        (first,) = runtime.submit([(f"{size}", Call("{}"))], function)
+        (first,) = runtime.submit([(f"{size}", FunctionCall("{}"))], function)
         await first
         Counting.given.clear()
         await asyncio.gather(
-            *runtime.submit([(f"{size}-{i}", Call(text)) for i in range(64)], function)
+            *runtime.submit([(f"{size}-{i}", FunctionCall(text)) for i in range(64)], function)
         )
         assert max(Counting.given) <= max(size, 4 << 20)
         assert max(Counting.given) == size * most, "as many as fit"

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from services.chassis.telemetry import Telemetry
-from services.reward.call import Call, Outcome
-from services.reward.cpu import Lease
-from services.reward.function import Function
-from services.reward.host import Host
+from services.reward.call import CallOutcome, FunctionCall
+from services.reward.function import RegisteredFunction
+from services.reward.groups import CoreLease
+from services.reward.host import FunctionHost
 from services.reward.runtime import Runtime
 from tests.support.places import BarePlace
 from troupe.v1 import reward_pb2 as pb
@@ -26,26 +26,29 @@ class NappingPlace(BarePlace):
         self.ran = 0
 
     async def run_many(
-        self, function: Function, calls: Sequence[Call], lease: Lease | None = None
-    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        self,
+        function: RegisteredFunction,
+        calls: Sequence[FunctionCall],
+        lease: CoreLease | None = None,
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
         self.cancelled.clear()
         self.ran += 1
         await self.cancelled.wait()
-        yield 0, Outcome(error=pb.InvocationError(kind=CANCELLED, message="while it ran"))
+        yield 0, CallOutcome(error=pb.InvocationError(kind=CANCELLED, message="while it ran"))
 
 
 async def test_in_the_moment_in_which_it_is_given_away() -> None:
     place = NappingPlace()
-    runtime = Runtime([Host("", [place])], Telemetry())
+    runtime = Runtime([FunctionHost("", [place])], Telemetry())
     await runtime.start()
-    function = Function(pb.FunctionSpec(name="naps", timeout_seconds=60))
-    (ended,) = runtime.submit([("early", Call("{}"))], function, 0)
+    function = RegisteredFunction(pb.FunctionSpec(name="naps", timeout_seconds=60))
+    (ended,) = runtime.submit([("early", FunctionCall("{}"))], function, 0)
     assert runtime.cancel("early")
     async with asyncio.timeout(5):
         assert (await ended).error.kind == CANCELLED
     assert place.ran == 0
     # The place is as good as before.
-    (later,) = runtime.submit([("later", Call("{}"))], function, 0)
+    (later,) = runtime.submit([("later", FunctionCall("{}"))], function, 0)
     while not place.ran:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert runtime.cancel("later")
@@ -72,12 +75,17 @@ class SlowModels:
 async def test_while_its_model_is_brought_to_devices() -> None:
     place, models = NappingPlace(), SlowModels()
     as_models: Any = models
-    host = Host("", [place], models=as_models)
-    function = Function(pb.FunctionSpec(name="judges", model_service="judge", timeout_seconds=60))
+    host = FunctionHost("", [place], models=as_models)
+    function = RegisteredFunction(
+        pb.FunctionSpec(name="judges", model_service="judge", timeout_seconds=60)
+    )
     taken, lease = host.take(function, 0)
 
-    async def run() -> list[Outcome]:
-        return [outcome async for _, outcome in host.run_many(taken, function, [Call("{}")], lease)]
+    async def run() -> list[CallOutcome]:
+        return [
+            outcome
+            async for _, outcome in host.run_many(taken, function, [FunctionCall("{}")], lease)
+        ]
 
     running = asyncio.create_task(run())
     await asyncio.sleep(0.01)

@@ -7,9 +7,8 @@ import os
 
 import pytest
 
-from services.reward.environment import environment_of_functions
-from services.reward.process import WorkerProcess
-from services.reward.sandbox import Cage
+from services.reward.sandbox import SandboxProfile, environment_of_functions
+from services.reward.slot import WorkerProcess
 
 SECRETS = {
     "TROUPE_TOKEN": "t0ken",
@@ -63,7 +62,7 @@ async def test_a_worker_finds_that_and_no_more(monkeypatch: pytest.MonkeyPatch) 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TROUPE_REWARD_ENVIRONMENT", "OPENAI_API_KEY")
-    process = await WorkerProcess.start(*Cage().launch())
+    process = await WorkerProcess.start(*SandboxProfile().launch())
     try:
         entrypoint = "hostile_functions:where"
         process.send(

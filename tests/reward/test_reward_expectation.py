@@ -11,9 +11,8 @@ import pytest
 import structlog
 
 from services.chassis.telemetry import Telemetry
-from services.reward.call import Call, Outcome
-from services.reward.expectation import declared_seconds, expect, learn
-from services.reward.function import Function
+from services.reward.call import CallOutcome, FunctionCall
+from services.reward.function import RegisteredFunction, declared_seconds, expect, learn
 from services.reward.runtime import Runtime
 from troupe.scheduling.elastic import Discipline
 from troupe.v1 import reward_pb2 as pb
@@ -59,20 +58,22 @@ def test_what_adds_nothing_for_each_adds_nothing_for_any_number(size: str) -> No
     ("said", "meant"), [(sys.float_info.max, 100.0), (1e-310, 1e-6), (3.0, 3.0), (0.0, 0.0)]
 )
 def test_a_call_is_said_to_take_no_longer_than_it_may(said: float, meant: float) -> None:
-    call = Call("{}", expected_seconds=said)
-    expect(Function(spec()), call, Discipline())
+    call = FunctionCall("{}", expected_seconds=said)
+    expect(RegisteredFunction(spec()), call, Discipline())
     assert call.expected_seconds == meant
 
 
 def test_a_function_is_declared_to_take_no_longer_than_it_may() -> None:
-    assert Function(spec(expected_seconds=1e300)).seconds == pytest.approx(100.0)
+    assert RegisteredFunction(spec(expected_seconds=1e300)).seconds == pytest.approx(100.0)
 
 
 def test_a_declared_time_is_where_learning_begins() -> None:
     for cores in (1, 2):
-        function = Function(spec(expected_seconds=30.0, parallel_fraction=0.9, cores=cores))
+        function = RegisteredFunction(
+            spec(expected_seconds=30.0, parallel_fraction=0.9, cores=cores)
+        )
         assert function.seconds == pytest.approx(30.0)
-        call, discipline = Call("{}"), Discipline()
+        call, discipline = FunctionCall("{}"), Discipline()
         expect(function, call, discipline)
         assert (call.expected_seconds, call.estimated_seconds) == (0.0, 0.0)
         for _ in range(20):
@@ -81,37 +82,40 @@ def test_a_declared_time_is_where_learning_begins() -> None:
 
 
 def test_the_caller_goes_before_the_declaration_and_runs_correct_both() -> None:
-    function = Function(spec(seconds_per={"tests": 2.0}))
+    function = RegisteredFunction(spec(seconds_per={"tests": 2.0}))
     discipline = Discipline()
-    declared, said = Call('{"tests": 4}'), Call('{"tests": 4}', expected_seconds=5.0)
+    declared, said = (
+        FunctionCall('{"tests": 4}'),
+        FunctionCall('{"tests": 4}', expected_seconds=5.0),
+    )
     for call, seconds in ((declared, 8.0), (said, 5.0)):
         expect(function, call, discipline)
         assert (call.expected_seconds, call.estimated_seconds) == (seconds, seconds)
     # This machine is ten times as fast as the one on which it was declared.
     for tests in range(1, 50):
-        call = Call(json.dumps({"tests": tests}), "job", f"{tests}")
+        call = FunctionCall(json.dumps({"tests": tests}), "job", f"{tests}")
         expect(function, call, discipline)
         function.curve = learn(function, call, 0.2 * tests, 1, discipline)
-    call = Call('{"tests": 45}')
+    call = FunctionCall('{"tests": 45}')
     expect(function, call, discipline)
     assert call.estimated_seconds == pytest.approx(9.0, rel=0.02)
 
 
 def test_runs_with_more_cores_tell_of_the_fewest() -> None:
-    function = Function(spec(parallel_fraction=1.0, max_cores=4))
+    function = RegisteredFunction(spec(parallel_fraction=1.0, max_cores=4))
     discipline = Discipline()
     for query, seconds in (("slow", 8.0), ("fast", 2.0)) * 8:
-        call = Call("{}", "job", new_trajectory(), query)
+        call = FunctionCall("{}", "job", new_trajectory(), query)
         function.curve = learn(function, call, seconds / 4, 4, discipline)
     known = {}
     for query in ("slow", "fast"):
-        call = Call("{}", "job", "another", query)
+        call = FunctionCall("{}", "job", "another", query)
         expect(function, call, discipline)
         known[query] = call.estimated_seconds
     assert known["slow"] == pytest.approx(8.0, rel=0.2)
     assert known["fast"] == pytest.approx(2.0, rel=0.2)
     # What another job names alike is another's.
-    call = Call("{}", "other job", "another", "slow")
+    call = FunctionCall("{}", "other job", "another", "slow")
     expect(function, call, discipline)
     assert call.estimated_seconds == 0.0
 
@@ -125,17 +129,17 @@ def new_trajectory() -> str:
 
 async def test_of_one_query_what_took_long_goes_last() -> None:
     runtime = Runtime([], Telemetry())
-    function = Function(pb.FunctionSpec(name="score", kind="reward"))
+    function = RegisteredFunction(pb.FunctionSpec(name="score", kind="reward"))
 
     def submit(name: str, query: str) -> None:
-        runtime.submit([(name, Call(f'"{name}"', "job", name, query))], function)
+        runtime.submit([(name, FunctionCall(f'"{name}"', "job", name, query))], function)
 
     for number in range(20):
         query, seconds = ("slow", 9.0) if number % 2 else ("fast", 1.0)
         submit(f"{number}", query)
         (waiting,) = runtime.dispatcher.queues.first(9)
         runtime.dispatcher.queues.remove(waiting)
-        runtime.ended(waiting, Outcome("1.0", seconds))
+        runtime.ended(waiting, CallOutcome("1.0", seconds))
     for name, query in (("a", "slow"), ("b", "fast"), ("c", "slow"), ("d", "fast")):
         submit(name, query)
     first = [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]
@@ -144,24 +148,24 @@ async def test_of_one_query_what_took_long_goes_last() -> None:
 
 @pytest.mark.parametrize("said", [sys.float_info.max, 1e-310])
 async def test_whatever_one_call_says_the_others_have_their_places(said: float) -> None:
-    runtime, function = Runtime([], Telemetry()), Function(spec())
+    runtime, function = Runtime([], Telemetry()), RegisteredFunction(spec())
     queues = runtime.dispatcher.queues
     for number in range(20):
-        call = Call("{}", "job", f"{number}", expected_seconds=0.0 if number % 3 else said)
+        call = FunctionCall("{}", "job", f"{number}", expected_seconds=0.0 if number % 3 else said)
         (done,) = runtime.submit([(f"{number}", call)], function)
         (waiting,) = queues.first(9)
         queues.remove(waiting)
-        runtime.ended(waiting, Outcome("1.0", 1.0))
+        runtime.ended(waiting, CallOutcome("1.0", 1.0))
         assert math.isfinite(waiting.rank[0])
         assert done.result().result_json == "1.0"
 
 
 async def test_a_result_is_there_though_nothing_could_be_learned_of_it() -> None:
-    runtime, function = Runtime([], Telemetry()), Function(spec())
-    (done,) = runtime.submit([("one", Call("{}", "job"))], function)
+    runtime, function = Runtime([], Telemetry()), RegisteredFunction(spec())
+    (done,) = runtime.submit([("one", FunctionCall("{}", "job"))], function)
     (waiting,) = runtime.dispatcher.queues.first(1)
     runtime.dispatcher.queues.remove(waiting)
     with structlog.testing.capture_logs() as lines:
-        runtime.ended(waiting, Outcome("1.0", math.nan))
+        runtime.ended(waiting, CallOutcome("1.0", math.nan))
     assert done.result().result_json == "1.0"
     assert [line["event"] for line in lines] == ["learning"]

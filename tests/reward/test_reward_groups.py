@@ -12,9 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.reward.cpu import CoreManager, choose_backend
-from services.reward.fence import Fence
-from services.reward.groups import CGROUPS, Groups, open_groups, write
+from services.reward.groups import (
+    CGROUPS,
+    CgroupLimits,
+    ControlGroups,
+    CoreManager,
+    choose_backend,
+    open_groups,
+    write,
+)
 from troupe.rpc import new_id
 
 v1 = pytest.mark.skipif(
@@ -35,23 +41,25 @@ def spinner() -> Iterator[psutil.Process]:
 
 
 @pytest.fixture
-def groups() -> Iterator[Groups]:
+def groups() -> Iterator[ControlGroups]:
     found = open_groups(parent=f"troupe-test-{new_id()}")
     assert found is not None
     yield found
     found.close()
 
 
-def _files(groups: Groups, tree: str) -> Path:
+def _files(groups: ControlGroups, tree: str) -> Path:
     (group,) = (p for p in (CGROUPS / tree / groups._parent).iterdir() if p.is_dir())
     return group
 
 
 @v1
-def test_cores_and_limits_of_one_worker_for_real(spinner: psutil.Process, groups: Groups) -> None:
+def test_cores_and_limits_of_one_worker_for_real(
+    spinner: psutil.Process, groups: ControlGroups
+) -> None:
     core = min(os.sched_getaffinity(0))
     manager = CoreManager({0: [core]}, choose_backend(groups, "cgroup1"))
-    fence = Fence(groups)
+    fence = CgroupLimits(groups)
     manager.adopt("w", [spinner.pid])
     fence.adopt("w", [spinner.pid], 7, 10)
     assert groups.members("w") == [spinner.pid]
@@ -77,7 +85,7 @@ def test_cores_and_limits_of_one_worker_for_real(spinner: psutil.Process, groups
 
 @v1
 def test_what_is_frozen_takes_no_time_and_ends_when_it_is_forgotten(
-    spinner: psutil.Process, groups: Groups
+    spinner: psutil.Process, groups: ControlGroups
 ) -> None:
     groups.adopt("w", [spinner.pid])
     groups.freeze("w")
@@ -95,10 +103,10 @@ def test_what_is_frozen_takes_no_time_and_ends_when_it_is_forgotten(
 def test_what_a_killed_service_left_frozen_is_ended(spinner: psutil.Process) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()  # an id that nobody has
-    left = Groups(CGROUPS, f"troupe-test-{(stem := new_id())}-{child.pid}.0")
+    left = ControlGroups(CGROUPS, f"troupe-test-{(stem := new_id())}-{child.pid}.0")
     left.adopt("w", [spinner.pid])
     left.freeze("w")
-    mine = Groups(CGROUPS, f"troupe-test-{stem}-{os.getpid()}.0")
+    mine = ControlGroups(CGROUPS, f"troupe-test-{stem}-{os.getpid()}.0")
     try:
         assert spinner.wait(60) is not None
     finally:
@@ -112,7 +120,7 @@ def test_what_a_killed_service_left_frozen_is_ended(spinner: psutil.Process) -> 
 )
 def test_cgroup2_freezes_for_real(spinner: psutil.Process) -> None:
     """Where v1 has the other controllers, v2 still has its groups and their freezer."""
-    groups = Groups(CGROUPS / "unified", f"troupe-test-{new_id()}")
+    groups = ControlGroups(CGROUPS / "unified", f"troupe-test-{new_id()}")
     try:
         groups.adopt("w", [spinner.pid])
         groups.freeze("w")
@@ -157,7 +165,7 @@ def test_cgroup2_has_one_group_for_everything(unified: Path) -> None:
         return [(unified / "troupe" / "w.0" / name).read_text().strip() for name in names]
 
     manager.adopt("w", [42])
-    Fence(groups).adopt("w", [42], 16, 128)
+    CgroupLimits(groups).adopt("w", [42], 16, 128)
     assert written(*FILES) == ["42", "", "max 100000", "2", str(384 << 20), "16"]
     lease = manager.take("w", 2)
     manager.grant(lease)

@@ -18,8 +18,7 @@ import pytest
 import pytest_asyncio
 
 from services.chassis.app import serve
-from services.reward.hosts.agent import Agent
-from services.reward.hosts.service import RewardHost
+from services.reward.hosts.agent import HostAgent, RewardHost
 from services.reward.server import RewardService
 from services.reward.settings import RewardSettings
 from tests.support.needs import BUBBLEWRAP
@@ -212,15 +211,15 @@ async def test_a_host_that_leaves_lets_its_calls_end(service: Service) -> None:
 async def test_a_command_that_cannot_be_obeyed_costs_one_attachment(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    obey, failed = Agent._obey, list[str]()
+    obey, failed = HostAgent._obey, list[str]()
 
-    def stumble(agent: Agent, command: pb.HostCommand) -> None:
+    def stumble(agent: HostAgent, command: pb.HostCommand) -> None:
         if command.WhichOneof("command") == "run" and not failed:
             failed.append(command.run.run_id)
             raise IndexError("of a call that there is not")
         obey(agent, command)
 
-    monkeypatch.setattr(Agent, "_obey", stumble)
+    monkeypatch.setattr(HostAgent, "_obey", stumble)
     async with service.host("stumbles"):
         score = await service.register("score", retries=2)
         answer = await service.invoke(score, {"answer": "a", "expected": "a"})

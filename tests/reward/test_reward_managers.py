@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from services.chassis.app import serve
-from services.reward.hosts.service import RewardHost
+from services.reward.hosts.agent import RewardHost
 from services.reward.server import RewardService
 from services.reward.settings import RewardSettings
 from tests.support.redis_server import RedisServer

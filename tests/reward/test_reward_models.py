@@ -13,9 +13,9 @@ import pytest
 from pydantic import ValidationError
 
 from services.reward.gpu import Board, ModelManager, ModelSettings, ModelUnavailable
-from services.reward.gpu.resident import Resident
+from services.reward.gpu.resident import ResidentModel
 from troupe.rpc import InvalidArgument
-from troupe.scheduling.elastic.cells import Cell, Model
+from troupe.scheduling.elastic.cells import DeviceCell, Model
 
 SERVER = Path(__file__).parent / "model_server.py"
 
@@ -107,7 +107,7 @@ async def test_a_command_finds_its_devices_among_those_of_its_host(
     }
     async with manager(models, 4) as host:
         await used(host, "a")
-        host.board.put("b", Cell(2, 2))
+        host.board.put("b", DeviceCell(2, 2))
         with pytest.raises(ModelUnavailable, match="device 3 is wanted"):
             await used(host, "b")
         host.board.put("a", None)
@@ -165,7 +165,7 @@ def test_what_is_begun_is_what_was_planned() -> None:
     assert {board.begin("a").first, board.begin("b").first} == {0, 2}
     board.end("a")
     assert board.room(["c"])["model:c"] == 2
-    assert board.begin("c") == Cell(0, 2)
+    assert board.begin("c") == DeviceCell(0, 2)
     assert board.models["a"].cell is None
 
 
@@ -206,4 +206,4 @@ async def test_torch_models_come_back_from_shared_memory_as_they_were(
         assert {path.stem for path in directory.iterdir()} == {"linear", "judge"}
     assert not directory.exists()
     with pytest.raises(TypeError, match="no torch modules"):
-        Resident(object(), tmp_path / "copy")
+        ResidentModel(object(), tmp_path / "copy")

@@ -1,4 +1,4 @@
-"""Quotas that services share: the script in Redis is the arithmetic of `Bucket`."""
+"""Quotas that services share: the script in Redis is the arithmetic of `TokenBucket`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from services.reward.quota import PREFIX, LocalBuckets, QuotaManager, RedisBuckets
 from tests.support.redis_server import RedisServer
 from troupe.rpc import InvalidArgument, Unavailable, new_id
-from troupe.scheduling.elastic.quota import Answer, Bucket, Limits
+from troupe.scheduling.elastic.quota import QuotaGrant, QuotaLimits, TokenBucket
 
 API = PREFIX + "api"
 
@@ -51,9 +51,9 @@ def test_redis_answers_as_the_bucket_does(
     burst: int,
     concurrency: int,
 ) -> None:
-    limits = Limits(rate, burst, concurrency)
+    limits = QuotaLimits(rate, burst, concurrency)
     name, patience, begin = new_id(), 5.0, 1000.0
-    bucket = Bucket(limits, begin)
+    bucket = TokenBucket(limits, begin)
 
     async def compare() -> None:
         theirs = {who: RedisBuckets(redis.url, {name: limits}, who) for who in "abc"}
@@ -82,7 +82,7 @@ def test_redis_answers_as_the_bucket_does(
 class Service:
     """A quota manager and what waits for it: as the runtime uses it."""
 
-    def __init__(self, buckets: LocalBuckets | RedisBuckets, limits: Limits) -> None:
+    def __init__(self, buckets: LocalBuckets | RedisBuckets, limits: QuotaLimits) -> None:
         self.queue: list[int] = []
         self.begun: list[float] = []
         self.changed = asyncio.Event()
@@ -113,7 +113,7 @@ async def services(
     request: pytest.FixtureRequest, redis: RedisServer
 ) -> AsyncIterator[list[Service]]:
     """One service alone, or two that share a Redis."""
-    limits = {"api": Limits(rate=50.0, burst=4, concurrency=3)}
+    limits = {"api": QuotaLimits(rate=50.0, burst=4, concurrency=3)}
     name = new_id()
     if request.param == "process":
         made = [Service(LocalBuckets(limits), limits["api"])]
@@ -187,7 +187,7 @@ async def test_a_call_that_could_never_begin_is_refused(services: list[Service])
 
 async def test_a_redis_that_is_away_is_said_and_waited_for(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
-    limits = Limits(concurrency=2)
+    limits = QuotaLimits(concurrency=2)
     buckets = RedisBuckets(server.url, {"api": limits}, "a")
     with pytest.raises(Unavailable, match="does not answer"):
         await buckets.ping()
@@ -204,4 +204,4 @@ async def test_a_redis_that_is_away_is_said_and_waited_for(tmp_path: Path) -> No
 
 
 def test_answers_of_the_bucket_are_values() -> None:
-    assert Bucket(Limits(), 0.0).ask("a", [1], 0.0, 1.0) == Answer(1, 0.0)
+    assert TokenBucket(QuotaLimits(), 0.0).ask("a", [1], 0.0, 1.0) == QuotaGrant(1, 0.0)

@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 
 from services.reward import worker
-from services.reward.process import WorkerProcess
-from services.reward.sandbox import Cage
+from services.reward.sandbox import SandboxProfile
 from services.reward.sandboxes import seccomp
-from services.reward.sandboxes.keeper import Sandboxes
+from services.reward.sandboxes.keeper import SandboxKeeper
+from services.reward.slot import WorkerProcess
 from tests.reward.test_reward_sandboxes import Trajectory, sandboxes_of
 from tests.support.needs import BUBBLEWRAP
 from troupe.v1 import reward_pb2 as pb
@@ -114,13 +114,13 @@ WRONG = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[Sandboxes]:
+async def sandboxes() -> AsyncIterator[SandboxKeeper]:
     async with sandboxes_of() as sandboxes:
         yield sandboxes
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def mine(sandboxes: Sandboxes) -> AsyncIterator[Trajectory]:
+async def mine(sandboxes: SandboxKeeper) -> AsyncIterator[Trajectory]:
     trajectory = Trajectory(sandboxes)
     yield trajectory
     trajectory.close()
@@ -176,7 +176,7 @@ async def test_what_a_function_starts_cannot_answer_for_it(mine: Trajectory) -> 
 
 
 async def test_nor_in_a_sandbox_of_one_call() -> None:
-    process = await WorkerProcess.start(*Cage("bubblewrap", 64, 16).launch())
+    process = await WorkerProcess.start(*SandboxProfile("bubblewrap", 64, 16).launch())
     try:
         arguments = json.dumps({"code": ATTACK, "arguments": ["20"]})
         frame = {"entrypoint": "hostile_functions:runs", "arguments_json": arguments}

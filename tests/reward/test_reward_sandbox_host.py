@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from services.reward import sandbox
-from services.reward.sandbox import Cage
+from services.reward.sandbox import SandboxProfile
 from services.reward.sandboxes import landlock, view
 from tests.support.needs import BUBBLEWRAP
 from troupe.cluster.redis import write_config
@@ -66,7 +66,7 @@ OWN = {*DEVICES, "/dev/pts/ptmx"}
 
 def inside(program: str, *before: str) -> Any:
     """What a Python program says, as JSON, in a sandbox that is started with `before` ahead."""
-    command, environment = Cage("bubblewrap", 64, 16).wrap(["-c", program])
+    command, environment = SandboxProfile("bubblewrap", 64, 16).wrap(["-c", program])
     command = command[: next(i for i, word in enumerate(command) if word.startswith("--nproc"))]
     done = subprocess.run(
         [*before, *command], env=environment, capture_output=True, text=True, timeout=120
@@ -115,7 +115,7 @@ def test_nor_where_the_service_is_somebody(user: int, monkeypatch: pytest.Monkey
         pytest.skip("this machine lets nobody make namespaces of users")
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: user)
-        command, _ = Cage("bubblewrap").wrap(["-c", ""])
+        command, _ = SandboxProfile("bubblewrap").wrap(["-c", ""])
         assert "setpriv" not in " ".join(command)
         found = inside(LOOKS_AROUND, *who)
     check(found)
@@ -135,14 +135,14 @@ def test_nor_where_root_may_not_make_namespaces(monkeypatch: pytest.MonkeyPatch)
     if subprocess.run(tried, capture_output=True).returncode:
         pytest.skip("this machine lets nobody make namespaces of users")
     monkeypatch.setattr(sandbox, "_capabilities", lambda: sandbox._BECOME)
-    command, _ = Cage("bubblewrap").wrap(["-c", ""])
+    command, _ = SandboxProfile("bubblewrap").wrap(["-c", ""])
     assert command.index("--reuid") < command.index("--unshare-user")
     check(inside(LOOKS_AROUND, *who))
 
 
 @ROOT
 def test_what_root_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cage = Cage("bubblewrap")
+    cage = SandboxProfile("bubblewrap")
     with monkeypatch.context() as patch:
         patch.setattr(sandbox, "_capabilities", lambda: 0)
         with pytest.raises(FailedPrecondition, match="cannot become another user"):
@@ -332,7 +332,7 @@ def test_a_process_that_declares_its_files_reads_nothing_of_a_cluster(
     files = fill(data)
     monkeypatch.setattr(sys, "path", [str(project), *sys.path])
     monkeypatch.setenv("TROUPE_DATA_DIR", str(data))
-    command, environment = Cage(reads=(str(project / "data"),)).launch()
+    command, environment = SandboxProfile(reads=(str(project / "data"),)).launch()
     declared = command[-1].removeprefix("--landlock=")
     program = (
         "import json, sys; from services.reward.sandboxes import landlock; "

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.reward.sandbox import BUBBLEWRAP as LEVEL
-from services.reward.sandbox import Cage
+from services.reward.sandbox import SandboxProfile
 from tests.support.needs import BUBBLEWRAP
 from tests.support.sandbox_root import shown_below_tmp
 
@@ -74,7 +74,7 @@ def test_what_lies_below_tmp_is_seen_and_an_import_path_uncovers_nothing(
     monkeypatch.setattr(sys, "path", [outer, str(program.parent), *sys.path])
     monkeypatch.setattr(sys, "executable", str(venv / "bin" / "python"))
     monkeypatch.setattr(sys, "prefix", str(venv))
-    cage = Cage(LEVEL, processes=8, disk_mib=8)
+    cage = SandboxProfile(LEVEL, processes=8, disk_mib=8)
     command, environment = cage.wrap([str(program)])
     assert outer not in environment["PYTHONPATH"].split(os.pathsep)
     run = subprocess.run(
@@ -94,7 +94,7 @@ def test_what_a_process_may_read_is_no_more_for_where_the_service_was_started(
     outer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [outer, *sys.path])
-    command, _ = Cage(reads=("/models",)).launch()
+    command, _ = SandboxProfile(reads=("/models",)).launch()
     reads, writes, lists = json.loads(command[-1].removeprefix("--landlock="))
     assert outer not in [*reads, *lists]
     assert sys.prefix in reads

@@ -15,12 +15,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from services.reward.call import Call, Outcome
-from services.reward.function import Function
+from services.reward.call import CallOutcome, FunctionCall
+from services.reward.function import RegisteredFunction
 from services.reward.groups import open_groups
 from services.reward.sandboxes import keeper
-from services.reward.sandboxes.keeper import Limits, Sandboxes
-from services.reward.sandboxes.place import SandboxGone
+from services.reward.sandboxes.keeper import SandboxGone, SandboxKeeper, SandboxLimits
 from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as pb
@@ -32,23 +31,23 @@ pytestmark = [
 ]
 
 
-def function(name: str, source: Path | None = None, **fields: Any) -> Function:
+def function(name: str, source: Path | None = None, **fields: Any) -> RegisteredFunction:
     settings = {"timeout_seconds": 60, "sandbox": "bubblewrap", "memory_mib": 128}
     settings |= {"processes": 16, "disk_mib": 8, "stateful": True, "version": str(fields)}
     settings |= {"entrypoint": f"hostile_functions:{name}"}
-    return Function(pb.FunctionSpec(name=name, **(settings | fields)), source)
+    return RegisteredFunction(pb.FunctionSpec(name=name, **(settings | fields)), source)
 
 
 class Trajectory:
     """Calls functions in its sandbox, of which it knows as rollout does."""
 
-    def __init__(self, sandboxes: Sandboxes, source: Path | None = None) -> None:
+    def __init__(self, sandboxes: SandboxKeeper, source: Path | None = None) -> None:
         self.sandboxes, self.source = sandboxes, source
         self.name = new_id()
         self.had: list[str] = []
 
-    async def outcome(self, name: str, fields: dict[str, Any], **arguments: Any) -> Outcome:
-        call = Call(json.dumps(arguments), "job", self.name, sandboxes=tuple(self.had))
+    async def outcome(self, name: str, fields: dict[str, Any], **arguments: Any) -> CallOutcome:
+        call = FunctionCall(json.dumps(arguments), "job", self.name, sandboxes=tuple(self.had))
         what = function(name, self.source, **fields)
         async with self.sandboxes.room(what, call) as place:
             outcome = await place.run(what, call)
@@ -64,9 +63,9 @@ class Trajectory:
 
 
 @contextlib.asynccontextmanager
-async def sandboxes_of(**limits: Any) -> AsyncIterator[Sandboxes]:
+async def sandboxes_of(**limits: Any) -> AsyncIterator[SandboxKeeper]:
     groups = open_groups()
-    sandboxes = Sandboxes(Limits(**limits), 60, groups=groups)
+    sandboxes = SandboxKeeper(SandboxLimits(**limits), 60, groups=groups)
     try:
         yield sandboxes
     finally:
@@ -76,13 +75,13 @@ async def sandboxes_of(**limits: Any) -> AsyncIterator[Sandboxes]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[Sandboxes]:
+async def sandboxes() -> AsyncIterator[SandboxKeeper]:
     async with sandboxes_of() as sandboxes:
         yield sandboxes
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def mine(sandboxes: Sandboxes) -> AsyncIterator[Trajectory]:
+async def mine(sandboxes: SandboxKeeper) -> AsyncIterator[Trajectory]:
     trajectory = Trajectory(sandboxes)
     yield trajectory
     trajectory.close()
@@ -142,7 +141,7 @@ async def test_calls_of_one_sandbox_run_one_after_another(mine: Trajectory) -> N
 async def test_a_cancelled_call_ends_and_nothing_else(mine: Trajectory) -> None:
     await mine.call("writes", path="here")
     what = function("waits_for")
-    call = Call(json.dumps({"path": "never"}), "job", mine.name)
+    call = FunctionCall(json.dumps({"path": "never"}), "job", mine.name)
     async with mine.sandboxes.room(what, call) as place:
         running = asyncio.create_task(place.run(what, call))
         waits = asyncio.create_task(mine.call("reads", path="here"))
@@ -223,12 +222,12 @@ async def test_they_are_bounded_in_number_and_memory(monkeypatch: pytest.MonkeyP
         with pytest.raises(InvalidArgument, match="1000 MiB"):
             sandboxes.check(function("where", memory_mib=1000).spec)
         with pytest.raises(InvalidArgument) as nameless:
-            async with sandboxes.room(function("where"), Call("{}", "job")):
+            async with sandboxes.room(function("where"), FunctionCall("{}", "job")):
                 pass
         assert nameless.value.field == "trajectory_id"
 
 
-async def test_one_calls_alone(sandboxes: Sandboxes) -> None:
+async def test_one_calls_alone(sandboxes: SandboxKeeper) -> None:
     before = len(sandboxes)
     trajectory = Trajectory(sandboxes)
     await trajectory.call("writes", {"stateful": False}, path="here")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from services.reward.function import Sources, digest
 from services.reward.sandboxes.container import _BOOT, _fed
-from services.reward.sources import Sources, digest
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, new_id

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from services.rollout.engines.base import Generation
+from services.rollout.engines.base import EngineResponse, EngineStartFailed, UpdateFailed
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.errors import EngineStartFailed, UpdateFailed
-from services.rollout.engines.turns import Turn
+from services.rollout.engines.front import EngineTurn
 from troupe.job import PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
@@ -51,7 +50,7 @@ class FragileEngine(EmbeddedEngine):
             await self.absent.wait()
         await super().start()
 
-    async def _serve(self, turn: Turn) -> Generation:
+    async def _serve(self, turn: EngineTurn) -> EngineResponse:
         if self.hanging:
             await asyncio.Event().wait()
         return await super()._serve(turn)

@@ -6,9 +6,15 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.rollout.engines.base import Device, Generation, SamplingParams, VersionSpan
-from services.rollout.engines.errors import EngineDied, lost_turn
-from services.rollout.router import Home, PolicyRouter
+from services.rollout.engines.base import (
+    Device,
+    EngineDied,
+    EngineResponse,
+    SamplingParams,
+    VersionSpan,
+    lost_turn,
+)
+from services.rollout.serving.router import PolicyRouter, StickyRoute
 from troupe.job import RoutingSpec
 from troupe.v1 import common_pb2 as pb
 
@@ -38,7 +44,7 @@ class HandEngine:
         sampling: SamplingParams,
         *,
         deadline_seconds: float,
-    ) -> Generation:
+    ) -> EngineResponse:
         self.held[request_id] = asyncio.get_running_loop().create_future()
         self.asked[request_id] = (prompt_ids, sampling)
         self.most = max(self.most, len(self.held))
@@ -56,7 +62,7 @@ class HandEngine:
     ) -> None:
         self.held[request_id].set_result(drew(tokens, reason, version))
 
-    def die(self, drawn: Generation | None = None) -> None:
+    def die(self, drawn: EngineResponse | None = None) -> None:
         self.state = pb.ENGINE_STATE_DEAD
         self.message = "it was told to"
         for future in self.held.values():
@@ -65,9 +71,9 @@ class HandEngine:
                 future.set_exception(lost_turn(error, drawn) if drawn else error)
 
 
-def drew(tokens: int, reason: Any, version: int = 0) -> Generation:
+def drew(tokens: int, reason: Any, version: int = 0) -> EngineResponse:
     spans = [VersionSpan(version, 0, tokens)] if tokens else []
-    return Generation(
+    return EngineResponse(
         list(range(20, 20 + tokens)), [-float(n) for n in range(tokens)], spans, reason, 0, 0.25, 1
     )
 
@@ -84,12 +90,14 @@ def make(
 def ask(
     router: PolicyRouter,
     name: str,
-    home: Home | None = None,
+    home: StickyRoute | None = None,
     seconds: float = 5,
     **kind: Any,
-) -> asyncio.Task[Generation]:
+) -> asyncio.Task[EngineResponse]:
     return asyncio.create_task(
-        router.generate(name, [1] * 10, TEN, home=home or Home(), deadline_seconds=seconds, **kind)
+        router.generate(
+            name, [1] * 10, TEN, home=home or StickyRoute(), deadline_seconds=seconds, **kind
+        )
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.rollout.devices import devices_of
 from services.rollout.engines.base import Device
+from services.rollout.preparation import devices_of
 from tests.rollout.house import House, evaluation, make_spec, open_house
 from troupe.job import JobSpec, PolicySpec
 from troupe.v1 import common_pb2 as common

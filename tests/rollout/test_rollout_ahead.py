@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.clock import TrajectoryClock
+from services.rollout.trajectories.clock import TrajectoryClock
 from tests.rollout import plays
 from tests.rollout.house import House, open_house, training
 from tests.rollout.processes import ServiceProcess

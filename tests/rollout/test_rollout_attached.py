@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout import policy, supervision
+from services.rollout.serving import policy, supervision
 from tests.rollout.fragile import FragileEngine, Workshop
 from tests.rollout.house import House, evaluation, open_house
 from troupe.job import PolicySpec

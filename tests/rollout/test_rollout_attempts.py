@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from services.rollout.attempts import Attempts, is_environments
-from services.rollout.clock import TrajectoryClock
-from services.rollout.store import Place
+from services.rollout.trajectories.clock import TrajectoryClock
+from services.rollout.trajectories.records import RowDestination
+from services.rollout.trajectories.trajectory import TrajectoryAttempts, is_environments
 from tests.rollout import worlds
 from tests.rollout.house import House, make_spec, open_house, training
 from tests.rollout.processes import ServiceProcess
@@ -127,7 +127,7 @@ def alive(pid: int) -> bool:
 
 async def test_what_is_no_fault_of_the_environment_is_not_repeated() -> None:
     clock = TrajectoryClock(10, longest=10, patient=False)
-    attempts = Attempts(5, clock, seed=0)
+    attempts = TrajectoryAttempts(5, clock, seed=0)
     fault = EnvironmentFault("gone", reason="died")
     assert is_environments(fault)
     assert is_environments(ToolError("no", kind="tool_timeout"))
@@ -141,7 +141,7 @@ async def test_what_is_no_fault_of_the_environment_is_not_repeated() -> None:
     assert attempts.made == 0
     # No time for another attempt.
     late = TrajectoryClock(0.0, longest=0.0, patient=False)
-    assert not await Attempts(5, late, 0).again(fault)
+    assert not await TrajectoryAttempts(5, late, 0).again(fault)
 
 
 async def test_a_full_group_is_told_to_whoever_ends_a_trajectory(house: House) -> None:
@@ -179,7 +179,7 @@ async def test_who_is_aborted_while_its_end_is_stored_ended_as_the_store_says(
     log = house.service._runner._store
     end, stored = log._end, asyncio.Event()
 
-    async def answers_late(at: Place, state: int, *more: Any) -> Any:
+    async def answers_late(at: RowDestination, state: int, *more: Any) -> Any:
         done = await end(at, state, *more)
         if state == COMPLETED:
             stored.set()

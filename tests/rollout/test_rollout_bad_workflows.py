@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout import workflow_call
-from services.rollout.watchdog import blocked_since
+from services.rollout.trajectories import trajectory
+from services.rollout.trajectories.watchdog import blocked_since
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
 from troupe.v1 import common_pb2 as common
@@ -85,13 +85,13 @@ async def test_a_workflow_that_never_returns_ends_at_its_deadline(house: House) 
 async def test_a_workflow_that_refuses_to_be_cancelled_is_closed(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.workflow_call.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("services.rollout.trajectories.trajectory.GRACE_SECONDS", 0.2)
     await house.prepare("refuses_to_end", **QUICK)
     began = time.monotonic()
     event = await house.run_one()
     assert event.reason.startswith("deadline: ")
     assert time.monotonic() - began < 5
-    assert not workflow_call.abandoned
+    assert not trajectory.abandoned
 
 
 @pytest.mark.parametrize("workflow", ["blocks", "spins"])

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout import bundles
-from services.rollout.runner import Listener
+from services.rollout.trajectories import runner
+from services.rollout.trajectories.runner import TrajectoryListener
 from troupe.rpc import Unavailable
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
@@ -36,8 +36,8 @@ def test_property_messages_hold_all_events_in_order(sizes: list[int]) -> None:
     most = 256
     given = [event(number, size) for number, size in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundles, "_MOST_BYTES", most)
-        found = [split(message) for message in bundles.messages(given)]
+        patch.setattr(runner, "_MOST_BYTES", most)
+        found = [split(message) for message in runner.messages(given)]
     assert [one for message in found for one in message] == given
     for message, following in pairwise(found):
         size = sum(one.ByteSize() for one in message)
@@ -51,13 +51,13 @@ class Left:
     def __init__(self) -> None:
         self.gone: Counter[Any] = Counter()
 
-    def leave(self, key: tuple[str, str], listener: Listener) -> None:
+    def leave(self, key: tuple[str, str], listener: TrajectoryListener) -> None:
         self.gone[key] += 1
 
 
 async def test_what_was_heard_before_a_trajectory_was_lost_is_told_first() -> None:
     runner = Left()
-    listener = Listener(runner, "job", {"0", "1", "2"}, endings_only=True)  # type: ignore[arg-type]
+    listener = TrajectoryListener(runner, "job", {"0", "1", "2"}, endings_only=True)  # type: ignore[arg-type]
     for news in (event(0), event(1), Unavailable("the store is away"), event(2)):
         listener.hear(news)
     told = listener.bundles()

@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 
 from services.chassis.app import serve
-from services.reward.answers import fitted
 from services.reward.server import RewardService, RewardSettings
-from services.rollout.coalescing import Coalescer
+from services.reward.slot import fitted
+from services.rollout.rewards import Coalescer
 from troupe.rpc import InvalidArgument, connect, new_id
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.columns import INLINE_BYTES
+from services.rollout.trajectories.records import INLINE_BYTES
 from tests.rollout import plays
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout import supervision
+from services.rollout.serving import supervision
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import House, evaluation, open_house
 from troupe.rpc import FailedPrecondition, NotFound, Unavailable

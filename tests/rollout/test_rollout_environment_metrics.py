@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.rollout.environments import EnvironmentCollector
-from troupe.workflow.environments.counters import Counters
+from services.rollout.metrics import EnvironmentCollector
+from troupe.workflow.environments.host import Counters
 
 
 def test_what_happened_to_environments_is_shown_when_it_is_scraped() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout import rewards, supervision
+from services.rollout import rewards
+from services.rollout.serving import supervision
 from tests.rollout import plays
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import PLAYS, House, open_house, training

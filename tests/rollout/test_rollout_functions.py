@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.rollout import declared, rewards
-from services.rollout.clock import TrajectoryClock
+from services.rollout import rewards
+from services.rollout.trajectories.clock import TrajectoryClock
 from tests.rollout.house import PLAYS, House, evaluation, open_house
 from tests.rollout.processes import ServiceProcess
 from tests.support.cluster import job_yaml
@@ -89,7 +89,7 @@ async def test_a_service_that_forgets_its_functions_is_told_of_them_again(
                 response: pb.InvokeResponse = await stub.Invoke(request, timeout=timeout)
                 return response
 
-        found = await declared.describe(cast("Any", Forgetful()), [f"{PLAYS}:add"])
+        found = await rewards.describe(cast("Any", Forgetful()), [f"{PLAYS}:add"])
         assert found[f"{PLAYS}:add"].entrypoint == f"{PLAYS}:add"
         assert forgotten == 2
 
@@ -235,7 +235,7 @@ async def test_models_are_told_of_declared_and_of_deployed_tools(
         '{"words": "a", "limit": 2}',
         trajectory_id="t",
         timeout=60,
-        had=rewards.Sandboxes(),
+        had=rewards.TrajectorySandboxes(),
     )
     assert json.loads(called) == ["a", "a"]
     listed = (await stub.ListFunctions(pb.ListFunctionsRequest())).functions

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.gate import Gate
+from services.rollout.trajectories.concurrency import Gate
 
 
 async def test_the_gate_is_fair_and_bounded() -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.clock import TrajectoryClock
-from services.rollout.lockstep import Lockstep, Seat
+from services.rollout.trajectories.clock import TrajectoryClock
+from services.rollout.trajectories.lockstep import BarrierSeat, Lockstep
 from troupe.workflow.backend import EndpointOptions
 
 
@@ -21,7 +21,7 @@ class World:
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int]] = []
 
-    async def call(self, seat: Seat, name: str, number: int, passes: int) -> None:
+    async def call(self, seat: BarrierSeat, name: str, number: int, passes: int) -> None:
         async with seat.call():
             self.events.append(("begin", name, number))
             for _ in range(passes):
@@ -41,7 +41,7 @@ def test_nobody_begins_a_call_while_another_has_one(plans: list[list[int]]) -> N
     async def play() -> World:
         world, lockstep = World(), Lockstep()
 
-        async def one(seat: Seat, name: str, calls: Sequence[int]) -> None:
+        async def one(seat: BarrierSeat, name: str, calls: Sequence[int]) -> None:
             for number, passes in enumerate(calls):
                 await world.call(seat, name, number, passes)
             lockstep.leave(seat)

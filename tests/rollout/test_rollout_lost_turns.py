@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from services.rollout.engines.base import VersionSpan
-from services.rollout.engines.errors import (
-    PromptTooLong,
-)
-from services.rollout.router import Backlog, Home, Losses
+from services.rollout.engines.base import PromptTooLong, VersionSpan
+from services.rollout.serving.router import Backlog, Losses, StickyRoute
 from tests.rollout.hand_engines import TEN, ask, drew, make, settle
 
 
@@ -94,7 +91,7 @@ async def test_a_lost_turn_that_cannot_grow_is_cut() -> None:
 
 async def test_an_engine_that_dies_with_the_last_token_drawn_has_ended_the_turn() -> None:
     router, [first, second] = make()
-    said, cut = ask(router, "said"), ask(router, "cut", home=Home())
+    said, cut = ask(router, "said"), ask(router, "cut", home=StickyRoute())
     await settle()
     holders = {name: next(e for e in (first, second) if name in e.held) for name in ("said", "cut")}
     holders["said"].die(drew(3, "stop", version=4))

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.rollout import supervision
 from services.rollout.engines import front
-from services.rollout.engines.base import Engine
-from services.rollout.engines.errors import UpdateFailed
+from services.rollout.engines.base import ServingEngine, UpdateFailed
+from services.rollout.serving import supervision
 from tests.rollout.fragile import FragileEngine, Workshop
 from tests.rollout.house import House, evaluation, open_house
 from troupe.job import PolicySpec
@@ -67,7 +66,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def move(
-    house: House, engine: Engine | str, policy: str, **how: Any
+    house: House, engine: ServingEngine | str, policy: str, **how: Any
 ) -> pb.MoveEngineResponse:
     request = pb.MoveEngineRequest(
         request_id=new_id("move"),

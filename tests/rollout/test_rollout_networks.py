@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.columns import INLINE_BYTES
 from services.rollout.networks import arena
+from services.rollout.trajectories.records import INLINE_BYTES
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
 from tests.rollout.test_rollout_aborting import abort, until

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engines.base import Generation
-from services.rollout.engines.paced import PacedEngine
-from services.rollout.engines.turns import Turn
+from services.rollout.engines.base import EngineResponse
+from services.rollout.engines.front import EngineTurn
+from testbed.simulated_engine import PacedEngine
 from tests.rollout.house import evaluation, open_house
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as common
@@ -25,7 +25,7 @@ class MeetingEngine(PacedEngine):
         super().__init__(engine_id, policy, spec)
         self._barrier = asyncio.Barrier(TOGETHER)
 
-    async def _serve(self, turn: Turn) -> Generation:
+    async def _serve(self, turn: EngineTurn) -> EngineResponse:
         async with asyncio.timeout(10):
             await self._barrier.wait()
         MeetingEngine.met += 1

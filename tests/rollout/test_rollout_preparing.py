@@ -12,8 +12,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from services.rollout import jobs, preparation
-from services.rollout.engines.models import skeleton
-from services.rollout.memory import settle
+from services.rollout.engines.weights import skeleton
+from services.rollout.preparation import settle
 from tests.rollout.house import CONFIG, PLAYS, House, make_spec, open_house, tokenizer_path
 from tests.workflow.stage import make_tokenizer
 from troupe.job import JobSpec

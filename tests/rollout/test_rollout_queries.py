@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout import queries
-from services.rollout.queries import QuerySource
+from services.rollout.trajectories import queries
+from services.rollout.trajectories.queries import QuerySource
 from troupe.job import TasksSpec
 from troupe.workflow import WorkflowError
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.rollout import supervision
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.factory import make_engine
-from services.rollout.router import Losses
+from services.rollout.serving import supervision
+from services.rollout.serving.router import Losses
 from tests.rollout.fragile import Workshop
 from tests.rollout.house import House, evaluation, make_spec, open_house
 from troupe.job import JobSpec

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engines.base import Generation
-from services.rollout.engines.errors import BadTurn, PromptTooLong, TurnDeadline
-from services.rollout.router import Backlog, Home
+from services.rollout.engines.base import BadTurn, EngineResponse, PromptTooLong, TurnDeadline
+from services.rollout.serving.router import Backlog, StickyRoute
 from tests.rollout.hand_engines import HEALTHY, HandEngine, ask, make, settle
 from troupe.rpc.errors import AlreadyExists, NotFound
 from troupe.v1 import common_pb2 as pb
@@ -135,11 +134,11 @@ async def test_an_engine_that_is_added_takes_what_waits() -> None:
 
 async def test_a_removed_engine_ends_its_turns_and_gets_no_more() -> None:
     router, [first, second] = make(limit=4)
-    home = Home()
+    home = StickyRoute()
     held = ask(router, "held", home)
     await settle()
     assert home.engine_id == "e0"
-    idle = Home(home.slot)
+    idle = StickyRoute(home.slot)
     router.remove("e0")
     assert home.engine_id is None
     others = [ask(router, f"r{n}", home if n == 0 else None) for n in range(5)]
@@ -177,7 +176,7 @@ def test_property_no_turn_is_lost_and_no_limit_exceeded(
 ) -> None:
     async def play() -> None:
         router, engines = make(count=3, limit=2, policy=policy, adaptive_limit=False)
-        tasks: list[asyncio.Task[Generation]] = []
+        tasks: list[asyncio.Task[EngineResponse]] = []
         here = {engine.engine_id for engine in engines}
         for move in moves:
             busy = [(e, r) for e in engines for r, f in e.held.items() if not f.done()]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from services.rollout.engines.base import Device
-from services.rollout.groups import Groups
-from services.rollout.router import Backlog, Home, PolicyRouter
+from services.rollout.prepared import OpenGroups
+from services.rollout.serving.router import Backlog, PolicyRouter, StickyRoute
 from tests.rollout.hand_engines import HandEngine, ask, drew, make, settle
 from troupe.job import RoutingSpec
 from troupe.v1 import common_pb2 as pb
@@ -14,7 +14,7 @@ from troupe.v1 import common_pb2 as pb
 
 async def test_a_conversation_stays_where_its_prefix_is() -> None:
     router, engines = make(count=3, limit=8)
-    home = Home()
+    home = StickyRoute()
     for n in range(4):
         task = ask(router, f"r{n}", home)
         await settle()
@@ -39,7 +39,7 @@ async def test_turns_of_nearly_finished_groups_go_first() -> None:
 
 async def test_a_group_becomes_urgent_as_its_trajectories_end() -> None:
     router, [engine] = make(count=1, limit=1)
-    groups = Groups([router])
+    groups = OpenGroups([router])
     for query, count in {"a": 2, "b": 5}.items():
         for _ in range(count):
             groups.begin(query)
@@ -60,7 +60,7 @@ async def test_a_group_becomes_urgent_as_its_trajectories_end() -> None:
 
 async def test_static_routing_waits_for_its_engine_while_another_is_idle() -> None:
     router, [first, second] = make(limit=1, policy="round_robin")
-    homes = [Home() for _ in range(4)]
+    homes = [StickyRoute() for _ in range(4)]
     tasks = [ask(router, f"t{n}/0", homes[n]) for n in range(4)]
     await settle()
     assert (list(first.held), list(second.held)) == (["t0/0"], ["t1/0"])

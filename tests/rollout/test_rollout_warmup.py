@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import gc, sys, threading
 gc.disable()
-from services.rollout.warmup import warm_up
+from services.rollout.server import warm_up
 assert "transformers" not in sys.modules
 warm_up()
 for thread in threading.enumerate():

@@ -9,7 +9,7 @@ import threading
 from collections import defaultdict
 from typing import Any
 
-from services.rollout.watchdog import IN_WORKFLOW
+from services.rollout.trajectories.watchdog import IN_WORKFLOW
 from troupe.workflow.environments.errors import EnvironmentFault
 
 # By trajectory: what was said in each attempt.

@@ -20,13 +20,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.chassis.server import serve
+from services.chassis.app import serve
 from services.chassis.settings import ServiceSettings
 from tests.chassis.echo_service import Echo
 from troupe.client.cli.failures import explain
 from troupe.cluster.errors import RedisUnavailable
 from troupe.cluster.redis import require_redis
-from troupe.functions.library.chat import ChatError, complete
+from troupe.functions.library.judge import ChatError, complete
 from troupe.job import JobSpecError, parse_job
 from troupe.rpc import ClientSettings, InvalidArgument, TroupeError, connect, connect_sync
 from troupe.rpc.addresses import go_straight, host_of, is_loopback_host, without_secrets

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.scheduling.affinity import SEEN, Profiles, classes_for
-from troupe.scheduling.routing import Rates, Work
+from troupe.scheduling.routing import SEEN, Profiles, Rates, Work, classes_for
 
 RATES = {"compute": Rates(20_000, 1000), "bandwidth": Rates(8_000, 1800)}
 READER, WRITER = ("games", "player"), ("math", "solver")

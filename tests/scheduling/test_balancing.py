@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.scheduling.balancing import (
+    BalancingRules,
     Demand,
+    EngineAssignment,
     Memory,
     Move,
-    Rules,
-    Seat,
     decide,
     disparity,
     failed,
@@ -24,10 +24,10 @@ from troupe.scheduling.balancing import (
 )
 
 POLICIES = ("a", "b", "c", "d")
-EAGER = Rules(threshold=5, hysteresis=1, sustain_seconds=0, cooldown_seconds=0)
+EAGER = BalancingRules(threshold=5, hysteresis=1, sustain_seconds=0, cooldown_seconds=0)
 
 rules = st.builds(
-    lambda threshold, share, sustain, cooldown: Rules(
+    lambda threshold, share, sustain, cooldown: BalancingRules(
         threshold, threshold * share, sustain, cooldown
     ),
     st.floats(0.5, 20),
@@ -48,34 +48,39 @@ seats = st.lists(
     max_size=12,
 ).map(
     lambda rows: [
-        Seat(f"e{i:02}", policy, serving, moving, float(work))
+        EngineAssignment(f"e{i:02}", policy, serving, moving, float(work))
         for i, (policy, serving, moving, work) in enumerate(rows)
     ]
 )
 barred = st.sets(st.tuples(st.sampled_from(POLICIES), st.sampled_from(POLICIES)), max_size=4)
 
 
-def house(**engines: int) -> list[Seat]:
+def house(**engines: int) -> list[EngineAssignment]:
     """So many serving engines of each policy."""
-    return [Seat(f"{p}{i}", p) for p, count in engines.items() for i in range(count)]
+    return [EngineAssignment(f"{p}{i}", p) for p, count in engines.items() for i in range(count)]
 
 
-def carry_out(fleet: list[Seat], moves: list[Move]) -> list[Seat]:
+def carry_out(fleet: list[EngineAssignment], moves: list[Move]) -> list[EngineAssignment]:
     """The fleet when the engines have arrived."""
     targets = {move.engine_id: move.target for move in moves}
     return [
-        Seat(s.engine_id, targets.get(s.engine_id, s.policy), s.serving, s.moving, s.work)
+        EngineAssignment(
+            s.engine_id, targets.get(s.engine_id, s.policy), s.serving, s.moving, s.work
+        )
         for s in fleet
     ]
 
 
-def serving(fleet: list[Seat], policy: str) -> int:
+def serving(fleet: list[EngineAssignment], policy: str) -> int:
     return sum(s.policy == policy and s.serving and not s.moving for s in fleet)
 
 
 @given(rules, demands, seats, barred)
 def test_property_one_decision(
-    given_rules: Rules, wants: list[Demand], fleet: list[Seat], no: set[tuple[str, str]]
+    given_rules: BalancingRules,
+    wants: list[Demand],
+    fleet: list[EngineAssignment],
+    no: set[tuple[str, str]],
 ) -> None:
     """Minimum, conservation, engines on their way, barred pairs, and that it helps."""
     _, memory = decide(given_rules, Memory(), wants, fleet, 0.0, barred=no)
@@ -104,7 +109,7 @@ def test_property_one_decision(
     assert worst(wants, after) <= worst(wants, fleet)
 
 
-def worst(wants: list[Demand], fleet: list[Seat]) -> float:
+def worst(wants: list[Demand], fleet: list[EngineAssignment]) -> float:
     counts = Counter(s.policy for s in fleet if s.serving or s.moving)
     return max(pressure(want.backlog, counts[want.policy]) for want in wants)
 
@@ -112,7 +117,7 @@ def worst(wants: list[Demand], fleet: list[Seat]) -> float:
 @settings(max_examples=60)
 @given(rules, demands, seats, st.floats(0.1, 5))
 def test_property_constant_load_settles(
-    given_rules: Rules, wants: list[Demand], fleet: list[Seat], tick: float
+    given_rules: BalancingRules, wants: list[Demand], fleet: list[EngineAssignment], tick: float
 ) -> None:
     memory, now, moves = Memory(), 0.0, 0
     known = {want.policy for want in wants}
@@ -136,7 +141,7 @@ def test_property_noise_below_the_hysteresis_brings_no_engine_back(
     seed: int, backlogs: list[int]
 ) -> None:
     rng = random.Random(seed)
-    noisy = Rules(threshold=5, hysteresis=2, sustain_seconds=0, cooldown_seconds=0)
+    noisy = BalancingRules(threshold=5, hysteresis=2, sustain_seconds=0, cooldown_seconds=0)
     fleet, memory = house(a=3, b=3), Memory()
     directions = set()
     for now in range(40):
@@ -158,7 +163,9 @@ def test_property_noise_below_the_hysteresis_brings_no_engine_back(
 def test_property_the_cool_down_bounds_changes_of_direction_under_any_load(
     loads: list[tuple[int, int]], cooldown: float
 ) -> None:
-    restless = Rules(threshold=1, hysteresis=0, sustain_seconds=0, cooldown_seconds=cooldown)
+    restless = BalancingRules(
+        threshold=1, hysteresis=0, sustain_seconds=0, cooldown_seconds=cooldown
+    )
     fleet, memory = house(a=4, b=4), Memory()
     history: list[tuple[float, tuple[str, str]]] = []
     for now, (a, b) in enumerate(loads):
@@ -183,7 +190,7 @@ def test_idle_policies_help_a_busy_one_as_far_as_it_pays() -> None:
 
 
 def test_a_difference_must_last() -> None:
-    patient = Rules(sustain_seconds=2, cooldown_seconds=0)
+    patient = BalancingRules(sustain_seconds=2, cooldown_seconds=0)
     busy, calm = [Demand("a", 30), Demand("b", 0)], [Demand("a", 3), Demand("b", 0)]
     fleet, memory = house(a=1, b=2), Memory()
     for now, wants in enumerate([busy, calm, busy, busy]):
@@ -194,25 +201,34 @@ def test_a_difference_must_last() -> None:
 
 
 def test_the_engine_with_least_work_goes() -> None:
-    fleet = [Seat("x", "b", work=3), Seat("y", "b", work=1), Seat("z", "b", work=2), Seat("a", "a")]
+    fleet = [
+        EngineAssignment("x", "b", work=3),
+        EngineAssignment("y", "b", work=1),
+        EngineAssignment("z", "b", work=2),
+        EngineAssignment("a", "a"),
+    ]
     found, _ = decide(EAGER, Memory(), [Demand("a", 14), Demand("b", 6)], fleet, 0.0)
     assert [move.engine_id for move in found] == ["y"]
 
 
 def test_a_policy_that_lost_all_its_engines_is_helped() -> None:
-    fleet = [Seat("a0", "a", serving=False), *house(b=2)]
+    fleet = [EngineAssignment("a0", "a", serving=False), *house(b=2)]
     found, _ = decide(EAGER, Memory(), [Demand("a", 2), Demand("b", 2)], fleet, 0.0)
     assert [move.target for move in found] == ["a"]
 
 
 def test_one_that_arrives_counts_already() -> None:
-    fleet = [Seat("a0", "a"), Seat("b0", "a", serving=False, moving=True), *house(b=2)]
+    fleet = [
+        EngineAssignment("a0", "a"),
+        EngineAssignment("b0", "a", serving=False, moving=True),
+        *house(b=2),
+    ]
     found, _ = decide(EAGER, Memory(), [Demand("a", 10), Demand("b", 0)], fleet, 0.0)
     assert found == []
 
 
 def test_a_pair_whose_moves_fail_rests_longer_each_time() -> None:
-    limits = Rules(sustain_seconds=0, cooldown_seconds=4)
+    limits = BalancingRules(sustain_seconds=0, cooldown_seconds=4)
     wants, fleet = [Demand("a", 30), Demand("b", 0)], house(a=1, b=2)
     memory, tries = Memory(), []
     for now in range(40):
@@ -226,4 +242,4 @@ def test_a_pair_whose_moves_fail_rests_longer_each_time() -> None:
 
 def test_a_hysteresis_above_the_threshold_is_refused() -> None:
     with pytest.raises(ValueError, match="hysteresis = 6"):
-        Rules(threshold=5, hysteresis=6)
+        BalancingRules(threshold=5, hysteresis=6)

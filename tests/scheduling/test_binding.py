@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from troupe.scheduling.binding import (
     Bind,
+    BindingRules,
     Policy,
     Prefetch,
+    RankWorker,
     Release,
-    Rules,
     Suspend,
-    Worker,
     decide,
     too_large,
 )
 
-RULES = Rules(quantum=2.0, idle=10.0)
+RULES = BindingRules(quantum=2.0, idle=10.0)
 
 
-def moves(policies: list[Policy], workers: list[Worker], now: float = 100.0) -> list[object]:
+def moves(policies: list[Policy], workers: list[RankWorker], now: float = 100.0) -> list[object]:
     return list(decide(RULES, policies, workers, now).moves)
 
 
@@ -31,12 +31,12 @@ def bound(name: str, *workers: str, **more: object) -> Policy:
     return Policy(name, bound=workers or ("w0",), **more)  # type: ignore[arg-type]
 
 
-ONE = [Worker("w0", slots=1)]
-TWO = [Worker("w0", slots=1), Worker("w1", slots=1)]
+ONE = [RankWorker("w0", slots=1)]
+TWO = [RankWorker("w0", slots=1), RankWorker("w1", slots=1)]
 
 
 def test_any_number_of_slots_places_as_ever_the_costliest_first_to_the_least_loaded() -> None:
-    workers = [Worker("w0"), Worker("w1", load=1.0)]
+    workers = [RankWorker("w0"), RankWorker("w1", load=1.0)]
     policies = [Policy("c", work=1, cost=0.25), Policy("a", work=1), Policy("b", work=1)]
     assert moves(policies, workers) == [
         Bind("a", ("w0",)),
@@ -59,7 +59,7 @@ def test_with_any_number_of_slots_policies_stay_near_and_the_rest_is_balanced(
     ]
     placed = {
         move.policy: move.workers[0]
-        for move in decide(RULES, policies, [Worker(i) for i in ids], 0.0).moves
+        for move in decide(RULES, policies, [RankWorker(i) for i in ids], 0.0).moves
         if isinstance(move, Bind)
     }
     assert set(placed) == set(costs)
@@ -140,7 +140,7 @@ def test_what_steps_or_publishes_is_left_alone() -> None:
 
 
 def test_gradients_that_accumulated_stay_when_another_can_go() -> None:
-    worker = [Worker("w0", slots=2)]
+    worker = [RankWorker("w0", slots=2)]
     policies = [bound("a", accumulating=True), bound("b"), Policy("c", work=1)]
     assert moves(policies, worker)[0] == Suspend("b", "c")
 
@@ -169,7 +169,7 @@ def test_a_gang_or_nothing_and_nobody_younger_takes_what_it_waits_for() -> None:
 
 
 def test_memory_is_counted_per_rank_and_what_never_fits_is_said_at_once() -> None:
-    workers = [Worker("w0", memory=100), Worker("w1", memory=60)]
+    workers = [RankWorker("w0", memory=100), RankWorker("w1", memory=60)]
     assert moves([Policy("a", work=1, size=90), Policy("b", work=1, size=60)], workers) == [
         Bind("a", ("w0",)),
         Bind("b", ("w1",)),
@@ -184,7 +184,7 @@ def test_memory_is_counted_per_rank_and_what_never_fits_is_said_at_once() -> Non
 
 
 def test_a_class_of_device_that_is_asked_for_is_given() -> None:
-    workers = [Worker("c", device="cpu", slots=1), Worker("g", device="cuda", slots=1)]
+    workers = [RankWorker("c", device="cpu", slots=1), RankWorker("g", device="cuda", slots=1)]
     assert moves([Policy("a", work=1, device="cuda")], workers) == [Bind("a", ("g",))]
     assert moves([Policy("a", work=1, device="tpu")], workers) == []
 
@@ -196,7 +196,7 @@ def test_prefetch_needs_room_beside_what_computes() -> None:
         Policy("b", work=1, since=1, size=60),
     ]
     # It will go where the younger... nobody younger is there: older work is not disturbed.
-    workers = [Worker("w0", slots=1, memory=100), Worker("w1", slots=1, memory=100)]
+    workers = [RankWorker("w0", slots=1, memory=100), RankWorker("w1", slots=1, memory=100)]
     assert moves(policies, workers) == []
     policies[0] = replace(policies[0], since=5, bound_at=99.0)
     assert moves(policies, workers) == []  # 60 + 60 > 100
@@ -215,7 +215,7 @@ def test_idle_trainers_scale_to_zero() -> None:
     assert decide(RULES, [Policy("a"), Policy("b", ranks=2)], TWO, 0.0).wanted == 3
     # A policy's own idle time is when to ask again, too: nothing else may ever happen.
     own = [replace(policies[0], idle=3.0)]
-    assert decide(Rules(), own, TWO, 93.0).again == 95.0
+    assert decide(BindingRules(), own, TWO, 93.0).again == 95.0
     assert moves(own, TWO, 95.0) == [Release("a")]
 
 

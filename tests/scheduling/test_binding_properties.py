@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from troupe.scheduling.binding import (
     Bind,
+    BindingRules,
     Policy,
+    RankWorker,
     Release,
-    Rules,
     Suspend,
-    Worker,
     decide,
 )
 
-RULES = Rules(quantum=2.0, idle=10.0)
+RULES = BindingRules(quantum=2.0, idle=10.0)
 NAMES = [f"p{i}" for i in range(6)]
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[list[Policy], list[Worker]]:
+def tables(draw: st.DrawFn) -> tuple[list[Policy], list[RankWorker]]:
     """Any consistent picture."""
     workers = [
-        Worker(
+        RankWorker(
             f"w{i}",
             slots=draw(st.integers(0, 2)),
             memory=draw(st.sampled_from([0, 50, 100])),
@@ -75,7 +75,7 @@ def tables(draw: st.DrawFn) -> tuple[list[Policy], list[Worker]]:
 @settings(deadline=None)
 @given(tables(), st.floats(0, 20), st.randoms())
 def test_every_plan_is_sound(
-    table: tuple[list[Policy], list[Worker]], now: float, random: object
+    table: tuple[list[Policy], list[RankWorker]], now: float, random: object
 ) -> None:
     policies, workers = table
     plan = decide(RULES, policies, workers, now)
@@ -137,14 +137,14 @@ def test_who_is_served_is_what_brute_force_finds(
     drawn: list[tuple[int, int, int]], places: int
 ) -> None:
     """One slot each: of all ways to fill them the one with the oldest work, by fewest swaps."""
-    workers = [Worker(f"w{i}", slots=1) for i in range(places)]
+    workers = [RankWorker(f"w{i}", slots=1) for i in range(places)]
     policies, taken = [], set()
     for name, (work, since, where) in zip(NAMES, drawn, strict=False):
         here = f"w{where}" if 0 <= where < places and where not in taken else ""
         if here:
             taken.add(where)
         policies.append(Policy(name, work=work, since=float(since), bound=(here,) if here else ()))
-    plan = decide(Rules(quantum=0.0), policies, workers, 100.0)
+    plan = decide(BindingRules(quantum=0.0), policies, workers, 100.0)
     leave = {move.policy for move in plan.moves if isinstance(move, Suspend)}
     stay = {one.policy for one in policies if one.bound} - leave
     come = {move.policy for move in plan.moves if isinstance(move, Bind)}
@@ -167,7 +167,7 @@ def test_who_is_served_is_what_brute_force_finds(
 class _Model:
     """Policies whose micro-batches take one second each and arrive over time; swaps take 0.1 s."""
 
-    workers: list[Worker]
+    workers: list[RankWorker]
     arrivals: dict[str, list[float]]
     ranks: dict[str, int]
     now: float = 0.0
@@ -235,7 +235,7 @@ def test_nobody_starves_and_no_device_idles_while_there_is_work(
     drawn: dict[str, tuple[list[int], int]], places: int
 ) -> None:
     model = _Model(
-        [Worker(f"w{i}", slots=1) for i in range(places)],
+        [RankWorker(f"w{i}", slots=1) for i in range(places)],
         {name: sorted(map(float, times)) for name, (times, _) in drawn.items()},
         {name: ranks for name, (_, ranks) in drawn.items()},
     )

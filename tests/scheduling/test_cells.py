@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from troupe.scheduling.elastic.cells import (
     SIZES,
-    Cell,
+    DeviceCell,
     Model,
+    PlacedModel,
     Placement,
-    Resident,
     Wish,
     fits,
     place,
@@ -23,9 +23,11 @@ from troupe.scheduling.elastic.cells import (
 )
 
 
-def cells_of(devices: int) -> list[Cell]:
+def cells_of(devices: int) -> list[DeviceCell]:
     whole = roots(devices)
-    every = [Cell(first, size) for size in SIZES for first in range(0, devices - size + 1, size)]
+    every = [
+        DeviceCell(first, size) for size in SIZES for first in range(0, devices - size + 1, size)
+    ]
     return [cell for cell in every if any(root.holds(cell) for root in whole)]
 
 
@@ -37,7 +39,7 @@ def whole_after(devices: int, taken: set[int]) -> int:
 
 
 def brute(
-    devices: int, residents: Mapping[str, Resident], wishes: Sequence[Wish]
+    devices: int, residents: Mapping[str, PlacedModel], wishes: Sequence[Wish]
 ) -> tuple[int, int] | None:
     """Least (worth, -whole) over all placements."""
     best: tuple[int, int] | None = None
@@ -60,17 +62,17 @@ def brute(
 
 
 @st.composite
-def instances(draw: st.DrawFn) -> tuple[int, dict[str, Resident], list[Wish]]:
+def instances(draw: st.DrawFn) -> tuple[int, dict[str, PlacedModel], list[Wish]]:
     devices = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     cells = cells_of(devices)
-    residents: dict[str, Resident] = {}
+    residents: dict[str, PlacedModel] = {}
     taken: set[int] = set()
     for cell in draw(st.lists(st.sampled_from(cells), max_size=6)):
         if taken.isdisjoint(cell.devices):
             taken |= set(cell.devices)
             # Nothing is evicted for nothing.
             worth = draw(st.one_of(st.none(), st.integers(1, 9)))
-            residents[f"m{len(residents)}"] = Resident(cell, worth)
+            residents[f"m{len(residents)}"] = PlacedModel(cell, worth)
     wishes = draw(
         st.lists(
             st.one_of(
@@ -84,7 +86,7 @@ def instances(draw: st.DrawFn) -> tuple[int, dict[str, Resident], list[Wish]]:
 
 
 def valid(
-    devices: int, residents: Mapping[str, Resident], wishes: Sequence[Wish], found: Placement
+    devices: int, residents: Mapping[str, PlacedModel], wishes: Sequence[Wish], found: Placement
 ) -> tuple[int, int]:
     """Check it, and return its (worth, -whole)."""
     used: set[int] = set()
@@ -109,7 +111,7 @@ def valid(
 @settings(max_examples=150, deadline=None)
 @given(instances())
 def test_the_placement_is_the_best_there_is(
-    instance: tuple[int, dict[str, Resident], list[Wish]],
+    instance: tuple[int, dict[str, PlacedModel], list[Wish]],
 ) -> None:
     best, found = brute(*instance), place(*instance)
     assert (found is None) == (best is None)
@@ -118,9 +120,9 @@ def test_the_placement_is_the_best_there_is(
 
 
 def test_neighbours_are_filled_before_a_whole_cell_is_broken() -> None:
-    found = place(8, {"a": Resident(Cell(4, 1), None)}, [Wish(1), Wish(2)])
+    found = place(8, {"a": PlacedModel(DeviceCell(4, 1), None)}, [Wish(1), Wish(2)])
     assert found is not None
-    assert found.cells == (Cell(5, 1), Cell(6, 2))
+    assert found.cells == (DeviceCell(5, 1), DeviceCell(6, 2))
 
 
 def test_what_fits_no_cell() -> None:
@@ -132,27 +134,27 @@ def test_what_fits_no_cell() -> None:
 
 def test_the_least_recently_used_makes_room() -> None:
     models = [
-        Model("old", 1, Cell(0, 1), last=1.0),
-        Model("young", 1, Cell(1, 1), last=2.0),
+        Model("old", 1, DeviceCell(0, 1), last=1.0),
+        Model("young", 1, DeviceCell(1, 1), last=2.0),
         Model("new", 1),
     ]
     made = plan(2, models, ["new"])
-    assert (made.cells, made.evicted) == ({"new": Cell(0, 1)}, {"old"})
+    assert (made.cells, made.evicted) == ({"new": DeviceCell(0, 1)}, {"old"})
 
 
 def test_what_a_call_before_it_needs_is_not_evicted() -> None:
-    models = [Model("a", 1, Cell(0, 1), last=1.0), Model("b", 1, Cell(1, 1), last=2.0)]
+    models = [Model("a", 1, DeviceCell(0, 1), last=1.0), Model("b", 1, DeviceCell(1, 1), last=2.0)]
     made = plan(2, [*models, Model("c", 1)], ["a", "c"])
-    assert (made.cells, made.evicted) == ({"c": Cell(1, 1)}, {"b"})
+    assert (made.cells, made.evicted) == ({"c": DeviceCell(1, 1)}, {"b"})
     # Nor one that a call behind it needs, where there is another.
     made = plan(2, [*models, Model("c", 1)], ["c", "a"])
-    assert (made.cells, made.evicted) == ({"c": Cell(1, 1)}, {"b"})
+    assert (made.cells, made.evicted) == ({"c": DeviceCell(1, 1)}, {"b"})
 
 
 def test_a_large_model_gets_its_cell_whatever_small_ones_are_wanted() -> None:
     models = [
-        Model("a", 1, Cell(0, 1), running=1, concurrency=8),
-        Model("b", 1, Cell(2, 1), last=1.0),
+        Model("a", 1, DeviceCell(0, 1), running=1, concurrency=8),
+        Model("b", 1, DeviceCell(2, 1), last=1.0),
         Model("large", 4),
         Model("c", 1),
     ]
@@ -162,7 +164,7 @@ def test_a_large_model_gets_its_cell_whatever_small_ones_are_wanted() -> None:
     assert made.room == {}
     # Where there is another place, they go on.
     made = plan(8, models, ["large", "a", "b", "c"])
-    assert made.cells["large"] == Cell(4, 4)
+    assert made.cells["large"] == DeviceCell(4, 4)
     assert made.room == {"large": 1, "a": 7, "b": 1, "c": 1}
     # What came before it still begins.
     assert plan(4, models, ["a", "large", "b"]).room == {"a": 7}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.scheduling.concurrency import LEAST_GAIN, AdaptiveLimit
+from troupe.scheduling.routing import LEAST_CONCURRENCY_GAIN, AdaptiveLimit
 
 
 def drive(
@@ -54,7 +54,7 @@ def test_an_engine_that_gains_from_every_turn_gets_all(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_it_finds_where_throughput_hardly_grows(seed: int) -> None:
     base, slope = 0.02, 0.01
-    best = base * (1 - LEAST_GAIN) / (slope * LEAST_GAIN)  # 65
+    best = base * (1 - LEAST_CONCURRENCY_GAIN) / (slope * LEAST_CONCURRENCY_GAIN)  # 65
     seen = drive(AdaptiveLimit(128), lambda n: base + slope * n, 8000, seed)
     settled = seen[len(seen) // 2 :]
     mean = sum(settled) / len(settled)

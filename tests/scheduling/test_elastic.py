@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 
 from troupe.scheduling.elastic import (
     Action,
+    DecisionBounds,
     Elastic,
     Grant,
-    Rules,
     Running,
     SpeedUp,
     decide,
     lacking,
     turn,
 )
-from troupe.scheduling.elastic.allocation import Gains, Table, best_split
-from troupe.scheduling.elastic.tail import waiting_seconds
+from troupe.scheduling.elastic.decision import AllocationTable, Gains, best_split, waiting_seconds
 
 
 def amdahl(seconds: float, fraction: float, levels: Sequence[int] = (1, 2, 4, 8)) -> Elastic:
@@ -109,7 +108,7 @@ def test_those_for_whom_many_wait_go_first_but_nobody_starves() -> None:
         lambda: Elastic("cores", (1,), (math.nan,)),
         lambda: Action("a", 0.0, needs={"cores": 1}, elastic=amdahl(1.0, 0.5)),
         lambda: Action("a", 0.0, needs={"cores": -1}),
-        lambda: Rules(horizon=0),
+        lambda: DecisionBounds(horizon=0),
         lambda: SpeedUp(1.5),
         lambda: SpeedUp(0.5, 0.0),
         lambda: SpeedUp(memory=0.0),
@@ -230,7 +229,7 @@ curves = st.builds(
 
 @given(st.lists(curves, min_size=1, max_size=6), st.integers(0, 40))
 def test_property_gains_and_table_agree(members: list[Elastic], spare: int) -> None:
-    by_gains, by_table = best_split(members, spare), Table(members, spare)
+    by_gains, by_table = best_split(members, spare), AllocationTable(members, spare)
     assert isinstance(by_gains, Gains)
     for count in range(len(members) + 1):
         seconds, levels = by_gains.seconds(count, spare), by_gains.levels(count, spare)
@@ -243,9 +242,9 @@ def test_property_gains_and_table_agree(members: list[Elastic], spare: int) -> N
 
 
 def test_levels_with_gaps_or_late_gains_take_the_table() -> None:
-    assert isinstance(best_split([amdahl(1.0, 0.5)], 8), Table)
+    assert isinstance(best_split([amdahl(1.0, 0.5)], 8), AllocationTable)
     late = Elastic("cores", (1, 2, 3), (8.0, 7.0, 1.0))
-    assert isinstance(best_split([late], 2), Table)
+    assert isinstance(best_split([late], 2), AllocationTable)
     assert isinstance(best_split([late], 1), Gains)
 
 
@@ -287,7 +286,7 @@ def taken(grants: Sequence[Grant], resource: str) -> int:
 def test_property_nothing_is_exceeded_and_nothing_lies_idle(
     queue: list[Action], free: dict[str, int], depth: int, quotas: tuple[str, ...]
 ) -> None:
-    grants = decide(queue, free, [], 0.0, Rules(depth=depth), quotas=quotas)
+    grants = decide(queue, free, [], 0.0, DecisionBounds(depth=depth), quotas=quotas)
     for resource, amount in free.items():
         assert taken(grants, resource) <= amount
     started = {grant.action.action_id for grant in grants}

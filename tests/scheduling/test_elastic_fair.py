@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.scheduling.elastic.fair import FairShares
-from troupe.scheduling.elastic.provision import workers_to_start
+from troupe.scheduling.elastic.order import FairShares, workers_to_start
 
 costs = st.floats(0.01, 10)
 

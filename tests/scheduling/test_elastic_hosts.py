@@ -14,10 +14,10 @@ from tests.scheduling.test_elastic import DIMENSIONS, amdahl, frees, queues, tak
 from troupe.scheduling.elastic import (
     Action,
     Amounts,
+    DecisionBounds,
     Elastic,
     Host,
     Placed,
-    Rules,
     Running,
     decide,
     decide_over,
@@ -43,8 +43,8 @@ def test_actions_spread_so_that_each_gets_more() -> None:
 def test_a_warm_host_is_worth_as_much_as_a_cold_start_takes() -> None:
     hosts = [cores("cold", 8), cores("warm", 4, functions=["test"])]
     action = Action("a", 0.0, elastic=amdahl(8.0, 1.0), function="test")  # 1 s there, 2 s here
-    assert on(decide_over(hosts, [action], 0.0, Rules(cold_seconds=2.0))) == {"a": "warm"}
-    assert on(decide_over(hosts, [action], 0.0, Rules(cold_seconds=0.5))) == {"a": "cold"}
+    assert on(decide_over(hosts, [action], 0.0, DecisionBounds(cold_seconds=2.0))) == {"a": "warm"}
+    assert on(decide_over(hosts, [action], 0.0, DecisionBounds(cold_seconds=0.5))) == {"a": "cold"}
 
 
 def test_cores_that_are_close_to_each_other_are_preferred() -> None:
@@ -81,7 +81,7 @@ def test_what_one_host_keeps_back_starts_where_units_lie_idle() -> None:
     queue = [Action(n, 0.0, {"licence": 1}, e) for n, e in (("a", greedy), ("b", one), ("c", one))]
     # `c` waits for a licence, and for a core; but `b` is before it.
     hosts, shared = [cores("x", 5), cores("y", 1)], {"licence": 2}
-    grants = decide_over(hosts, queue, 0.0, Rules(depth=1), shared=shared)
+    grants = decide_over(hosts, queue, 0.0, DecisionBounds(depth=1), shared=shared)
     assert [(g.action.action_id, g.host, g.holds["cores"]) for g in grants] == [
         ("a", "x", 5),
         ("b", "y", 1),
@@ -91,7 +91,7 @@ def test_what_one_host_keeps_back_starts_where_units_lie_idle() -> None:
 def test_what_is_kept_back_is_not_overtaken_on_its_host() -> None:
     greedy, one = Elastic("cores", (1, 4), (4.0, 1.0)), Elastic("cores", (1,), (1.0,))
     options = {"a": greedy, "b": Elastic("cores", (2,), (1.0,)), "c": one}
-    queue, rules = [Action(n, 0.0, elastic=e) for n, e in options.items()], Rules(depth=2)
+    queue, rules = [Action(n, 0.0, elastic=e) for n, e in options.items()], DecisionBounds(depth=2)
     # One core lies idle beside `a`. It is too few for `b`, and `c` is behind that.
     assert on(decide_over([cores("x", 5)], queue, 0.0, rules)) == {"a": "x"}
     # Elsewhere it takes nothing of what `b` waits for.
@@ -136,7 +136,7 @@ def test_property_with_one_host_it_is_decide(
     quotas: tuple[str, ...],
     gpu_is_shared: bool,
 ) -> None:
-    rules, running = Rules(depth=depth), [Running({"cores": 2}, 3.0)]
+    rules, running = DecisionBounds(depth=depth), [Running({"cores": 2}, 3.0)]
     expected = decide(queue, free, running, 0.0, rules, quotas=quotas)
     shared = {"gpu": free["gpu"]} if gpu_is_shared else {}
     own = {name: amount for name, amount in free.items() if name not in shared}
@@ -167,7 +167,9 @@ def test_property_no_host_is_exceeded_and_nothing_lies_idle(
         dataclasses.replace(a, needs={**a.needs, "licence": 1}) if int(a.action_id) % 2 else a
         for a in queue
     ]
-    grants = decide_over(hosts, queue, 0.0, Rules(depth=depth), shared={"licence": licences})
+    grants = decide_over(
+        hosts, queue, 0.0, DecisionBounds(depth=depth), shared={"licence": licences}
+    )
     assert taken(grants, "licence") <= licences
     left: dict[str, dict[str, int]] = {}
     for host in hosts:
@@ -234,6 +236,6 @@ def test_property_the_first_starts_however_many_come_after_it(
 def test_rules_and_dimensions_are_checked() -> None:
     assert DIMENSIONS[0] == "cores"
     with pytest.raises(ValueError, match="cold_seconds"):
-        Rules(cold_seconds=-1.0)
+        DecisionBounds(cold_seconds=-1.0)
     with pytest.raises(ValueError, match="a is elastic in cores"):
         decide_over([], [Action("a", 0.0, elastic=amdahl(1.0, 1.0))], 0.0, shared={"cores": 4})

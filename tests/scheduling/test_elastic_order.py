@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.scheduling.elastic import Action, Discipline, Running, decide, turn
-from troupe.scheduling.elastic.order import FCFS, SHORTEST, later
-from troupe.scheduling.elastic.remaining import Remaining
+from troupe.scheduling.elastic.order import FCFS, SHORTEST, Remaining, later
 
 WORK = st.floats(1e-3, 1e6)
 WAITERS = st.integers(1, 64)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.scheduling.placement import RolloutWorker, spread_queries
+from troupe.scheduling.admission import RolloutWorker, spread_queries
 
 worker_ids = st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from troupe.scheduling.queueing import MOST_LEFT, Entry, TurnQueue
+from troupe.scheduling.routing import MOST_LEFT, TurnQueue, WaitingTurn
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=30))
@@ -80,7 +80,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue: TurnQueue[int] = TurnQueue()
-        self.waiting: dict[int, Entry[Any]] = {}
+        self.waiting: dict[int, WaitingTurn[Any]] = {}
         self.born = 0
 
     @rule(group=st.sampled_from(["", "a", "b"]), left=st.integers(0, 5))

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.scheduling.elastic.quota import Bucket, Limits
+from troupe.scheduling.elastic.quota import QuotaLimits, TokenBucket
 
 PATIENCE = 1e6
 
 
 def test_a_burst_and_then_the_rate() -> None:
-    bucket = Bucket(Limits(rate=2.0, burst=3), 0.0)
+    bucket = TokenBucket(QuotaLimits(rate=2.0, burst=3), 0.0)
     answer = bucket.ask("a", [1] * 5, 0.0, PATIENCE)
     assert (answer.granted, answer.wait) == (3, 0.5)
     assert bucket.ask("a", [1] * 2, 0.4, PATIENCE).granted == 0
@@ -22,7 +22,7 @@ def test_a_burst_and_then_the_rate() -> None:
 
 
 def test_a_place_is_given_back_before_the_next_begins() -> None:
-    bucket = Bucket(Limits(concurrency=2), 0.0)
+    bucket = TokenBucket(QuotaLimits(concurrency=2), 0.0)
     answer = bucket.ask("a", [1, 1, 1], 0.0, PATIENCE)
     assert (answer.granted, answer.wait) == (2, math.inf)
     bucket.give_back("a", 1, 1.0)
@@ -30,7 +30,7 @@ def test_a_place_is_given_back_before_the_next_begins() -> None:
 
 
 def test_after_retry_after_it_starts_from_nothing() -> None:
-    bucket = Bucket(Limits(rate=1.0, burst=4), 0.0)
+    bucket = TokenBucket(QuotaLimits(rate=1.0, burst=4), 0.0)
     bucket.shut(10.0, 0.0)
     assert bucket.ask("a", [1], 9.9, PATIENCE).granted == 0
     answer = bucket.ask("a", [1], 10.0, PATIENCE)
@@ -39,7 +39,7 @@ def test_after_retry_after_it_starts_from_nothing() -> None:
 
 
 def test_who_wants_much_is_not_passed_by_those_who_want_little() -> None:
-    bucket = Bucket(Limits(rate=1.0, burst=4), 0.0)
+    bucket = TokenBucket(QuotaLimits(rate=1.0, burst=4), 0.0)
     bucket.ask("greedy", [1] * 4, 0.0, PATIENCE)
     assert bucket.ask("patient", [4], 0.0, PATIENCE).granted == 0
     granted = [bucket.ask("greedy", [1], float(second), PATIENCE).granted for second in range(1, 4)]
@@ -48,7 +48,7 @@ def test_who_wants_much_is_not_passed_by_those_who_want_little() -> None:
 
 
 def test_who_died_holds_nothing_and_keeps_no_place() -> None:
-    bucket = Bucket(Limits(concurrency=1), 0.0)
+    bucket = TokenBucket(QuotaLimits(concurrency=1), 0.0)
     assert bucket.ask("dead", [1], 0.0, 2.0).granted == 1
     assert bucket.ask("next", [1], 1.0, 2.0).granted == 0
     assert bucket.ask("next", [1], 2.0, 2.0).granted == 1
@@ -56,7 +56,7 @@ def test_who_died_holds_nothing_and_keeps_no_place() -> None:
 
 def test_what_can_never_be_granted_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 2"):
-        Bucket(Limits(rate=1.0, burst=8, concurrency=2), 0.0).ask("a", [3], 0.0, PATIENCE)
+        TokenBucket(QuotaLimits(rate=1.0, burst=8, concurrency=2), 0.0).ask("a", [3], 0.0, PATIENCE)
 
 
 STEPS = st.lists(
@@ -74,7 +74,7 @@ STEPS = st.lists(
 def test_neither_the_rate_nor_the_concurrency_is_ever_exceeded(
     steps: list[tuple[str, list[int], float, bool]], rate: float, burst: int, concurrency: int
 ) -> None:
-    bucket = Bucket(Limits(rate, burst, concurrency), 0.0)
+    bucket = TokenBucket(QuotaLimits(rate, burst, concurrency), 0.0)
     now, taken = 0.0, [(0.0, 0)]
     held: dict[str, list[int]] = {name: [] for name in "abc"}
     for name, wishes, pause, gives_back in steps:
@@ -92,7 +92,7 @@ def test_neither_the_rate_nor_the_concurrency_is_ever_exceeded(
 @given(STEPS, st.floats(0.25, 8))
 def test_nobody_starves(steps: list[tuple[str, list[int], float, bool]], rate: float) -> None:
     """Whatever the others ask for: who waits is served when all before it could have been."""
-    bucket, now = Bucket(Limits(rate, 3, 0), 0.0), 0.0
+    bucket, now = TokenBucket(QuotaLimits(rate, 3, 0), 0.0), 0.0
     bucket.ask("greedy", [1] * 3, now, PATIENCE)
     asked = bucket.ask("patient", [3], now, PATIENCE)
     assert asked.granted == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.scheduling.rosters import QueryProgress, RosterMove, next_move
+from troupe.scheduling.admission import QueryProgress, RosterMove, next_move
 
 
 def query(

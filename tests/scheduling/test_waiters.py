@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.groups import Groups
+from services.rollout.prepared import OpenGroups
 from troupe.scheduling.elastic import Action, turn
-from troupe.scheduling.elastic.waiters import group_waiters, head_start
+from troupe.scheduling.elastic.order import group_waiters, head_start
 
 COUNTS = st.integers(0, 1 << 20)
 
@@ -33,7 +33,7 @@ def test_the_last_of_a_group_has_all_of_it_waiting(size: int, data: st.DataObjec
 
 
 def test_a_group_is_counted_while_it_runs() -> None:
-    groups = Groups([])
+    groups = OpenGroups([])
     for _ in range(3):
         groups.begin("q")
     assert groups.waiters("q") == 1

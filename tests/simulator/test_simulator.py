@@ -12,20 +12,20 @@ import pytest
 import simpy
 
 from benchmarks.actions.simulated import least
-from simulator.actions import CORES, ElasticPool, Learned
-from simulator.models import Dedicated, Service, SharedPool
-from simulator.pods import Pods
-from simulator.rollout import Played, ask, play
-from simulator.trace import (
+from testbed.simulator.actions import CORES, ElasticPool, Learned
+from testbed.simulator.models import Dedicated, ServedModel, SharedPool
+from testbed.simulator.pods import Pods
+from testbed.simulator.rollout import BatchResult, ask, play
+from testbed.simulator.trace import (
     REWARD,
     SHELL,
     TESTS,
-    Asked,
-    Call,
     CodingLaw,
+    ServiceRequest,
+    SimulatedAction,
+    SimulatedTurn,
     TeacherLaw,
     Trajectory,
-    Turn,
     coding,
     teaching,
 )
@@ -36,7 +36,7 @@ LAW = CodingLaw(turns=4.0)
 GUESSES = {TESTS: 0.9, REWARD: 0.9}
 
 
-def elastic(trajectories: Sequence[Trajectory], *hosts: int, **kwargs: Any) -> Played:
+def elastic(trajectories: Sequence[Trajectory], *hosts: int, **kwargs: Any) -> BatchResult:
     capacities = [{CORES: cores} for cores in hosts]
     return play(trajectories, lambda env: ElasticPool(env, capacities, **kwargs))
 
@@ -74,10 +74,10 @@ def test_the_same_run_twice_is_the_same() -> None:
 
 
 def test_one_action_takes_what_it_takes() -> None:
-    call = Call(TESTS, 1, 4, 1.0, 8.0)
-    (act,) = elastic([[Turn(5.0, call)]], 8, fractions={TESTS: 0.9}).acts
+    call = SimulatedAction(TESTS, 1, 4, 1.0, 8.0)
+    (act,) = elastic([[SimulatedTurn(5.0, call)]], 8, fractions={TESTS: 0.9}).acts
     assert act == 1.0 + 8.0 / 4
-    played = elastic([[Turn(0.0, call)]], 8, fixed=2)
+    played = elastic([[SimulatedTurn(0.0, call)]], 8, fixed=2)
     assert (played.acts, played.core_seconds) == ([5.0], 10.0)
 
 
@@ -115,8 +115,8 @@ def test_a_trajectory_stays_on_its_host_when_it_has_files_there() -> None:
 
 
 def test_a_pod_is_waited_for_once_and_its_cores_are_its_own() -> None:
-    call = Call(TESTS, 1, 8, 0.0, 8.0)
-    trajectory = [Turn(1.0, call), Turn(1.0, call)]
+    call = SimulatedAction(TESTS, 1, 8, 0.0, 8.0)
+    trajectory = [SimulatedTurn(1.0, call), SimulatedTurn(1.0, call)]
 
     def make(env: simpy.Environment) -> Pods:
         return Pods(env, [{CORES: 5}], cores=4, parallelism=2)
@@ -128,7 +128,7 @@ def test_a_pod_is_waited_for_once_and_its_cores_are_its_own() -> None:
 
 
 def test_the_control_plane_makes_one_pod_after_another() -> None:
-    trajectory = [Turn(0.0, Call(SHELL, 1, 1, 1.0, 0.0))]
+    trajectory = [SimulatedTurn(0.0, SimulatedAction(SHELL, 1, 1, 1.0, 0.0))]
 
     def make(env: simpy.Environment) -> Pods:
         return Pods(env, [{CORES: 8}], cores=1, start_seconds=3.0, made_per_second=2.0)
@@ -200,7 +200,7 @@ def test_whoever_has_much_to_do_is_not_passed_for_ever() -> None:
 
     def one(name: str, at: float, seconds: float) -> Any:
         yield env.timeout(at)
-        yield from pool.run(Call(SHELL, 1, 1, seconds, 0.0))
+        yield from pool.run(SimulatedAction(SHELL, 1, 1, seconds, 0.0))
         began[name] = env.now - seconds
 
     env.process(one("first", 0.0, 1.0))
@@ -214,10 +214,10 @@ def test_whoever_has_much_to_do_is_not_passed_for_ever() -> None:
 # Model services.
 
 
-SERVICES = [Service("a", 4), Service("b", 4)]
+SERVICES = [ServedModel("a", 4), ServedModel("b", 4)]
 
 
-def shared(devices: int, calls: Sequence[Asked]) -> list[float]:
+def shared(devices: int, calls: Sequence[ServiceRequest]) -> list[float]:
     def make(env: simpy.Environment) -> SharedPool:
         return SharedPool(env, SERVICES, devices=devices, restore_seconds=2.0)
 
@@ -225,19 +225,24 @@ def shared(devices: int, calls: Sequence[Asked]) -> list[float]:
 
 
 def test_a_model_is_restored_when_it_is_asked_and_stays_until_another_is() -> None:
-    calls = [Asked(0.0, 0, 1.0), Asked(10.0, 0, 1.0), Asked(20.0, 1, 1.0), Asked(30.0, 0, 1.0)]
+    calls = [
+        ServiceRequest(0.0, 0, 1.0),
+        ServiceRequest(10.0, 0, 1.0),
+        ServiceRequest(20.0, 1, 1.0),
+        ServiceRequest(30.0, 0, 1.0),
+    ]
     assert shared(4, calls) == [3.0, 1.0, 3.0, 3.0]
     assert shared(8, calls) == [3.0, 1.0, 3.0, 1.0]
 
 
 def test_who_is_asked_last_is_evicted_where_the_future_is_known() -> None:
-    calls = [Asked(10.0 * i, service, 1.0) for i, service in enumerate((0, 1, 2, 0, 1, 0))]
+    calls = [ServiceRequest(10.0 * i, service, 1.0) for i, service in enumerate((0, 1, 2, 0, 1, 0))]
 
     def restores(next_call: Any) -> int:
         made: list[SharedPool] = []
 
         def pool(env: simpy.Environment) -> SharedPool:
-            services = [Service(name, 4) for name in "abc"]
+            services = [ServedModel(name, 4) for name in "abc"]
             made.append(
                 SharedPool(env, services, devices=8, restore_seconds=1.0, next_call=next_call)
             )
@@ -256,11 +261,14 @@ def test_who_is_asked_last_is_evicted_where_the_future_is_known() -> None:
 
 def test_who_is_at_work_is_not_evicted() -> None:
     # b waits until a has ended (5 s), then for its own restoring.
-    assert sorted(shared(4, [Asked(0.0, 0, 3.0), Asked(1.0, 1, 1.0)])) == [5.0, 7.0]
+    assert sorted(shared(4, [ServiceRequest(0.0, 0, 3.0), ServiceRequest(1.0, 1, 1.0)])) == [
+        5.0,
+        7.0,
+    ]
 
 
 def test_devices_of_its_own_are_waited_for_only_while_it_is_at_work() -> None:
-    calls = [Asked(0.0, 0, 3.0), Asked(1.0, 0, 1.0), Asked(1.0, 1, 1.0)]
+    calls = [ServiceRequest(0.0, 0, 3.0), ServiceRequest(1.0, 0, 1.0), ServiceRequest(1.0, 1, 1.0)]
     played = ask(calls, ["a", "b"], lambda env: Dedicated(env, SERVICES))
     assert sorted(played.acts) == [1.0, 3.0, 3.0]
 

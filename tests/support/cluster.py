@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from services.chassis.server import RunningServer
+from services.chassis.app import RunningServer
 from services.chassis.settings import ServiceSettings
+from services.experience_store.server import StoreSettings
 from services.experience_store.server import make_service as make_store
-from services.experience_store.settings import StoreSettings
 from services.orchestrator.server import make_service as make_orchestrator
 from services.orchestrator.settings import OrchestratorSettings
 from tests.support.fake_rollout import FakeRollout, RolloutScript

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.experience_store.amendments import Amendment
 from services.experience_store.claims import ClaimRequest
-from services.experience_store.progress import StepStatus
 from services.experience_store.records import LETTER_OF, Ending
 from services.experience_store.requests import Fill
+from services.experience_store.steps import Amendment, StepStatus
 from services.experience_store.store import Store
 from services.experience_store.trajectories import Appended
 from troupe import tensors

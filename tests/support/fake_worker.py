@@ -10,8 +10,8 @@ import asyncio
 
 import grpc
 
+from services.chassis.app import RunningServer
 from services.chassis.heartbeat import Heartbeat
-from services.chassis.server import RunningServer
 from services.chassis.settings import ServiceSettings
 from troupe.rpc import Unavailable, connect
 from troupe.v1 import orchestrator_pb2 as orch

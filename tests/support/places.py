@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from services.reward.call import Call, Outcome
-from services.reward.cpu import Lease
-from services.reward.function import Function
+from services.reward.call import CallOutcome, FunctionCall
+from services.reward.function import RegisteredFunction
+from services.reward.groups import CoreLease
 
 
 class BarePlace:
@@ -28,19 +28,22 @@ class BarePlace:
     def rest(self) -> None:
         self.warm = False
 
-    async def warm_up(self, function: Function) -> None:
+    async def warm_up(self, function: RegisteredFunction) -> None:
         self.warm = True
 
-    def holds(self, function: Function) -> bool:
+    def holds(self, function: RegisteredFunction) -> bool:
         return self.warm
 
-    def suits(self, function: Function) -> bool:
+    def suits(self, function: RegisteredFunction) -> bool:
         return True
 
     def cancel(self) -> None:
         self.cancelled.set()
 
     def run_many(
-        self, function: Function, calls: Sequence[Call], lease: Lease | None = None
-    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        self,
+        function: RegisteredFunction,
+        calls: Sequence[FunctionCall],
+        lease: CoreLease | None = None,
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
         raise NotImplementedError

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-import services.rollout.columns
+import services.rollout.trajectories.records
 from tests.support.tiny_team import share_of_a
 
 services.rollout.columns.INLINE_BYTES = 0  # type: ignore[misc]

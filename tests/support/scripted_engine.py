@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from services.rollout.engines.base import Generation
-from services.rollout.engines.front import EngineFront, Tensors
-from services.rollout.engines.turns import Turn
+from services.rollout.engines.base import EngineResponse
+from services.rollout.engines.front import EngineFront, EngineTurn, Tensors
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as pb
 
@@ -55,7 +54,7 @@ class ScriptedEngine(EngineFront):
     async def stop(self) -> None:
         self._life.stopped()
 
-    async def _serve(self, turn: Turn) -> Generation:
+    async def _serve(self, turn: EngineTurn) -> EngineResponse:
         self._script.asked.append(turn.prompt_ids)
         if self._script.hold is not None:
             await self._script.hold.wait()
@@ -68,7 +67,7 @@ class ScriptedEngine(EngineFront):
                     break
         return turn.result()
 
-    def _drop(self, turn: Turn) -> None:
+    def _drop(self, turn: EngineTurn) -> None:
         self._script.aborted += 1
 
     def _fail_turns(self, error: Exception) -> None: ...

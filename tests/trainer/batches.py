@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.rows import Row
+from services.trainer.learning.samples import Row
 from tests.support.training import VOCABULARY
 from troupe.job import AlgorithmSpec, JobSpec
 

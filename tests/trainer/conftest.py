@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.chassis.server import serve
+from services.chassis.app import serve
+from services.experience_store.server import StoreSettings
 from services.experience_store.server import make_service as make_store
-from services.experience_store.settings import StoreSettings
 from services.trainer.server import TrainerService
 from services.trainer.settings import TrainerSettings
 from tests.support.training import save_tokenizer

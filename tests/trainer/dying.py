@@ -15,17 +15,16 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from services.chassis.app import run
-from services.trainer import state
 from services.trainer.__main__ import make_service
 from services.trainer.claims import StepClaims
-from services.trainer.learner import Learner
-from services.trainer.policy_model import import_transformers
-from services.trainer.publication import Publication
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import import_transformers
 from services.trainer.server import TrainerService  # noqa: F401 - imported before the fork
 from services.trainer.settings import TrainerSettings
-from services.trainer.state import StateStore
-from services.trainer.suspension import Suspension
-from services.trainer.versions import Versions
+from services.trainer.state import training_state
+from services.trainer.state.suspension import Suspension
+from services.trainer.state.training_state import StateStore
+from services.trainer.versions import Publication, Versions
 
 import_transformers()
 
@@ -78,12 +77,12 @@ def _on_version(version: int, owner: Any, name: str, patch: Callable[[Any, str],
 
 
 def _within_save(_owner: Any, _name: str) -> None:
-    state.sync_file = _die  # type: ignore[assignment]
+    training_state.sync_file = _die  # type: ignore[assignment]
 
 
 def _before_rename(_owner: Any, _name: str) -> None:
     """All files are written, the directory has not its name yet."""
-    written = state.sync_file
+    written = training_state.sync_file
     left = [4]
 
     def sync(path: Any) -> None:
@@ -92,7 +91,7 @@ def _before_rename(_owner: Any, _name: str) -> None:
         if not left[0]:
             _die()
 
-    state.sync_file = sync  # type: ignore[assignment]
+    training_state.sync_file = sync  # type: ignore[assignment]
 
 
 POINTS: Mapping[str, Callable[[], None]] = {

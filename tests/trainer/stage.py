@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from services.trainer.policy_model import load_model
+from services.trainer.learning.model import load_model
 from tests.support.training import make_rollout, make_spec, score
 from troupe.job import JobSpec
 from troupe.rpc import new_id

@@ -11,18 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.batching import Costs, Piece, plan
-from services.trainer.forward import Abilities, Forward, abilities_of, costs_of, response_logits
-from services.trainer.rows import Row
+from services.trainer.learning.forward import (
+    Abilities,
+    Forward,
+    abilities_of,
+    costs_of,
+    response_logits,
+)
+from services.trainer.learning.packing import PackedBatch, PassCosts, plan
+from services.trainer.learning.samples import Row
 from tests.support.training import VOCABULARY, score, tiny_config
 
-FREE = Costs(token=1.0, pair=0.0)
+FREE = PassCosts(token=1.0, pair=0.0)
 SLIDING = {
     "use_sliding_window": True,
     "sliding_window": 3,
     "layer_types": ["full_attention", "sliding_attention"],
 }
-DEAR = Costs(token=1.0, pair=100.0)
+DEAR = PassCosts(token=1.0, pair=100.0)
 
 
 def row(name: str, prompt: list[int], response: list[int]) -> Row:
@@ -50,7 +56,7 @@ def model() -> Any:
     return make_model()
 
 
-def path_of(piece: Piece, batch: int, position: int) -> list[int]:
+def path_of(piece: PackedBatch, batch: int, position: int) -> list[int]:
     """The tokens that a position attends to, in order."""
     if piece.packing is None or piece.position_ids is None:
         return piece.input_ids[batch, : position + 1].tolist()
@@ -79,7 +85,7 @@ def path_of(piece: Piece, batch: int, position: int) -> list[int]:
     st.one_of(st.none(), st.integers(1, 20)),
 )
 def test_every_response_token_is_scored_once_behind_its_own_prefix(
-    rows: list[Row], budget: int, sharing: Costs | None, packed: bool, limit: int | None
+    rows: list[Row], budget: int, sharing: PassCosts | None, packed: bool, limit: int | None
 ) -> None:
     expected = [
         (row.ids[:k].tolist(), int(row.ids[k]))

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, Phase, event, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.trainer.learner import Learner
-from services.trainer.peers import Stopped
-from services.trainer.policy_model import load_model
-from services.trainer.rows import Row
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import load_model
+from services.trainer.learning.ranks import Stopped
+from services.trainer.learning.samples import Row
 from tests.support.training import VOCABULARY, make_spec
 from tests.trainer.batches import Shape, full_batch_gradient, random_rows, relative_error
 from troupe.job import JobSpec

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from services.trainer.rows import parse_rows
+from services.trainer.learning.samples import parse_rows
 from tests.support.training import VOCABULARY
 from tests.trainer.batches import full_batch_gradient, relative_error
 from tests.trainer.stage import TrainingStage

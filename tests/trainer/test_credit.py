@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.columns import Shelf
-from services.rollout.records import samples_of
-from services.trainer.critic import chained_advantages
-from services.trainer.rows import Row, parse_rows, response_lengths
+from services.rollout.trajectories.records import LargeColumns, samples_of
+from services.trainer.learning.critic import chained_advantages
+from services.trainer.learning.samples import Row, parse_rows, response_lengths
 from tests.workflow.environments.zoo import Nim, Pennies
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -22,7 +21,7 @@ from troupe.workflow.environments.game import Credit
 from troupe.workflow.trying import Played
 
 
-class NoShelf(Shelf):
+class NoShelf(LargeColumns):
     """No column is so large that it is kept elsewhere."""
 
     def __init__(self) -> None:

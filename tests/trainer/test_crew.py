@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.crew import Crew, dealt, pays
-from services.trainer.learner import Learner
-from services.trainer.peers import Stopped
-from services.trainer.policy_model import load_adapted, load_model
+from services.trainer.learning.cpu_threads import CpuThreads, dealt, pays
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import load_adapted, load_model
+from services.trainer.learning.ranks import Stopped
 from tests.trainer.batches import random_rows
 from tests.trainer.test_lora import CPU, lora_spec
 from tests.trainer.test_passes import SHAPE, gradient, learner_of
@@ -20,7 +20,7 @@ from tests.trainer.test_passes import SHAPE, gradient, learner_of
 def side_by_side(tokenizer: Path, members: int) -> tuple[Learner, torch.Tensor]:
     """With so many members on one thread of torch each: others would wait for cores."""
     learner = learner_of(tokenizer, {})
-    learner._passes._crew = Crew(members) if members > 1 else None
+    learner._passes._crew = CpuThreads(members) if members > 1 else None
     return learner, gradient(learner)
 
 
@@ -87,7 +87,7 @@ def test_calls_share_the_callers_threads() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        crew = Crew(9)
+        crew = CpuThreads(9)
         assert crew.run([torch.get_num_threads] * crew.size) == [2, 2, 2, 2]
         assert torch.get_num_threads() == 4
         with pytest.raises(ZeroDivisionError):

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.critic import chained_advantages
-from services.trainer.learner import Learner
-from services.trainer.passes import Passes
-from services.trainer.policy_model import load_adapted, load_model
-from services.trainer.rows import Row
-from services.trainer.updates import schedule
+from services.trainer.learning.critic import chained_advantages
+from services.trainer.learning.learner import Learner, schedule
+from services.trainer.learning.model import load_adapted, load_model
+from services.trainer.learning.passes import Passes
+from services.trainer.learning.samples import Row
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, random_rows
 from troupe.job import JobSpec
@@ -326,7 +325,7 @@ def test_a_step_that_overflows_the_critic_is_refused(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = _learner(_spec(tokenizer))
-    monkeypatch.setattr("services.trainer.critic.learning_rate", lambda *_: 1e30)
+    monkeypatch.setattr("services.trainer.learning.critic.learning_rate", lambda *_: 1e30)
     learner.accumulate(_rows(learner))
     refused = learner.apply(0)
     assert (refused.applied, refused.moved) == (False, True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.learner import Learner
+from services.trainer.learning.learner import Learner
 from tests.trainer.stage import TrainingStage
 from troupe import tensors
 from troupe.v1 import experience_store_pb2 as store_pb

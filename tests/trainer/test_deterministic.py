@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.learner import Learner
-from services.trainer.policy_model import load_model
-from services.trainer.rows import Row
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import load_model
+from services.trainer.learning.samples import Row
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, random_rows
 

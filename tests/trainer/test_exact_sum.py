@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.exact_sum import FRACTION_BITS, ExactSum, NotSummable
+from services.trainer.learning.optimizer import FRACTION_BITS, ExactSum, NotSummable
 
 SHAPES = [(3, 4), (5,), (1,)]
 

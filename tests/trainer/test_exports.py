@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.sglang.client import SglangClient
-from services.trainer.checkpoint import checkpoint_path
-from services.trainer.policy_model import load_adapted, load_model
+from services.trainer.learning.model import load_adapted, load_model
+from services.trainer.state.checkpoint import checkpoint_path
 from tests.rollout.engines.real_server import running
 from tests.support.training import log_prob_table, rounding, tiny_config
 from tests.trainer.stage import TrainingStage

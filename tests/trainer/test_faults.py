@@ -13,7 +13,7 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
-from services.trainer.checkpoint import checkpoint_path
+from services.trainer.state.checkpoint import checkpoint_path
 from tests.trainer.stage import Trainer, TrainingStage, fill_up
 from troupe.rpc import (
     Aborted,

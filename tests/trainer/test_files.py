@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.trainer.checkpoint import checkpoint_path, save_checkpoint
-from services.trainer.policy_model import load_model, load_tokenizer
-from services.trainer.randomness import Randomness, capture, restore, seeded
-from services.trainer.state import Frontier, StateStore, TrainingState
+from services.trainer.learning.model import load_model, load_tokenizer
+from services.trainer.learning.optimizer import Randomness, capture, restore, seeded
+from services.trainer.state.checkpoint import checkpoint_path, save_checkpoint
+from services.trainer.state.training_state import Frontier, StateStore, TrainingState
 from tests.support.training import make_spec, tiny_config
 from tests.trainer.stage import fill_up
 from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.foreign import ForeignStates
-from services.trainer.state import TrainingState
+from services.trainer.state.training_state import TrainingState
+from services.trainer.versions import ForeignStates
 from troupe.v1 import trainer_pb2 as pb
 
 WEIGHTS = {"w": torch.ones(2)}

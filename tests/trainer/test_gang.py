@@ -14,16 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.gang.frames import Frame, decode_rows, encode_rows
-from services.trainer.gang.gangs import Gangs, check_size
+from services.trainer.gang.gang import Frame, Gangs, check_size, decode_rows, encode_rows
 from services.trainer.gang.group import share_of, spans
 from services.trainer.gang.learner import GangLearner
-from services.trainer.learner import Learner
-from services.trainer.peers import Stopped
-from services.trainer.policy_model import load_model
-from services.trainer.rows import Row
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import load_model
+from services.trainer.learning.ranks import Stopped
+from services.trainer.learning.samples import Row
 from services.trainer.settings import TrainerSettings
-from services.trainer.state import Frontier, StateStore, TrainingState
+from services.trainer.state.training_state import Frontier, StateStore, TrainingState
 from tests.support.training import make_rollout, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from tests.trainer.test_learner import make_rows

@@ -17,9 +17,8 @@ import numpy as np
 import psutil
 import pytest
 
-from services.trainer.gang.gang import free_port
-from services.trainer.gang.gangs import Gangs
-from services.trainer.peers import Stopped
+from services.trainer.gang.gang import Gangs, free_port
+from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
 from tests.trainer.test_gang import alone, assert_close, assert_equal, gang_spec, rows_of, together
 from tests.trainer.test_gang_steps import ranks

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.gang.gang import Gang
-from services.trainer.gang.gangs import Gangs
+from services.trainer.gang.gang import Gang, Gangs
 from services.trainer.settings import TrainerSettings
 from tests.trainer.stage import TrainingStage, fill_up
 from tests.trainer.test_gang import assert_equal, gang_spec, rows_of, together

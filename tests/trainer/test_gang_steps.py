@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 Tensors = dict[str, torch.Tensor]
 
 # torchrun's own command line ends like those of its ranks.
-_AGENT, _RANK = "services.trainer.gang.agent", "services.trainer.gang.rank"
+_AGENT, _RANK = "services.trainer.gang.gang", "services.trainer.gang.rank"
 
 
 def gang_of(pid: int) -> list[psutil.Process]:

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
-from services.trainer.kernels import use_kernels
-from services.trainer.learner import Learner
-from services.trainer.policy_model import load_model
+from services.trainer.learning.cpu_kernels import use_kernels
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import load_model
 from tests.support.training import VOCABULARY, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from troupe.job import JobSpec

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.learner import Learner
-from services.trainer.peers import Stopped
-from services.trainer.policy_model import load_model
-from services.trainer.rows import Row
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import load_model
+from services.trainer.learning.ranks import Stopped
+from services.trainer.learning.samples import Row
 from tests.support.training import VOCABULARY, make_spec, score
 from troupe.algorithms import group_advantages
 
@@ -189,7 +189,7 @@ def test_a_step_that_overflows_weights_is_refused(
     weights = {n: t.clone() for n, t in learner.weights().items()}
     moments = {n: t.clone() for n, t in learner.moments().items()}
     with monkeypatch.context() as absurd:
-        absurd.setattr("services.trainer.learner.learning_rate", lambda *_: 1e30)
+        absurd.setattr("services.trainer.learning.learner.learning_rate", lambda *_: 1e30)
         learner.accumulate(make_rows(learner.model, 6, 1))
         refused = learner.apply(1)
     assert (refused.applied, refused.moved) == (False, True)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.adapters import Adapter, adapter_of
-from services.trainer.learner import Learner
-from services.trainer.policy_model import load_adapted, load_model
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.lora import Adapter, adapter_of
+from services.trainer.learning.model import load_adapted, load_model
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, full_batch_gradient, random_rows, relative_error
 from tests.trainer.test_learner import make_rows

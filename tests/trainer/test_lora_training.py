@@ -12,13 +12,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.trainer.adapters import adapter_of
-from services.trainer.policy_model import load_adapted
+from services.trainer.learning.lora import adapter_of
+from services.trainer.learning.model import load_adapted
 from tests.trainer.stage import Trainer, TrainingStage
 from tests.trainer.test_lora import CPU, lora_spec
 from troupe.adapters import AdapterContent, base_key, merged
-from troupe.checkpoints.lineage import Lineage
 from troupe.checkpoints.merging import merge_in_place
+from troupe.checkpoints.verifying import Lineage
 from troupe.client.cli.app import main
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, InvalidArgument
@@ -140,8 +140,8 @@ async def test_a_frozen_policy_is_served_with_the_adapter_that_it_is_given(
 async def test_adapters_that_do_not_belong_here(
     tokenizer: Path, tmp_path: Path, lora: dict[str, Any], prepare: str, field: str, message: str
 ) -> None:
-    from services.trainer.checkpoint import lineage_of, save_checkpoint
-    from services.trainer.policy_model import load_tokenizer
+    from services.trainer.learning.model import load_tokenizer
+    from services.trainer.state.checkpoint import lineage_of, save_checkpoint
 
     spec = lora_spec(tokenizer, ["a"])
     model = load_adapted("a", spec.policies["a"], 0, CPU)

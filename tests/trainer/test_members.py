@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from services.trainer.members import _key
+from services.trainer.frozen_versions import _key
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.transfer import checksum_of
-from troupe.transfer.manifest import stem_of
+from troupe.transfer.blob import stem_of
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import trainer_pb2
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.trainer.adapters import adapter_of
-from services.trainer.checkpoint import checkpoint_path, lineage_of, save_checkpoint
-from services.trainer.learner import Learner
-from services.trainer.policy_model import load_adapted, load_model, load_tokenizer
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.lora import adapter_of
+from services.trainer.learning.model import load_adapted, load_model, load_tokenizer
+from services.trainer.state.checkpoint import checkpoint_path, lineage_of, save_checkpoint
 from tests.support.training import make_spec, tiny_config
 from tests.trainer.test_learner import make_rows
 from troupe.checkpoints.merging import merge_in_place

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.rollout.columns import Shelf
-from services.rollout.networks.samples import samples_of
-from services.trainer.networks.rows import parse_fragments
+from services.rollout.networks.episodes import samples_of
+from services.rollout.trajectories.records import LargeColumns
+from services.trainer.networks.learner import parse_fragments
 from tests.trainer.doomed import doomed
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe import tensors
@@ -58,7 +58,7 @@ def rows(
     found = {}
     for number, query in enumerate(QUERIES):
         ticket = rollout.Ticket(query_id=query, trajectory_id=f"{query}-s{step}-t0")
-        shelf = Shelf(stage.transfer, stage.job_id)
+        shelf = LargeColumns(stage.transfer, stage.job_id)
         played = actor.sample(10 * step + number)
         rosters = {"solver": tuple(spec.agents)}
         found[query] = samples_of(played, rosters=rosters, ticket=ticket, shelf=shelf)
@@ -244,7 +244,7 @@ def test_a_fragment_of_some_agents_says_of_whom(tmp_path: Path) -> None:
     other = make_learner(network, environment.spaces, agents[:1], seed=0)
     actor.load("all--0", other.published(), 0)
     ticket = rollout.Ticket(query_id="q", trajectory_id="t")
-    shelf = Shelf(Transfer(tmp_path), "job")
+    shelf = LargeColumns(Transfer(tmp_path), "job")
     played = actor.sample(0)
     [sample] = samples_of(played, rosters={"solver": agents}, ticket=ticket, shelf=shelf)
     assert (sample.policy, sample.agent) == ("solver", "agent_1")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from services.trainer.paced import PacedLearner, stand_in
+from testbed.simulated_learner import PacedLearner, stand_in
+from testbed.timeline import busy_within, read_spans
 from tests.trainer.stage import TrainingStage
 from troupe.job import JobSpec
 from troupe.rpc import ResourceExhausted
-from troupe.timeline import busy_within, read_spans
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 

@@ -12,9 +12,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from services.trainer.layers import arrange
-from services.trainer.learner import Learner
-from services.trainer.policy_model import load_model
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import load_model
+from services.trainer.learning.passes import arrange
 from tests.support.training import make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from troupe.job import JobSpecError, TrainerSpec, parse_job

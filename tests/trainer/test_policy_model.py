@@ -12,10 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.trainer.adapters import adapter_of
+from services.trainer.learning.lora import adapter_of
+from services.trainer.learning.model import (
+    check_tokenizer,
+    load_adapted,
+    load_model,
+    load_tokenizer,
+)
+from services.trainer.learning.optimizer import learning_rate
 from services.trainer.named import distinct_tensors
-from services.trainer.optimizer import learning_rate
-from services.trainer.policy_model import check_tokenizer, load_adapted, load_model, load_tokenizer
 from tests.support.training import make_spec, save_tokenizer, tiny_config
 from troupe.job import LoraSpec, OptimizerSpec, PolicySpec
 from troupe.rpc import InvalidArgument

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer import attempt
+from services.trainer import step
 from tests.support.training import score
 from tests.trainer.stage import TrainingStage
 from troupe import tensors
@@ -59,7 +59,7 @@ async def test_owners_that_do_not_answer_hold_up_no_computing(
     stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values are deleted beside the compute thread, and the step ends without their owners."""
-    monkeypatch.setattr(attempt, "_DROP_SECONDS", 0.05)
+    monkeypatch.setattr(step, "_DROP_SECONDS", 0.05)
     spec = stage.spec()
     trainer = await stage.trainer()
     await stage.open()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.state import StateStore
+from services.trainer.state.training_state import StateStore
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, TroupeError, new_id

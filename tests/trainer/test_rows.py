@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.policy_model import load_model, positions_of
-from services.trainer.rows import parse_rows
+from services.trainer.learning.model import load_model, positions_of
+from services.trainer.learning.samples import parse_rows
 from tests.support.training import VOCABULARY, make_rollout, make_spec, tiny_config
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb

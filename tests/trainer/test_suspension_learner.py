@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.learner import Learner
-from services.trainer.policy_model import load_adapted, load_model
-from services.trainer.residence import Residence
-from services.trainer.rows import Row
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import load_adapted, load_model
+from services.trainer.learning.samples import Row
+from services.trainer.state.suspension import ParameterPool
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, random_rows
 from troupe.job import JobSpec
@@ -76,7 +76,7 @@ def bits(learner: Learner) -> dict[str, bytes]:
     return {name: t.numpy().tobytes() for name, t in parts.items()}
 
 
-def moved(learner: Learner, spec: JobSpec, residence: Residence) -> Learner:
+def moved(learner: Learner, spec: JobSpec, residence: ParameterPool) -> Learner:
     """The learner as it comes out of another process: through bytes and JSON."""
     tensors, values = learner.suspended()
     stored = {name: t.detach().clone() for name, t in tensors.items()}
@@ -94,7 +94,7 @@ def test_moved_between_any_two_micro_batches_it_ends_with_the_same_bits(
     spec = spec_of(tokenizer, variant)
     rows = random_rows(load_model("solver", spec.policies["solver"], 0), 3, Shape(groups=6))
     still, travels = make(spec), make(spec)
-    residence = Residence(CPU)
+    residence = ParameterPool(CPU)
     for version, batches in enumerate(steps(rows)):
         for batch in batches:
             still.accumulate(batch)
@@ -118,7 +118,7 @@ def test_a_learner_that_left_holds_no_memory_and_can_come_back(tokenizer: Path) 
     learner.apply(0)
     before = bits(learner)
     tensors, values = learner.suspended()
-    residence = Residence(CPU)
+    residence = ParameterPool(CPU)
     stored = {name: t.detach().clone() for name, t in tensors.items()}
     left = learner.leave()
     assert sum(p.numel() for p in learner.model.parameters()) == 0
@@ -132,7 +132,7 @@ def test_a_learner_that_left_holds_no_memory_and_can_come_back(tokenizer: Path) 
 
 
 def test_memory_that_is_given_back_is_bounded_and_never_shared() -> None:
-    residence = Residence(CPU, limit=64)
+    residence = ParameterPool(CPU, limit=64)
     whole = torch.zeros(8)
     residence.give_back([whole, torch.zeros(100), torch.zeros(16)[:8], torch.zeros(4, 2).t()])
     first = residence.bring({"a": torch.ones(8)})["a"]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.rows import Load
-from services.trainer.values import Values
+from services.trainer.claims import Values
+from services.trainer.learning.samples import Load
 from troupe.rpc import Unavailable
 from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
 from troupe.v1 import experience_store_pb2 as store_pb

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from troupe.rpc import ClientSettings
 from troupe.rpc.retry import RetryPolicy
 from troupe.transfer import Transfer
-from troupe.transfer.remote import Owner, Peer
+from troupe.transfer.remote import Peer, TransferOwner
 
 TOKEN = SecretStr("secret")
 SETTINGS = ClientSettings(token=TOKEN, retry=RetryPolicy(max_attempts=1))
@@ -24,14 +24,14 @@ def there(tmp_path: Path) -> Transfer:
 
 
 @pytest.fixture
-def owner(there: Transfer) -> Iterator[Owner]:
-    owner = Owner(there, token=TOKEN, use_ucx=False)
+def owner(there: Transfer) -> Iterator[TransferOwner]:
+    owner = TransferOwner(there, token=TOKEN, use_ucx=False)
     yield owner
     owner.stop(0)
 
 
 @pytest.fixture
-def here(tmp_path: Path, owner: Owner) -> Iterator[Transfer]:
+def here(tmp_path: Path, owner: TransferOwner) -> Iterator[Transfer]:
     """What this host stores; it knows the other one."""
     source = Peer(owner.address, SETTINGS, deadline_seconds=20)
     yield Transfer(tmp_path / "here", peers=[source])

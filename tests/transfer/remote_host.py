@@ -13,7 +13,7 @@ import torch
 from pydantic import SecretStr
 
 from troupe.transfer import Transfer
-from troupe.transfer.remote import Owner
+from troupe.transfer.remote import TransferOwner
 
 KEY = "job/solver/weights@1"
 
@@ -36,7 +36,7 @@ def main() -> None:
     if int(mib):
         transfer.set(KEY, state(int(mib)))
     port = int(sys.argv[5]) if len(sys.argv) > 5 else 0
-    owner = Owner(transfer, port=port, token=SecretStr(token), use_ucx=use_ucx == "1")
+    owner = TransferOwner(transfer, port=port, token=SecretStr(token), use_ucx=use_ucx == "1")
     print(owner.address, flush=True)
     sys.stdin.read()
     owner.stop(0.1)

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from troupe.transfer import (
-    Transfer,
-)
+from troupe.transfer import Transfer
 from troupe.transfer.checksum import PIECE_BYTES
-from troupe.transfer.remote import sending
+from troupe.transfer.remote import serving
 from troupe.v1 import transfer_pb2 as pb
 
 KEY = "job/solver/weights@3"
@@ -39,9 +37,9 @@ def corrupting(
 ) -> list[int]:
     """Make the owner's bytes change after they were checksummed; the chunks sent, in order."""
     sent: list[int] = []
-    real = sending._message
+    real = serving._message
     # Chunks of one message each.
-    monkeypatch.setattr(sending, "MESSAGE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(serving, "MESSAGE_BYTES", PIECE_BYTES)
 
     def message(chunk: int, offset: int, view: memoryview) -> pb.StateChunk:
         sent.append(chunk)
@@ -51,5 +49,5 @@ def corrupting(
         made.data = bytes(data)
         return made
 
-    monkeypatch.setattr(sending, "_message", message)
+    monkeypatch.setattr(serving, "_message", message)
     return sent

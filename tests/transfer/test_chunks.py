@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
+from troupe.transfer.blob import ChecksumSpan, Chunk, Verification, messages_of
 from troupe.transfer.checksum import bytes_checksum
-from troupe.transfer.chunks import Chunk, Span, Verification, messages_of
 
 _ALIGNMENT = 64
 
@@ -18,7 +18,7 @@ def chunk_of(sizes: list[int], begin: int) -> tuple[Chunk, bytearray]:
     data = bytearray(torch.randint(0, 256, (begin + 2 * sum(sizes) + 4096,)).tolist())
     for number, size in enumerate(sizes):
         checksum = bytes_checksum(memoryview(data)[at : at + size])
-        spans.append(Span(at, size, checksum, f"tensor{number}"))
+        spans.append(ChecksumSpan(at, size, checksum, f"tensor{number}"))
         at += -(-size // _ALIGNMENT) * _ALIGNMENT
     last = spans[-1]
     return Chunk(begin, last.offset + last.nbytes - begin, tuple(spans)), data

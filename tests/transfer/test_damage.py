@@ -15,7 +15,7 @@ from troupe.rpc import ClientSettings
 from troupe.rpc.retry import RetryPolicy
 from troupe.transfer import Corrupt, Transfer, blob, checksum_of
 from troupe.transfer.cast import cast_key
-from troupe.transfer.remote import HostOwner, Owner, Peer
+from troupe.transfer.remote import HostOwner, Peer, TransferOwner
 
 KEY = "job/solver/weights@3"
 SETTINGS = ClientSettings(token=TOKEN, retry=RetryPolicy(max_attempts=1))
@@ -35,7 +35,7 @@ def spoil(path: Path, place: int) -> None:
 
 
 @pytest.fixture(params=["peer", "owner of this host"])
-def here(request: Any, tmp_path: Path, owner: Owner) -> Iterator[Transfer]:
+def here(request: Any, tmp_path: Path, owner: TransferOwner) -> Iterator[Transfer]:
     """Reaches `owner` by itself, or through an owner of its own as services do."""
     root = tmp_path / "here"
     if request.param == "peer":
@@ -43,7 +43,7 @@ def here(request: Any, tmp_path: Path, owner: Owner) -> Iterator[Transfer]:
         yield Transfer(root, peers=[peer])
         peer.close()
         return
-    near = Owner(Transfer(root), token=TOKEN, use_ucx=False)
+    near = TransferOwner(Transfer(root), token=TOKEN, use_ucx=False)
     source = HostOwner(near.address, SETTINGS, locate=lambda key, expected: [owner.address])
     yield Transfer(root, peers=[source])
     source.close()
@@ -105,11 +105,11 @@ def test_what_nobody_else_has_is_refused_and_stays(there: Transfer, here: Transf
 def test_who_set_it_gets_it_back_from_who_fetched_it(tmp_path: Path) -> None:
     """Any host may be the last one with a good copy."""
     there = Transfer(tmp_path / "there")
-    first = Owner(there, token=TOKEN, use_ucx=False)
+    first = TransferOwner(there, token=TOKEN, use_ucx=False)
     reader = Transfer(tmp_path / "reader", peers=[Peer(first.address, SETTINGS)])
     manifest = there.set(KEY, state())
     reader.get(KEY)
-    second = Owner(Transfer(tmp_path / "reader"), token=TOKEN, use_ucx=False)
+    second = TransferOwner(Transfer(tmp_path / "reader"), token=TOKEN, use_ucx=False)
     spoil(there.roots[0] / KEY, -5)
     again = Transfer(there.roots[0], peers=[Peer(second.address, SETTINGS)])
     assert checksum_of(again.get(KEY, expected_checksum=manifest.checksum)[0]) == manifest.checksum
@@ -131,12 +131,12 @@ def test_a_damaged_cast_is_cast_again(tmp_path: Path, place: int) -> None:
 def test_a_copy_that_is_handed_on_damaged_is_had_from_the_owner(tmp_path: Path) -> None:
     """The owner sends later readers to earlier ones; one of those has lost a byte since."""
     there = Transfer(tmp_path / "there")
-    first = Owner(there, token=TOKEN, use_ucx=False)
+    first = TransferOwner(there, token=TOKEN, use_ucx=False)
     manifest = there.set(KEY, state(64))  # long enough to be handed on
     hosts = []
     for name in ("inner", "outer"):
         transfer = Transfer(tmp_path / name)
-        near = Owner(transfer, token=TOKEN, use_ucx=False)
+        near = TransferOwner(transfer, token=TOKEN, use_ucx=False)
         source = HostOwner(near.address, SETTINGS, locate=lambda key, expected: [first.address])
         hosts.append((Transfer(transfer.roots[0], peers=[source]), near))
     (inner, inner_owner), (outer, outer_owner) = hosts

@@ -22,10 +22,10 @@ from pydantic import SecretStr
 
 from troupe.rpc import ClientSettings
 from troupe.scratch import Scratch
-from troupe.transfer import Transfer, room
-from troupe.transfer.mappings import Mappings
-from troupe.transfer.remote import Owner, Peer, held, serving
-from troupe.transfer.remote.held import Held
+from troupe.transfer import Transfer, shelf
+from troupe.transfer.remote import Peer, TransferOwner, serving
+from troupe.transfer.remote.serving import PinnedStates
+from troupe.transfer.shelf import Mappings
 
 KEY = "job/solver/weights@1"
 COUNT = 2 << 20  # of float32: large enough to be verified once per host and filled again
@@ -179,7 +179,7 @@ def test_a_writer_that_is_killed_in_a_file_that_it_fills_again(
     # What was there is there, and its readers never saw a byte of the other.
     assert float(Transfer(root).get(KEY)[0]["w"].max()) == 1
     assert taken(root) > 2 * COUNT * 4 - MIB
-    monkeypatch.setattr(room, "_TEMP_GRACE_SECONDS", -1.0)
+    monkeypatch.setattr(shelf, "_TEMP_GRACE_SECONDS", -1.0)
     transfer.sweep()
     for spares in transfer._shelf.spares.values():
         spares.sweep(0)
@@ -190,7 +190,7 @@ def test_a_writer_that_is_killed_in_a_file_that_it_fills_again(
 def test_an_owner_lets_go_of_what_a_killed_reader_was_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer, kept = Transfer(tmp_path), Held()
+    transfer, kept = Transfer(tmp_path), PinnedStates()
     transfer.set(KEY, {"w": torch.ones(3)})
     manifest, lease = Mappings().lease(transfer.opened(KEY))
     alive = weakref.ref(lease)
@@ -198,7 +198,7 @@ def test_an_owner_lets_go_of_what_a_killed_reader_was_told_of(
     del lease
     kept.sweep()
     assert alive() is not None  # it may still come
-    monkeypatch.setattr(held, "_HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(serving, "_HOLD_SECONDS", 0.0)
     kept.find(KEY, manifest.checksum)
     time.sleep(0.01)
     kept.sweep()
@@ -217,7 +217,7 @@ def test_an_owner_lets_go_of_what_has_come_whole(
 
     monkeypatch.setattr(serving, "messages", slow)
     there = Transfer(tmp_path / "there")
-    owner = Owner(there, token=SecretStr("secret"), use_ucx=False)
+    owner = TransferOwner(there, token=SecretStr("secret"), use_ucx=False)
     peer = Peer(owner.address, ClientSettings(token=SecretStr("secret")))
     there.set(KEY, {"w": torch.ones(3)})
     Transfer(tmp_path / "here", peers=[peer]).get(KEY)
@@ -248,7 +248,7 @@ def test_memory_is_bounded_over_many_versions(root: Path) -> None:
     """200 versions of 64 MiB to another process, as if it were another host, on both sides."""
     count, size = 16 * MIB, 64 * MIB
     transfer = Transfer(root / "there")
-    owner = Owner(transfer, token=SecretStr("secret"), use_ucx=False)
+    owner = TransferOwner(transfer, token=SecretStr("secret"), use_ucx=False)
     weights = torch.zeros(count)
     anonymous: list[tuple[int, int]] = []
     with start(READS, owner.address, root / "here", count) as reader:

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from troupe.rpc import InvalidArgument
-from troupe.transfer import InvalidKey, LayoutMismatch, Shard, Transfer, TransferTimeout, sidecar
+from troupe.transfer import InvalidKey, LayoutMismatch, Shard, Transfer, TransferTimeout, shelf
 from troupe.transfer.cast import cast_key
 from troupe.transfer.remote import Peer
 
@@ -240,7 +240,7 @@ def test_who_waits_for_a_cast_waits_no_longer_than_asked(transfer: Transfer) -> 
     entered, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with sidecar.alone(path, time.monotonic() + 10):
+        with shelf.alone(path, time.monotonic() + 10):
             entered.set()
             over.wait(30)
 

@@ -28,16 +28,7 @@ from troupe.transfer import (
     VersionWentBackwards,
     checksum_of,
 )
-from troupe.transfer.remote import (
-    HostOwner,
-    Owner,
-    OwnerProcess,
-    Peer,
-    callers,
-    host_owner,
-    sending,
-    serving,
-)
+from troupe.transfer.remote import HostOwner, OwnerProcess, Peer, TransferOwner, process, serving
 
 KEY = "job/solver/weights@3"
 TOKEN = SecretStr("secret")
@@ -55,7 +46,7 @@ class Host:
 
     def __init__(self, root: Path) -> None:
         self.transfer = Transfer(root)
-        self.owner = Owner(self.transfer, token=TOKEN, use_ucx=False)
+        self.owner = TransferOwner(self.transfer, token=TOKEN, use_ucx=False)
 
     def reach(self, *others: Host) -> Transfer:
         """A transfer of this host that reaches `others` through its owner."""
@@ -76,13 +67,13 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Chunks and offsets, as any owner sends them."""
     sent: list[tuple[int, int]] = []
-    real = sending._message
+    real = serving._message
 
     def message(chunk: int, offset: int, data: memoryview) -> Any:
         sent.append((chunk, offset))
         return real(chunk, offset, data)
 
-    monkeypatch.setattr(sending, "_message", message)
+    monkeypatch.setattr(serving, "_message", message)
     return sent
 
 
@@ -131,10 +122,10 @@ def test_readers_hand_on(
 def test_a_reader_that_dies_is_routed_around(
     hosts: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_owner, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(process, "_PATIENCE_SECONDS", 0.5)
     manifest = hosts[0].transfer.set(KEY, state(64))
     inner, outer = hosts[1].reach(hosts[0]), hosts[2].reach(hosts[0])
-    real, count = sending._message, 0
+    real, count = serving._message, 0
 
     def message(chunk: int, offset: int, data: memoryview) -> Any:
         nonlocal count
@@ -144,7 +135,7 @@ def test_a_reader_that_dies_is_routed_around(
         time.sleep(0.02)
         return real(chunk, offset, data)
 
-    monkeypatch.setattr(sending, "_message", message)
+    monkeypatch.setattr(serving, "_message", message)
     first = threading.Thread(target=lambda: _quietly(inner.get, KEY))
     first.start()
     time.sleep(0.05)
@@ -183,9 +174,9 @@ def test_cast_where_it_is(hosts: list[Host], sent: list[tuple[int, int]]) -> Non
     got, manifest = here.get(KEY, cast=torch.bfloat16, expected_checksum=source.checksum)
     assert torch.equal(got["w"], tensors["w"].to(torch.bfloat16))
     assert manifest.checksum == checksum_of(got)
-    assert len(sent) * sending.MESSAGE_BYTES == source.num_bytes / 2
+    assert len(sent) * serving.MESSAGE_BYTES == source.num_bytes / 2
     here.get(KEY, cast=torch.bfloat16, expected_checksum=source.checksum)
-    assert len(sent) * sending.MESSAGE_BYTES == source.num_bytes / 2
+    assert len(sent) * serving.MESSAGE_BYTES == source.num_bytes / 2
 
 
 def test_another_content_does_not_hide_the_right_one(hosts: list[Host]) -> None:
@@ -206,7 +197,7 @@ def test_a_version_that_is_deleted_stays_for_who_reads_it(
     hosts: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = hosts[0].transfer.set(KEY, state(24))
-    real, count = sending._message, 0
+    real, count = serving._message, 0
 
     def message(chunk: int, offset: int, data: memoryview) -> Any:
         nonlocal count
@@ -216,7 +207,7 @@ def test_a_version_that_is_deleted_stays_for_who_reads_it(
             raise Unavailable("the connection broke")
         return real(chunk, offset, data)
 
-    monkeypatch.setattr(sending, "_message", message)
+    monkeypatch.setattr(serving, "_message", message)
     got, _ = hosts[1].reach(hosts[0]).get(KEY)
     assert checksum_of(got) == manifest.checksum
     # It had all of it: now it is gone.
@@ -264,11 +255,11 @@ def test_what_another_host_stores(hosts: list[Host]) -> None:
 
 
 def test_only_its_own_host_has_an_owner_fetch() -> None:
-    assert callers.from_here("ipv4:127.0.0.1:5000")
-    assert callers.from_here("ipv6:%5B::1%5D:5000")
-    assert callers.from_here("unix:/tmp/x")
-    assert not callers.from_here("ipv4:10.0.0.7:5000")
-    assert not callers.from_here("ipv6:%5Bfe80::1%5D:5000")
+    assert serving.from_here("ipv4:127.0.0.1:5000")
+    assert serving.from_here("ipv6:%5B::1%5D:5000")
+    assert serving.from_here("unix:/tmp/x")
+    assert not serving.from_here("ipv4:10.0.0.7:5000")
+    assert not serving.from_here("ipv6:%5Bfe80::1%5D:5000")
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from troupe.transfer.blob import ChecksumSpan, Chunk
 from troupe.transfer.checksum import bytes_checksum
-from troupe.transfer.chunks import Chunk, Span
-from troupe.transfer.remote import receiving
-from troupe.transfer.remote.marks import Marks
+from troupe.transfer.remote import lane
+from troupe.transfer.remote.lane import ReceiveWatermark
 
 STEP = 4096
 
@@ -21,7 +21,7 @@ def test_it_sees_every_whole_step_and_nothing_that_has_not_come(
     nbytes: int, stops: list[float]
 ) -> None:
     came, memory = os.urandom(nbytes), bytearray(nbytes)
-    seen = Marks(memoryview(memory), STEP)
+    seen = ReceiveWatermark(memoryview(memory), STEP)
     done = 0
     for stop in sorted(int(part * nbytes) // 8 * 8 for part in stops):
         before = seen.upto()
@@ -34,14 +34,14 @@ def test_it_sees_every_whole_step_and_nothing_that_has_not_come(
 
 def test_words_that_look_like_marks_are_seen_later() -> None:
     memory = bytearray(3 * STEP)
-    seen = Marks(memoryview(memory), STEP)
+    seen = ReceiveWatermark(memoryview(memory), STEP)
     like = bytes(memory[STEP - 8 : STEP])
     memory[:STEP] = bytes(STEP - 8) + like
     assert seen.upto() == 0
 
 
 class _Part:
-    def __init__(self, data: bytearray, *spans: Span) -> None:
+    def __init__(self, data: bytearray, *spans: ChecksumSpan) -> None:
         self.data = memoryview(data)
         self.chunks = (Chunk(0, len(data), spans),)
 
@@ -50,8 +50,8 @@ class _Part:
 def test_what_was_looked_at_before_it_had_come_is_looked_at_again(damaged: bool) -> None:
     came = os.urandom(2 * STEP)
     memory = bytearray(2 * STEP)
-    part = _Part(memory, Span(0, len(came), bytes_checksum(came), "w"))
-    checks = receiving._Checks(part, None)  # type: ignore[arg-type]
+    part = _Part(memory, ChecksumSpan(0, len(came), bytes_checksum(came), "w"))
+    checks = lane._Checks(part, None)  # type: ignore[arg-type]
     checks.upto(0, STEP)
     memory[:] = came
     memory[1] ^= damaged

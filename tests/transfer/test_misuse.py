@@ -12,7 +12,7 @@ import torch
 
 from troupe.rpc import InvalidArgument
 from troupe.transfer import InvalidKey, LayoutMismatch, Shard, Transfer, checksum_of
-from troupe.transfer.nesting import flatten, unflatten
+from troupe.transfer.blob import flatten, unflatten
 
 W = {"w": torch.ones(3)}
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from troupe.scratch import Scratch
-from troupe.transfer import Transfer, checksum_of, room
+from troupe.transfer import Transfer, checksum_of, shelf
 
 KEY = "job/solver/weights@1"
 
@@ -78,8 +78,8 @@ def test_a_writer_that_dies_half_way_is_never_visible(
         assert not transfer.exists(KEY)
         assert transfer.keys() == []
         # Old enough to be swept, but its writer lives.
-        monkeypatch.setattr(room, "_TEMP_GRACE_SECONDS", -1.0)
-        room.sweep(directory)
+        monkeypatch.setattr(shelf, "_TEMP_GRACE_SECONDS", -1.0)
+        shelf.sweep(directory)
         assert len(list(directory.iterdir())) == 1
         writer.send_signal(signal.SIGKILL)
         writer.wait(10)

@@ -18,7 +18,7 @@ from tests.transfer.remote_host import KEY, state
 from tests.transfer.test_remote_ucx import READER, SETTINGS, host
 from troupe.rpc.channel import connect_sync
 from troupe.transfer import Choice, KeyNotFound, Transfer, checksum_of
-from troupe.transfer.remote import Owner, Peer, lane, reading
+from troupe.transfer.remote import Peer, TransferOwner, lane
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
@@ -48,7 +48,7 @@ def source(
     """An owner that has been read from once, and the calls that it is asked what there is by."""
     if request.param != "near":
         monkeypatch.setenv("UCX_TLS", "tcp,self")
-    monkeypatch.setattr(reading, "_cores", lambda: 4 if "spare" in request.param else 2)
+    monkeypatch.setattr(lane, "_cores", lambda: 4 if "spare" in request.param else 2)
     with host(tmp_path / "there", MIB) as (address, _):
         peer = Peer(address, SETTINGS)
         first = Transfer(tmp_path / "first", peers=[peer])
@@ -128,7 +128,7 @@ def test_who_has_a_base_asks_what_differs(tmp_path: Path, source: tuple[Peer, Co
 def test_an_owner_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
     there = Transfer(tmp_path / "there")
     there.set(KEY, state(MIB))
-    owners = [Owner(there, token=SETTINGS.token)]
+    owners = [TransferOwner(there, token=SETTINGS.token)]
     peer = Peer(owners[0].address, SETTINGS)
     here = Transfer(tmp_path / "here", peers=[peer])
     assert whole(here)
@@ -136,7 +136,7 @@ def test_an_owner_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> Non
     owners[0].stop(0)
 
     def come_back() -> None:
-        owners.append(Owner(there, port=owners[0].port, token=SETTINGS.token))
+        owners.append(TransferOwner(there, port=owners[0].port, token=SETTINGS.token))
 
     later = threading.Timer(0.5, come_back)
     later.start()
@@ -150,8 +150,8 @@ def test_an_owner_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> Non
 def test_who_is_named_another_source_takes_nothing_from_the_owner(tmp_path: Path) -> None:
     there = Transfer(tmp_path / "there")
     there.set(KEY, state(MIB))
-    owner = Owner(there, token=SecretStr("secret"))
-    second = Owner(Transfer(tmp_path / "second"), token=SecretStr("secret"))
+    owner = TransferOwner(there, token=SecretStr("secret"))
+    second = TransferOwner(Transfer(tmp_path / "second"), token=SecretStr("secret"))
     peer = Peer(owner.address, SETTINGS, serves_at="127.0.0.1:1")
     here = Transfer(tmp_path / "here", peers=[peer])
     assert whole(here)

@@ -27,9 +27,9 @@ from troupe.transfer import (
     TransferTimeout,
     checksum_of,
 )
-from troupe.transfer import room as room_module
+from troupe.transfer import shelf as room_module
 from troupe.transfer.checksum import PIECE_BYTES
-from troupe.transfer.remote import Owner, Peer
+from troupe.transfer.remote import Peer, TransferOwner
 from troupe.transfer.remote import owner as owner_module
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
@@ -72,7 +72,7 @@ def test_into_is_not_half_applied(there: Transfer, here: Transfer) -> None:
         here.get(KEY, into | {"b": torch.zeros(4, 3)})
 
 
-def test_who_has_no_token_is_refused(there: Transfer, owner: Owner, tmp_path: Path) -> None:
+def test_who_has_no_token_is_refused(there: Transfer, owner: TransferOwner, tmp_path: Path) -> None:
     there.set(KEY, state())
     for token in (None, SecretStr("wrong")):
         source = Peer(owner.address, ClientSettings(token=token, retry=SETTINGS.retry))
@@ -110,15 +110,15 @@ def test_a_key_that_appears_there_while_waited_for(there: Transfer, here: Transf
     timer.join()
 
 
-def test_an_owner_that_is_not_there(here: Transfer, owner: Owner, tmp_path: Path) -> None:
+def test_an_owner_that_is_not_there(here: Transfer, owner: TransferOwner, tmp_path: Path) -> None:
     owner.stop(0)
     with pytest.raises(Unavailable):
         here.get(KEY)
 
 
-def test_the_next_peer_is_asked(there: Transfer, owner: Owner, tmp_path: Path) -> None:
+def test_the_next_peer_is_asked(there: Transfer, owner: TransferOwner, tmp_path: Path) -> None:
     there.set(KEY, state())
-    empty = Owner(Transfer(tmp_path / "empty"), token=TOKEN, use_ucx=False)
+    empty = TransferOwner(Transfer(tmp_path / "empty"), token=TOKEN, use_ucx=False)
     sources = [Peer(o.address, SETTINGS) for o in (empty, owner)]
     transfer = Transfer(tmp_path / "here", peers=sources)
     assert torch.equal(transfer.get(KEY)[0]["b"], state()["b"])
@@ -226,7 +226,7 @@ def test_no_room_here(there: Transfer, here: Transfer, monkeypatch: pytest.Monke
     ],
 )
 def test_requests_that_make_no_sense(
-    there: Transfer, owner: Owner, change: dict[str, Any], field: str
+    there: Transfer, owner: TransferOwner, change: dict[str, Any], field: str
 ) -> None:
     manifest = there.set(KEY, state())
     fields = {"key": KEY, "checksum": manifest.checksum, "chunk_bytes": PIECE_BYTES, "chunks": [0]}
@@ -237,13 +237,13 @@ def test_requests_that_make_no_sense(
     assert caught.value.field == field
 
 
-def test_the_port_is_taken(there: Transfer, owner: Owner) -> None:
+def test_the_port_is_taken(there: Transfer, owner: TransferOwner) -> None:
     with pytest.raises(Unavailable) as caught:
-        Owner(there, port=int(owner.address.rpartition(":")[2]), token=TOKEN, use_ucx=False)
+        TransferOwner(there, port=int(owner.address.rpartition(":")[2]), token=TOKEN, use_ucx=False)
     assert caught.value.kind == "port_taken"
 
 
 def test_everybody_may_read_is_a_warning(there: Transfer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger=owner_module.__name__):
-        Owner(there, host="0.0.0.0", use_ucx=False).stop(0)
+        TransferOwner(there, host="0.0.0.0", use_ucx=False).stop(0)
     assert "TROUPE_TOKEN" in caplog.text

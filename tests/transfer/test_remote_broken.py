@@ -15,24 +15,20 @@ import torch
 
 from tests.transfer.conftest import SETTINGS, TOKEN
 from tests.transfer.sent import KEY, corrupting, leftovers, state
-from troupe.transfer import (
-    Transfer,
-    TransferTimeout,
-    checksum_of,
-)
-from troupe.transfer.remote import Owner, Peer
+from troupe.transfer import Transfer, TransferTimeout, checksum_of
+from troupe.transfer.remote import Peer, TransferOwner
 
 
 def test_a_broken_connection_goes_on_where_it_was(
-    there: Transfer, here: Transfer, owner: Owner, monkeypatch: pytest.MonkeyPatch
+    there: Transfer, here: Transfer, owner: TransferOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = there.set(KEY, state(mib=26))
-    again: list[Owner] = []
+    again: list[TransferOwner] = []
     port = int(owner.address.rpartition(":")[2])
 
     def restart() -> None:
         owner.stop(0)
-        again.append(Owner(there, port=port, token=TOKEN, use_ucx=False))
+        again.append(TransferOwner(there, port=port, token=TOKEN, use_ucx=False))
 
     restarter = threading.Thread(target=restart)
 
@@ -51,7 +47,7 @@ def test_a_broken_connection_goes_on_where_it_was(
 
 
 def test_an_owner_that_stays_away_half_way(
-    there: Transfer, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: Transfer, owner: TransferOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there.set(KEY, state(mib=26))
     stopper = threading.Thread(target=owner.stop, args=[0])
@@ -76,7 +72,7 @@ def test_an_owner_that_stays_away_half_way(
 
 
 def test_what_a_reader_that_was_killed_had_is_not_fetched_again(
-    there: Transfer, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: Transfer, owner: TransferOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there.set(KEY, state(mib=26))
     halfway = threading.Event()

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from troupe.scratch import Scratch
-from troupe.transfer import Corrupt, Manifest, Transfer, sidecar
+from troupe.transfer import Corrupt, Manifest, Transfer, shelf
 from troupe.transfer import shelf as shelf_module
-from troupe.transfer.chunks import chunks_of
-from troupe.transfer.mappings import Lease, Mappings
+from troupe.transfer.blob import chunks_of
+from troupe.transfer.shelf import Lease, Mappings
 
 STEM = "job/solver/weights"
 # Above what is worth keeping.
@@ -166,9 +166,9 @@ def test_a_host_verifies_a_content_once(root: Path, monkeypatch: pytest.MonkeyPa
 
 def test_who_holds_the_lock_is_alone(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    with sidecar.alone(path, 0.0), pytest.raises(TimeoutError), sidecar.alone(path, 0.0):
+    with shelf.alone(path, 0.0), pytest.raises(TimeoutError), shelf.alone(path, 0.0):
         pass
-    with sidecar.alone(path, 0.0):
+    with shelf.alone(path, 0.0):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -178,10 +178,10 @@ def test_who_waits_is_let_in_once_there_is_nothing_left_to_do(tmp_path: Path) ->
     done, told = threading.Event(), []
 
     def wait() -> None:
-        with sidecar.alone(path, time.monotonic() + 60, unless=done.is_set) as first:
+        with shelf.alone(path, time.monotonic() + 60, unless=done.is_set) as first:
             told.append(first)
 
-    with sidecar.alone(path, 0.0, unless=done.is_set) as first:
+    with shelf.alone(path, 0.0, unless=done.is_set) as first:
         assert first
         waiting = [threading.Thread(target=wait) for _ in range(3)]
         for one in waiting:
@@ -199,7 +199,7 @@ def test_readers_do_not_wait_for_who_has_verified(root: Path) -> None:
     transfer = Transfer(root)
     transfer.set(f"{STEM}@0", state(0))
     Transfer(root).get(f"{STEM}@0")
-    with sidecar.alone(root / f"{STEM}@0", 0.0):
+    with shelf.alone(root / f"{STEM}@0", 0.0):
         assert Transfer(root).get(f"{STEM}@0", timeout=0.0)
 
 

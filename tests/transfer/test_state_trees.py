@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.rpc import InvalidArgument
-from troupe.transfer import Corrupt, Entry, Manifest, Shard, Transfer, blob, checksum_of
+from troupe.transfer import Corrupt, Manifest, Shard, TensorEntry, Transfer, blob, checksum_of
+from troupe.transfer.blob import chunks_of, flatten, unflatten
 from troupe.transfer.cast import CAST_OF, cast_key
 from troupe.transfer.checksum import PIECE_BYTES, bytes_checksum
-from troupe.transfer.chunks import chunks_of
-from troupe.transfer.nesting import flatten, unflatten
 
 KEY = "job/solver/training@3"
 LEAVES = st.one_of(
@@ -167,5 +166,5 @@ def test_where_shards_lie_is_kept(tmp_path: Path) -> None:
     transfer = Transfer(tmp_path)
     shard = Shard((8, 4), (2, 0))
     transfer.set(KEY, {"w": torch.ones(2, 4)}, shards={"w": shard})
-    entry: Entry = transfer.manifest(KEY).entries[0]
+    entry: TensorEntry = transfer.manifest(KEY).entries[0]
     assert entry.shard == shard

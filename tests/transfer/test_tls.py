@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from troupe.rpc import NO_RETRY, ClientSettings, Unavailable
 from troupe.transfer import Transfer
-from troupe.transfer.remote import HostOwner, Owner, OwnerProcess, Peer
+from troupe.transfer.remote import HostOwner, OwnerProcess, Peer, TransferOwner
 
 KEY = "job/solver/weights@3"
 
@@ -41,7 +41,7 @@ def test_owner_processes_with_certificates(tmp_path: Path) -> None:
     token = SecretStr("secret")
     settings = ClientSettings(token=token, tls_ca=made, tls_cert=made, tls_key=key, retry=NO_RETRY)
     # The other host's, whose certificate is verified by name.
-    far = Owner(
+    far = TransferOwner(
         Transfer(tmp_path / "far"),
         token=token,
         credentials=grpc.ssl_server_credentials(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.transfer.remote.tree import Tree
+from troupe.transfer.remote.serving import Tree
 
 
 def sources(tree: Tree, readers: int) -> list[str | None]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from troupe.workflow.agent import AgentCall, Role, TurnRecord, settle
 from troupe.workflow.backend import Sampling
-from troupe.workflow.reply import Reply
-from troupe.workflow.samples import rows_of
-from troupe.workflow.team import team_context
-from troupe.workflow.turns import Call, Role, Turn, settle
+from troupe.workflow.messages import Reply
+from troupe.workflow.samples import rows_of, team_context
 
 NOBODY: Any = None
 
@@ -20,19 +19,19 @@ def _turn(
     prompt: tuple[int, ...],
     said: tuple[int, ...],
     **own: Any,
-) -> Turn:
+) -> TurnRecord:
     reward, sibling, n = own.get("reward"), own.get("sibling", 0), own.get("n")
     reply = Reply(agent, 0, "", prompt, said, (0.0,) * len(said), "stop", "", ())
     if reward is not None:
         reply.reward = reward
-    turn = Turn(
+    turn = TurnRecord(
         Role(agent, agent, NOBODY, Sampling()),
         0,
         0,
         (),
         prompt,
         Sampling(),
-        Call((), (own.get("step", asked),), n),
+        AgentCall((), (own.get("step", asked),), n),
         sibling,
         asked=asked,
         answered=answered,

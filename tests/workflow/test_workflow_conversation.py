@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.workflow.stage import CHARACTERS, CHATML, END, THINKING, make_chat
 from troupe.workflow import ChatTemplateError, InvalidMessagesError
-from troupe.workflow.memory import ConversationMemory
+from troupe.workflow.conversation import ConversationMemory
 from troupe.workflow.messages import parse_messages
 
 USER = ("user", "what is 3+4?")

@@ -12,8 +12,7 @@ import pytest
 from tests.functions.declared import look_up
 from troupe.functions.definitions import definition_of
 from troupe.workflow import Query, ToolError, Tools, WorkflowError
-from troupe.workflow.messages import parse_tools
-from troupe.workflow.toolcalls import ToolCall
+from troupe.workflow.messages import ToolCall, parse_tools
 
 
 class Adder:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.model_text import Parsed
-from troupe.workflow.toolcalls import PARSERS, call_ids, canonical
+from troupe.workflow.messages import PARSERS, call_ids, canonical
 
 ADD: dict[str, Any] = {
     "type": "function",

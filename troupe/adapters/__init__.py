@@ -1,8 +1,7 @@
 """LoRA adapters between trainer, engines and files: their published form, and merging them."""
 
 from troupe.adapters.content import AdapterContent, NotAnAdapter, base_key, is_adapter
-from troupe.adapters.layers import linear_layers, output_layer
-from troupe.adapters.merge import MergeMismatch, merged
+from troupe.adapters.merge import MergeMismatch, linear_layers, merged, output_layer
 
 __all__ = [
     "AdapterContent",

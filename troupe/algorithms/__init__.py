@@ -17,7 +17,7 @@ from troupe.algorithms.corrections import (
     sequence_ratio,
     truncated_weights,
 )
-from troupe.algorithms.logprobs import selective_log_softmax
+from troupe.algorithms.logprobs import selective_log_softmax, sequence_means, sequence_sums
 from troupe.algorithms.losses import (
     Normalize,
     grpo_loss_sum,
@@ -36,7 +36,6 @@ from troupe.algorithms.objectives import (
     is_outside,
     sequence_level_ratio,
 )
-from troupe.algorithms.sequences import sequence_means, sequence_sums
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.algorithms.values import ValueStatistics, clipped_values, gae, value_loss
 

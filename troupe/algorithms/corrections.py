@@ -24,8 +24,8 @@ from typing import Literal
 
 import torch
 
+from troupe.algorithms.logprobs import sequence_sums
 from troupe.algorithms.objectives import bounded_exp, where_weighed
-from troupe.algorithms.sequences import sequence_sums
 
 Correction = Literal["none", "truncated", "masked", "sequence_masked"]
 

@@ -8,7 +8,9 @@ Wijmans et al. 2024, and Liger Kernel, Hsu et al. 2024, do so for the cross-entr
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +18,163 @@ from typing import Any, Final
 import torch
 from torch.autograd.function import once_differentiable
 
-from troupe.algorithms import softmax_kernels
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch's CPU builds come without it
+    triton = None
+
+log = logging.getLogger(__name__)
+
+# Elements of a row that a program holds at a time.
+_BLOCK: Final = 8192
+_WARPS: Final = 16
+_TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether logits of this type, there, can be given to the functions of this module."""
+    return device.type == "cuda" and dtype in _TYPES and triton is not None and _works(device)
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Whether kernels can be compiled here, and find what plain torch does."""
+    logits = torch.linspace(-3.0, 3.0, 300, device=device).sin().reshape(3, 100).contiguous()
+    logp = torch.log_softmax(logits, -1)
+    targets = torch.tensor([0, 50, 99], device=device)
+    logprobs, entropy, mass = (logits.new_empty(3) for _ in range(3))
+    try:
+        score_rows(logits, targets, logits.new_ones(3), logprobs, entropy, mass)
+    except Exception as error:  # of a compiler, of any kind
+        log.warning("no Triton kernels on %s, losses take longer there: %s", device, error)
+        return False
+    plain = logp.gather(-1, targets[:, None])[:, 0], -(logp * logp.exp()).sum(-1)
+    same = all(
+        torch.allclose(f, p, atol=1e-4) for f, p in zip((logprobs, entropy), plain, strict=True)
+    )
+    if not same:
+        log.warning("Triton's kernels are wrong on %s and are not used", device)
+    return same
+
+
+def score_rows(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    heat: torch.Tensor,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    mass: torch.Tensor,
+) -> None:
+    """Fill in, for logits [n, V] (contiguous) over temperatures `heat` [n], the log-probs of
+    `targets` (int64 [n]), the entropies in nats, and `mass`, the log of the sum of exponentials:
+    float32 [n]. A masked token (-inf) has no share in the entropy."""
+    vocabulary = logits.shape[1]
+    _score[(len(logits),)](
+        logits,
+        targets,
+        heat,
+        logprobs,
+        entropy,
+        mass,
+        vocabulary,
+        BLOCK=_block(vocabulary),
+        num_warps=_WARPS,
+    )
+
+
+def slope_rows(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    heat: torch.Tensor,
+    entropy: torch.Tensor,
+    mass: torch.Tensor,
+    by_logprob: torch.Tensor,
+    by_entropy: torch.Tensor,
+) -> None:
+    """Overwrite `logits` with the slope of a loss by them, given its slopes by the log-probs of
+    `targets` and by the entropies, float32 [n]; the rest as `score_rows` was given and left it."""
+    vocabulary = logits.shape[1]
+    shared = (targets, heat, entropy, mass, by_logprob, by_entropy)
+    _slope[(len(logits),)](logits, *shared, vocabulary, BLOCK=_block(vocabulary), num_warps=_WARPS)
+
+
+def _block(vocabulary: int) -> int:
+    return min(_BLOCK, int(triton.next_power_of_2(vocabulary)))
+
+
+if triton is not None:
+    # (Triton reads annotations, and knows none of Python's.)
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _score(  # type: ignore[no-untyped-def]
+        logits,
+        targets,
+        heat,
+        logprobs,
+        entropy,
+        mass,
+        vocabulary,
+        BLOCK: tl.constexpr,  # noqa: N803
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        start = logits + row * vocabulary
+        temperature = tl.load(heat + row)
+        top = float("-inf")  # the largest so far, m
+        total = 0.0  # sum of e^(x - m)
+        spread = 0.0  # sum of (x - m) e^(x - m)
+        for at in range(0, vocabulary, BLOCK):
+            place = at + tl.arange(0, BLOCK)
+            inside = place < vocabulary
+            x = tl.load(start + place, mask=inside, other=float("-inf")).to(tl.float32)
+            x = x / temperature
+            higher = tl.maximum(top, tl.max(x, 0))
+            shift = tl.where(total > 0, top - higher, 0.0)
+            spread = tl.exp(shift) * (spread + shift * total)
+            total = total * tl.exp(shift)
+            # (Of a block in which all tokens are masked the largest is -inf, too.)
+            away = tl.where(x == float("-inf"), x, x - higher)
+            weight = tl.exp(away)
+            total += tl.sum(weight, 0)
+            spread += tl.sum(tl.where(weight == 0, 0.0, weight * away), 0)
+            top = higher
+        whole = top + tl.log(total)
+        chosen = tl.load(start + tl.load(targets + row)).to(tl.float32) / temperature
+        tl.store(mass + row, whole)
+        tl.store(logprobs + row, chosen - whole)
+        tl.store(entropy + row, tl.log(total) - spread / total)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _slope(  # type: ignore[no-untyped-def]
+        logits,
+        targets,
+        heat,
+        entropy,
+        mass,
+        by_logprob,
+        by_entropy,
+        vocabulary,
+        BLOCK: tl.constexpr,  # noqa: N803
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        start = logits + row * vocabulary
+        temperature = tl.load(heat + row)
+        target = tl.load(targets + row)
+        whole = tl.load(mass + row)
+        own = tl.load(entropy + row)
+        direct = tl.load(by_logprob + row)
+        bonus = tl.load(by_entropy + row)
+        for at in range(0, vocabulary, BLOCK):
+            place = at + tl.arange(0, BLOCK)
+            inside = place < vocabulary
+            x = tl.load(start + place, mask=inside, other=float("-inf")).to(tl.float32)
+            logp = x / temperature - whole
+            p = tl.exp(logp)
+            # d log pi(a) / dx_j = [j = a] - p_j;   dH / dx_j = -p_j (log p_j + H)
+            slope = direct * (tl.where(place == target, 1.0, 0.0) - p)
+            slope -= bonus * tl.where(p == 0, 0.0, p * (logp + own))
+            slope = slope / temperature
+            tl.store(start + place, slope.to(logits.dtype.element_ty), mask=inside)
+
 
 # Logits of one block in bytes: enough rows for the matrix products to run at full
 # speed, little beside what else a pass needs.
@@ -184,9 +342,7 @@ class _Work:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # Kernels that leave logits in the type of the product.
         self._fused = (
-            self._bias is None
-            and dtype == torch.float32
-            and softmax_kernels.serves(hidden.device, product)
+            self._bias is None and dtype == torch.float32 and serves(hidden.device, product)
         )
         row_bytes = vocabulary * (product if self._fused else dtype).itemsize
         self._size = block or max(16, _BLOCK_BYTES.get(kind, 64 << 20) // row_bytes)
@@ -233,7 +389,7 @@ class _Work:
         logits = self._logits(part)
         if self._fused:
             scores = self.logprobs[part], self.entropy[part], self._scratch
-            softmax_kernels.score_rows(logits, self._targets[part], self._heat[part], *scores)
+            score_rows(logits, self._targets[part], self._heat[part], *scores)
             return
         rows = self._scratch_rows
         for start in range(0, len(logits), rows):
@@ -266,7 +422,7 @@ class _Work:
                 for by in (by_logprob, by_entropy)
             )
             about = self._targets[part], self._heat[part], self.entropy[part], self._scratch
-            softmax_kernels.slope_rows(slope, *about, *slopes)
+            slope_rows(slope, *about, *slopes)
         else:
             self._slope(slope, part, by_logprob, by_entropy)
         if grads.bias is not None:

@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 import torch
 
-from troupe.algorithms.sequences import sequence_means
+from troupe.algorithms.logprobs import sequence_means
 
 Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from troupe.checkpoints.lineage import Lineage
+from troupe.checkpoints.verifying import Lineage
 
 _NETWORK_USAGE = """```python
 from troupe.networks.exported import ExportedNetwork

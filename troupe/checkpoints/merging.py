@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from troupe.checkpoints.lineage import Lineage
-from troupe.checkpoints.verifying import digests
+from troupe.checkpoints.verifying import Lineage, digests
 from troupe.rpc.errors import DataLoss, FailedPrecondition
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -42,7 +41,7 @@ def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
             remedy="pip install 'troupe[trainer]', or export with --adapter.",
         ) from error
     from troupe.adapters import AdapterContent, merged
-    from troupe.adapters.named import distinct_tensors
+    from troupe.adapters.merge import distinct_tensors
     from troupe.checkpoints.format import CheckpointFormat
     from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
     from troupe.transfer import checksum_of

@@ -1,16 +1,8 @@
 """The client SDK: submit jobs, watch them, use what they trained. Blocking and asyncio."""
 
 from troupe.client.aio import AsyncClient
-from troupe.client.cluster_records import Binding, Cluster, Engine, Service, Worker
 from troupe.client.errors import JobCancelled, JobFailed
 from troupe.client.events import Activity, Event, MetricsLogged, Notice, StateChanged
-from troupe.client.function_records import (
-    Function,
-    Invocation,
-    InvocationFailed,
-    InvocationProgress,
-    LogLine,
-)
 from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle
 from troupe.client.population_records import (
@@ -24,19 +16,32 @@ from troupe.client.population_records import (
     Slot,
 )
 from troupe.client.records import (
+    Audit,
+    Binding,
     Checkpoint,
+    Cluster,
+    Engine,
+    Function,
     Generation,
+    Invocation,
+    InvocationFailed,
+    InvocationProgress,
     Job,
     JobState,
+    LogLine,
     MetricsRow,
+    PolicyAudit,
     Result,
+    Sample,
+    Service,
+    Tables,
+    TableSummary,
     Trajectory,
     Turn,
     Version,
+    Worker,
 )
-from troupe.client.sync import Client, JobHandle
-from troupe.client.sync_functions import Functions
-from troupe.client.table_records import Audit, PolicyAudit, Sample, Tables, TableSummary
+from troupe.client.sync import Client, Functions, JobHandle
 
 __all__ = [
     "Activity",

@@ -3,39 +3,264 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import TypeVar
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, TypeVar
 
-from troupe.client import export as exporting
+import xxhash
+
+from troupe.checkpoints.verifying import verify
 from troupe.client.errors import JobCancelled, JobFailed
-from troupe.client.events import Event
+from troupe.client.events import Event, event_of
 from troupe.client.population_records import Match, Population
 from troupe.client.records import (
+    Audit,
     Checkpoint,
     Generation,
     Job,
     JobState,
     MetricsRow,
     Result,
+    Sample,
+    Tables,
     Trajectory,
     Turn,
     Version,
 )
-from troupe.client.sampling import Messages, chat_messages, sampling_params
 from troupe.client.specs import Spec, read_spec
-from troupe.client.table_records import Audit, Sample, Tables
-from troupe.client.watching import watch
-from troupe.rpc.errors import DeadlineExceeded, InvalidArgument
+from troupe.rpc.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    TroupeError,
+)
 from troupe.rpc.ids import new_id
+from troupe.rpc.retry import RetryPolicy
 from troupe.rpc.settings import ClientSettings
 from troupe.v1 import common_pb2
+from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
 
-_PAGE = 100
+# A restarted orchestrator is back in seconds; one that is away for so long is not coming.
+AWAY_SECONDS = 120.0
+
+
+async def watch(
+    stub: pb_grpc.OrchestratorAsyncStub,
+    job_id: str,
+    *,
+    after: str = "",
+    retry: RetryPolicy | None = None,
+    away_seconds: float = AWAY_SECONDS,
+) -> AsyncIterator[Event]:
+    """Events of the job from the one after id `after` until the job has ended.
+
+    A broken stream is taken up where it broke, so nothing is told twice or left out (but
+    `Activity`, which nobody keeps). Raises what the server says, and `Unavailable` when it is
+    away for more than `away_seconds`.
+    """
+    policy = retry or RetryPolicy()
+    rng = random.Random(policy.seed)
+    failures, last_seen = 0, time.monotonic()
+    while True:
+        broken: TroupeError | None = None
+        try:
+            async for message in stub.WatchJob(pb.WatchJobRequest(job_id=job_id, after=after)):
+                after = message.event_id or after
+                failures, last_seen = 0, time.monotonic()
+                if (event := event_of(message)) is not None:
+                    yield event
+            # A server that shuts down may end the stream before the job ends.
+            reply = await stub.GetJob(pb.GetJobRequest(job_id=job_id))
+            if JobState.of(reply.job.state).ended:
+                return
+        except TroupeError as error:
+            if not policy.retryable(error) or time.monotonic() - last_seen > away_seconds:
+                raise
+            broken = error
+        failures += 1
+        pause = policy.backoff(failures, broken or TroupeError("the stream ended"), rng)
+        await asyncio.sleep(pause)
+
+
 T = TypeVar("T")
+# The longest silence between two chunks.
+CHUNK_SECONDS = 60.0
+
+
+async def receive(chunks: AsyncIterable[pb.ExportCheckpointResponse], to: str | Path) -> Path:
+    """Write the streamed files into the directory `to` and return it.
+
+    `to` must not exist or be empty. The files appear there only when all have arrived and their
+    checksums are right. Raises `FailedPrecondition`, `DataLoss`, `DeadlineExceeded`, or what the
+    stream raises.
+    """
+    to = target_path(to)
+    scratch = scratch_beside(to)
+    try:
+        await _receive_into(chunks, scratch)
+        await asyncio.to_thread(verify, scratch, called="that the cluster sent")
+        publish(scratch, to)
+    except BaseException:
+        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        raise
+    return to
+
+
+def target_path(to: str | Path) -> Path:
+    """`to` as an absolute path."""
+    return Path(to).expanduser().absolute()
+
+
+def scratch_beside(to: Path) -> Path:
+    """A new directory on the disk of `to`, to be renamed to it. Raises `FailedPrecondition` when
+    `to` is taken or its place cannot be written to."""
+    require_vacant(to)
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    except OSError as error:
+        raise FailedPrecondition(
+            f"nothing can be written there: {error.strerror}.",
+            kind="target_not_writable",
+            field="to",
+            value=to,
+            remedy="Choose another directory.",
+        ) from error
+
+
+def publish(scratch: Path, to: Path) -> None:
+    """Make what `scratch_beside` gave, filled, the directory `to`."""
+    # mkdtemp's directory is closed to others; a checkpoint is for whoever may read `to`.
+    scratch.chmod(0o755)
+    scratch.replace(to)
+
+
+def require_vacant(to: Path) -> None:
+    """Raise `FailedPrecondition` unless `to` is free to be written."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise FailedPrecondition(
+            "the target exists and is not empty.",
+            field="to",
+            value=to,
+            remedy="Choose a directory that does not exist yet, or remove this one.",
+        )
+
+
+async def _receive_into(
+    chunks: AsyncIterable[pb.ExportCheckpointResponse], directory: Path
+) -> None:
+    file: BinaryIO | None = None
+    name, digest, files = "", xxhash.xxh3_64(), 0
+    try:
+        async for chunk in _bounded(chunks, CHUNK_SECONDS):
+            if file is None:
+                name, digest = chunk.path, xxhash.xxh3_64()
+                path = directory / _safe(name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = path.open("wb")
+            elif chunk.path != name:
+                raise _damaged(name, "it ends in the middle")
+            file.write(chunk.data)
+            digest.update(chunk.data)
+            if chunk.end_of_file:
+                if digest.intdigest() != chunk.checksum:
+                    raise _damaged(name, "its checksum is wrong")
+                file.close()
+                file, files = None, files + 1
+    finally:
+        if file is not None:
+            file.close()
+    if file is not None:
+        raise _damaged(name, "it ends in the middle")
+    if not files:
+        raise NotFound("the checkpoint has no files", field="checkpoint")
+
+
+async def _bounded(stream: AsyncIterable[T], seconds: float) -> AsyncIterator[T]:
+    """`stream`, with a deadline for each item."""
+    items = aiter(stream)
+    while True:
+        try:
+            item = await asyncio.wait_for(anext(items), seconds)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no chunk of the checkpoint within {seconds:g} s") from error
+        yield item
+
+
+def _safe(name: str) -> Path:
+    """A relative path below the target; a server must not choose other places on our disk."""
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts:
+        raise DataLoss("the server sent a file name that leads out of the target", value=name)
+    return Path(path)
+
+
+def _damaged(name: str, what: str) -> DataLoss:
+    return DataLoss(
+        f"{what}.",
+        field="file",
+        value=name,
+        remedy="Export again; if it repeats, the checkpoint itself is damaged.",
+    )
+
+
+Messages = str | Sequence[Mapping[str, str]]
+
+
+def chat_messages(messages: Messages) -> list[common_pb.ChatMessage]:
+    """A text becomes one user message. Raises `InvalidArgument` for anything malformed."""
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    made = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise InvalidArgument(
+                "a message is a mapping of exactly `role` and `content`.",
+                field=f"messages.{index}",
+                value=message,
+            )
+        made.append(common_pb.ChatMessage(role=message["role"], content=message["content"]))
+    if not made:
+        raise InvalidArgument("a conversation needs a message.", field="messages", value=[])
+    return made
+
+
+def sampling_params(
+    *,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    max_new_tokens: int | None,
+    stop_token_ids: Sequence[int],
+    seed: int | None,
+) -> common_pb.SamplingParams:
+    """Only what is given is set: on the wire absent and zero differ."""
+    given = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+    }
+    params = common_pb.SamplingParams(stop_token_ids=stop_token_ids)
+    for name, value in given.items():
+        if value is not None:
+            setattr(params, name, value)
+    return params
+
+
+_PAGE = 100
 
 
 class AsyncJobHandle:
@@ -141,7 +366,7 @@ class AsyncJobHandle:
         request = pb.ExportCheckpointRequest(job_id=self.id, policy=policy)
         if version is not None:
             request.version = version
-        return await exporting.receive(self._stub.ExportCheckpoint(request), to)
+        return await receive(self._stub.ExportCheckpoint(request), to)
 
     async def metrics(self, names: Sequence[str] = (), after_step: int = -1) -> list[MetricsRow]:
         """Metrics per step; `names` empty: all of them."""
@@ -196,7 +421,7 @@ class AsyncJobHandle:
         Raises `NotFound` for a member that never was, or whose weights are not kept.
         """
         request = pb.ExportMemberRequest(job_id=self.id, member_id=member)
-        return await exporting.receive(self._stub.ExportMember(request), to)
+        return await receive(self._stub.ExportMember(request), to)
 
     async def tables(self) -> Tables:
         """What the experience store holds of the job, by policy and state."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from troupe.job import JobSpecError
-from troupe.job.faults import FieldProblem
-from troupe.job.loading import read_mapping
+from troupe.job.loading import FieldProblem, read_mapping
 from troupe.yaml_input import MAX_DEPTH, UnreadableText, read_text
 
 _VALUE: Final = "its value"

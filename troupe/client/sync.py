@@ -6,32 +6,231 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from troupe.client.aio import AsyncClient
-from troupe.client.cluster_records import Cluster
 from troupe.client.events import Event
-from troupe.client.handle import AsyncJobHandle
-from troupe.client.loop import LoopThread
+from troupe.client.functions import _SECONDS, AsyncFunctions
+from troupe.client.handle import AsyncJobHandle, Messages
 from troupe.client.population_records import Match, Population
 from troupe.client.records import (
+    Audit,
     Checkpoint,
+    Cluster,
+    Function,
     Generation,
+    Invocation,
+    InvocationProgress,
     Job,
     JobState,
+    LogLine,
     MetricsRow,
     Result,
+    Sample,
+    Tables,
     Trajectory,
     Version,
 )
-from troupe.client.sampling import Messages
 from troupe.client.specs import Spec
-from troupe.client.sync_functions import Functions
-from troupe.client.table_records import Audit, Sample, Tables
+from troupe.rpc import FailedPrecondition
 from troupe.rpc.settings import ClientSettings
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for blocking callers; any thread may call."""
+
+    def __init__(self, name: str) -> None:
+        """Starts the thread; `close` ends it. It never keeps a program from exiting."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._loop.is_closed()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, or its exception. Ctrl-C cancels it."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("a blocking call from the client's own event loop would never end")
+        if self._loop.is_closed():
+            work.close()
+            raise FailedPrecondition(
+                "the client is closed",
+                kind="client_closed",
+                remedy="Call before it is closed, or open another.",
+            )
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        """The items one by one; a caller that stops early closes `items`."""
+        done = object()
+
+        async def following() -> T | object:
+            return await anext(items, done)
+
+        try:
+            while (item := self.run(following())) is not done:
+                yield item  # type: ignore[misc]
+        finally:
+            if (close := getattr(items, "aclose", None)) is not None and not (
+                self._loop.is_closed()
+            ):
+                with suppress(CancelledError):
+                    self.run(close())
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread."""
+        if self._loop.is_closed():
+            return
+        self.run(self._cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Functions:
+    """Rewards and tools of a cluster; see `AsyncFunctions` for what each method does and raises."""
+
+    def __init__(self, functions: AsyncFunctions, loop: LoopThread) -> None:
+        """Made by `Client.functions`."""
+        self._functions = functions
+        self._loop = loop
+
+    def deploy(
+        self,
+        source: str | Path,
+        *,
+        entrypoint: str | None = None,
+        name: str | None = None,
+        version: str | None = None,
+        **costs: Any,
+    ) -> list[Function]:
+        """Deploy what a file, a folder or a module declares."""
+        return self._loop.run(
+            self._functions.deploy(
+                source, entrypoint=entrypoint, name=name, version=version, **costs
+            )
+        )
+
+    def get(self, name: str, version: str | None = None) -> Function:
+        """One function; without `version` the one registered last."""
+        return self._loop.run(self._functions.get(name, version))
+
+    def invoke(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        version: str | None = None,
+        trajectory_id: str = "",
+        invocation_id: str | None = None,
+        expected_seconds: float = 0.0,
+        timeout: float = _SECONDS,
+    ) -> Any:
+        """The value that a call returns. Raises `InvocationFailed`."""
+        return self._loop.run(
+            self._functions.invoke(
+                name,
+                arguments,
+                version=version,
+                trajectory_id=trajectory_id,
+                invocation_id=invocation_id,
+                expected_seconds=expected_seconds,
+                timeout=timeout,
+            )
+        )
+
+    def invoke_batch(
+        self,
+        name: str,
+        calls: Sequence[Mapping[str, Any]],
+        *,
+        version: str | None = None,
+        timeout: float = _SECONDS,
+    ) -> list[Invocation]:
+        """One call for each of the arguments, and how each ended."""
+        return self._loop.run(
+            self._functions.invoke_batch(name, calls, version=version, timeout=timeout)
+        )
+
+    def invoke_stream(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        version: str | None = None,
+        trajectory_id: str = "",
+        invocation_id: str | None = None,
+    ) -> Iterator[InvocationProgress | Invocation]:
+        """What happens to a call, what it prints, and last how it ended."""
+        return self._loop.iterate(
+            self._functions.invoke_stream(
+                name,
+                arguments,
+                version=version,
+                trajectory_id=trajectory_id,
+                invocation_id=invocation_id,
+            )
+        )
+
+    def cancel(self, invocation_id: str) -> bool:
+        """End a call that waits or runs."""
+        return self._loop.run(self._functions.cancel(invocation_id))
+
+    def logs(
+        self,
+        name: str,
+        *,
+        version: str | None = None,
+        job_id: str = "",
+        invocation_id: str = "",
+        lines: int = 0,
+        follow: bool = False,
+    ) -> Iterator[LogLine]:
+        """What calls printed last, and with `follow` what they print from now on."""
+        return self._loop.iterate(
+            self._functions.logs(
+                name,
+                version=version,
+                job_id=job_id,
+                invocation_id=invocation_id,
+                lines=lines,
+                follow=follow,
+            )
+        )
+
+    def delete(self, name: str, version: str) -> bool:
+        """Forget a deployed function."""
+        return self._loop.run(self._functions.delete(name, version))
+
+    # Last, for the name means the type above.
+    def list(self) -> list[Function]:
+        """All functions that the reward service knows."""
+        return self._loop.run(self._functions.list())
 
 
 class JobHandle:

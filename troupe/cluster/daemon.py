@@ -21,10 +21,10 @@ from troupe.cluster.errors import (
     ClusterRunning,
     NotWritable,
 )
-from troupe.cluster.orphans import end_orphans
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import (
     ClusterState,
+    end_orphans,
     is_alive,
     is_locked,
     read_state,

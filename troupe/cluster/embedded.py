@@ -7,21 +7,21 @@ import errno
 import os
 import secrets
 import shutil
+import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from types import TracebackType
-from typing import Self
+from typing import Any, Final, Self
 
 from pydantic import SecretStr
 
 from troupe.cluster.access import TOKEN_VARIABLE, close_to_others, require_token, token_path
-from troupe.cluster.child import Child
-from troupe.cluster.elastic import Binder, ElasticTrainers
-from troupe.cluster.errors import NotWritable, TransferDirNotWritable
+from troupe.cluster.child import Child, ChildState
+from troupe.cluster.errors import NotWritable, PortInUse, TransferDirNotWritable
 from troupe.cluster.layout import ChildSpec, Routes, plan, port_names
-from troupe.cluster.orphans import end_orphans
-from troupe.cluster.ports import is_free, pick_ports, require_free
 from troupe.cluster.redis import redis_executable, require_redis, write_config
 from troupe.cluster.settings import (
     DEFAULT_PANEL_PORT,
@@ -36,13 +36,165 @@ from troupe.cluster.state import (
     Phase,
     ServiceRecord,
     created_at,
+    end_orphans,
     read_state,
     write_state,
 )
 from troupe.cluster.supervisor import Supervisor
+from troupe.rpc import NO_RETRY, ClientSettings, connect
 from troupe.rpc.errors import TroupeError
 from troupe.rpc.tokens import ClusterRecord
 from troupe.scratch import is_foreseeable, private_directory
+from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2_grpc as rpc
+
+# Below 32768, where Linux's ephemeral range starts, and above the well-known services.
+FIRST_PORT, LAST_PORT = 20_000, 32_000
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen on `host:port` now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do: a connection in TIME_WAIT is no reason to call a port used.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
+                return False
+            raise
+        return True
+
+
+def require_free(port: int, *, field: str, option: str, host: str = "127.0.0.1") -> int:
+    """Return `port`, or raise `PortInUse` naming the setting and the option that changes it."""
+    if not is_free(port, host):
+        raise PortInUse(field=field, port=port, host=host, option=option)
+    return port
+
+
+def pick_ports(
+    names: Iterable[str],
+    *,
+    fixed: dict[str, int] | None = None,
+    host: str = "127.0.0.1",
+    seed: int | None = None,
+) -> dict[str, int]:
+    """A free port for every name, all different; `fixed` ones are taken as they are.
+
+    Two clusters that start at the same moment must not try the same ports: the search
+    begins at a random place unless `seed` says otherwise.
+    """
+    chosen = dict(fixed or {})
+    random = Random(seed if seed is not None else int.from_bytes(os.urandom(8), "big"))
+    candidate = random.randrange(FIRST_PORT, LAST_PORT)
+    tried = 0
+    for name in names:
+        if name in chosen:
+            continue
+        while candidate in chosen.values() or not is_free(candidate, host):
+            candidate = _next(candidate)
+            tried += 1
+            if tried > LAST_PORT - FIRST_PORT:
+                raise PortInUse(field="ports", port=candidate, host=host, option="")
+        chosen[name] = candidate
+        candidate = _next(candidate)
+    return chosen
+
+
+def _next(port: int) -> int:
+    return port + 1 if port + 1 < LAST_PORT else FIRST_PORT
+
+
+_POLL_SECONDS: Final = 1.0
+_ASK_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True)
+class TrainerDemand:
+    """What the binder says."""
+
+    # Trainers that would be of use.
+    wanted: int
+    # Policies that trainers hold or keep for others.
+    bound: int
+
+
+class ElasticTrainers:
+    """Parks the children `names` of a supervisor when nobody wants them; brings back who is."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        names: Sequence[str],
+        demand: Callable[[], Awaitable[TrainerDemand]],
+        idle_seconds: float,
+    ) -> None:
+        """`idle_seconds`: for how long nobody must have wanted any. `demand` may raise
+        `TroupeError`: who cannot be asked changes nothing."""
+        self._supervisor = supervisor
+        self._names = list(names)
+        self._demand = demand
+        self._idle_seconds = idle_seconds
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        idle_since: float | None = None
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            try:
+                demand = await self._demand()
+            except TroupeError:
+                idle_since = None
+                continue
+            if demand.wanted or demand.bound:
+                idle_since = None
+                await self._bring(demand.wanted)
+                continue
+            now = time.monotonic()
+            idle_since = now if idle_since is None else idle_since
+            if now - idle_since >= self._idle_seconds:
+                await self._park()
+
+    async def _bring(self, wanted: int) -> None:
+        parked = self._in(ChildState.PARKED)
+        missing = wanted - (len(self._names) - len(parked))
+        await asyncio.gather(*map(self._supervisor.unpark, parked[: max(0, missing)]))
+
+    async def _park(self) -> None:
+        # One that is being brought back after its death is let come first.
+        await asyncio.gather(*map(self._supervisor.park, self._in(ChildState.SERVING)))
+
+    def _in(self, state: ChildState) -> list[str]:
+        return [name for name in self._names if self._supervisor.children[name].state == state]
+
+
+class Binder:
+    """The orchestrator's binder, as it may be asked."""
+
+    def __init__(self, address: str, token: SecretStr) -> None:
+        """`address`: of the orchestrator of this machine; `token`: that of its cluster."""
+        own: dict[str, Any] = {
+            "deadline_seconds": _ASK_SECONDS,
+            "retry": NO_RETRY,
+            # TLS is for what leaves the machine (`Child`).
+            **dict.fromkeys(("tls_ca", "tls_cert", "tls_key")),
+            "token": token,
+        }
+        settings = ClientSettings.of_environment().model_copy(update=own)
+        self._channel = connect(address, settings)
+        self._stub: rpc.OrchestratorAsyncStub = rpc.OrchestratorStub(self._channel)
+
+    async def demand(self) -> TrainerDemand:
+        """What it says now. Raises `TroupeError`."""
+        reply = await self._stub.GetCluster(pb.GetClusterRequest())
+        return TrainerDemand(reply.wanted_trainers, len(reply.bindings))
+
+    async def close(self) -> None:
+        """End what is asked."""
+        await self._channel.close(0)
+
 
 # From the addresses of all processes to the ways between them, made before any of them starts.
 Router = Callable[[Mapping[str, str]], Awaitable[Routes]]

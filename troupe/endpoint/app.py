@@ -19,10 +19,19 @@ from starlette.routing import Route
 
 from troupe.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.endpoint.errors import ApiError, no_such_place, of_workflow
-from troupe.endpoint.replies import ChatAnswer, TextAnswer, event
-from troupe.endpoint.requests import ChatRequest, CompletionRequest, check_object
-from troupe.workflow import Agent, ChatTokenizer, Reply, WorkflowError
+from troupe.endpoint.openai_forms import (
+    ChatAnswer,
+    ChatRequest,
+    CompletionRequest,
+    TextAnswer,
+    check_object,
+    event,
+)
+from troupe.workflow.agent import Agent
 from troupe.workflow.backend import EndpointOptions
+from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.errors import WorkflowError
+from troupe.workflow.messages import Reply
 
 log = structlog.get_logger(__name__)
 
@@ -191,15 +200,15 @@ class _Warned:
             return
         role = door.agent.role
         told = self._told.setdefault(role.tokenizer, set())
-        for field, value in asked.other_drawing(door.agent).items():
-            if (role.name, field) not in told:
-                told.add((role.name, field))
+        for name, value in asked.other_drawing(door.agent).items():
+            if (role.name, name) not in told:
+                told.add((role.name, name))
                 log.warning(
                     "a client's sampling is not followed",
                     agent=role.name,
-                    field=field,
+                    field=name,
                     client=value,
-                    job=getattr(role.sampling, field),
+                    job=getattr(role.sampling, name),
                     remedy='Set it in the job, or open the endpoint with sampling="client".',
                 )
 

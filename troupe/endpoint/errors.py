@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from troupe.workflow import ContextOverflowError, TurnError, WorkflowError
+from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError
 
 # Which of our kinds are the caller's doing, and what OpenAI's clients know them as.
 _GONE = frozenset({"trajectory_ended", "job_released"})

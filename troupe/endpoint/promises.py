@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from troupe.endpoint.errors import ApiError, refused
 from troupe.model_text import read_json
-from troupe.workflow import Reply
+from troupe.workflow.messages import Reply
 
 # Comparisons of a part of a reply with a part of a schema.
 _MOST_STEPS: Final = 200_000

@@ -16,8 +16,8 @@ import structlog
 
 from troupe.rpc.addresses import go_straight
 from troupe.rpc.errors import port_error
-from troupe.workflow import Agent, Endpoint
-from troupe.workflow.backend import ENDPOINT_OPTIONS, EndpointOptions
+from troupe.workflow.agent import Agent
+from troupe.workflow.backend import ENDPOINT_OPTIONS, Endpoint, EndpointOptions
 
 if TYPE_CHECKING:
     import uvicorn

@@ -3,12 +3,6 @@
 Importing this package is cheap, for it happens whenever a sandbox starts.
 """
 
-from troupe.functions.declaration import (
-    Declaration,
-    DeclarationError,
-    declaration_of,
-    reward,
-    tool,
-)
+from troupe.functions.declaration import Declaration, DeclarationError, declaration_of, reward, tool
 
 __all__ = ["Declaration", "DeclarationError", "declaration_of", "reward", "tool"]

@@ -1,31 +1,43 @@
 """The job specification: what a user writes in YAML, validated, one docstring per field."""
 
-from troupe.job.affinity import AffinitySpec, PoolSpec
-from troupe.job.algorithm import AlgorithmSpec
+from troupe.job.algorithm import AlgorithmSpec, CriticSpec
 from troupe.job.balancing import BalancingSpec
-from troupe.job.critic import CriticSpec
 from troupe.job.environment import EnvironmentSpec
 from troupe.job.functions import FunctionSpec
 from troupe.job.loading import JobSpecError, load_job, parse_job
-from troupe.job.lora import LoraSpec
 from troupe.job.network import NetworkSpec
-from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, PolicySpec
-from troupe.job.pools import Pool, Pools
-from troupe.job.population import LearnerSpec, MatchesSpec, PopulationSpec, StopSpec
-from troupe.job.routing import RoutingSpec
+from troupe.job.policy import (
+    EngineSpec,
+    LoraSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PacedSpec,
+    PolicySpec,
+    TrainerSpec,
+)
+from troupe.job.population import (
+    LearnerSpec,
+    MatchesSpec,
+    OpponentPool,
+    Pools,
+    PopulationSpec,
+    StopSpec,
+)
 from troupe.job.section import no_directory
 from troupe.job.sections import (
+    AffinitySpec,
     AgentSpec,
     CheckpointSpec,
     EvaluationSpec,
     LimitsSpec,
     LoggingSpec,
     PipelineSpec,
+    PoolSpec,
+    RoutingSpec,
     SamplingSpec,
     TasksSpec,
 )
 from troupe.job.spec import JobSpec
-from troupe.job.training import TrainerSpec
 
 __all__ = [
     "AffinitySpec",
@@ -47,11 +59,11 @@ __all__ = [
     "MatchesSpec",
     "ModelSpec",
     "NetworkSpec",
+    "OpponentPool",
     "OptimizerSpec",
     "PacedSpec",
     "PipelineSpec",
     "PolicySpec",
-    "Pool",
     "PoolSpec",
     "Pools",
     "PopulationSpec",

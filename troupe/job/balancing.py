@@ -11,10 +11,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from troupe.job.lora import LoraSpec
-from troupe.job.policy import PolicySpec
+from troupe.job.policy import LoraSpec, PolicySpec
 from troupe.job.section import MAX_POLICIES, MAX_RATE, Rate, SecondsOrNone, Section
-from troupe.scheduling.balancing import Rules
+from troupe.scheduling.balancing import BalancingRules
 
 Exchange = Literal["in_place", "rebuild", "never"]
 # What two policies' engines need not have in common to serve one another: how many there are, and
@@ -65,11 +64,11 @@ class BalancingSpec(Section):
         return self
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> BalancingRules:
         """As the decision takes them."""
         threshold = self.threshold if self.threshold is not None else _THRESHOLDS[self.measure]
         hysteresis = self.hysteresis if self.hysteresis is not None else _HYSTERESIS * threshold
-        return Rules(
+        return BalancingRules(
             threshold,
             # One that is too large is refused by name, above.
             min(hysteresis, threshold),

@@ -10,12 +10,11 @@ from pydantic import Field, field_validator
 
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
-from troupe.job.routing import RoutingSpec
 from troupe.job.section import Section, check_json
-from troupe.job.sections import AgentSpec
+from troupe.job.sections import AgentSpec, RoutingSpec
 
 if TYPE_CHECKING:
-    from troupe.job.pools import Pools
+    from troupe.job.population import Pools
     from troupe.job.spec import JobSpec
 
 # What a job with an environment has where it says nothing: how long a fragment takes is the same

@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from troupe.job.affinity import PoolSpec
-from troupe.job.lora import LoraSpec
 from troupe.job.network import NetworkSpec
 from troupe.job.section import (
+    MAX_COEFFICIENT,
     MAX_TOKENS,
     Norm,
     Rate,
@@ -23,10 +22,78 @@ from troupe.job.section import (
     SecondsOrNone,
     Section,
     StepsOrNone,
+    Tokens,
     check_json,
     expand_home,
 )
-from troupe.job.training import TrainerSpec
+from troupe.job.sections import PoolSpec
+
+
+class LoraSpec(Section):
+    """Low-rank adaptation (Hu et al. 2021, section 4.1): a frozen linear layer W gets a trained
+    update, `W + alpha / rank * B @ A` with B [out, rank] and A [rank, in]. Policies with the same
+    base share its weights in a trainer worker, and only adapters are stepped, stored and sent."""
+
+    rank: int = Field(default=16, ge=1, le=1024)
+    """Rank of the update of each layer; not above the model's hidden size."""
+    alpha: float = Field(default=32.0, gt=0, le=MAX_COEFFICIENT)
+    """The update is scaled by `alpha / rank`."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of the adapters' inputs that is dropped while gradients are computed. What is
+    trained then differs a little from what sampled; not with `pipeline.deterministic`."""
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(max_length=1024)] = (
+        "all-linear"
+    )
+    """Which linear layers are adapted, by the last part of their names (`q_proj`, `down_proj`);
+    `all-linear`: every one but the output layer."""
+
+    path: str | None = None
+    """Adapter to begin with: a directory as PEFT and `troupe export` write it, made for the same
+    base, rank, alpha and layers. Default: a random A and B = 0, which changes nothing."""
+
+    _home = field_validator("path")(expand_home)
+
+    @field_validator("target_modules")
+    @classmethod
+    def _are_names(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, str):
+            return value
+        if not value:
+            raise ValueError("no layer is named; name some, or leave it out for all linear layers")
+        for name in value:
+            if not name.isidentifier():
+                raise ValueError(f"'{name}' is not the name of a layer, such as `q_proj`")
+        return sorted(set(value))
+
+
+class TrainerSpec(Section):
+    """How a policy's gradients are computed."""
+
+    activation_checkpointing: bool = False
+    """Keep only what goes into each layer for the backward pass and compute the rest again:
+    roughly a third more computation, for activations of one layer instead of all."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether torch.compile fuses what lies between matrix products. `on` is refused by a worker
+    without a compiler, and with `pipeline.deterministic`. `auto`: where it was measured to pay,
+    which is nowhere yet: 5 % on a CPU after half a minute of compiling, no GPU measured."""
+    kernels: Literal["auto", "off"] = "auto"
+    """Whether RMSNorm and rotary embedding are computed by functions of the trainer's own. `auto`:
+    where that was measured to pay, on a CPU, and in models where they are tried out to give what
+    the model's own give, value and gradient, within 1e-5 in float32. `off`: never."""
+    forward_tokens: Tokens | None = None
+    """Tokens of one forward pass, which a micro-batch is cut into; a longer sequence is a pass of
+    its own. Default: what suits the device (1024 on a CPU, 16384 on a GPU)."""
+    gang: int = Field(default=1, ge=1, le=4096)
+    """Devices that share the policy's weights, gradients and optimizer (FSDP2), each computing its
+    part of every micro-batch. 1: one device holds all of it. Sums of several devices round in
+    another order: not with `pipeline.deterministic`. A resumed job may have another size."""
+    quantum_seconds: SecondsOrNone = 1.0
+    """Where policies outnumber the trainers' slots: a policy with work keeps its device so long
+    before one with older work may take its place. Larger: fewer swaps, longer waits."""
+    idle_seconds: Seconds = 600
+    """A policy that has no step to train for so long gives its device and memory back, so that
+    trainers can be scaled to zero; the next step loads it again."""
+
 
 _URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 

@@ -7,16 +7,20 @@ and editors show it.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from troupe.job.section import (
     COLUMN,
+    MAX_AGENTS,
     MAX_QUERIES,
     MAX_TOKENS,
     MAX_TRAJECTORIES,
+    NAME,
     Queries,
+    Rate,
     Seconds,
     Section,
     Steps,
@@ -26,6 +30,69 @@ from troupe.job.section import (
     check_entrypoint,
     check_json,
 )
+
+
+class AffinitySpec(Section):
+    """Which device class fits which turns. A turn goes elsewhere when no engine of its class serves
+    or all of them have far more to do."""
+
+    domains: dict[str, str] = Field(default={}, max_length=4096)
+    """Device class by task domain: the `domain` of a query."""
+    agents: dict[str, str] = Field(default={}, max_length=MAX_AGENTS)
+    """Device class by agent, for queries whose domain is not listed."""
+    infer: bool = True
+    """What is not declared follows from the prompt and response tokens that turns of a domain and
+    agent had, where engines of two or more classes say what they do per second."""
+    default: str = ""
+    """Device class of the default pool; empty: any."""
+
+    def declared(self) -> Iterator[tuple[str, str]]:
+        """Field and device class of what is declared."""
+        yield from ((f"domains.{domain}", name) for domain, name in self.domains.items())
+        yield from ((f"agents.{agent}", name) for agent, name in self.agents.items())
+        if self.default:
+            yield "default", self.default
+
+
+class PoolSpec(Section):
+    """Engines of one device class."""
+
+    device_class: str = Field(pattern=NAME)
+    """Their device class: a name of your own, as in `compute` and `bandwidth`."""
+    replicas: int = Field(default=1, ge=1, le=1024)
+    """How many of them there are per rollout worker."""
+    prefill_tokens_per_second: Rate | None = None
+    """Prompt tokens that one of them reads per second, as measured. Give both rates or none."""
+    decode_tokens_per_second: Rate | None = None
+    """Response tokens that one of them draws per second for all its turns together."""
+
+
+class RoutingSpec(Section):
+    """How turns find engines; docs/rollout.md explains it. The switches exist to be measured."""
+
+    policy: Literal["least_work", "round_robin", "random_hash"] = "least_work"
+    """`least_work`: the engine with the least to do; `round_robin` and `random_hash` give
+    conversations out in turn or by their id, whatever the load, and their turns wait for that
+    engine."""
+    sticky: bool = True
+    """A conversation stays with the engine that holds its prefix, unless another has far less to
+    do."""
+    priority: bool = True
+    """Where turns wait, those whose group has the fewest trajectories left go first."""
+    adaptive_limit: bool = True
+    """`least_work`: an engine gets as many turns at once as still make it faster, up to
+    `max_running`."""
+    affinity: AffinitySpec = AffinitySpec()
+    """`least_work`: which device class fits which turns."""
+
+    @model_validator(mode="after")
+    def _heeded(self) -> Self:
+        if self.policy != "least_work" and any(self.affinity.declared()):
+            raise ValueError(
+                f"affinity: `{self.policy}` does not look at device classes; remove it, or choose "
+                "`least_work`"
+            )
+        return self
 
 
 class SamplingSpec(Section):

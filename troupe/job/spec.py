@@ -13,9 +13,7 @@ from troupe.job.balancing import BalancingSpec
 from troupe.job.environment import EnvironmentSpec, check, check_pools, with_defaults
 from troupe.job.functions import FunctionSpec
 from troupe.job.policy import PolicySpec, server_of
-from troupe.job.pools import Pools
-from troupe.job.population import PopulationSpec, check_population
-from troupe.job.routing import RoutingSpec
+from troupe.job.population import Pools, PopulationSpec, check_population
 from troupe.job.section import (
     MAX_AGENTS,
     MAX_FUNCTIONS,
@@ -33,6 +31,7 @@ from troupe.job.sections import (
     LimitsSpec,
     LoggingSpec,
     PipelineSpec,
+    RoutingSpec,
     TasksSpec,
 )
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from troupe.networks.inference import draw, likeliest
-from troupe.networks.modules import ILLEGAL, Networks, identity_width
+from troupe.networks.modules import ILLEGAL, Networks, draw, identity_width, likeliest
 from troupe.networks.spec import NetworkSpec
 from troupe.networks.vector import Spaces
 from troupe.rpc.errors import InvalidArgument

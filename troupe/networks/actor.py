@@ -29,7 +29,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedCopies:
     """What a run of all copies gave."""
 
     fragments: dict[str, Fragment]
@@ -75,7 +75,9 @@ class Actor:
     # What copies say that have ended need not be numbers.
     @np.errstate(over="ignore", invalid="ignore")
     @torch.inference_mode()
-    def sample(self, seed: int, *, explore: bool = True, earnest: Collection[str] = ()) -> Played:
+    def sample(
+        self, seed: int, *, explore: bool = True, earnest: Collection[str] = ()
+    ) -> PlayedCopies:
         """One whole episode of every copy.
 
         `explore=False`: the likeliest or best action always, for evaluation. `earnest`: policies
@@ -120,7 +122,7 @@ class Actor:
             player.policy: player.finish(step, observed, rewards, lengths, terminated)
             for player in players
         }
-        return Played(fragments, rewards.sum(axis=0, dtype=np.float64), lengths)
+        return PlayedCopies(fragments, rewards.sum(axis=0, dtype=np.float64), lengths)
 
     def evaluate(self, seeds: Sequence[int]) -> NDArray[np.float64]:
         """Returns [len(seeds) * B, A] without exploration."""

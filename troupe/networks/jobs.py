@@ -12,7 +12,7 @@ from troupe.networks.vector import VectorEnvironment, make_environment
 from troupe.outcomes import described, safe_text
 from troupe.rpc.errors import InvalidArgument
 from troupe.workflow.errors import EntrypointError
-from troupe.workflow.refusals import refusal_of
+from troupe.workflow.loading import refusal_of
 
 _SOURCE = "environment.source"
 _log = logging.getLogger(__name__)

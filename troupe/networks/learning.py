@@ -1,5 +1,5 @@
-"""`Learner`: what updates one policy's network on fragments; `make_learner` makes the one that a
-specification names."""
+"""`NetworkTrainer`: what updates one policy's network on fragments; `make_learner` makes the one
+that a specification names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from troupe.rpc.errors import InvalidArgument
 Tensors = dict[str, torch.Tensor]
 
 
-class Learner(Protocol):
+class NetworkTrainer(Protocol):
     """One policy's networks, optimizers and, off-policy, replay buffer.
 
     All that it will do is a function of `state()` and of the fragments that follow, bit for bit on
@@ -49,7 +49,9 @@ class Learner(Protocol):
         ...
 
 
-def make_learner(spec: NetworkSpec, spaces: Spaces, agents: Sequence[str], seed: int) -> Learner:
+def make_learner(
+    spec: NetworkSpec, spaces: Spaces, agents: Sequence[str], seed: int
+) -> NetworkTrainer:
     """The learner of one policy that plays `agents`, in the order of the environment; its first
     weights and all its random numbers are drawn by `seed`.
 

@@ -15,10 +15,9 @@ from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.utils import ValueEstimators
 
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.belongings import Belongings, Owner
+from troupe.networks.belongings import Belongings, LearnerState, Replay
 from troupe.networks.fragments import Fragment
 from troupe.networks.modules import ILLEGAL, Networks
-from troupe.networks.replay import Replay
 from troupe.networks.rows import check
 from troupe.networks.spec import DeterministicSpec, NetworkSpec
 from troupe.networks.vector import Spaces
@@ -77,7 +76,7 @@ class _Critic(TensorDictModuleBase):  # type: ignore[misc]
         return tensordict
 
 
-class DeterministicLearner(Owner):
+class DeterministicLearner(LearnerState):
     """`troupe.networks.learning.Learner` from a replay buffer of joint transitions.
 
     As in TorchRL's multi-agent tutorial, an actor's gradient is that of its critic under the

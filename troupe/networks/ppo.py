@@ -21,7 +21,7 @@ from torchrl.objectives.value.functional import vec_generalized_advantage_estima
 
 from troupe.algorithms.objectives import MAX_LOG_RATIO
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.belongings import Belongings, Owner
+from troupe.networks.belongings import Belongings, LearnerState
 from troupe.networks.fragments import Fragment
 from troupe.networks.modules import ILLEGAL, Networks, initialize
 from troupe.networks.rows import Rows, check, rows_of
@@ -55,7 +55,7 @@ class _Distribution(TensorDictModuleBase):  # type: ignore[misc]
         return tensordict
 
 
-class _Values(TensorDictModuleBase):  # type: ignore[misc]
+class _PredictedReturns(TensorDictModuleBase):  # type: ignore[misc]
     """Predicted returns, in the unit of rewards."""
 
     def __init__(self, critic: Networks, norm: PopArtValueNorm | None) -> None:
@@ -92,7 +92,7 @@ class _TeamLoss(_BoundedRatio, MAPPOLoss):  # type: ignore[misc]
     """MAPPO's."""
 
 
-class PPOLearner(Owner):
+class PPOLearner(LearnerState):
     """`troupe.networks.learning.Learner` by clipped policy gradients on the fragments of one
     update."""
 
@@ -108,7 +108,7 @@ class PPOLearner(Owner):
         initialize(self._acting.policy, 0.01)
         initialize(self._critic, 1.0)
         norm = PopArtValueNorm(shape=1, beta=_RETURNS_MEMORY) if learning.normalize_values else None
-        self._values = _Values(self._critic, norm)
+        self._values = _PredictedReturns(self._critic, norm)
         continuous = spaces.continuous
         policy = ProbabilisticTensorDictSequential(
             _Distribution(self._acting),

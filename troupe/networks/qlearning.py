@@ -15,10 +15,9 @@ from torchrl.objectives.multiagent import QMixerLoss
 from torchrl.objectives.utils import ValueEstimators
 
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.belongings import Belongings, Owner
+from troupe.networks.belongings import Belongings, LearnerState, Replay
 from troupe.networks.fragments import Array, Fragment
 from troupe.networks.modules import ILLEGAL
-from troupe.networks.replay import Replay
 from troupe.networks.rows import Rows, check, rows_of
 from troupe.networks.spec import NetworkSpec, QLearningSpec
 from troupe.networks.vector import Spaces
@@ -47,7 +46,7 @@ class _Values(TensorDictModuleBase):  # type: ignore[misc]
         return tensordict
 
 
-class QLearner(Owner):
+class QLearner(LearnerState):
     """`troupe.networks.learning.Learner` from a replay buffer of whole episodes. The reward of a
     team is the mean of its agents'."""
 

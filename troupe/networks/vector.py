@@ -109,7 +109,7 @@ BUILT_IN: Final[dict[str, str]] = {
     "simple_spread": "troupe.networks.environments.simple_spread:SimpleSpread",
     "two_step": "troupe.networks.environments.two_step:TwoStep",
     "matrix": "troupe.networks.environments.matrix:MatrixGame",
-    "pettingzoo": "troupe.networks.environments.pettingzoo:PettingZooCopies",
+    "pettingzoo": "troupe.networks.environments.gymnasium:PettingZooCopies",
     "gymnasium": "troupe.networks.environments.gymnasium:GymnasiumCopies",
     "openspiel": "troupe.networks.environments.openspiel:GameCopies",
 }

@@ -3,17 +3,16 @@ no clock, no input or output, no randomness but a given seed."""
 
 from troupe.populations.games import Array, Profile, nash_conv, regrets, values, zero_sum
 from troupe.populations.matches import Precision, draw_opponents, matches_due, seats
-from troupe.populations.nash import NotZeroSum
-from troupe.populations.payoffs import Cell, Members, PayoffTable
-from troupe.populations.pfsp import Weighting, pfsp
-from troupe.populations.solvers import MetaSolver, solve
+from troupe.populations.opponents import Weighting, pfsp
+from troupe.populations.payoffs import Members, PayoffEntry, PayoffTable
+from troupe.populations.solvers import MetaSolver, NotZeroSum, solve
 
 __all__ = [
     "Array",
-    "Cell",
     "Members",
     "MetaSolver",
     "NotZeroSum",
+    "PayoffEntry",
     "PayoffTable",
     "Precision",
     "Profile",

@@ -49,7 +49,7 @@ class Histories:
         loaded = load_sequential(game)
         if not loaded.get_type().provides_information_state_tensor:
             raise ValueError(f"{game} has no information states as tensors: no network can see it")
-        return _Reading(loaded, SequenceForm.of(loaded)).histories()
+        return _HistoryReading(loaded, SequenceForm.of(loaded)).histories()
 
     @property
     def chance(self) -> int:
@@ -111,7 +111,7 @@ def cumulated(shares: Array, width: int) -> Floats:
 
 
 @dataclass
-class _Reading:
+class _HistoryReading:
     """Visits all histories once."""
 
     game: Any

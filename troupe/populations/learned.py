@@ -8,9 +8,9 @@ action. Importing this needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -22,11 +22,215 @@ from troupe.networks.learning import make_learner
 from troupe.networks.spec import NetworkSpec, QLearningSpec
 from troupe.networks.vector import Spaces
 from troupe.populations.games import Array, Profile
-from troupe.populations.histories import Histories
-from troupe.populations.matches import Precision
-from troupe.populations.psro import Iteration, MetaGame
-from troupe.populations.sampled import SampledGame
+from troupe.populations.histories import Histories, cumulated
+from troupe.populations.matches import Precision, matches_due
+from troupe.populations.payoffs import Members, PayoffTable
 from troupe.populations.solvers import MetaSolver, solve
+from troupe.populations.tree import Indices, SequenceForm
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The state after one iteration."""
+
+    number: int
+    meta: Profile
+    """Probabilities of each player's members."""
+    plans: tuple[Array, ...]
+    """Each player's mixture of its members, as one plan [s]."""
+    nash_conv: float
+    """Of those plans in the whole game."""
+    sizes: tuple[int, ...]
+    """Members of each pool."""
+
+
+class MetaGame:
+    """Pools of plans, which begin with the uniform policy, and their exact payoffs."""
+
+    def __init__(self, form: SequenceForm) -> None:
+        self.form = form
+        self.pools: list[list[Array]] = [[form.uniform(player)] for player in range(form.players)]
+        self.payoffs = form.values([pool[0] for pool in self.pools]).reshape(
+            form.players, *[1] * form.players
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Members of each pool."""
+        return tuple(len(pool) for pool in self.pools)
+
+    def copy(self) -> MetaGame:
+        """One that grows apart from this."""
+        found = MetaGame.__new__(MetaGame)
+        found.form, found.payoffs = self.form, self.payoffs
+        found.pools = [list(pool) for pool in self.pools]
+        return found
+
+    def mixed(self, meta: Profile) -> tuple[Array, ...]:
+        """Each player's mixture of its members, as one plan [s]."""
+        return tuple(
+            np.tensordot(weights, np.stack(pool), axes=1)
+            for weights, pool in zip(meta, self.pools, strict=True)
+        )
+
+    def grow(self, answers: Sequence[Array]) -> bool:
+        """Add a plan to each player's pool, unless it is there already; whether one was added."""
+        new = [
+            not any(np.array_equal(answer, one) for one in pool)
+            for answer, pool in zip(answers, self.pools, strict=True)
+        ]
+        for player, answer in enumerate(answers):
+            if new[player]:
+                self.pools[player].append(answer)
+                self._fill(player)
+        return any(new)
+
+    def _fill(self, player: int) -> None:
+        """The payoffs of a pool's newest member against all choices of the others."""
+        shape = list(self.payoffs.shape[1:])
+        slab = np.empty((self.form.players, *[k for i, k in enumerate(shape) if i != player]))
+        others = [i for i in range(self.form.players) if i != player]
+        newest = self.pools[player][-1]
+        reach = newest[self.form.leaves[:, player]][:, None] * self.form.returns
+        # By the last of the others at one stroke: a matrix product instead of a loop.
+        last = others[-1]
+        columns = np.stack([plan[self.form.leaves[:, last]] for plan in self.pools[last]])
+        for members in np.ndindex(*[shape[i] for i in others[:-1]]):
+            weighed = reach
+            for other, member in zip(others[:-1], members, strict=True):
+                weighed = weighed * self.pools[other][member][self.form.leaves[:, other]][:, None]
+            slab[(slice(None), *members)] = (columns @ weighed).T
+        self.payoffs = np.concatenate(
+            [self.payoffs, np.expand_dims(slab, player + 1)], axis=player + 1
+        )
+
+
+class ExactPsro(MetaGame):
+    """Pools that grow by a best response to the others' meta-strategy in every iteration.
+
+    Members that a pool has already are not added again: a pool that does not grow has no better
+    response among all policies of its player.
+    """
+
+    def __init__(
+        self,
+        form: SequenceForm,
+        solver: MetaSolver = "nash",
+        *,
+        tremble: float = 1e-9,
+        **options: Any,
+    ) -> None:
+        """`tremble`: see `SequenceForm.best_response`; `options` go to the meta-solver."""
+        super().__init__(form)
+        self._tremble = tremble
+        self._solver, self._options = solver, options
+
+    def run(self, iterations: int) -> Iterator[Iteration]:
+        """One `Iteration` after another, at most so many; ends when no pool grows."""
+        for number in range(iterations):
+            meta = solve(self._solver, self.payoffs, **self._options)
+            plans = self.mixed(meta)
+            answers = [
+                self.form.best_response(i, plans, tremble=self._tremble)
+                for i in range(self.form.players)
+            ]
+            gains = sum(value for _, value in answers) - self.form.values(plans).sum()
+            yield Iteration(number, meta, plans, float(max(gains, 0.0)), self.sizes)
+            if not self.grow([plan for plan, _ in answers]):
+                return
+
+
+# Games that move at once.
+_TOGETHER: Final = 1 << 16
+
+
+def play(
+    histories: Histories,
+    tables: Sequence[Array],
+    members: Indices,
+    random: np.random.Generator,
+) -> Array:
+    """Play games to their end: payoffs [g, n].
+
+    `tables`: by player, probabilities of actions of its members [k, m, A]; `members` [g, n]: which
+    of them play each game.
+    """
+    tree, width = histories, histories.children.shape[1]
+    blocks = [one.reshape(-1, one.shape[-1]) for one in tables] + [tree.chances]
+    first = np.concatenate([[0], np.cumsum([len(block) for block in blocks])])
+    rows = np.concatenate([cumulated(block, width) for block in blocks])
+    # Where each mover's member begins in `rows`; then chance.
+    sets = np.array([one.shape[1] for one in tables])
+    begin = np.concatenate(
+        [members * sets + first[:-2], np.full((len(members), 1), first[-2])], axis=1
+    )
+    node, games = np.zeros(len(members), dtype=np.int64), np.arange(len(members))
+    while True:
+        at = node[games]
+        runs = tree.actor[at] != tree.over
+        games, at = games[runs], at[runs]
+        if not len(games):
+            break
+        own = rows[begin[games, tree.actor[at]] + tree.sets[at]]
+        drawn = random.random(len(games), dtype=np.float32)
+        node[games] = tree.children[at, (drawn[:, None] >= own).sum(axis=1)]
+    found: Array = tree.returns[node]
+    return found
+
+
+class SampledGame(MetaGame):
+    """Cells that were never played, and those that are uncertain yet, are played; no others.
+
+    What comes out is a function of the pools and the seed.
+    """
+
+    def __init__(self, histories: Histories, precision: Precision, seed: int = 0) -> None:
+        """`precision`: how well payoffs have to be known."""
+        self.form, self.histories, self.precision = histories.form, histories, precision
+        players = histories.form.players
+        self.pools = [[histories.form.uniform(player)] for player in range(players)]
+        self.table = PayoffTable([1] * players)
+        self._tables = [[histories.uniform(player)] for player in range(players)]
+        self._seed, self._rounds = seed, 0
+        self._play_due()
+
+    def copy(self) -> SampledGame:
+        """One that grows apart from this, with the matches played so far."""
+        found = SampledGame.__new__(SampledGame)
+        found.form, found.histories, found.precision = self.form, self.histories, self.precision
+        found.pools = [list(pool) for pool in self.pools]
+        found.table = PayoffTable.from_json(self.table.to_json())
+        found._tables = [list(pool) for pool in self._tables]
+        found._seed, found._rounds = self._seed, self._rounds
+        found.payoffs = self.payoffs
+        return found
+
+    def _fill(self, player: int) -> None:
+        """Matches of a pool's newest member."""
+        self._tables[player].append(self.histories.table(player, self.pools[player][-1]))
+        self.table.grow(self.sizes)
+        self._play_due()
+
+    def _play_due(self) -> None:
+        while due := matches_due(self.table, self.precision):
+            self._play(due)
+        self.payoffs = self.table.tensor()
+
+    def _play(self, due: Sequence[tuple[Members, int]]) -> None:
+        """So many matches of each of these cells."""
+        random = np.random.default_rng((self._seed, self._rounds))
+        self._rounds += 1
+        tables = [np.stack(pool) for pool in self._tables]
+        counts = [count for _, count in due]
+        members = np.repeat(np.array([cell for cell, _ in due]), counts, axis=0)
+        parts = [
+            play(self.histories, tables, members[at : at + _TOGETHER], random)
+            for at in range(0, len(members), _TOGETHER)
+        ]
+        ends = np.cumsum(counts)[:-1]
+        for (cell, _), found in zip(due, np.split(np.concatenate(parts), ends), strict=True):
+            self.table.record_all(cell, found)
+
 
 Tensors = dict[str, torch.Tensor]
 # Members of one player as probabilities of actions [k, m, A], and how often each is met [k].

@@ -10,7 +10,35 @@ from typing import Final, Literal
 import numpy as np
 
 from troupe.populations.games import Array
-from troupe.populations.pfsp import Weighting, pfsp
+
+Weighting = Literal["hard", "variance", "linear"]
+
+_WEIGHTINGS: Final = {
+    "hard": lambda wins, power: (1.0 - wins) ** power,
+    "variance": lambda wins, power: wins * (1.0 - wins),
+    "linear": lambda wins, power: 1.0 - wins,
+}
+
+
+def pfsp(win_rates: object, *, weighting: Weighting = "hard", power: float = 2.0) -> Array:
+    """Probabilities [k] of meeting each opponent, from how often we beat it, in [0, 1].
+
+    f(x) = (1 - x)^p ("hard": those we lose to), x (1 - x) ("variance": our equals) or 1 - x
+    ("linear"), normalized (Vinyals et al. 2019, methods, "PFSP"). All of weight zero: uniform.
+
+    Raises ValueError for rates outside [0, 1] or a weighting that there is not.
+    """
+    wins = np.asarray(win_rates, dtype=np.float64)
+    if wins.ndim != 1 or not len(wins) or not ((wins >= 0) & (wins <= 1)).all():
+        raise ValueError(f"win rates are between 0 and 1, one for each opponent, not {win_rates}")
+    if weighting not in _WEIGHTINGS:
+        raise ValueError(f"there is no weighting {weighting!r}; use one of {list(_WEIGHTINGS)}")
+    weights: Array = _WEIGHTINGS[weighting](wins, power)
+    total = float(weights.sum())
+    if total <= 0.0:
+        return np.full(len(wins), 1.0 / len(wins))
+    return weights / total
+
 
 Role = Literal["main", "main_exploiter", "league_exploiter"]
 
@@ -36,7 +64,7 @@ def past_selves(versions: int, *, delta: float = 0.0) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class LeagueMember:
     """One policy of a league: a learner, or a frozen version of one."""
 
     name: str
@@ -64,8 +92,8 @@ class LeagueRules:
 
 
 def league_opponents(
-    learner: Member,
-    members: Sequence[Member],
+    learner: LeagueMember,
+    members: Sequence[LeagueMember],
     wins: Mapping[tuple[str, str], float],
     rules: LeagueRules | None = None,
 ) -> dict[str, float]:
@@ -110,8 +138,8 @@ def league_opponents(
 
 
 def is_due(
-    learner: Member,
-    members: Sequence[Member],
+    learner: LeagueMember,
+    members: Sequence[LeagueMember],
     wins: Mapping[tuple[str, str], float],
     steps: int,
     rules: LeagueRules | None = None,

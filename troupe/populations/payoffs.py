@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,62 @@ from scipy.special import stdtrit
 
 from troupe.populations.games import Array
 
+# Of somebody who never played (Weng and Lin 2011, as openskill has it).
+MEAN = 25.0
+DEVIATION = 25.0 / 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rating:
+    """Skill as a normal distribution; `mean - 3 * deviation` is a cautious guess of it."""
+
+    mean: float = MEAN
+    deviation: float = DEVIATION
+    matches: int = 0
+
+
+def rated(
+    ratings: Mapping[str, Rating], members: Sequence[str], payoffs: Sequence[float]
+) -> dict[str, Rating]:
+    """The new ratings of those who played one match; who has more is ahead of who has less.
+
+    By the Plackett-Luce model (Weng and Lin 2011, algorithm 4) of `openskill`, for two players or
+    more. Members not in `ratings` never played. Somebody on several seats is one player, who got
+    the mean of them; a match of nobody else changes nobody. A function of its arguments alone, so
+    ratings of the same matches in the same order are the same to the bit.
+
+    Raises ValueError where the lengths differ.
+    """
+    if len(members) != len(payoffs):
+        raise ValueError(f"{len(members)} members and {len(payoffs)} payoffs")
+    got: dict[str, list[float]] = {}
+    for name, payoff in zip(members, payoffs, strict=True):
+        got.setdefault(name, []).append(payoff)
+    if len(got) < 2:
+        return {}
+    model = _model()
+    before = [ratings.get(name, Rating()) for name in got]
+    teams = [[model.rating(mu=one.mean, sigma=one.deviation)] for one in before]
+    after = model.rate(teams, scores=[fmean(own) for own in got.values()])
+    return {
+        name: Rating(float(team[0].mu), float(team[0].sigma), old.matches + 1)
+        for name, old, team in zip(got, before, after, strict=True)
+    }
+
+
+@cache
+def _model() -> Any:
+    from openskill.models import PlackettLuce  # only jobs with a population need it
+
+    return PlackettLuce(mu=MEAN, sigma=DEVIATION)
+
+
 # One member of each role's pool, by its place in it.
 Members = tuple[int, ...]
 
 
 @dataclass
-class Cell:
+class PayoffEntry:
     """The matches of one joint choice of members."""
 
     mean: Array
@@ -87,7 +139,7 @@ class PayoffTable:
     sizes: list[int]
     """Members of each role's pool; all equal where the table is symmetric."""
     symmetric: bool = False
-    cells: dict[Members, Cell] = field(default_factory=dict)
+    cells: dict[Members, PayoffEntry] = field(default_factory=dict)
 
     @property
     def players(self) -> int:
@@ -135,7 +187,7 @@ class PayoffTable:
         cell = self._cell(members)
         cell.mean, cell.exact = self._canonical(members, payoffs), True
 
-    def cell(self, members: Members) -> Cell | None:
+    def cell(self, members: Members) -> PayoffEntry | None:
         """What is known of these members, its players in the order of `key(members)`."""
         self._check(members)
         return self.cells.get(self.key(members))
@@ -183,15 +235,15 @@ class PayoffTable:
     def from_json(cls, values: dict[str, Any]) -> PayoffTable:
         """What `to_json` gave."""
         cells = {
-            tuple(key): Cell(np.array(mean), np.array(squares), matches, exact)
+            tuple(key): PayoffEntry(np.array(mean), np.array(squares), matches, exact)
             for key, mean, squares, matches, exact in values["cells"]
         }
         return cls(list(values["sizes"]), values["symmetric"], cells)
 
-    def _cell(self, members: Members) -> Cell:
+    def _cell(self, members: Members) -> PayoffEntry:
         self._check(members)
         zeros = np.zeros(self.players)
-        return self.cells.setdefault(self.key(members), Cell(zeros, zeros.copy()))
+        return self.cells.setdefault(self.key(members), PayoffEntry(zeros, zeros.copy()))
 
     def _check(self, members: Members) -> None:
         if len(members) != self.players or not all(

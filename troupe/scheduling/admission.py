@@ -7,9 +7,96 @@ same step, and the simulator the same as both.
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+
+@dataclass(frozen=True)
+class RolloutWorker:
+    """A rollout worker that can take work: trajectories that it runs now."""
+
+    worker_id: str
+    running: int = 0
+
+
+def spread_queries(
+    sizes: Sequence[int], workers: Sequence[RolloutWorker], *, turn: int = 0
+) -> tuple[str, ...]:
+    """For each group of trajectories (by its size, in order) the worker that runs it.
+
+    Each group goes whole to the worker with the fewest trajectories, so that engines share the
+    prefix of its members. Among equals the first in an order rotated by `turn` wins, so that over
+    many calls none is favoured. Raises ValueError when there is no worker.
+    """
+    if not workers:
+        raise ValueError("no rollout worker to place queries on")
+    ordered = sorted(workers, key=lambda worker: worker.worker_id)
+    offset = turn % len(ordered)
+    ordered = ordered[offset:] + ordered[:offset]
+    heap = [(worker.running, rank) for rank, worker in enumerate(ordered)]
+    heapq.heapify(heap)
+    chosen = []
+    for size in sizes:
+        running, rank = heapq.heappop(heap)
+        chosen.append(ordered[rank].worker_id)
+        heapq.heappush(heap, (running + size, rank))
+    return tuple(chosen)
+
+
+@dataclass(frozen=True)
+class QueryProgress:
+    """One query of a step. `settled`: all its trajectories have ended and none of its rows waits
+    for anything; `kept` of its rows were not dropped."""
+
+    query_id: str
+    complete: bool
+    settled: bool
+    kept: int
+
+
+@dataclass(frozen=True)
+class RosterMove:
+    """`add` fresh queries; those that `leave`; whether nobody joins or leaves from then on."""
+
+    add: int = 0
+    leave: tuple[str, ...] = ()
+    close: bool = False
+
+
+def next_move(
+    queries: Sequence[QueryProgress],
+    *,
+    wanted: int,
+    spare: int,
+    max_refills: int,
+    may_close: bool = True,
+    first_k: bool = False,
+) -> RosterMove:
+    """What to change about a roster that holds `queries` now.
+
+    The step wants `wanted` queries and runs `spare` more; with `first_k` it closes as soon as so
+    many are there, and the others leave. Each query that is settled with no row kept is replaced
+    by a fresh one, at most `max_refills` times; 0: never, and such a query counts like any other.
+    """
+    replaced = [q for q in queries if q.settled and not q.kept] if max_refills else []
+    refills = min(len(replaced), max_refills)
+    add = max(0, wanted + spare + refills - len(queries))
+    if not may_close:
+        return RosterMove(add=add)
+    if first_k:
+        there = sum(q.settled if max_refills else q.complete for q in queries) - len(replaced)
+        if there >= wanted:
+            return RosterMove(
+                leave=tuple(q.query_id for q in queries if not q.complete), close=True
+            )
+    if add:
+        return RosterMove(add=add)
+    exhausted = max_refills > 0 and not first_k and refills == max_refills
+    over = all(q.settled if max_refills else q.complete for q in queries)
+    return RosterMove(close=over or exhausted)
+
 
 # Trajectory seeds are int64 on the wire and must not be negative.
 _SEED_BITS: Final = 63

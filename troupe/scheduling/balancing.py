@@ -25,7 +25,7 @@ Pair = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class BalancingRules:
     """When to move. `threshold` and `hysteresis` are in units of backlog per engine."""
 
     threshold: float = 5.0
@@ -49,7 +49,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class EngineAssignment:
     """One engine: whom it serves or, while it moves, whom it will serve.
 
     `serving`: it takes turns now. `work` decides which engine of a policy goes: the one with least.
@@ -95,7 +95,7 @@ def pressure(backlog: float, engines: int) -> float:
     return math.inf if backlog > 0 else 0.0
 
 
-def disparity(demands: Sequence[Demand], seats: Sequence[Seat]) -> float:
+def disparity(demands: Sequence[Demand], seats: Sequence[EngineAssignment]) -> float:
     """The greatest difference of two pressures; 0 for fewer than two policies."""
     engines = _counts(demands, seats)
     pressures = [pressure(one.backlog, engines[one.policy]) for one in demands]
@@ -103,10 +103,10 @@ def disparity(demands: Sequence[Demand], seats: Sequence[Seat]) -> float:
 
 
 def decide(
-    rules: Rules,
+    rules: BalancingRules,
     memory: Memory,
     demands: Sequence[Demand],
-    seats: Sequence[Seat],
+    seats: Sequence[EngineAssignment],
     now: float,
     *,
     barred: Collection[Pair] = (),
@@ -165,7 +165,7 @@ def failed(memory: Memory, source: str, target: str, now: float) -> Memory:
     return replace(memory, failures={**memory.failures, (source, target): (count, now)})
 
 
-def _counts(demands: Sequence[Demand], seats: Sequence[Seat]) -> dict[str, int]:
+def _counts(demands: Sequence[Demand], seats: Sequence[EngineAssignment]) -> dict[str, int]:
     """By policy: engines that serve it or are on their way to it."""
     counts = {one.policy: 0 for one in demands}
     for seat in seats:
@@ -174,7 +174,7 @@ def _counts(demands: Sequence[Demand], seats: Sequence[Seat]) -> dict[str, int]:
     return counts
 
 
-def _idle(demand: Demand, seats: Sequence[Seat]) -> list[str]:
+def _idle(demand: Demand, seats: Sequence[EngineAssignment]) -> list[str]:
     """The engines that the policy could give, least work first."""
     here = [
         seat for seat in seats if seat.policy == demand.policy and seat.serving and not seat.moving
@@ -191,7 +191,7 @@ def _gap(
 
 
 def _judge(
-    rules: Rules,
+    rules: BalancingRules,
     backlogs: Mapping[str, float],
     engines: Mapping[str, int],
     source: str,
@@ -210,7 +210,7 @@ def _judge(
     return (before, taker - giver) if good else None
 
 
-def _rests(rules: Rules, memory: Memory, pair: Pair, now: float) -> bool:
+def _rests(rules: BalancingRules, memory: Memory, pair: Pair, now: float) -> bool:
     source, target = pair
     pause = rules.cooldown_seconds
     if now < memory.took.get(source, -math.inf) + pause:

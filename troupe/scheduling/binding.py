@@ -18,13 +18,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from troupe.scheduling.seats import Seats
+
+@dataclass
+class Seats:
+    """One worker while a plan is made."""
+
+    worker: RankWorker
+    held: list[Policy] = field(default_factory=list)
+    # Taken or kept free in this plan: (bytes, cost) each.
+    taken: list[tuple[float, float]] = field(default_factory=list)
+    # Bound in this plan.
+    coming: list[Policy] = field(default_factory=list)
+
+    def free(self, policy: Policy, gone: Iterable[str] = ()) -> bool:
+        """Whether `policy` has a slot and memory here once those of `gone` have left."""
+        worker, names = self.worker, set(gone)
+        stay = [one for one in self.held if one.policy not in names]
+        if worker.slots and len(stay) + len(self.taken) >= worker.slots:
+            return False
+        used = sum(one.share for one in stay) + sum(size for size, _ in self.taken)
+        return not worker.memory or used + policy.share <= worker.memory
+
+    def hands_over(self, policy: Policy, gone: Iterable[str]) -> bool:
+        """Whether `policy` may come while those of `gone` still leave: its state is there."""
+        if self.worker.worker_id not in policy.prefetched or not self.free(policy, gone):
+            return False
+        return self.room_beside(policy)
+
+    def room_beside(self, policy: Policy) -> bool:
+        """Whether its state has room next to all others that are here, or come in this plan."""
+        if not self.worker.memory:
+            return True
+        if not policy.size:  # it was bound nowhere yet: what it takes shows when it is loaded
+            return not (self.held or self.coming)
+        used = sum(one.share for one in (*self.held, *self.coming))
+        return used + policy.share <= self.worker.memory
+
+    @property
+    def load(self) -> float:
+        """What it has to do already."""
+        held = sum(one.cost for one in self.held)
+        return self.worker.load + held + sum(cost for _, cost in self.taken)
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class BindingRules:
     """Times are seconds of the caller's clock."""
 
     quantum: float = 1.0
@@ -34,7 +74,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class RankWorker:
     """One trainer worker: a rank of the gangs that it belongs to."""
 
     worker_id: str
@@ -83,9 +123,9 @@ class Policy:
     barred: frozenset[str] = frozenset()
     """Workers that it is not bound to."""
     quantum: float | None = None
-    """Instead of `Rules.quantum`."""
+    """Instead of `BindingRules.quantum`."""
     idle: float | None = None
-    """Instead of `Rules.idle`."""
+    """Instead of `BindingRules.idle`."""
 
     @property
     def share(self) -> float:
@@ -128,7 +168,7 @@ Move = Bind | Suspend | Prefetch | Release
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BindingPlan:
     """What to do now, in this order; and when to ask again if nothing happens before."""
 
     moves: tuple[Move, ...] = ()
@@ -148,7 +188,7 @@ class TooLarge:
     largest: int
 
 
-def too_large(policy: Policy, workers: Iterable[Worker]) -> TooLarge | None:
+def too_large(policy: Policy, workers: Iterable[RankWorker]) -> TooLarge | None:
     """Why `policy` can be bound to none of these workers, however long it waits; else None."""
     fitting = [worker.memory for worker in workers if _suits(policy, worker)]
     if not fitting or any(not memory or policy.share <= memory for memory in fitting):
@@ -156,7 +196,9 @@ def too_large(policy: Policy, workers: Iterable[Worker]) -> TooLarge | None:
     return TooLarge(policy.policy, math.ceil(policy.share), max(fitting))
 
 
-def decide(rules: Rules, policies: Sequence[Policy], workers: Sequence[Worker], now: float) -> Plan:
+def decide(
+    rules: BindingRules, policies: Sequence[Policy], workers: Sequence[RankWorker], now: float
+) -> BindingPlan:
     """The moves that are due. The same for the same arguments, in whatever order they come.
 
     A policy that `too_large` refuses is left out. Raises ValueError for two of one name.
@@ -166,14 +208,14 @@ def decide(rules: Rules, policies: Sequence[Policy], workers: Sequence[Worker], 
     table.fill()
     table.prefetch()
     table.release()
-    return Plan(tuple(table.moves), table.again(), _wanted(policies, workers))
+    return BindingPlan(tuple(table.moves), table.again(), _wanted(policies, workers))
 
 
-def _suits(policy: Policy, worker: Worker) -> bool:
+def _suits(policy: Policy, worker: RankWorker) -> bool:
     return policy.device in ("", worker.device) and worker.worker_id not in policy.barred
 
 
-def _wanted(policies: Iterable[Policy], workers: Iterable[Worker]) -> int:
+def _wanted(policies: Iterable[Policy], workers: Iterable[RankWorker]) -> int:
     active = [one for one in policies if one.wanted or one.work]
     if not active:
         return 0
@@ -186,7 +228,11 @@ class _Table:
     """The moves of one plan as they are found."""
 
     def __init__(
-        self, rules: Rules, policies: Sequence[Policy], workers: Sequence[Worker], now: float
+        self,
+        rules: BindingRules,
+        policies: Sequence[Policy],
+        workers: Sequence[RankWorker],
+        now: float,
     ) -> None:
         self._rules, self._now = rules, now
         self._policies = {one.policy: one for one in sorted(policies, key=_age)}

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Generic, Literal, TypeVar
 
 Policy = Literal["least_work", "round_robin", "random_hash"]
 
@@ -264,3 +264,269 @@ class Fleet:
 def overloaded(tokens: float, least_tokens: float) -> bool:
     """Whether an engine has so much more to do than the least loaded that turns move away."""
     return tokens > STAY_RATIO * least_tokens + STAY_SLACK_TOKENS
+
+
+# Weight of the newest turn in what a kind of turn is like.
+_NEWEST: Final = 0.05
+# Turns of a kind that are seen before anything is inferred from them.
+SEEN: Final = 8
+# A class is preferred when a kind of turn gains at least this much there over the worst class.
+LEAST_AFFINITY_GAIN: Final = 1.1
+
+
+@dataclass(slots=True)
+class _Profile:
+    prompt: float = 0.0
+    response: float = 0.0
+    seen: int = 0
+
+    def add(self, prompt: float, response: float) -> None:
+        self.seen += 1
+        part = max(_NEWEST, 1 / self.seen)
+        self.prompt += part * (prompt - self.prompt)
+        self.response += part * (response - self.response)
+
+
+class Profiles:
+    """What turns of one policy are like, by kind: (domain, agent)."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str], _Profile] = {}
+        self._all = _Profile()
+
+    def observe(self, kind: tuple[str, str], read_tokens: int, response_tokens: int) -> None:
+        """A turn ended: prompt tokens that were not in a cache, and response tokens."""
+        self._kinds.setdefault(kind, _Profile()).add(read_tokens, response_tokens)
+        self._all.add(read_tokens, response_tokens)
+
+    def expected(self, kind: tuple[str, str], prompt_tokens: int, max_new_tokens: int) -> Work:
+        """What a turn will cost: its response is as long as those of its kind were."""
+        profile = self._kinds.get(kind)
+        if profile is None or profile.seen < SEEN:
+            return Work(prompt_tokens, max_new_tokens)
+        return Work(prompt_tokens, min(profile.response, max_new_tokens))
+
+    def fitting(self, kind: tuple[str, str], rates: Mapping[str, Rates]) -> str | None:
+        """The class where turns of this kind gain most over the average turn; None when too little
+        is known, or it makes no difference.
+
+        Not the class where they are fastest: where one class is faster at everything, every kind
+        would want it, and the other would idle (comparative advantage).
+        """
+        profile = self._kinds.get(kind)
+        if profile is None or profile.seen < SEEN or len(rates) < 2:
+            return None
+        own, usual = _work(profile), _work(self._all)
+        cost = {name: r.seconds(own) / (r.seconds(usual) or 1.0) for name, r in rates.items()}
+        best = min(cost, key=lambda name: (cost[name], name))
+        return best if max(cost.values()) >= LEAST_AFFINITY_GAIN * cost[best] else None
+
+
+def _work(profile: _Profile) -> Work:
+    return Work(profile.prompt, profile.response)
+
+
+def classes_for(
+    domain: str,
+    agent: str,
+    *,
+    by_domain: Mapping[str, str],
+    by_agent: Mapping[str, str],
+    default: str,
+    inferred: str | None,
+) -> tuple[str, ...]:
+    """Device classes for a turn, the best first: declared by domain, by agent, inferred; then the
+    default pool."""
+    declared = by_domain.get(domain) if domain else None
+    fitting = declared or by_agent.get(agent) or inferred
+    return tuple(dict.fromkeys(name for name in (fitting, default) if name))
+
+
+T = TypeVar("T")
+
+# Further trajectories do not make a turn wait longer.
+MOST_LEFT: Final = 16
+
+
+@dataclass(eq=False, slots=True)
+class WaitingTurn(Generic[T]):
+    """A turn that waits. `since`: turns that had been served when it came."""
+
+    item: T
+    group: str
+    since: int
+    number: int
+    patience: int
+    key: int = 0
+    waits: bool = True
+
+
+class TurnQueue(Generic[T]):
+    """Turns by urgency. All operations cost O(log turns), `regroup` that per turn of the group."""
+
+    def __init__(self, *, priority: bool = True) -> None:
+        """Without `priority`: first come, first served."""
+        self._priority = priority
+        self._heap: list[tuple[int, int, WaitingTurn[T]]] = []
+        self._groups: dict[str, set[WaitingTurn[T]]] = {}
+        self._count = 0
+        self._waiting = 0
+        self.served = 0
+        """Turns that left by `pop`: the clock of this queue."""
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def __iter__(self) -> Iterator[T]:
+        """Those that wait, in no order."""
+        return (entry.item for key, _, entry in self._heap if entry.waits and key == entry.key)
+
+    def push(
+        self,
+        item: T,
+        *,
+        group: str = "",
+        left: int = 0,
+        places: int = 1,
+        since: int | None = None,
+    ) -> WaitingTurn[T]:
+        """`item` waits. `left`: trajectories of its group that have not ended; `places`: turns that
+        all engines may have at once; `since`: the clock when the turn first came, if it was served
+        already and comes back."""
+        self._count += 1
+        entry = WaitingTurn(
+            item,
+            group,
+            self.served if since is None else since,
+            self._count,
+            max(1, places),
+        )
+        entry.key = self._key(entry, left)
+        self._waiting += 1
+        if group and self._priority:
+            self._groups.setdefault(group, set()).add(entry)
+        self._put(entry)
+        return entry
+
+    def regroup(self, group: str, left: int) -> None:
+        """Of `group` only `left` trajectories are left: its turns become more urgent, never
+        less."""
+        for entry in self._groups.get(group, ()):
+            key = self._key(entry, left)
+            if key < entry.key:
+                entry.key = key
+                self._put(entry)
+
+    def peek(self) -> T | None:
+        """The most urgent turn; None when nothing waits."""
+        while self._heap:
+            key, _, entry = self._heap[0]
+            if entry.waits and key == entry.key:
+                return entry.item
+            heapq.heappop(self._heap)
+        return None
+
+    def pop(self) -> T:
+        """Take the most urgent turn away: it is served. Raises `IndexError`."""
+        item = self.peek()
+        if item is None:
+            raise IndexError("nothing waits")
+        self._leave(self._heap[0][2])
+        heapq.heappop(self._heap)
+        self.served += 1
+        return item
+
+    def remove(self, entry: WaitingTurn[T]) -> None:
+        """Somebody waits no more. Repeatable."""
+        if entry.waits:
+            self._leave(entry)
+            if len(self._heap) > 2 * self._waiting + 64:
+                self._heap = [(k, n, e) for k, n, e in self._heap if e.waits and k == e.key]
+                heapq.heapify(self._heap)
+
+    def _leave(self, entry: WaitingTurn[T]) -> None:
+        entry.waits = False
+        self._waiting -= 1
+        members = self._groups.get(entry.group)
+        if members is not None:
+            members.discard(entry)
+            if not members:
+                del self._groups[entry.group]
+
+    def _key(self, entry: WaitingTurn[T], left: int) -> int:
+        return entry.since + (min(left, MOST_LEFT) * entry.patience if self._priority else 0)
+
+    def _put(self, entry: WaitingTurn[T]) -> None:
+        heapq.heappush(self._heap, (entry.key, entry.number, entry))
+
+
+# A further 1 % of turns must raise throughput by this part of a percent.
+LEAST_CONCURRENCY_GAIN: Final = 0.03
+# Of the weight of earlier observations, what is left after a window.
+MEMORY: Final = 0.8
+# Below this spread of n (its standard deviation over its mean) its effect on t is unknown.
+LEAST_SPREAD: Final = 0.05
+STEP_UP: Final = 0.125
+STEP_DOWN: Final = 0.8
+# Turns that must end before the limit changes, besides as many as the limit.
+WINDOW_TURNS: Final = 16
+
+
+class AdaptiveLimit:
+    """The limit of one engine, in [1, `most`]. It begins at the top: too few turns cost at once."""
+
+    def __init__(self, most: int) -> None:
+        if most < 1:
+            raise ValueError(f"most = {most}: an engine needs a place for one turn")
+        self._most = most
+        self._limit = float(most)
+        self._ended = 0
+        self._reached = False
+        # Sums over turns, weighted by their tokens: 1, n, t, n n, n t.
+        self._sums = [0.0] * 5
+
+    @property
+    def now(self) -> int:
+        """Turns that the engine may have."""
+        return max(1, min(self._most, int(self._limit)))
+
+    def ended(self, in_flight: float, seconds: float, tokens: int) -> None:
+        """A turn was drawn: `tokens` in `seconds`, beside `in_flight` turns, itself included.
+
+        Turns that drew nothing say nothing.
+        """
+        if tokens < 1 or seconds <= 0 or in_flight < 1:
+            return
+        n, t = in_flight, seconds / tokens
+        for i, value in enumerate((1.0, n, t, n * n, n * t)):
+            self._sums[i] += tokens * value
+        self._reached = self._reached or in_flight >= self.now - 0.5
+        self._ended += 1
+        if self._ended >= max(WINDOW_TURNS, self.now):
+            self._adapt()
+            self._ended, self._reached = 0, False
+            self._sums = [MEMORY * value for value in self._sums]
+
+    def best(self) -> float | None:
+        """Turns beyond which throughput hardly grows; infinite when no end is in sight, 0 when it
+        falls already, None when too little is known."""
+        weight, n, t, nn, nt = self._sums
+        if not weight:
+            return None
+        n, t, nn, nt = n / weight, t / weight, nn / weight, nt / weight
+        variance = nn - n * n
+        if variance <= (LEAST_SPREAD * n) ** 2:
+            return None
+        slope = (nt - n * t) / variance
+        base = t - slope * n
+        if slope <= 0:
+            return float("inf")
+        return max(0.0, base * (1 - LEAST_CONCURRENCY_GAIN) / (slope * LEAST_CONCURRENCY_GAIN))
+
+    def _adapt(self) -> None:
+        best = self.best()
+        if best is None or best >= self._limit:
+            if self._reached:  # unless more are wanted, more are not tried
+                self._limit = min(self._most, self._limit + max(1.0, STEP_UP * self._limit))
+        else:
+            self._limit = max(1.0, best, STEP_DOWN * self._limit)

@@ -3,6 +3,7 @@
 Keys: `{job}/{policy}/weights@{version}` and `{job}/{policy}/state@{version}`.
 """
 
+from troupe.transfer.blob import Manifest, Shard, TensorEntry
 from troupe.transfer.checksum import checksum_of
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.deferred import DeferredTensors, TensorGroup
@@ -16,7 +17,6 @@ from troupe.transfer.errors import (
     TransferTimeout,
     VersionWentBackwards,
 )
-from troupe.transfer.manifest import Entry, Manifest, Shard
 from troupe.transfer.places import default_root
 from troupe.transfer.staging import brought
 from troupe.transfer.store import Transfer
@@ -25,13 +25,13 @@ __all__ = [
     "Choice",
     "Corrupt",
     "DeferredTensors",
-    "Entry",
     "InvalidKey",
     "KeyNotFound",
     "LayoutMismatch",
     "Manifest",
     "Shard",
     "StorageFull",
+    "TensorEntry",
     "TensorGroup",
     "Transfer",
     "TransferCounters",

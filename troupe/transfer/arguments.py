@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from troupe.rpc.errors import InvalidArgument
+from troupe.transfer.blob import version_in
 from troupe.transfer.errors import InvalidKey
-from troupe.transfer.manifest import version_in
 
 SEGMENT: Final = re.compile(r"[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*")
 # A file's name holds 255: the segment, and beside it up to 40 more (`Part`, `sidecar`).

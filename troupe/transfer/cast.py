@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from troupe.rpc.errors import InvalidArgument
+from troupe.transfer.blob import flatten, stem_of, unflatten, version_in
 from troupe.transfer.checksum import dtype_name, dtype_of
-from troupe.transfer.manifest import stem_of, version_in
-from troupe.transfer.nesting import flatten, unflatten
 
 # Where a cast state says what it was made of.
 CAST_OF = "cast_of"

@@ -92,7 +92,7 @@ class DeferredBytes:
     """The C-order bytes of one tensor of `DeferredTensors`, for a writer that takes each piece of
     `PIECE_BYTES` of each tensor once: then its group is let go of."""
 
-    def __init__(self, source: _Reading, name: str) -> None:
+    def __init__(self, source: _DeferredReading, name: str) -> None:
         self._source, self._name = source, name
         self.on_device = source.tensors.on_device
         self._length = source.tensors.layout[name].nbytes
@@ -104,7 +104,7 @@ class DeferredBytes:
         return self._source.piece(self._name, where)
 
 
-class _Reading:
+class _DeferredReading:
     """One pass over deferred tensors: which groups are made, and how much of each is left."""
 
     def __init__(self, tensors: DeferredTensors) -> None:
@@ -131,7 +131,7 @@ class _Reading:
 
 def deferred_bytes(tensors: DeferredTensors) -> dict[str, DeferredBytes]:
     """The bytes of all of them, to be read in one pass."""
-    reading = _Reading(tensors)
+    reading = _DeferredReading(tensors)
     return {name: DeferredBytes(reading, name) for name in tensors.layout}
 
 

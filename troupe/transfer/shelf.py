@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import mmap
 import os
+import secrets
+import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
+import numpy as np
 import torch
+import xxhash
 
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.scratch import is_foreseeable, private_directory
-from troupe.transfer import blob, room, sidecar
+from troupe.transfer import blob
 from troupe.transfer.arguments import (
     SEGMENT,
     check_key,
@@ -22,15 +31,399 @@ from troupe.transfer.arguments import (
     known_in,
     why_no_key,
 )
+from troupe.transfer.blob import Bytes, Manifest, TensorEntry, stem_of, version_in
+from troupe.transfer.checksum import PIECE_BYTES, whole
 from troupe.transfer.errors import (
     Corrupt,
+    InvalidKey,
     KeyNotFound,
     TransferTimeout,
     VersionWentBackwards,
 )
-from troupe.transfer.manifest import Entry, Manifest, stem_of, version_in
-from troupe.transfer.spares import Spares
-from troupe.transfer.staging import each
+from troupe.transfer.spares import Spare, Spares
+from troupe.transfer.staging import each, threads_for
+
+# Nobody takes longer than this between creating a temporary file and locking it.
+_TEMP_GRACE_SECONDS = 60.0
+# What a dead process had fetched of a state serves whoever goes on with it, for so long.
+_PART_GRACE_SECONDS = 600.0
+# Hashed and copied at once by a lone thread: small enough to be in the cache the second time.
+# (Several would wait for the interpreter's lock at each.)
+_BLOCK_BYTES: Final = 512 << 10
+_TRIES: Final = 100
+
+
+class Room:
+    """Take one, fill it, then `show` or `abandon` it. A context manager abandons it at its end."""
+
+    def __init__(self, path: Path, nbytes: int, spares: Spares | None, *, name: str = "") -> None:
+        """Room for a file of `nbytes` that will be at `path`: one that was used before, else a new
+        and empty one. `name`: of the file until then; one of that name and size that a process
+        left half filled is gone on with (`resumed`). Raises OSError; InvalidKey where another
+        state is in the way."""
+        self.path, self.nbytes, self._spares = path, nbytes, spares
+        self.temp = path.parent / (name or f".{path.name}.{secrets.token_hex(8)}.tmp")
+        self._data: memoryview | None = None
+        self._spare: Spare | None = None
+        self._shown = self.resumed = False
+        self.file: BinaryIO
+        for last in (*[False] * _TRIES, True):
+            try:
+                make_directory(path)
+                self._open(resume=bool(name))
+                break
+            except (FileNotFoundError, FileExistsError):
+                # Who deleted the last state beside it took the directory, too.
+                if last:
+                    raise
+
+    def _open(self, *, resume: bool) -> None:
+        if resume and (left := _left(self.temp, self.nbytes)) is not None:
+            self.file, self.resumed = left, True
+            return
+        self._spare = self._spares.take(self.nbytes) if self._spares else None
+        if self._spare is not None:
+            try:
+                self._data = self._spare.map(self.nbytes)
+                os.link(self._spare.link, self.temp)
+            except BaseException:
+                self._data = None
+                self._spare.close()
+                raise
+            self.file = self._spare.file
+            return
+        self.file = open(self.temp, "x+b", buffering=0)  # noqa: SIM115
+        # Held while the writer lives: `sweep` tells a dead writer's file by it.
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def __enter__(self) -> Room:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
+
+    @property
+    def mapped(self) -> memoryview:
+        """All of the file as writable memory. Raises OSError when there is no room."""
+        if self._data is None:
+            # A store through a mapping without room behind it would kill the process.
+            os.posix_fallocate(self.file.fileno(), 0, self.nbytes)
+            self._data = memoryview(mmap.mmap(self.file.fileno(), self.nbytes))
+        return self._data[: self.nbytes]
+
+    def write(self, offset: int, block: memoryview) -> None:
+        """Copy `block` to `offset`. Raises OSError when there is no room."""
+        if self._data is not None:
+            # (An assignment to the memoryview would hold the interpreter's lock.)
+            np.copyto(np.frombuffer(self._data[offset : offset + len(block)], np.uint8), block)
+            return
+        # write(2), not a store through a mapping: on a full tmpfs the former is an error,
+        # the latter kills the process.
+        _write_all(self.file.fileno(), block, offset)
+
+    def show(self) -> None:
+        """Give it its key's name: all of it appears at once, in place of what was there."""
+        # A last tensor without bytes would leave it short, a spare may be too long.
+        self.file.truncate(self.nbytes)
+        if self._spare is None and self._spares is not None:
+            self._spare = self._spares.keep(self.file, self.temp, self.nbytes)
+            if self._spare is not None and self._data is not None:
+                self._spare.mapping = self._data.obj  # type: ignore[assignment]
+        self.temp.replace(self.path)
+        self._shown = True
+        # From now on readers may lock it.
+        fcntl.flock(self.file, fcntl.LOCK_UN)
+        self._data = None
+        if self._spare is None or self._spares is None:
+            self.file.close()
+        else:
+            self._spares.put(self._spare)
+
+    def abandon(self, *, keep_file: bool = False) -> None:
+        """Give the room back, unless it is shown. `keep_file`: somebody may go on with it."""
+        if self._shown:
+            return
+        self._shown = True
+        if not keep_file:
+            with contextlib.suppress(FileNotFoundError):
+                self.temp.unlink()
+        self._data = None
+        if self._spare is not None:
+            self._spare.close()
+        else:
+            self.file.close()
+
+
+def write(
+    path: Path,
+    manifest: Manifest,
+    views: Sequence[Bytes],
+    spares: Spares | None = None,
+) -> Manifest:
+    """Hash and copy `views` into a file at `path`, in one pass; the manifest with the checksums.
+
+    OSError leaves `path` as it was.
+    """
+    start = len(blob.prefix(manifest))
+    with Room(path, start + manifest.end, spares) as room:
+        # Piece by piece, several at once where this process may use several threads.
+        jobs = [
+            (start + entry.offset, view, at)
+            for entry, view in zip(manifest.entries, views, strict=True)
+            for at in range(0, max(len(view), 1), PIECE_BYTES)
+        ]
+        device = any(not isinstance(view, memoryview) and view.on_device for view in views)
+        threads = threads_for(manifest.end, device=device)
+        block = _BLOCK_BYTES if threads == 1 else PIECE_BYTES
+        found = each(lambda job: _copy(room, block, *job), jobs, threads)
+        checksums, at = [], 0
+        for entry in manifest.entries:
+            count = max(len(entry.pieces), 1)
+            pieces = tuple(found[at : at + count])
+            checksums.append((pieces[0], ()) if count == 1 else (whole(pieces), pieces))
+            at += count
+        manifest = blob.signed(manifest, checksums)
+        room.write(0, memoryview(blob.prefix(manifest)))
+        room.show()
+    return manifest
+
+
+def sweep(directory: Path) -> None:
+    """Remove what writers and readers that died half way left in `directory`."""
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    graces = {".tmp": _TEMP_GRACE_SECONDS, ".part": _PART_GRACE_SECONDS}
+    for temp in (directory / name for name in names if name.startswith(".")):
+        if temp.suffix not in graces:
+            continue
+        with contextlib.suppress(OSError):
+            if time.time() - temp.stat().st_mtime < graces[temp.suffix]:
+                continue
+            with open(temp, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                temp.unlink()
+
+
+def make_directory(path: Path) -> None:
+    """The one that `path` is in. Raises InvalidKey where another state is in the way."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError):
+        if not any(parent.is_file() for parent in path.parents):
+            raise
+        raise InvalidKey(str(path), "lies under another state") from None
+    if path.is_dir():
+        raise InvalidKey(str(path), "is where other states lie")
+
+
+def _left(temp: Path, nbytes: int) -> BinaryIO | None:
+    try:
+        file = open(temp, "r+b", buffering=0)  # noqa: SIM115
+    except FileNotFoundError:
+        return None
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size == nbytes:
+                stack.pop_all()
+                return file
+        # Somebody else's, or of no use.
+        temp.unlink(missing_ok=True)
+        return None
+
+
+def _copy(room: Room, size: int, offset: int, view: Bytes, start: int) -> str:
+    piece, offset = view[start : start + PIECE_BYTES], offset + start
+    digest = xxhash.xxh3_128()
+    for at in range(0, len(piece), size):
+        block = piece[at : at + size]
+        digest.update(block)
+        room.write(offset + at, block)
+    return digest.hexdigest()
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    # A write moves at most 2 GiB and may stop early.
+    while len(view):
+        done = os.pwrite(descriptor, view, offset)
+        view, offset = view[done:], offset + done
+
+
+# At first, and at the most: what is waited for may take a millisecond, or minutes.
+_SIDECAR_POLL_SECONDS = (0.0005, 0.005)
+
+
+def mark(path: Path, kind: str, said: str = "", *, identity: tuple[int, int] | None = None) -> None:
+    """Note that the file at `path` is `kind` ("verified", "fetched", "damaged"): the one that is
+    there now, or the one of `identity`."""
+    with contextlib.suppress(OSError):
+        inode, changed = identity or blob.identity(path)
+        temp = path.parent / f".{path.name}.{kind}.{os.getpid()}.{threading.get_ident()}.tmp"
+        temp.write_text(f"{inode} {changed} {said}")
+        temp.replace(_beside(path, kind))
+
+
+def note(path: Path, kind: str, identity: tuple[int, int] | None = None) -> str | None:
+    """What was noted of the very file at `path` (of this `identity`); None for nothing."""
+    try:
+        inode, changed, said = _beside(path, kind).read_text().split(" ", 2)
+        same = (int(inode), int(changed)) == (identity or blob.identity(path))
+    except (OSError, ValueError):
+        return None
+    return said if same else None
+
+
+def clear(path: Path) -> None:
+    """Forget all that was noted of `path`."""
+    for kind in ("verified", "fetched", "damaged"):
+        _beside(path, kind).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone(
+    path: Path, deadline: float, *, unless: Callable[[], bool] = lambda: False
+) -> Iterator[bool]:
+    """Only one thread of one process of this host at a time is here for `path`, told True.
+
+    Once what it is here for is done (`unless`), everybody is let in, and told False. Raises
+    TimeoutError at `deadline` (of the monotonic clock), InvalidKey where nothing can be at `path`.
+    A process that dies lets go.
+    """
+    lock = _beside(path, "lock")
+    file = _locked(path, lock, deadline, unless)
+    if file is None:
+        yield False
+        return
+    try:
+        yield not unless()
+    finally:
+        lock.unlink(missing_ok=True)
+        file.close()
+
+
+def busy(path: Path) -> bool:
+    """Whether somebody seems to be `alone` for `path` right now."""
+    return _beside(path, "lock").exists()
+
+
+def _locked(path: Path, lock: Path, deadline: float, unless: Callable[[], bool]) -> BinaryIO | None:
+    pause, most = _SIDECAR_POLL_SECONDS
+    while not unless():
+        make_directory(path)
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+            file = stack.enter_context(open(lock, "ab"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Its last holder may have removed it between our opening and our locking it.
+                if os.fstat(file.fileno()).st_ino == lock.stat().st_ino:
+                    stack.pop_all()
+                    return file
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"another process works on {lock.name}") from None
+                time.sleep(pause)
+                pause = min(2 * pause, most)
+    return None
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.parent / f".{path.name}.{kind}"
+
+
+# Of one policy two versions, of a few policies.
+_MOST_KEPT: Final = 16
+_IDLE_SECONDS: Final = 120.0
+
+
+@dataclass(eq=False)
+class Lease:
+    """The data section of a state. Nobody fills its file again while this is referenced."""
+
+    data: memoryview
+    file: BinaryIO
+
+    def __del__(self) -> None:
+        self.file.close()
+
+
+@dataclass
+class _Kept:
+    mapping: mmap.mmap
+    # Opened apart from any lease: a mapping keeps what it was made of open, with its lock.
+    file: BinaryIO
+    used: float
+
+
+class _Leased(np.ndarray):  # type: ignore[type-arg]
+    """Bytes that keep their lease; tensors over them keep them."""
+
+    lease: Lease
+
+
+class Mappings:
+    """Mappings by file. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
+
+    def lease(self, opened: tuple[Manifest, int, BinaryIO]) -> tuple[Manifest, Lease]:
+        """The state in an open file (`Transfer.opened`), not verified."""
+        manifest, start, file = opened
+        try:
+            mapping = self._mapping(file)
+        except BaseException:
+            file.close()
+            raise
+        return manifest, Lease(memoryview(mapping)[start : start + manifest.end], file)
+
+    def read(self, path: Path) -> tuple[Manifest, dict[str, torch.Tensor], tuple[int, int]]:
+        """`blob.read` through a mapping that stays: nobody may write to these tensors."""
+        self.sweep()
+        manifest, lease = self.lease(blob.opened(path))
+        data = np.frombuffer(lease.data, np.uint8).view(_Leased)
+        data.lease = lease
+        tensors = {entry.name: blob.view(data, 0, entry) for entry in manifest.entries}
+        return manifest, tensors, blob.identity_in(os.fstat(lease.file.fileno()))
+
+    def sweep(self, idle_seconds: float = _IDLE_SECONDS) -> None:
+        """Let go files that have no name any more, and those that nobody read for so long."""
+        now = time.monotonic()
+        with self._lock:
+            for name, kept in list(self._kept.items()):
+                gone = os.fstat(kept.file.fileno()).st_nlink == 0
+                if gone or now - kept.used > idle_seconds:
+                    self._drop(name)
+
+    def _mapping(self, leased: BinaryIO) -> mmap.mmap:
+        status = os.fstat(leased.fileno())
+        name = (status.st_dev, status.st_ino)
+        with self._lock:
+            kept = self._kept.get(name)
+            if kept is None or len(kept.mapping) != status.st_size:
+                if kept is not None:
+                    self._drop(name)
+                with contextlib.ExitStack() as stack:
+                    file = stack.enter_context(open(leased.name, "rb"))
+                    if os.fstat(file.fileno()).st_ino != status.st_ino:
+                        # Replaced since: of no use to anybody else.
+                        return mmap.mmap(leased.fileno(), 0, access=mmap.ACCESS_COPY)
+                    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                    stack.pop_all()
+                kept = self._kept[name] = _Kept(mapping, file, 0.0)
+            kept.used = time.monotonic()
+            self._kept.move_to_end(name)
+            while len(self._kept) > _MOST_KEPT:
+                self._drop(next(iter(self._kept)))
+            return kept.mapping
+
+    def _drop(self, name: tuple[int, int]) -> None:
+        # Its memory is unmapped with the last lease.
+        self._kept.pop(name).file.close()
+
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +483,7 @@ class Shelf:
 
     def damaged(self, key: str) -> bool:
         """Whether what is under `key` was found damaged, and not replaced since."""
-        return any(sidecar.note(path, "damaged") is not None for path in self.paths(key))
+        return any(note(path, "damaged") is not None for path in self.paths(key))
 
     def manifest(self, key: str) -> Manifest:
         """What is stored under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
@@ -126,7 +519,7 @@ class Shelf:
         for root, path in zip(self.roots, self.paths(key), strict=True):
             if not path.is_file():
                 continue
-            sidecar.clear(path)
+            clear(path)
             try:
                 path.unlink()
                 existed = True
@@ -197,7 +590,7 @@ class Shelf:
         """Keys whose content came from another host, and the address that it came from."""
         for key in self.keys(prefix):
             for path in self.paths(key):
-                if (address := sidecar.note(path, "fetched")) is not None:
+                if (address := note(path, "fetched")) is not None:
                     yield key, address
                     break
 
@@ -212,7 +605,7 @@ class Shelf:
         for root in self.roots:
             for place, below, _ in os.walk(root):
                 below[:] = [name for name in below if not name.startswith(".")]
-                room.sweep(Path(place))
+                sweep(Path(place))
             self.spares[root].sweep()
 
     def verify(
@@ -236,14 +629,14 @@ class Shelf:
         def verified() -> bool:
             # (What was fetched was verified as it came.)
             kinds = ("verified", "fetched")
-            return any(sidecar.note(path, kind, identity) is not None for kind in kinds)
+            return any(note(path, kind, identity) is not None for kind in kinds)
 
         until = time.monotonic() + _ALONE_SECONDS if deadline is None else deadline
         try:
-            with sidecar.alone(path, until, unless=verified) as first:
+            with alone(path, until, unless=verified) as first:
                 if first:
                     _verify(manifest, tensors, deadline, threads)
-                    sidecar.mark(path, "verified", identity=identity)
+                    mark(path, "verified", identity=identity)
         except TimeoutError as error:
             raise TransferTimeout(manifest.key, f"not verified in time: {error}") from None
 
@@ -267,7 +660,7 @@ def _verify(
 ) -> None:
     key = manifest.key
 
-    def check(entry: Entry) -> None:
+    def check(entry: TensorEntry) -> None:
         if blob.damaged(entry, tensors[entry.name]):
             raise Corrupt(key, f"the bytes of '{entry.name}' do not match their checksum")
         if deadline is not None and time.monotonic() > deadline:

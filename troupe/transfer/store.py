@@ -9,26 +9,65 @@ import os
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from troupe.rpc.errors import TroupeError, Unavailable
-from troupe.transfer import blob, room, sidecar
-from troupe.transfer.arguments import metadata_of, peers_in, roots_in
-from troupe.transfer.asked import Asked
+from troupe.transfer import blob, shelf
+from troupe.transfer.arguments import (
+    check_checksum,
+    check_key,
+    deadline_in,
+    metadata_of,
+    peers_in,
+    roots_in,
+)
+from troupe.transfer.blob import Manifest, Shard, check_layout, fill, flatten, unflatten
 from troupe.transfer.cast import CAST_OF, cast, cast_key, check_cast
+from troupe.transfer.checksum import dtype_name
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.deferred import DeferredTensors
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull, TransferTimeout
-from troupe.transfer.fitting import check_layout, fill
-from troupe.transfer.manifest import Manifest, Shard
-from troupe.transfer.mappings import Mappings
-from troupe.transfer.nesting import flatten, unflatten
-from troupe.transfer.places import Source, default_root, from_first, in_memory, near
-from troupe.transfer.shelf import Shelf, unusable
+from troupe.transfer.places import Source, Wanted, default_root, from_first, in_memory, near
+from troupe.transfer.shelf import Mappings, Shelf, unusable
 from troupe.transfer.staging import on_device, threads_for
+
+
+@dataclass(frozen=True)
+class FetchRequest:
+    """The arguments, valid, and what follows from them. Raises InvalidArgument, InvalidKey."""
+
+    key: str
+    timeout: float
+    expected: str | None = None
+    base: str | None = None
+    cast: torch.dtype | None = None
+    # Of the monotonic clock; None for who does not wait.
+    deadline: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_key(self.key)
+        check_checksum(self.expected)
+        if self.base:
+            check_key(self.base)
+        if self.cast is not None:
+            object.__setattr__(self, "cast", check_cast(self.cast))
+        object.__setattr__(self, "deadline", deadline_in(self.timeout))
+
+    @property
+    def stored(self) -> str:
+        """The key that it lies under."""
+        return cast_key(self.key, self.cast)
+
+    @property
+    def wanted(self) -> Wanted:
+        """Of a peer; a deadline of 0 is its own."""
+        name = None if self.cast is None else dtype_name(self.cast)
+        return Wanted(self.key, self.deadline or 0.0, self.expected, self.base, name)
+
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +162,7 @@ class Transfer:
                 continue
             with contextlib.suppress(FileNotFoundError):  # deleted again
                 self._own[key] = blob.identity(path)
-            sidecar.clear(path)
+            shelf.clear(path)
             self._note(root, "set", manifest)
             # The newest content must be the only one that readers can find.
             for other in set(paths) - {path}:
@@ -160,7 +199,7 @@ class Transfer:
         Raises KeyNotFound (TransferTimeout when a timeout was given), Corrupt,
         LayoutMismatch, InvalidArgument; with peers also Unavailable and StorageFull.
         """
-        asked = Asked(key, timeout, expected_checksum, base, cast)
+        asked = FetchRequest(key, timeout, expected_checksum, base, cast)
         targets = None if into is None else flatten(into)[0]
         try:
             manifest, tensors = self._read(asked, targets, verify=verify, lasting=lasting)
@@ -190,7 +229,7 @@ class Transfer:
 
         Raises what `get` does.
         """
-        asked = Asked(key, timeout, expected_checksum, base, cast)
+        asked = FetchRequest(key, timeout, expected_checksum, base, cast)
         path, fetched = self._find(asked)
         manifest = self._shelf.manifest(asked.stored)
         if fetched is not None:
@@ -255,20 +294,20 @@ class Transfer:
             spares.close()
 
     def _write(self, root: Path, path: Path, draft: Manifest, views: list[blob.Bytes]) -> Manifest:
-        room.sweep(path.parent)
+        shelf.sweep(path.parent)
         spares = self._shelf.spares[root] if in_memory(root) else None
         try:
-            return room.write(path, draft, views, spares)
+            return shelf.write(path, draft, views, spares)
         except OSError as error:
             if spares is None or error.errno != errno.ENOSPC:
                 raise
         # What is kept for later is of more use now.
         spares.close()
         spares.sweep(0)
-        return room.write(path, draft, views)
+        return shelf.write(path, draft, views)
 
     def _read(
-        self, asked: Asked, targets: _Tensors | None, *, verify: bool, lasting: bool
+        self, asked: FetchRequest, targets: _Tensors | None, *, verify: bool, lasting: bool
     ) -> tuple[Manifest, _Tensors]:
         """Mapped, verified, and of the layout of `targets`."""
         key = asked.stored
@@ -282,7 +321,7 @@ class Transfer:
         except FileNotFoundError:
             raise KeyNotFound(key, "deleted while being read") from None
         except ValueError as error:
-            sidecar.mark(path, "damaged", identity=identity)
+            shelf.mark(path, "damaged", identity=identity)
             raise Corrupt(key, str(error)) from error
         content = manifest.checksum if asked.cast is None else manifest.metadata.get(CAST_OF)
         if asked.expected and content != asked.expected:
@@ -296,12 +335,12 @@ class Transfer:
                 threads = threads_for(manifest.num_bytes, device=on_device(targets))
                 self._shelf.verify(path, manifest, tensors, identity, asked.deadline, threads)
             except Corrupt:
-                sidecar.mark(path, "damaged", identity=identity)
+                shelf.mark(path, "damaged", identity=identity)
                 raise
         self._note(path, "get", manifest, own=own, fetched=fetched)
         return manifest, tensors
 
-    def _find(self, asked: Asked) -> tuple[Path, Choice | None]:
+    def _find(self, asked: FetchRequest) -> tuple[Path, Choice | None]:
         """Where it is; with the choice when a peer has just put it there."""
         ask_peers_at, key, deadline = 0.0, asked.key, asked.deadline
         while True:
@@ -336,7 +375,7 @@ class Transfer:
         finally:
             del missing  # again a circle, with the frames of whoever called
 
-    def _at_hand(self, asked: Asked) -> Path:
+    def _at_hand(self, asked: FetchRequest) -> Path:
         """Its path here. Raises KeyNotFound; Corrupt for another content where there are peers."""
         key, expected, cast, shelf = asked.key, asked.expected, asked.cast, self._shelf
         if cast is not None:
@@ -371,7 +410,7 @@ class Transfer:
         path = self._shelf.paths(made)[0]
         until = time.monotonic() + _CAST_SECONDS if deadline is None else deadline
         try:
-            with sidecar.alone(path, until):
+            with shelf.alone(path, until):
                 with contextlib.suppress(KeyNotFound, Corrupt):
                     there = self.manifest(made)
                     same = there.metadata.get(CAST_OF) == source.checksum

@@ -6,9 +6,8 @@ async def workflow(query, agents, tools):
     return {"solver": score(query, draft.text), "checker": ...}
 """
 
-from troupe.workflow.agent import Agent
-from troupe.workflow.agents import Agents
-from troupe.workflow.backend import Backend, Endpoint, Generation, Sampling, ToolBackend
+from troupe.workflow.agent import Agent, Agents, Role, TurnRecord
+from troupe.workflow.backend import Backend, Endpoint, GeneratedTurn, Sampling, ToolBackend
 from troupe.workflow.columns import Columns, InvalidColumnError
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import (
@@ -23,6 +22,7 @@ from troupe.workflow.errors import (
     WorkflowError,
 )
 from troupe.workflow.loading import (
+    Query,
     Tasks,
     Workflow,
     load_attribute,
@@ -30,9 +30,7 @@ from troupe.workflow.loading import (
     load_tasks,
     load_workflow,
 )
-from troupe.workflow.query import Query
-from troupe.workflow.reply import Reply
-from troupe.workflow.toolcalls import ToolCall
+from troupe.workflow.messages import Reply, ToolCall
 from troupe.workflow.tools import Tools
 from troupe.workflow.tree import branch
 from troupe.workflow.trying import (
@@ -46,7 +44,6 @@ from troupe.workflow.trying import (
     make_role,
     play,
 )
-from troupe.workflow.turns import Role, Turn
 
 __all__ = [
     "Agent",
@@ -59,7 +56,7 @@ __all__ = [
     "EchoPolicy",
     "Endpoint",
     "EntrypointError",
-    "Generation",
+    "GeneratedTurn",
     "InvalidColumnError",
     "InvalidMessagesError",
     "InvalidRewardError",
@@ -78,8 +75,8 @@ __all__ = [
     "ToolCall",
     "ToolError",
     "Tools",
-    "Turn",
     "TurnError",
+    "TurnRecord",
     "UnknownAgentError",
     "Workflow",
     "WorkflowError",

@@ -3,34 +3,336 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+import struct
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index as as_int
 from typing import Any, Final, Literal, overload
 
-from troupe.outcomes import utf8_text
+import xxhash
+
+from troupe.outcomes import safe_text, utf8_text
 from troupe.workflow import numbering
-from troupe.workflow.backend import Endpoint, EndpointBackend, EndpointOptions, Generation
+from troupe.workflow.backend import (
+    ENDPOINT_OPTIONS,
+    Backend,
+    Endpoint,
+    EndpointBackend,
+    EndpointOptions,
+    GeneratedTurn,
+    Sampling,
+    Span,
+)
+from troupe.workflow.conversation import ChatTokenizer, ConversationMemory, PromptIds
 from troupe.workflow.errors import (
     ChatTemplateError,
     InvalidMessagesError,
+    TurnError,
+    UnknownAgentError,
     WorkflowError,
     shown,
 )
-from troupe.workflow.memory import ConversationMemory, Prompt
 from troupe.workflow.messages import (
+    PARSERS,
     AnyMessage,
+    Message,
     Rendering,
+    Reply,
+    ToolCall,
+    call_ids,
     parse_messages,
     parse_template_options,
     parse_tools,
     plain,
 )
-from troupe.workflow.record import Record
-from troupe.workflow.reply import Reply
-from troupe.workflow.stopping import cut_at, first_of, with_stop_tokens
-from troupe.workflow.toolcalls import PARSERS, ToolCall, call_ids
-from troupe.workflow.turns import Role, Turn
+from troupe.workflow.numbering import Path, places
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What all trajectories of a job share about one agent."""
+
+    name: str
+    policy: str
+    tokenizer: ChatTokenizer
+    sampling: Sampling
+    system_prompt: str | None = None
+    tool_parser: str = "hermes"
+    """How its model writes calls of tools (`toolcalls.PARSERS`)."""
+    endpoint: EndpointOptions = ENDPOINT_OPTIONS
+    """What its endpoint allows where the workflow does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCall:
+    """One `chat` or `generate`: where in the workflow it stands, and how many replies it drew."""
+
+    branch: Path
+    """Path of the branch that it was called in; see `numbering`."""
+    path: Path
+    n: int | None
+    """None: it drew one reply and was not asked for branches."""
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """The record of one turn; `reply` is None until it has been generated.
+
+    `number` counts the turns of its agent, `position` those of the whole trajectory. While the
+    workflow runs they are in the order of the calls; when it has ended `settle` has put them into
+    an order that does not depend on time.
+    """
+
+    role: Role
+    number: int
+    position: int
+    messages: tuple[Message, ...]
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    call: AgentCall
+    sibling: int = 0
+    """Which reply of its call."""
+    over: bool = False
+    """Whether its call has ended, whichever way. What is not over when the workflow returns, nobody
+    awaited."""
+    place: str = ""
+    """Its call among those of its agent: `1` is the second one of the workflow itself, `2.0:1` the
+    second one in the first branch of the third branch. The same in every trajectory of a query
+    that branches alike."""
+    reply: Reply | None = None
+    generation: GeneratedTurn | None = None
+    asked: int = 0
+    """When it was asked for, and answered: counted over all turns of the trajectory."""
+    answered: int = 0
+    prefix_broken: bool = False
+    """The prompt's history is not what this agent was given and said; see `memory.Prompt`."""
+
+    @property
+    def siblings(self) -> int | None:
+        """How many replies were drawn with it by `n=`; None when it was drawn by itself."""
+        return self.call.n
+
+    @property
+    def path(self) -> Path:
+        """Orders the turns of a trajectory."""
+        return (*self.call.path, self.sibling)
+
+    @property
+    def prompt_digest(self) -> int:
+        """64 bits of the prompt."""
+        return digest_of(self.prompt_ids)
+
+
+def settle(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
+    """The turns of a trajectory in the order of their paths, numbered and placed by it."""
+    ordered = sorted(turns, key=lambda turn: turn.path)
+    ordinals = places(turn.call.branch for turn in ordered)
+    counted: dict[str, int] = {}
+    # Calls of an agent in a branch: siblings share theirs.
+    calls: dict[tuple[str, Path], dict[Path, int]] = {}
+    for position, turn in enumerate(ordered):
+        name, call = turn.role.name, turn.call
+        turn.position = position
+        turn.number = counted.get(name, 0)
+        counted[name] = turn.number + 1
+        known = calls.setdefault((name, call.branch), {})
+        at = str(known.setdefault(call.path, len(known)))
+        branch = ".".join(map(str, ordinals[call.branch]))
+        turn.place = f"{branch}:{at}" if branch else at
+        if turn.reply is not None:
+            turn.reply.turn = turn.number
+    return ordered
+
+
+def digest_of(prompt_ids: tuple[int, ...]) -> int:
+    """64 bits that stand for a prompt."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(prompt_ids)}q", *prompt_ids))
+
+
+class TrajectoryRecord:
+    """Turns of one trajectory, and where they are generated.
+
+    All sampling derives from `seed`, the prompts and the branches, so that neither timing nor the
+    order in which concurrent branches end changes what is drawn.
+    """
+
+    def __init__(self, backend: Backend, seed: int) -> None:
+        self.backend = backend
+        self._seed = seed
+        self._root = numbering.Branch()
+        self._ticks = 0
+        self._asked: dict[tuple[numbering.Path, str, int], int] = {}
+        self._begun: dict[str, int] = {}
+        self._turns: list[TurnRecord] = []
+        self._closed = False
+        # When it was closed: turns whose call nobody had awaited to its end.
+        self.unawaited: list[TurnRecord] = []
+
+    @property
+    def turns(self) -> list[TurnRecord]:
+        """Turns that have a reply, in the order in which they were asked for."""
+        return [turn for turn in self._turns if turn.reply is not None]
+
+    @property
+    def begun(self) -> Sequence[TurnRecord]:
+        """All turns, in the order in which they were asked for."""
+        return self._turns
+
+    def enter(self) -> None:
+        """As `Agents.enter`."""
+        numbering.enter(self._root)
+
+    def close(self) -> list[TurnRecord]:
+        """As `Agents.close`."""
+        if not self._closed:
+            self._closed = True
+            self.unawaited = [turn for turn in self._turns if not turn.over]
+            self._turns = [turn for turn in settle(self._turns) if turn.reply is not None]
+        return self._turns
+
+    def check_open(self, agent: str) -> None:
+        """Raises `TurnError` when the trajectory has ended."""
+        if self._closed:
+            raise TurnError(
+                f"'{agent}' was asked for a turn after its trajectory had ended",
+                kind="trajectory_ended",
+                remedy="Await every branch before the workflow returns.",
+            )
+
+    def begin(
+        self,
+        role: Role,
+        messages: tuple[Message, ...],
+        prompt: PromptIds,
+        sampling: Sampling,
+        n: int | None = None,
+    ) -> list[TurnRecord]:
+        """Record turns that are about to be generated from one prompt (called by `Agent`)."""
+        self.check_open(role.name)
+        branch = numbering.current(self._root)
+        call = AgentCall(branch.path, branch.step(), n)
+        turns = []
+        for sibling in range(n or 1):
+            seed = sampling.seed
+            if seed is None:
+                seed = self.draw_seed(role.name, prompt.ids)
+            elif sibling:
+                seed = _draw(f"{seed}/{sibling}")
+            number = self._begun.get(role.name, 0)
+            self._begun[role.name] = number + 1
+            turns.append(
+                TurnRecord(
+                    role,
+                    number,
+                    len(self._turns) + sibling,
+                    messages,
+                    prompt.ids,
+                    replace(sampling, seed=seed),
+                    call,
+                    sibling,
+                    asked=self.tick(),
+                    prefix_broken=prompt.broken,
+                )
+            )
+        self._turns += turns
+        return turns
+
+    def tick(self) -> int:
+        """A number above all that were given before: in which order turns begin and end."""
+        self._ticks += 1
+        return self._ticks
+
+    def draw_seed(self, agent: str, prompt_ids: tuple[int, ...]) -> int:
+        """Seed of the next turn of `agent` with this prompt: equal prompts get different ones."""
+        digest = digest_of(prompt_ids)
+        path = numbering.current(self._root).path
+        occurrence = self._asked.get((path, agent, digest), 0)
+        self._asked[path, agent, digest] = occurrence + 1
+        branch = "".join(f"/{step}" for step in path)
+        return _draw(f"{self._seed}/{agent}/{digest}/{occurrence}{branch}")
+
+    def mix_seed(self, given: int) -> int:
+        """A seed from `given` and the trajectory's own: equal ones give equal ones in a trajectory,
+        and different ones in the others of its group."""
+        return _draw(f"{self._seed}/given/{given}")
+
+
+def _draw(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFF_FFFF  # what every engine accepts
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutGeneration:
+    """The beginning of a generation."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[Span]
+    finish_reason: str
+    cached_tokens: int
+    queue_seconds: float
+    generate_seconds: float
+
+
+def with_stop_tokens(sampling: Sampling, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    """Stop tokens, and stop strings that are one token: there the engine itself can end."""
+    ids = dict.fromkeys(sampling.stop_token_ids)
+    for text in sampling.stop_strings:
+        spelled = tokenizer.encode(text)
+        if len(spelled) == 1 and tokenizer.transcript(spelled) == text:
+            ids[spelled[0]] = None
+    return tuple(ids)
+
+
+def cut_at(
+    generation: GeneratedTurn, strings: Sequence[str], tokenizer: ChatTokenizer
+) -> tuple[GeneratedTurn, str] | None:
+    """The response up to the first of `strings`, and its text before that; None: it has none."""
+
+    def has(tokens: int) -> bool:
+        text = tokenizer.text(ids[:tokens])
+        return any(string in text for string in strings)
+
+    ids = generation.token_ids
+    last = len(ids) - (generation.finish_reason == "stop")
+    if not strings or not has(last):
+        return None
+    first = 1
+    while first < last:
+        middle = (first + last) // 2
+        if has(middle):
+            last = middle
+        else:
+            first = middle + 1
+    text = tokenizer.text(ids[:last])
+    kept = CutGeneration(
+        token_ids=ids[:last],
+        logprobs=generation.logprobs[:last],
+        versions=[
+            _Span(s.version, s.start, min(s.end, last))
+            for s in generation.versions
+            if s.start < last
+        ],
+        finish_reason="stop",
+        cached_tokens=generation.cached_tokens,
+        queue_seconds=generation.queue_seconds,
+        generate_seconds=generation.generate_seconds,
+    )
+    return kept, text[: first_of(strings, text)]
+
+
+def first_of(strings: Sequence[str], text: str) -> int | None:
+    """Where the first of `strings` begins in `text`; None where it has none of them."""
+    return min((at for at in map(text.find, strings) if at >= 0), default=None)
+
 
 Messages = str | Sequence[Mapping[str, Any] | Reply]
 """What `chat` takes: a string (one user message) or messages; a reply may stand among them."""
@@ -51,7 +353,7 @@ _LAST_IDS: Final = 16
 class Agent:
     """One agent in one trajectory."""
 
-    def __init__(self, role: Role, record: Record) -> None:
+    def __init__(self, role: Role, record: TrajectoryRecord) -> None:
         self._role = role
         self._record = record
         self._memory = ConversationMemory(role.tokenizer)
@@ -171,7 +473,7 @@ class Agent:
             raise InvalidMessagesError(
                 "generate() got no token ids", field="token_ids", remedy="Pass at least one id."
             )
-        return self._begin(None, Prompt(ids, broken=False), n, sampling)
+        return self._begin(None, PromptIds(ids, broken=False), n, sampling)
 
     def endpoint(
         self,
@@ -222,7 +524,7 @@ class Agent:
     def _begin(
         self,
         reading: _Reading | None,
-        prompt: Prompt,
+        prompt: PromptIds,
         n: int | None,
         overrides: dict[str, Any],
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
@@ -244,7 +546,7 @@ class Agent:
         return finishing[0] if n is None else self._finish_all(turns, finishing)
 
     async def _finish_all(
-        self, turns: Sequence[Turn], finishing: Sequence[Coroutine[Any, Any, Reply]]
+        self, turns: Sequence[TurnRecord], finishing: Sequence[Coroutine[Any, Any, Reply]]
     ) -> list[Reply]:
         try:
             with numbering.outside():
@@ -261,13 +563,13 @@ class Agent:
             reply.siblings = replies
         return list(replies)
 
-    async def _finish(self, turn: Turn, reading: _Reading | None) -> Reply:
+    async def _finish(self, turn: TurnRecord, reading: _Reading | None) -> Reply:
         try:
             return await self._answer(turn, reading)
         finally:
             turn.over = True
 
-    async def _answer(self, turn: Turn, reading: _Reading | None) -> Reply:
+    async def _answer(self, turn: TurnRecord, reading: _Reading | None) -> Reply:
         role = self._role
         with numbering.outside():
             generation = await self._record.backend.generate(
@@ -326,7 +628,7 @@ class _Reading:
 class _Said:
     """A generation as text."""
 
-    generation: Generation
+    generation: GeneratedTurn
     """Cut at a stop string, where one was asked for and came."""
     stopped: bool
     """Its last token is a stop token, which is no part of what was said."""
@@ -336,7 +638,9 @@ class _Said:
     thoughts: str = ""
 
 
-def _read(generation: Generation, role: Role, turn: Turn, reading: _Reading | None) -> _Said:
+def _read(
+    generation: GeneratedTurn, role: Role, turn: TurnRecord, reading: _Reading | None
+) -> _Said:
     """What was said: text, and of a conversation's reply the content, calls and thoughts."""
     tokenizer, strings = role.tokenizer, turn.sampling.stop_strings
     cut = cut_at(generation, strings, tokenizer)
@@ -362,3 +666,75 @@ def _read(generation: Generation, role: Role, turn: Turn, reading: _Reading | No
     if not said.calls and all(text.count(tag) == transcript.count(tag) for tag in tags):
         said = parse(text, thinking=thinking)
     return _Said(generation, stopped, text, said.content, said.calls, said.thoughts)
+
+
+# A trajectory's metric: turns that its workflow asked for and did not await.
+UNAWAITED: Final = "unawaited_turns"
+
+
+class Agents(Mapping[str, Agent]):
+    """The agents of one trajectory by name."""
+
+    def __init__(self, roles: Mapping[str, Role], backend: Backend, *, seed: int) -> None:
+        # What agents share is apart from who has them all: what refers to itself is there until
+        # the collector comes, with all that was said.
+        self._record = TrajectoryRecord(backend, seed)
+        self._agents = {name: Agent(role, self._record) for name, role in roles.items()}
+
+    def __getitem__(self, name: str) -> Agent:
+        try:
+            return self._agents[name]
+        except KeyError:
+            known, name = ", ".join(sorted(self._agents)), safe_text(name, 120)
+            raise UnknownAgentError(
+                f"the job has no agent '{name}'; known: {known}",
+                field="agents",
+                value=name,
+                remedy=f"Declare it under `agents.{name}` in the job.",
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._agents)
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+    @property
+    def backend(self) -> Backend:
+        """Where turns are generated."""
+        return self._record.backend
+
+    @property
+    def turns(self) -> list[TurnRecord]:
+        """Turns that have a reply, in the order in which they were asked for."""
+        return self._record.turns
+
+    @property
+    def begun(self) -> Sequence[TurnRecord]:
+        """All turns, in the order in which they were asked for."""
+        return self._record.begun
+
+    def enter(self) -> None:
+        """The workflow is about to run in the current task: tasks that it creates are its branches.
+
+        Who does not call this has turns of concurrent tasks numbered by time.
+        """
+        self._record.enter()
+
+    @property
+    def unawaited(self) -> Counter[str]:
+        """By agent: turns that the workflow had asked for and not awaited when it was closed."""
+        return Counter(turn.role.name for turn in self._record.unawaited)
+
+    @property
+    def unawaited_metric(self) -> dict[str, float]:
+        """Their number as a metric of the trajectory; none where there are none."""
+        count = len(self._record.unawaited)
+        return {UNAWAITED: float(count)} if count else {}
+
+    def close(self) -> list[TurnRecord]:
+        """End the trajectory: no turn begins or is recorded any more.
+
+        Returns `turns`, in an order and with numbers that do not depend on time.
+        """
+        return self._record.close()

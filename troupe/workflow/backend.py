@@ -117,7 +117,7 @@ class Span(Protocol):
     def end(self) -> int: ...
 
 
-class Generation(Protocol):
+class GeneratedTurn(Protocol):
     """What a backend answers; lists run over the response's tokens."""
 
     @property
@@ -154,7 +154,7 @@ class Backend(Protocol):
 
     async def generate(
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
-    ) -> Generation:
+    ) -> GeneratedTurn:
         """One generation. Raises `TurnError`; bounded by the turn's deadline."""
         ...
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from troupe.job import JobSpec, ModelSpec, no_directory
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
+from troupe.workflow.agent import Role
 from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
-from troupe.workflow.turns import Role
 
 # transformers replaces its own module while it is imported: who imports it from another thread at
 # that time gets the one without names. Two jobs may be prepared at once.

@@ -6,15 +6,154 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+import sysconfig
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Final, Protocol
 
-from troupe.outcomes import described
-from troupe.workflow.agents import Agents
-from troupe.workflow.errors import EntrypointError
-from troupe.workflow.freshness import forget_edited, remember_files
-from troupe.workflow.query import Query
+from troupe.outcomes import NotFiniteError, described, finite_number, safe_text, utf8_text
+from troupe.rpc.errors import InvalidArgument
+from troupe.workflow.agent import Agents
+from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.tools import Tools
+
+# Our own code is the service's, which an edit does not change.
+_OURS: Final = frozenset({"troupe", "services", "__main__", "__mp_main__"})
+_INSTALLED: Final = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
+
+# Modification times of files, in nanoseconds, when their modules were imported.
+_mtimes: dict[str, int] = {}
+_NEVER: Final = -1
+_lock = threading.Lock()
+# When `_mtimes` was last complete; in nanoseconds as files have them.
+_complete_at = time.time_ns()
+
+
+def forget_edited() -> list[str]:
+    """Drop the users' modules from `sys.modules` if a file of theirs was edited; which ones.
+
+    All of them go, since any may have imported something from the edited one: save for those that
+    another thread is importing, which go next time. What jobs hold of the old modules stays as it
+    is.
+    """
+    with _lock:
+        importlib.invalidate_caches()  # a file may also be new
+        users = dict(_users_modules())
+        if not any(map(_edited, users.values())):
+            return []
+        _mtimes.clear()
+        for name in _being_imported() & users.keys():
+            _mtimes[users.pop(name)] = _NEVER
+        for name in users:
+            sys.modules.pop(name, None)
+        return sorted(users)
+
+
+def remember_files() -> None:
+    """Note when the files of all imported users' modules were written."""
+    global _complete_at
+    with _lock:
+        _complete_at = time.time_ns()
+        for _, path in _users_modules():
+            _mtimes.setdefault(path, _mtime(path))
+
+
+def _edited(path: str) -> bool:
+    now = _mtime(path)
+    known = _mtimes.get(path)
+    # A module that a function imported is not known yet: its file may be newer than the module.
+    return now > _complete_at if known is None else now != known
+
+
+def _being_imported() -> set[str]:
+    """Modules of imports under way, with their packages: without them an import fails."""
+    names: set[str] = set()
+    for name, module in sys.modules.copy().items():  # others import meanwhile
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            parts = name.split(".")
+            names |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    return names
+
+
+def _users_modules() -> Iterator[tuple[str, str]]:
+    """Names and files of modules that people edit: not installed ones, not ours."""
+    for name, module in sys.modules.copy().items():  # others import meanwhile
+        path = getattr(module, "__file__", None)
+        if path and name.partition(".")[0] not in _OURS and not any(p in path for p in _INSTALLED):
+            yield name, path
+
+
+def _mtime(path: str) -> int:
+    with suppress(OSError):
+        return os.stat(path).st_mtime_ns
+    return 0  # removed, which is an edit too
+
+
+def refusal_of(error: WorkflowError) -> InvalidArgument:
+    """The same words as the error of a call."""
+    return InvalidArgument(
+        error.message,
+        kind=error.kind,
+        field=error.field,
+        value=error.value,
+        remedy=error.remedy,
+    )
+
+
+class Query(Mapping[str, Any]):
+    """A read-only mapping over the task's data, with its identity beside it.
+
+    The trajectories of a group share `data`: treat it as constant.
+    """
+
+    __slots__ = ("data", "id", "index", "metrics", "split")
+
+    def __init__(self, id: str, split: str, index: int, data: Mapping[str, Any]) -> None:
+        self.id = id
+        """Name of the query inside its step, e.g. `q17`."""
+        self.split = split
+        """`train` or `held_out`."""
+        self.index = index
+        """Which item of the split."""
+        self.data = data
+        """What the job's tasks returned for this index."""
+        self.metrics: dict[str, float] = {}
+        """What this trajectory logged; see `log`."""
+
+    def log(self, **values: float) -> None:
+        """Note numbers about this trajectory; the job reports their means as metrics.
+
+        Raises `WorkflowError` for a value that is not a finite number.
+        """
+        for name, value in values.items():
+            try:
+                self.metrics[utf8_text(name)] = finite_number(value)
+            except NotFiniteError as error:
+                raise WorkflowError(
+                    f"query.log({safe_text(name)}=...) needs a finite number",
+                    field=name,
+                    value=value,
+                    remedy="Log numbers only.",
+                ) from error
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return self.data[key]
+        except KeyError:
+            known = ", ".join(sorted(map(str, self.data)))
+            raise KeyError(f"query {self.id} has no {key!r}; it has: {known}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __repr__(self) -> str:
+        return f"Query({self.id}, {self.split}[{self.index}])"
+
 
 Workflow = Callable[[Query, Agents, Tools], Awaitable[Mapping[str, float] | None]]
 """What users write: plays one query and returns rewards per agent (or None: others do)."""

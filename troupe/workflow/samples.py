@@ -21,9 +21,32 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from troupe.workflow.reply import Reply
-from troupe.workflow.team import team_context
-from troupe.workflow.turns import Turn
+from troupe.workflow.agent import TurnRecord
+from troupe.workflow.messages import Reply
+
+
+def team_context(turn: TurnRecord, turns: Sequence[TurnRecord], limit: int) -> tuple[int, ...]:
+    """The last `limit` tokens of what the other agents had seen and said when `turn` was asked for.
+
+    Of every other agent of the trajectory, in the order of their names: the prompt of its latest
+    turn that was asked for before `turn` was answered, and the response to that, if it had been
+    given when `turn` was asked for. So agents that move at once see each other's prompts, and who
+    moves later sees what was said before. `turns` are those of the trajectory.
+    """
+    latest: dict[str, TurnRecord] = {}
+    for other in turns:
+        name = other.role.name
+        if name == turn.role.name or other.asked > turn.answered:
+            continue
+        if name not in latest or latest[name].asked < other.asked:
+            latest[name] = other
+    tokens: list[int] = []
+    for _, other in sorted(latest.items()):
+        tokens += other.prompt_ids
+        if other.reply is not None and other.answered < turn.asked:
+            tokens += other.reply.token_ids
+    return tuple(tokens[-limit:])
+
 
 GroupBy = Literal["agent", "turn", "branch"]
 
@@ -37,7 +60,7 @@ class SampleRow:
     may share a policy."""
     group_id: str
     """Samples of one query and policy with equal `group_id` share a baseline."""
-    turn: Turn
+    turn: TurnRecord
     reward: float | None
     """The turn's own, or else its agent's."""
     own_reward: bool = False
@@ -54,7 +77,7 @@ class SampleRow:
 
 
 def rows_of(
-    turns: Sequence[Turn],
+    turns: Sequence[TurnRecord],
     *,
     query_id: str,
     trajectory_id: str,
@@ -95,7 +118,7 @@ def earned_by(reply: Reply) -> float:
     return 0.0 if own is None else own
 
 
-def metrics_of(turns: Sequence[Turn]) -> dict[str, float]:
+def metrics_of(turns: Sequence[TurnRecord]) -> dict[str, float]:
     """Sums over the turns; what a workflow logs under the same names replaces them."""
     done = [t.generation for t in turns if t.generation is not None]
     return {
@@ -109,7 +132,7 @@ def metrics_of(turns: Sequence[Turn]) -> dict[str, float]:
     }
 
 
-def _group_id(turn: Turn, query_id: str, group_by: GroupBy) -> str:
+def _group_id(turn: TurnRecord, query_id: str, group_by: GroupBy) -> str:
     """The group's name, from what one trajectory knows: others of the query name theirs alike."""
     agent = f"{query_id}/{turn.role.name}"
     if group_by == "agent":

@@ -16,10 +16,10 @@ from troupe.outcomes import (
     shown,
     type_name,
 )
+from troupe.workflow.agent import TurnRecord
 from troupe.workflow.errors import InvalidRewardError, ToolError, WorkflowError
-from troupe.workflow.query import Query
-from troupe.workflow.reply import finite
-from troupe.workflow.turns import Turn
+from troupe.workflow.loading import Query
+from troupe.workflow.messages import finite
 
 # Belongs to no agent: the team's success, reported beside the agents' rewards.
 TEAM = "team"
@@ -101,7 +101,7 @@ async def call_functions(
     names: Sequence[str],
     scorer: Scorer,
     query: Query,
-    turns: Sequence[Turn],
+    turns: Sequence[TurnRecord],
     rewards: Mapping[str, float],
     agents: Collection[str],
 ) -> list[dict[str, float]]:
@@ -188,7 +188,7 @@ def add_up(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_complete(
-    rewards: Mapping[str, float], turns: Sequence[Turn], trained: Collection[str]
+    rewards: Mapping[str, float], turns: Sequence[TurnRecord], trained: Collection[str]
 ) -> None:
     """Every turn to be trained on must have a reward: its own or its agent's.
 
@@ -208,7 +208,9 @@ def check_complete(
             )
 
 
-def with_turn_rewards(rewards: Mapping[str, float], turns: Sequence[Turn]) -> dict[str, float]:
+def with_turn_rewards(
+    rewards: Mapping[str, float], turns: Sequence[TurnRecord]
+) -> dict[str, float]:
     """Rewards to report: an agent that only has turn-level rewards shows their mean."""
     means = dict(rewards)
     own: dict[str, list[float]] = {}

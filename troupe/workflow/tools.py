@@ -12,7 +12,7 @@ from troupe.outcomes import NotJsonError, json_text, parse_json, safe_text
 from troupe.workflow import numbering
 from troupe.workflow.backend import ToolBackend
 from troupe.workflow.errors import ToolError
-from troupe.workflow.toolcalls import ToolCall
+from troupe.workflow.messages import ToolCall
 
 # What a tool did with what it was given, rather than what became of the service.
 _FOR_THE_MODEL: Final = frozenset(

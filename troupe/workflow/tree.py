@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from troupe.workflow.agent import Agent, Messages
 from troupe.workflow.errors import InvalidMessagesError, shown
-from troupe.workflow.reply import Reply, finite
+from troupe.workflow.messages import Reply, finite
 
 Score = Callable[[Reply], float | Awaitable[float]]
 """The reward of one candidate; may be async, and call tools or other agents."""

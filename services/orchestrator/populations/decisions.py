@@ -18,16 +18,16 @@ from services.orchestrator.populations.state import (
     live,
 )
 from troupe.job import JobSpec, PopulationSpec
-from troupe.job.pools import Pool, Pools
+from troupe.job.population import OpponentPool, Pools
 from troupe.populations import NotZeroSum, pfsp, solve
 from troupe.populations.games import Array, Profile, member_values, values
 from troupe.populations.opponents import (
+    LeagueMember,
     LeagueRules,
     is_due,
     league_opponents,
     past_selves,
 )
-from troupe.populations.opponents import Member as LeagueMember
 from troupe.rpc import FailedPrecondition
 
 
@@ -110,7 +110,7 @@ def restart_due(
     return list(pools.learners) if settled is None else []
 
 
-def levels(pool: Pool, state: PopulationState) -> list[str]:
+def levels(pool: OpponentPool, state: PopulationState) -> list[str]:
     """`pipeline_psro`: the learners of a pool, the lowest first: who was settled longest ago."""
     return sorted(
         pool.learners, key=lambda name: (state.settled_at.get(name, 0), pool.learners.index(name))
@@ -232,7 +232,11 @@ def _below(spec: JobSpec, state: PopulationState, learner: str) -> dict[str, Mix
 
 
 def _league_mixture(
-    population: PopulationSpec, pools: Pools, pool: Pool, state: PopulationState, learner: str
+    population: PopulationSpec,
+    pools: Pools,
+    pool: OpponentPool,
+    state: PopulationState,
+    learner: str,
 ) -> Mixture:
     league = _league(pools, state)
     me = next(one for one in league if one.name == learner)

@@ -9,16 +9,16 @@ from typing import Final
 from services.chassis.folders import files_below
 from services.orchestrator.context import Shared
 from services.orchestrator.populations.decisions import sections
-from services.orchestrator.populations.matches import due
+from services.orchestrator.populations.population import due
 from services.orchestrator.populations.state import (
     CANDIDATE,
     RETIRED,
     SETTLED,
-    Member,
+    FrozenMember,
     PopulationState,
+    no_population,
 )
-from services.orchestrator.populations.store import no_population
-from services.orchestrator.records import JobRecord, timestamp
+from services.orchestrator.state.records import JobRecord, timestamp
 from troupe.rpc import NotFound
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -72,7 +72,7 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
     return found
 
 
-async def known_member(shared: Shared, record: JobRecord, member_id: str) -> Member:
+async def known_member(shared: Shared, record: JobRecord, member_id: str) -> FrozenMember:
     """A member by its name. Raises NotFound of kind "no_population" or "member_not_found"."""
     if record.spec().population is None:
         raise no_population(record.job_id)
@@ -117,7 +117,7 @@ async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Chec
     )
 
 
-def _member(one: Member) -> orch.PopulationMember:
+def _member(one: FrozenMember) -> orch.PopulationMember:
     return orch.PopulationMember(
         member_id=one.member_id,
         learner=one.learner,

@@ -3,21 +3,346 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
 
+import httpx
 import structlog
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.chassis.telemetry import Telemetry
-from services.reward.gpu.board import Board
-from services.reward.gpu.service import ModelService, ModelUnavailable
-from services.reward.gpu.settings import ModelSettings, check_models
-from troupe.scheduling.elastic.cells import Cell, Model, meet
+from troupe.rpc import InvalidArgument
+from troupe.scheduling.elastic.cells import (
+    SIZES,
+    CellPlan,
+    DeviceCell,
+    Model,
+    Wish,
+    fits,
+    meet,
+    plan,
+)
 from troupe.scratch import Scratch
 
-__all__ = ["ModelManager", "ModelUnavailable"]
+PREFIX: Final = "model:"
+
+
+class Board:
+    """The models of one host; changed when a call begins or ends, and by nothing else."""
+
+    def __init__(
+        self, gpus: int, models: Iterable[Model], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.gpus = gpus
+        self.models = {model.name: model for model in models}
+        self._clock = clock
+        self._plan = CellPlan({}, {}, frozenset())
+
+    def room(self, wanted: Sequence[str]) -> dict[str, int]:
+        """Calls that could begin now, by resource, when calls wait for `wanted` in that order.
+
+        What `begin` does is what was found here last.
+        """
+        known = list(dict.fromkeys(name for name in wanted if name in self.models))
+        self._plan = plan(self.gpus, list(self.models.values()), known)
+        return {PREFIX + name: self._plan.room.get(name, 0) for name in self.models}
+
+    def capacity(self) -> dict[str, int]:
+        """Calls at once, by resource."""
+        return {PREFIX + model.name: model.concurrency for model in self.models.values()}
+
+    def begin(self, name: str) -> DeviceCell:
+        """A call begins: the model is, or is put, on the cell that is returned."""
+        model = self.models[name]
+        if model.cell is None:
+            if name not in self._plan.cells:
+                self.room([name])
+            cell = self._plan.cells.get(name)
+            if cell is None:
+                raise ValueError(f"no cell for {name}: everything is in use")
+            for other in list(self.models.values()):
+                if meet(other.cell, cell):
+                    if other.running:
+                        raise ValueError(f"no cell for {name}: {other.name} is in use")
+                    self.put(other.name, None)
+            model = replace(model, cell=cell)
+        self.models[name] = replace(model, running=model.running + 1, last=self._clock())
+        assert model.cell is not None
+        return model.cell
+
+    def end(self, name: str) -> None:
+        """It has ended."""
+        model = self.models[name]
+        self.models[name] = replace(model, running=model.running - 1, last=self._clock())
+
+    def put(self, name: str, cell: DeviceCell | None) -> None:
+        """It is on `cell` now, or on none."""
+        self.models[name] = replace(self.models[name], cell=cell)
+
+    def see(self, residents: Mapping[str, int]) -> None:
+        """Of models elsewhere: the first device of each that is on devices there. What calls use
+        or wait for is where it was put here, which the host only has yet to do."""
+        for name, model in list(self.models.items()):
+            first = residents.get(name)
+            cell = None if first is None else DeviceCell(first, model.size)
+            taken = [m.cell for m in self.models.values() if m.cell and m.name != name]
+            if not model.running and not any(meet(other, cell) for other in taken):
+                self.put(name, cell)
+
+    def settle(self, name: str, home: DeviceCell) -> None:
+        """It cannot be anywhere else from now on."""
+        self.models[name] = replace(self.models[name], home=home)
+
+
+class ModelSettings(BaseModel):
+    """One model service: exactly one of `entrypoint`, `command` and `url`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    entrypoint: str = ""
+    """ "package.module:attribute" that makes an object with torch modules; its methods are called
+    by name. It runs in a process of its own."""
+    command: tuple[str, ...] = ()
+    """Program that serves HTTP with SGLang's memory release and resume, such as
+    `python -m sglang.launch_server --enable-memory-saver ...`. `{port}` and `{gpus}` are filled
+    in; it finds its devices in CUDA_VISIBLE_DEVICES."""
+    url: str = ""
+    """The same, started by somebody else on `devices`."""
+    devices: tuple[int, ...] = ()
+    """With `url`: where it is; neighbours, as a cell of `gpus` devices."""
+    gpus: int = Field(default=1, ge=1)
+    """Devices that it takes while it is resident: 1, 2, 4 or 8."""
+    concurrency: int = Field(default=1, ge=1)
+    """Calls at once."""
+    start_seconds: float = Field(default=600, gt=0)
+    """How long it may take to start."""
+    restore_seconds: float = Field(default=120, gt=0)
+    """How long it may take to come back from host memory."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> ModelSettings:
+        if sum(map(bool, (self.entrypoint, self.command, self.url))) != 1:
+            raise ValueError("name exactly one of entrypoint, command and url")
+        if self.gpus not in SIZES:
+            raise ValueError(f"gpus = {self.gpus}: models take {SIZES} devices")
+        expected = range(self.devices[0], self.devices[0] + self.gpus) if self.devices else ()
+        if self.url and (not self.devices or self.devices[0] % self.gpus):
+            raise ValueError("with url, name its devices: a cell of `gpus` neighbours")
+        if tuple(expected) != self.devices:
+            raise ValueError(f"devices = {self.devices} is no cell of {self.gpus} neighbours")
+        return self
+
+
+def check_models(models: Mapping[str, ModelSettings], gpus: int) -> None:
+    """Raise `InvalidArgument` for a model that fits on no cell of a host with so many devices."""
+    for name, model in models.items():
+        if not fits(gpus, Wish(model.gpus)) or any(device >= gpus for device in model.devices):
+            raise InvalidArgument(
+                f"takes {model.gpus} devices, and no cell of the {gpus} of this host is that large",
+                field=f"TROUPE_REWARD_MODELS.{name}.gpus",
+                value=model.gpus,
+                remedy="Set TROUPE_REWARD_GPUS to the devices that there are, or start the model "
+                "with fewer.",
+            )
+
 
 log = structlog.get_logger("troupe.reward")
+
+_LOOK_SECONDS: Final = 0.05
+_END_SECONDS: Final = 10.0
+_CONNECT_SECONDS: Final = 5.0
+# What SGLang lets go of; its CUDA graphs stay, which take little.
+_TAGS: Final = ("kv_cache", "weights")
+_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+
+
+class ModelUnavailable(Exception):
+    """The model cannot be used; the text says what was tried and how it failed."""
+
+
+class ModelService:
+    """Started when it is needed first, then asleep or awake."""
+
+    def __init__(self, name: str, settings: ModelSettings, directory: Path) -> None:
+        """`directory`: of files in host memory, where weights of sleeping models are."""
+        self.name, self.settings = name, settings
+        self._directory = directory
+        self._process: asyncio.subprocess.Process | None = None
+        self._url = settings.url.rstrip("/")
+        self._http: httpx.AsyncClient | None = None
+        # Devices that it really occupies.
+        self.cell: DeviceCell | None = None
+        if settings.url:
+            # Whoever started it had it awake.
+            self.cell = DeviceCell(settings.devices[0], settings.gpus)
+
+    @property
+    def url(self) -> str:
+        """Where it is called."""
+        return self._url
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is bound to the devices that it was started on."""
+        return not self.settings.entrypoint
+
+    @property
+    def running(self) -> bool:
+        """Whether it has been started, and its process, if it is ours, is there."""
+        return bool(self._url) and (self._process is None or self._process.returncode is None)
+
+    async def wake(self, cell: DeviceCell) -> None:
+        """Have it on `cell`, started or restored. Raises `ModelUnavailable`."""
+        began = time.perf_counter()
+        if self._process is not None and self._process.returncode is not None:
+            log.warning("a model's process is gone", model=self.name, rc=self._process.returncode)
+            await self.end()
+        if not self._url:
+            await self._start(cell)
+            if self.stays:  # it starts awake
+                self.cell = cell
+                return
+        body: dict[str, Any] = {"tags": list(_TAGS)}
+        if not self.stays:
+            body = {"devices": list(cell.devices)}
+        await self._post("/resume_memory_occupation", body, "did not come back")
+        self.cell = cell
+        log.info(
+            "a model is on devices",
+            model=self.name,
+            devices=list(cell.devices),
+            seconds=round(time.perf_counter() - began, 3),
+        )
+
+    async def sleep(self) -> None:
+        """Have it off its devices. Where it does not obey it is ended: memory must come free."""
+        body: dict[str, Any] = {} if not self.stays else {"tags": list(_TAGS)}
+        try:
+            await self._post("/release_memory_occupation", body, "did not let go")
+        except ModelUnavailable as error:
+            if self._process is None:  # not ours to end
+                raise
+            log.warning("a model is ended", model=self.name, why=str(error))
+            await self.end()
+        self.cell = None
+
+    async def end(self) -> None:
+        """End its process, if it is ours."""
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._url, self.cell = "", None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        self._copy.unlink(missing_ok=True)
+
+    @property
+    def _copy(self) -> Path:
+        return self._directory / f"{self.name}.safetensors"
+
+    async def _start(self, cell: DeviceCell) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        environment = dict(os.environ)
+        if self.settings.entrypoint:
+            command = [
+                *(sys.executable, "-m", "services.reward.gpu.resident"),
+                *("--entrypoint", self.settings.entrypoint, "--port", str(port)),
+                *("--copy", str(self._copy), "--parent", str(os.getpid())),
+            ]
+            imports = [entry for entry in sys.path if entry]
+            environment["PYTHONPATH"] = os.pathsep.join(imports)
+        else:
+            # Nothing else in braces is ours: commands hold JSON, too.
+            gaps = {"{port}": str(port), "{gpus}": str(self.settings.gpus)}
+            command = [_filled(word, gaps) for word in self.settings.command]
+            environment[_DEVICES] = ",".join(devices_of(cell, environment.get(_DEVICES)))
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            raise ModelUnavailable(f"{self.name} was not started: {error}") from error
+        self._url = f"http://127.0.0.1:{port}"
+        log.info("a model starts", model=self.name, url=self._url, pid=self._process.pid)
+        try:
+            async with asyncio.timeout(self.settings.start_seconds):
+                while not await self._healthy():
+                    if self._process.returncode is not None:
+                        rc = self._process.returncode
+                        raise ModelUnavailable(f"{self.name} ended with {rc} while it started")
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except BaseException as error:
+            await self.end()
+            if isinstance(error, TimeoutError):
+                limit = self.settings.start_seconds
+                raise ModelUnavailable(f"{self.name} did not start in {limit:g} s") from error
+            raise
+
+    async def _healthy(self) -> bool:
+        try:
+            reply = await self._client().get("/health", timeout=_CONNECT_SECONDS)
+        except httpx.HTTPError:
+            return False
+        return reply.is_success
+
+    async def _post(self, path: str, body: dict[str, Any], what: str) -> None:
+        limit = self.settings.restore_seconds
+        try:
+            reply = await self._client().post(path, json=body, timeout=limit)
+        except httpx.HTTPError as error:
+            reason = str(error) or f"no answer within {limit:g} s"
+            raise ModelUnavailable(f"{self.name} {what}: {reason}") from error
+        if not reply.is_success:
+            raise ModelUnavailable(f"{self.name} {what}: {reply.status_code}: {reply.text[:500]}")
+
+    def _client(self) -> httpx.AsyncClient:
+        if self._http is None:
+            timeout = httpx.Timeout(self.settings.restore_seconds, connect=_CONNECT_SECONDS)
+            # A proxy meant for the outside world must not get between us and our models.
+            self._http = httpx.AsyncClient(base_url=self._url, timeout=timeout, trust_env=False)
+        return self._http
+
+
+def devices_of(cell: DeviceCell, visible: str | None) -> list[str]:
+    """What CUDA calls the devices of `cell` where this process sees those of `visible` (nothing:
+    all). Raises `ModelUnavailable` where it sees too few."""
+    if not visible:
+        return [str(device) for device in cell.devices]
+    names = [name.strip() for name in visible.split(",")]
+    if cell.devices[-1] >= len(names):
+        raise ModelUnavailable(
+            f"device {cell.devices[-1]} is wanted, and {_DEVICES} is {visible}: "
+            "TROUPE_REWARD_GPUS says more than there are"
+        )
+    return [names[device] for device in cell.devices]
+
+
+def _filled(word: str, gaps: Mapping[str, str]) -> str:
+    for gap, text in gaps.items():
+        word = word.replace(gap, text)
+    return word
+
+
+__all__ = ["ModelManager", "ModelUnavailable"]
 
 
 class ModelManager:
@@ -85,7 +410,7 @@ class ModelManager:
         for name, (text, value) in texts.items():
             telemetry.gauge(f"troupe_reward_model_{name}", text).set_function(value)
 
-    async def _move(self, service: ModelService, cell: Cell) -> None:
+    async def _move(self, service: ModelService, cell: DeviceCell) -> None:
         for other in self._services.values():
             there = other.cell
             if other is service and there != cell and there is not None:
@@ -102,7 +427,7 @@ class ModelManager:
 
 def _model(service: ModelService) -> Model:
     settings = service.settings
-    home = Cell(settings.devices[0], settings.gpus) if settings.url else None
+    home = DeviceCell(settings.devices[0], settings.gpus) if settings.url else None
     return Model(
         service.name, settings.gpus, cell=service.cell, home=home, concurrency=settings.concurrency
     )

@@ -28,7 +28,7 @@ _LOOK_SECONDS: Final = 1.0
 _MAX_BODY: Final = 64 * 2**20
 
 
-class Resident:
+class ResidentModel:
     """An object of the user's with its weights, on devices or in host memory."""
 
     def __init__(self, made: Any, copy: Path) -> None:
@@ -144,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    resident: Resident
+    resident: ResidentModel
 
     def do_GET(self) -> None:
         """Health, and what there is to know."""
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     threading.Thread(target=_end_with, args=(arguments.parent,), daemon=True).start()
-    resident = Resident(load(arguments.entrypoint)(), arguments.copy)
+    resident = ResidentModel(load(arguments.entrypoint)(), arguments.copy)
     handler = type("Handler", (_Handler,), {"resident": resident})
     # Health is answered from here on.
     with ThreadingHTTPServer(("127.0.0.1", arguments.port), handler) as server:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 if __name__ == "__main__":
     from services.chassis.app import run
-    from services.reward.hosts.service import RewardHost
+    from services.reward.hosts.agent import RewardHost
     from services.reward.settings import RewardSettings
 
     raise SystemExit(run(RewardHost, RewardSettings))

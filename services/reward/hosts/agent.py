@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -10,14 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+import grpc
 import structlog
 
-from services.reward.call import Call, Outcome, Place
-from services.reward.cpu import Lease
-from services.reward.function import Function
-from services.reward.host import Host
+from services.chassis.telemetry import Telemetry
+from services.reward.call import CallOutcome, FunctionCall, WorkerPlace
+from services.reward.function import RegisteredFunction, Sources
+from services.reward.groups import CoreLease
+from services.reward.host import FunctionHost, Workplace
+from services.reward.sandbox import BUBBLEWRAP, PROCESS, find_bubblewrap
 from services.reward.settings import RewardSettings
-from services.reward.sources import Sources
 from troupe.rpc import NO_RETRY, RetryPolicy, TroupeError, Unavailable, connect
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1 import reward_pb2_grpc
@@ -31,23 +34,23 @@ _LOOK_SECONDS: Final = 0.1
 
 
 @dataclass(eq=False)
-class _Run:
+class _HostRun:
     """Calls that a worker of this host runs."""
 
-    calls: list[Call]
+    calls: list[FunctionCall]
     # Ends what runs now.
     cancel: Callable[[], None] = field(default=lambda: None)
     cancelled: bool = False
 
 
-class Agent:
+class HostAgent:
     """Offers `host` to the service at `settings.reward_address`, again whenever it lost it."""
 
-    def __init__(self, settings: RewardSettings, host: Host, offer: pb.HostOffer) -> None:
+    def __init__(self, settings: RewardSettings, host: FunctionHost, offer: pb.HostOffer) -> None:
         self._settings, self._host, self._offer = settings, host, offer
         self._sources = Sources()
-        self._functions: dict[str, Function] = {}
-        self._runs: dict[str, _Run] = {}
+        self._functions: dict[str, RegisteredFunction] = {}
+        self._runs: dict[str, _HostRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._messages: asyncio.Queue[pb.HostMessage] = asyncio.Queue()
         self._beat_seconds = 1.0
@@ -155,11 +158,11 @@ class Agent:
             self._sources.put(command.source.files)
 
     def _begin(self, request: pb.HostRun) -> None:
-        run = _Run([])
+        run = _HostRun([])
         for index, call in enumerate(request.calls):
             printed = self._printer(self._messages, request.run_id, index)
             run.calls.append(
-                Call(call.arguments_json, call.job_id, call.trajectory_id, printed=printed)
+                FunctionCall(call.arguments_json, call.job_id, call.trajectory_id, printed=printed)
             )
         self._runs[request.run_id] = run
         task = asyncio.create_task(self._run(request, run, self._messages))
@@ -177,7 +180,7 @@ class Agent:
         return printed
 
     async def _run(
-        self, request: pb.HostRun, run: _Run, messages: asyncio.Queue[pb.HostMessage]
+        self, request: pb.HostRun, run: _HostRun, messages: asyncio.Queue[pb.HostMessage]
     ) -> None:
         """Run the calls, and say what became of each. `messages` is of the stream that asked."""
         try:
@@ -197,13 +200,15 @@ class Agent:
             log.exception("a run", function=request.function.name)
             message = f"the host failed: {type(error).__name__}: {error}"
             kind = pb.InvocationError.KIND_WORKER_DIED
-            failed = Outcome(error=pb.InvocationError(kind=kind, message=message))
+            failed = CallOutcome(error=pb.InvocationError(kind=kind, message=message))
             messages.put_nowait(_answer(request.run_id, 0, failed))
         finally:
             self._runs.pop(request.run_id, None)
             messages.put_nowait(pb.HostMessage(end=pb.HostRunEnd(run_id=request.run_id)))
 
-    async def _take(self, function: Function, cores: int) -> tuple[Place, Lease | None]:
+    async def _take(
+        self, function: RegisteredFunction, cores: int
+    ) -> tuple[WorkerPlace, CoreLease | None]:
         """A place, and room on devices for the model. The service looks at both before it sends;
         it may have been told late where models are."""
         board = self._host.stock.board
@@ -217,7 +222,7 @@ class Agent:
                     log.info("no room on devices yet", why=str(error))
                     await asyncio.sleep(_LOOK_SECONDS)
 
-    def _function(self, request: pb.HostRun) -> Function:
+    def _function(self, request: pb.HostRun) -> RegisteredFunction:
         """The function as the service knows it now. Raises `NotFound` without its source."""
         spec = request.function
         key = f"{spec.name}@{spec.version}"
@@ -226,7 +231,7 @@ class Agent:
             kept = pb.FunctionSpec()
             kept.CopyFrom(spec)
             source = self._sources.find(spec.source_sha256) if spec.source_sha256 else None
-            known = self._functions[key] = Function(kept, source)
+            known = self._functions[key] = RegisteredFunction(kept, source)
         known.registrations = request.registrations
         return known
 
@@ -248,7 +253,7 @@ class Agent:
             self._host.reap()
 
 
-def _answer(run_id: str, index: int, outcome: Outcome) -> pb.HostMessage:
+def _answer(run_id: str, index: int, outcome: CallOutcome) -> pb.HostMessage:
     answer = pb.HostOutcome(
         run_id=run_id,
         index=index,
@@ -260,3 +265,54 @@ def _answer(run_id: str, index: int, outcome: Outcome) -> pb.HostMessage:
     else:
         answer.error.CopyFrom(outcome.error)
     return pb.HostMessage(outcome=answer)
+
+
+class RewardHost:
+    """Runs calls for the reward service at TROUPE_REWARD_ADDRESS."""
+
+    name = "troupe.v1.RewardHost"
+
+    def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
+        self._workplace = Workplace(settings, telemetry)
+        host = self._workplace.host
+        self.agent = HostAgent(settings, host, offer_of(settings))
+        busy = telemetry.gauge("troupe_reward_host_busy", "Workers that run calls here.")
+        busy.set_function(lambda: host.workers - host.free)
+        attached = telemetry.gauge("troupe_reward_host_attached", "1: it takes calls.")
+        attached.set_function(lambda: float(self.agent.attached.is_set()))
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Nobody calls it: it calls the service."""
+
+    async def start(self) -> None:
+        """Offer itself, now and whenever the service is back."""
+        await self.agent.start()
+
+    async def leave(self) -> None:
+        """Take no more calls."""
+        await self.agent.leave()
+
+    async def stop(self, grace: float) -> None:
+        """Let what runs end, then kill it."""
+        await self.agent.stop(grace)
+        self._workplace.close()
+
+
+def offer_of(settings: RewardSettings) -> pb.HostOffer:
+    """What this process has for calls."""
+    sandboxes = [PROCESS]
+    with contextlib.suppress(TroupeError):
+        find_bubblewrap()
+        sandboxes.append(BUBBLEWRAP)
+    return pb.HostOffer(
+        host_id=settings.worker_id,
+        workers=settings.reward_workers,
+        cores=settings.reward_cores,
+        memory_mib=settings.reward_memory_mib,
+        sandboxes=sandboxes,
+        gpus=settings.reward_gpus,
+        models=[
+            pb.ModelOffer(name=name, gpus=model.gpus, concurrency=model.concurrency)
+            for name, model in settings.reward_models.items()
+        ],
+    )

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
+import grpc
 import structlog
 
-from services.reward.call import Call, Outcome
-from services.reward.cpu import Lease
-from services.reward.function import Function
+from services.reward.call import CallOutcome, FunctionCall
+from services.reward.dispatch import Dispatcher
+from services.reward.function import RegisteredFunction, Sources
 from services.reward.gpu import Board
-from services.reward.sources import Sources
-from troupe.rpc import new_id
+from services.reward.gpu.manager import PREFIX as MODEL
+from services.reward.groups import CoreLease
+from services.reward.host import FunctionHost
+from services.reward.queues import CORES, WORKERS
+from services.reward.quota import PREFIX as QUOTA
+from services.reward.quota import QuotaManager
+from services.reward.sandbox import CONTAINER, PROCESS
+from services.reward.stock import MEMORY, PLENTY, SANDBOX, HostResources, needs_of
+from troupe.rpc import InvalidArgument, Unavailable, new_id
+from troupe.scheduling.elastic import Action, Amounts
+from troupe.scheduling.elastic.cells import Model
+from troupe.scheduling.elastic.hosts import nowhere
 from troupe.v1 import reward_pb2 as pb
 
 log = structlog.get_logger("troupe.reward")
 
-_NO_LEASE: Final = Lease("", ())
+_NO_LEASE: Final = CoreLease("", ())
 
 
 @dataclass(eq=False)
-class Run:
+class RemoteRun:
     """Calls that were sent, and their outcomes as they come; None: there will be no more."""
 
     run_id: str
-    calls: Sequence[Call]
-    outcomes: asyncio.Queue[tuple[int, Outcome] | None] = field(default_factory=asyncio.Queue)
+    calls: Sequence[FunctionCall]
+    outcomes: asyncio.Queue[tuple[int, CallOutcome] | None] = field(default_factory=asyncio.Queue)
     answered: set[int] = field(default_factory=set)
     # Of the calls that the host was told not to begin.
     dropped: set[int] = field(default_factory=set)
@@ -42,7 +54,7 @@ class Run:
         return next(open_, None)
 
 
-class Link:
+class HostLink:
     """The stream to one host, from its offer until it is lost."""
 
     def __init__(self, offer: pb.HostOffer, sources: Sources) -> None:
@@ -59,7 +71,7 @@ class Link:
         self._sources = sources
         self._sent: set[str] = set()
         self._commands: asyncio.Queue[pb.HostCommand | None] = asyncio.Queue()
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, RemoteRun] = {}
         self._lost = ""
 
     @property
@@ -88,9 +100,11 @@ class Link:
                 return
             yield command
 
-    def begin(self, function: Function, calls: Sequence[Call], cores: int) -> Run:
+    def begin(
+        self, function: RegisteredFunction, calls: Sequence[FunctionCall], cores: int
+    ) -> RemoteRun:
         """Have `calls` run there, one after the other."""
-        run = Run(new_id("run"), calls)
+        run = RemoteRun(new_id("run"), calls)
         self._runs[run.run_id] = run
         if self._lost:
             self._end_lost(run)
@@ -118,7 +132,7 @@ class Link:
         self.functions[function.key] = function.registrations
         return run
 
-    def drop(self, run: Run) -> None:
+    def drop(self, run: RemoteRun) -> None:
         """Let the host know which calls need not be begun any more."""
         for index, call in enumerate(run.calls):
             if call.dropped and index not in run.dropped | run.answered:
@@ -126,11 +140,11 @@ class Link:
                 drop = pb.HostDrop(run_id=run.run_id, index=index)
                 self._tell(pb.HostCommand(drop=drop))
 
-    def cancel(self, run: Run) -> None:
+    def cancel(self, run: RemoteRun) -> None:
         """End what runs now."""
         self._tell(pb.HostCommand(cancel=pb.HostCancel(run_id=run.run_id)))
 
-    def forget(self, run: Run) -> None:
+    def forget(self, run: RemoteRun) -> None:
         """Nobody waits for its outcomes any more."""
         if self._runs.pop(run.run_id, None) is not None:
             self.cancel(run)
@@ -165,7 +179,7 @@ class Link:
         for run in list(self._runs.values()):
             self._end_lost(run)
 
-    def _answered(self, run: Run, outcome: pb.HostOutcome) -> None:
+    def _answered(self, run: RemoteRun, outcome: pb.HostOutcome) -> None:
         index = outcome.index
         if not 0 <= index < len(run.calls) or index in run.answered:
             log.warning("an outcome of nothing that was asked for", host=self.name, index=index)
@@ -173,7 +187,7 @@ class Link:
         run.answered.add(index)
         self.invocations += 1
         error = outcome.error if outcome.HasField("error") else None
-        found = Outcome(
+        found = CallOutcome(
             outcome.result_json,
             outcome.seconds,
             error=error,
@@ -181,14 +195,14 @@ class Link:
         )
         run.outcomes.put_nowait((index, found))
 
-    def _end_lost(self, run: Run) -> None:
+    def _end_lost(self, run: RemoteRun) -> None:
         self._runs.pop(run.run_id, None)
         if (current := run.current) is not None:
             error = pb.InvocationError(
                 kind=pb.InvocationError.KIND_WORKER_DIED,
                 message=f"the host {self.name} {self._lost}",
             )
-            run.outcomes.put_nowait((current, Outcome(error=error)))
+            run.outcomes.put_nowait((current, CallOutcome(error=error)))
         run.outcomes.put_nowait(None)
 
     def _tell(self, command: pb.HostCommand) -> None:
@@ -200,13 +214,13 @@ class RemotePlace:
     """A place on another host (`services.reward.call.Place`). Which of its processes a run gets
     is that host's affair, so all places of a host are alike."""
 
-    def __init__(self, link: Link, index: int) -> None:
+    def __init__(self, link: HostLink, index: int) -> None:
         self.name = f"{link.name}/{index}"
         self.restarts = 0
         self._link = link
         self._index = index
         self._since = time.monotonic()
-        self._run: Run | None = None
+        self._run: RemoteRun | None = None
 
     @property
     def warm(self) -> bool:
@@ -227,14 +241,14 @@ class RemotePlace:
     def rest(self) -> None:
         """The host's affair."""
 
-    async def warm_up(self, function: Function) -> None:
+    async def warm_up(self, function: RegisteredFunction) -> None:
         """The host's affair."""
 
-    def holds(self, function: Function) -> bool:
+    def holds(self, function: RegisteredFunction) -> bool:
         """Whether the function ran on that host since its last registration."""
         return self._link.functions.get(function.key) == function.registrations
 
-    def suits(self, function: Function) -> bool:
+    def suits(self, function: RegisteredFunction) -> bool:
         """Any of them does."""
         return True
 
@@ -244,8 +258,11 @@ class RemotePlace:
             self._link.cancel(self._run)
 
     async def run_many(
-        self, function: Function, calls: Sequence[Call], lease: Lease | None = None
-    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        self,
+        function: RegisteredFunction,
+        calls: Sequence[FunctionCall],
+        lease: CoreLease | None = None,
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
         """Run `calls` there, one after the other: index and outcome of each as it ends.
 
         What may not run twice is sent when its turn has come, and not if it is dropped by then.
@@ -268,8 +285,8 @@ class RemotePlace:
                 return
 
     async def _send(
-        self, function: Function, calls: Sequence[Call], cores: int
-    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        self, function: RegisteredFunction, calls: Sequence[FunctionCall], cores: int
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
         run = self._run = self._link.begin(function, calls, cores)
         try:
             while (found := await run.outcomes.get()) is not None:
@@ -289,13 +306,284 @@ class RemoteCores:
     def __init__(self, count: int) -> None:
         self.count = self.free = count
 
-    def take(self, group: str, count: int) -> Lease:
+    def take(self, group: str, count: int) -> CoreLease:
         """`count` cores for `group`. Raises ValueError when they are not free."""
         if count > self.free:
             raise ValueError(f"{count} cores wanted, {self.free} are free")
         self.free -= count
-        return Lease(group, tuple(range(count)))
+        return CoreLease(group, tuple(range(count)))
 
-    def give_back(self, lease: Lease) -> None:
+    def give_back(self, lease: CoreLease) -> None:
         """The call has ended."""
         self.free += len(lease.cores)
+
+
+_OFFER_SECONDS: Final = 10.0
+_BEATS_MISSED: Final = 5
+_HOST_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_MOST_WORKERS: Final = 4096
+
+
+class AttachedHosts:
+    """By id. `attach` and `detach` are told of those that take calls, and that take none more."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        attach: Callable[[HostLink], None],
+        detach: Callable[[str], None],
+        *,
+        beat_seconds: float = 1.0,
+    ) -> None:
+        self._sources = sources
+        self._attach, self._detach = attach, detach
+        self._beat_seconds = beat_seconds
+        self._links: dict[str, HostLink] = {}
+
+    @property
+    def links(self) -> Mapping[str, HostLink]:
+        """Those that are attached now."""
+        return self._links
+
+    async def serve(
+        self, messages: AsyncIterator[pb.HostMessage]
+    ) -> AsyncGenerator[pb.HostCommand]:
+        """One host, for as long as it is heard of.
+
+        Raises `InvalidArgument` for an offer that makes no sense and `Unavailable` when it is
+        not heard of any more.
+        """
+        link = HostLink(await self._offer(messages), self._sources)
+        name = link.name
+        if (former := self._links.get(name)) is not None:
+            former.lose("attached anew")
+            self._gone(former)
+        self._links[name] = link
+        log.info("a host is attached", host=name, workers=link.offer.workers)
+        reader = asyncio.create_task(self._read(link, messages), name=f"host {name}")
+        self._attach(link)
+        try:
+            yield pb.HostCommand(welcome=pb.HostWelcome(beat_seconds=self._beat_seconds))
+            patience = self._beat_seconds * _BEATS_MISSED
+            async for command in link.commands(patience):
+                yield command
+            if time.monotonic() - link.heard >= patience:
+                raise Unavailable(f"host {name} was not heard of for {patience:g} s")
+        finally:
+            reader.cancel()
+            self._gone(link)
+
+    def list(self) -> list[pb.HostStatus]:
+        """What is known of each."""
+        now = time.monotonic()
+        return [
+            pb.HostStatus(
+                offer=link.offer,
+                running=link.running,
+                invocations=link.invocations,
+                draining=link.draining,
+                residents=link.residents,
+                seconds_since_heard=now - link.heard,
+            )
+            for link in self._links.values()
+        ]
+
+    async def _read(self, link: HostLink, messages: AsyncIterator[pb.HostMessage]) -> None:
+        left = False
+        try:
+            async for message in messages:
+                link.hear(message)
+                if link.draining and not left:
+                    left = True
+                    self._detach(link.name)
+        except grpc.RpcError as error:
+            log.debug("a host's stream broke", host=link.name, error=str(error))
+        finally:
+            self._gone(link)
+
+    def _gone(self, link: HostLink) -> None:
+        link.lose("went away")
+        if self._links.get(link.name) is link:
+            del self._links[link.name]
+            self._detach(link.name)
+            log.info("a host is gone", host=link.name)
+
+    async def _offer(self, messages: AsyncIterator[pb.HostMessage]) -> pb.HostOffer:
+        try:
+            async with asyncio.timeout(_OFFER_SECONDS):
+                first = await anext(messages)
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise InvalidArgument(
+                "a host says first what it offers",
+                field="offer",
+                remedy=f"Send HostMessage.offer within {_OFFER_SECONDS:g} s.",
+            ) from error
+        offer = first.offer
+        if not _HOST_ID.fullmatch(offer.host_id):
+            raise InvalidArgument(
+                "is no id", field="offer.host_id", value=offer.host_id, remedy="Letters and digits."
+            )
+        if not 1 <= offer.workers <= _MOST_WORKERS:
+            raise InvalidArgument(
+                f"is not within 1 .. {_MOST_WORKERS}",
+                field="offer.workers",
+                value=offer.workers,
+                remedy="Set TROUPE_REWARD_WORKERS of the host.",
+            )
+        for name in ("cores", "memory_mib", "gpus"):
+            if getattr(offer, name) < 0:
+                raise InvalidArgument(
+                    "is negative", field=f"offer.{name}", value=getattr(offer, name)
+                )
+        return offer
+
+
+# Hosts that lost their service ask for it this often at least, thrice.
+_COMING_SECONDS: Final = 15.0
+_FIELDS: Final = {
+    CORES: ("cores", "TROUPE_REWARD_CORES"),
+    WORKERS: ("max_concurrency", "TROUPE_REWARD_WORKERS"),
+    MEMORY: ("memory_mib", "TROUPE_REWARD_MEMORY_MIB"),
+}
+
+
+class HostFleet:
+    """The service's own host, and those that are attached."""
+
+    def __init__(
+        self,
+        own: FunctionHost,
+        dispatcher: Dispatcher,
+        quotas: QuotaManager | None = None,
+        *,
+        expected_seconds: float = 120.0,
+    ) -> None:
+        """What only a host can run that left less than `expected_seconds` ago is not refused."""
+        self._expected_seconds = expected_seconds
+        self._started = time.monotonic()
+        self._own, self._dispatcher, self._quotas = own, dispatcher, quotas
+        self._stocks: dict[str, tuple[int, int, HostResources]] = {}
+        self._left: dict[str, float] = {}
+
+    def attach(self, link: HostLink) -> None:
+        """Calls may run there from now on."""
+        offer = link.offer
+        stock = stock_of(offer, link)
+        places = [RemotePlace(link, index) for index in range(offer.workers)]
+        cores = RemoteCores(offer.cores) if offer.cores else None
+        self._stocks[link.name] = (offer.workers, offer.cores, stock)
+        self._left.pop(link.name, None)
+        self._dispatcher.attach(FunctionHost(link.name, places, cores, stock=stock))
+
+    def detach(self, name: str) -> None:
+        """Nothing more begins there."""
+        self._left[name] = time.monotonic()
+        self._dispatcher.detach(name)
+
+    def check(self, spec: pb.FunctionSpec) -> None:
+        """Raise `InvalidArgument` where no host that is there, or was a moment ago, could ever run
+        a call; `Unavailable` where the one that could may not have attached yet.
+
+        Without any host nothing is known: whatever comes may be able to.
+        """
+        if spec.quota:
+            self._check_quota(spec)
+        if spec.gpus and not spec.model_service:
+            raise InvalidArgument(
+                "devices are given to models, and calls find those",
+                field="function.gpus",
+                value=spec.gpus,
+                remedy="Name the model that it calls as `model_service`, declared in "
+                "TROUPE_REWARD_MODELS of a host.",
+            )
+        level = spec.sandbox or PROCESS
+        if spec.model_service and level != PROCESS:
+            raise InvalidArgument(
+                "a sandbox has no network and cannot reach a model",
+                field="function.model_service",
+                value=spec.model_service,
+                remedy="Call the model from a function of `sandbox: process`.",
+            )
+        least = spec.cores if spec.HasField("cores") else 1
+        needs = {WORKERS: 1, CORES: least, **needs_of(spec, level)}
+        needs = {r: amount for r, amount in needs.items() if not r.startswith(QUOTA)}
+        hosts = self._capacities(needs)
+        if spec.stateful or level == CONTAINER:
+            self._check_own(spec)
+            hosts = {name: host for name, host in hosts.items() if name == self._own.name}
+        missing = nowhere(Action("", 0.0, needs), hosts) if hosts else None
+        if missing is None:
+            return
+        age = time.monotonic() - self._started
+        if not self._own.workers and age < min(_COMING_SECONDS, self._expected_seconds):
+            raise Unavailable(
+                f"no host that is attached has {needs[missing]} of {missing}; this service started "
+                f"{age:.0f} s ago, and others may come",
+                kind="hosts_expected",
+                retry_after_ms=1000,
+            )
+        most = max((host[missing] for host in hosts.values()), default=0)
+        field, setting = _FIELDS.get(missing, ("", ""))
+        if missing.startswith(MODEL):
+            field, setting = "model_service", "TROUPE_REWARD_MODELS"
+        elif missing.startswith(SANDBOX):
+            field, setting = "sandbox", f"a host where {level} works"
+        raise InvalidArgument(
+            f"takes {needs[missing]} of {missing}, and of {len(hosts)} hosts none has more than "
+            f"{most} beside what else it takes: no call could ever run",
+            kind="no_host",
+            field=f"function.{field}",
+            value=getattr(spec, field, None),
+            remedy=f"Declare less, or start a reward host with more ({setting}).",
+        )
+
+    def _check_own(self, spec: pb.FunctionSpec) -> None:
+        """Sandboxes that outlive a call are on the service's own host."""
+        if self._own.workers:
+            return
+        raise InvalidArgument(
+            "such sandboxes are on the service's own host, and it runs no calls",
+            kind="no_host",
+            field="function.stateful" if spec.stateful else "function.sandbox",
+            value=spec.stateful or spec.sandbox,
+            remedy="Start the reward service with TROUPE_REWARD_WORKERS of one or more.",
+        )
+
+    def _capacities(self, needs: Amounts) -> dict[str, Amounts]:
+        """What each host has of `needs`, free or not."""
+        now = time.monotonic()
+        for name, left in list(self._left.items()):
+            if now - left >= self._expected_seconds:
+                del self._left[name], self._stocks[name]
+        own = self._own
+        cores = own.total_cores
+        every = {own.name: (own.workers, cores, own.stock)} if own.workers else {}
+        found: dict[str, Amounts] = {}
+        for name, (workers, handed, stock) in (every | self._stocks).items():
+            counted = {WORKERS: workers, CORES: handed or PLENTY}
+            found[name] = {r: counted.get(r) or stock.capacity(r) for r in needs}
+        return found
+
+    def _check_quota(self, spec: pb.FunctionSpec) -> None:
+        if self._quotas is None:
+            raise InvalidArgument(
+                "no quotas are declared here",
+                field="function.quota",
+                value=spec.quota,
+                remedy="Declare it in TROUPE_REWARD_QUOTAS of the reward service.",
+            )
+        self._quotas.check(spec.quota, spec.quota_units or 1)
+
+
+def stock_of(offer: pb.HostOffer, link: HostLink | None = None) -> HostResources:
+    """What a host offers beside places and cores."""
+    amounts = {SANDBOX + level: PLENTY for level in offer.sandboxes}
+    if offer.memory_mib:
+        amounts[MEMORY] = offer.memory_mib
+    board = None
+    if offer.models:
+        models = [Model(m.name, m.gpus, concurrency=m.concurrency) for m in offer.models]
+        board = Board(offer.gpus, models)
+        if link is not None:
+            link.board = board
+    return HostResources(amounts, board, plenty=() if offer.memory_mib else (MEMORY,))

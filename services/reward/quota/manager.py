@@ -10,14 +10,132 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from importlib.resources import files
+from typing import Any, Final, Protocol
 
 import structlog
+from pydantic import BaseModel, ConfigDict, Field
 
-from services.reward.quota.buckets import Buckets
 from services.reward.worker import MOST_SECONDS
-from troupe.rpc import InvalidArgument, TroupeError
-from troupe.scheduling.elastic.quota import Answer, Limits
+from troupe.rpc import Internal, InvalidArgument, TroupeError, Unavailable
+from troupe.scheduling.elastic.quota import QuotaGrant, QuotaLimits, TokenBucket
+
+_PREFIX: Final = "troupe:quota"
+_TIMEOUT: Final = 5.0
+
+
+class Buckets(Protocol):
+    """One bucket per quota, by name. `holder` names this process among all that share them."""
+
+    async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
+        """`TokenBucket.ask`. Raises `Unavailable`."""
+
+    async def give_back(self, name: str, units: int, unused: int = 0) -> None:
+        """`TokenBucket.give_back`. Raises `Unavailable`."""
+
+    async def shut(self, name: str, seconds: float) -> None:
+        """Nobody gets anything for so long. Raises `Unavailable`."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+class LocalBuckets:
+    """Shared with nobody."""
+
+    kind = "process"
+
+    def __init__(self, quotas: Mapping[str, QuotaLimits]) -> None:
+        now = time.monotonic()
+        self._buckets = {name: TokenBucket(limits, now) for name, limits in quotas.items()}
+
+    async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
+        """`TokenBucket.ask`; nobody else can hold anything, so nothing is ever forgotten."""
+        return self._buckets[name].ask("", wishes, time.monotonic(), float("inf"))
+
+    async def give_back(self, name: str, units: int, unused: int = 0) -> None:
+        """`TokenBucket.give_back`."""
+        self._buckets[name].give_back("", units, time.monotonic(), unused=unused)
+
+    async def shut(self, name: str, seconds: float) -> None:
+        """`TokenBucket.shut`."""
+        now = time.monotonic()
+        self._buckets[name].shut(now + seconds, now)
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class RedisBuckets:
+    """Shared with whoever uses the same Redis; each call is one atomic script."""
+
+    kind = "redis"
+
+    def __init__(self, url: str, quotas: Mapping[str, QuotaLimits], holder: str) -> None:
+        # Only a service with quotas needs the package.
+        from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        self._quotas, self._holder = quotas, holder
+        self._client = Redis.from_url(
+            url,
+            # The feed asks again by itself.
+            retry=Retry(NoBackoff(), 0),
+            # redis-py's own timeouts may swallow a cancellation under Python 3.11.
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            client_name="troupe-reward",
+        )
+        text = files(__package__).joinpath("quota.lua").read_text(encoding="utf-8")
+        self._script: Any = self._client.register_script(text)
+
+    async def ping(self) -> None:
+        """Raise `Unavailable` unless Redis answers."""
+        await self._guarded(self._client.ping())
+
+    async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
+        """`TokenBucket.ask`, by Redis' clock."""
+        granted, wait = await self._run(name, "ask", patience, *wishes)
+        seconds = float(wait)
+        return QuotaGrant(int(granted), seconds if seconds >= 0 else float("inf"))
+
+    async def give_back(self, name: str, units: int, unused: int = 0) -> None:
+        """`TokenBucket.give_back`."""
+        await self._run(name, "give_back", 0, units, unused)
+
+    async def shut(self, name: str, seconds: float) -> None:
+        """`TokenBucket.shut`."""
+        await self._run(name, "shut", 0, seconds)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _run(
+        self, name: str, what: str, patience: float, *values: float, now: float | str = ""
+    ) -> Any:
+        limits = self._quotas[name]
+        bounds = (limits.rate, limits.burst, limits.concurrency)
+        args = (what, self._holder, *bounds, patience, now, *values)
+        return await self._guarded(self._script(keys=[f"{_PREFIX}:{{{name}}}"], args=args))
+
+    async def _guarded(self, call: Any) -> Any:
+        from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
+
+        try:
+            async with asyncio.timeout(_TIMEOUT):
+                return await call
+        except ResponseError as error:
+            raise Internal(f"Redis refuses a command: {error}", kind="redis_error") from error
+        except (ConnectionError, TimeoutError, RedisError, OSError) as error:
+            raise Unavailable(
+                f"the quotas' Redis does not answer: {error}",
+                kind="redis_unavailable",
+                field="TROUPE_REDIS_URL",
+                remedy="Start it; calls that need a quota go on when it is back.",
+            ) from error
+
 
 log = structlog.get_logger("troupe.reward")
 
@@ -41,12 +159,12 @@ class QuotaManager:
     """What this service has of each quota. Not thread-safe; lives in one event loop."""
 
     def __init__(
-        self, quotas: Mapping[str, Limits], buckets: Buckets, changed: Callable[[], None]
+        self, quotas: Mapping[str, QuotaLimits], buckets: Buckets, changed: Callable[[], None]
     ) -> None:
         """`changed` is called when there is more in hand than before."""
         self._limits = dict(quotas)
         self._buckets = buckets
-        self._feeds = {name: _Feed(name, buckets, changed) for name in quotas}
+        self._feeds = {name: _QuotaFeed(name, buckets, changed) for name in quotas}
 
     @property
     def resources(self) -> frozenset[str]:
@@ -115,7 +233,7 @@ class QuotaManager:
         ]
 
 
-class _Feed:
+class _QuotaFeed:
     """One quota: a task that asks for what is wished and gives back what is not needed."""
 
     def __init__(self, name: str, buckets: Buckets, changed: Callable[[], None]) -> None:
@@ -257,7 +375,74 @@ class _Feed:
         self._drop(surplus)
         return 0.0
 
-    async def _ask(self, wishes: Sequence[int]) -> Answer:
+    async def _ask(self, wishes: Sequence[int]) -> QuotaGrant:
         answer = await self._buckets.ask(self._name, wishes, _PATIENCE_SECONDS)
         self._heard = time.monotonic()
         return answer
+
+
+class Budget:
+    """Lets pass what there are units for; nothing of a quota passes after something that lacks.
+
+    `lacking` are the wishes of those that did not pass, in units of a call, at most `most` each.
+    """
+
+    def __init__(self, units: Mapping[str, int], most: int) -> None:
+        self._left = dict(units)
+        self._most = most
+        self.lacking: dict[str, list[int]] = {}
+
+    def admits(self, needs: Mapping[str, int], alike: int = 1) -> bool:
+        """Whether a call with `needs` can begin now; of those behind it `alike - 1` are like it."""
+        short = False
+        for resource, units in needs.items():
+            if not resource.startswith(PREFIX):
+                continue
+            wishes = self.lacking.get(resource)
+            if wishes is None and self._left.get(resource, 0) >= units:
+                continue
+            wishes = self.lacking.setdefault(resource, [])
+            wishes += [units] * min(alike, self._most - len(wishes))
+            short = True
+        if short:
+            return False
+        for resource, units in needs.items():
+            if resource.startswith(PREFIX):
+                self._left[resource] -= units
+        return True
+
+
+class QuotaSettings(BaseModel):
+    """What an interface outside allows all who call it together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rate: float = Field(default=0, ge=0, allow_inf_nan=False)
+    """Units per second; 0: no such limit."""
+    burst: int = Field(default=1, ge=1)
+    """Units at once after a pause; no call may take more. Only with `rate`."""
+    concurrency: int = Field(default=0, ge=0)
+    """Units in use at a time; 0: no such limit."""
+
+
+def open_quotas(
+    declared: Mapping[str, QuotaSettings],
+    redis_url: str | None,
+    holder: str,
+    changed: Callable[[], None],
+) -> QuotaManager | None:
+    """None where no quota is declared. Without `redis_url` they are this process' alone."""
+    if not declared:
+        return None
+    limits = {name: QuotaLimits(q.rate, q.burst, q.concurrency) for name, q in declared.items()}
+    buckets: Buckets
+    if redis_url is None:
+        buckets = LocalBuckets(limits)
+        log.warning(
+            "quotas are counted in this process only; set TROUPE_REDIS_URL to share them",
+            quotas=sorted(limits),
+        )
+    else:
+        buckets = RedisBuckets(redis_url, limits, holder)
+        log.info("quotas are shared through Redis", quotas=sorted(limits))
+    return QuotaManager(limits, buckets, changed)

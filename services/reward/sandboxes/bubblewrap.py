@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from services.reward import worker
-from services.reward.cpu import CoreManager, Lease
-from services.reward.fence import Fence
-from services.reward.groups import Groups
-from services.reward.sandbox import Cage
+from services.reward.groups import CgroupLimits, ControlGroups, CoreLease, CoreManager
+from services.reward.sandbox import SandboxProfile
 from services.reward.sandboxes import supervisor
 
 
@@ -17,12 +15,16 @@ class BubblewrapHome:
     """Frozen between calls by control groups, where there are any."""
 
     def __init__(
-        self, name: str, cage: Cage, groups: Groups | None, cores: CoreManager | None
+        self,
+        name: str,
+        cage: SandboxProfile,
+        groups: ControlGroups | None,
+        cores: CoreManager | None,
     ) -> None:
         """`groups` limit what it takes as a whole, if there are any; `cores` hands cores out."""
         self._name, self._cage = name, cage
         self._groups, self._cores = groups, cores
-        self._fence = Fence(groups) if groups is not None else None
+        self._fence = CgroupLimits(groups) if groups is not None else None
 
     def launch(self) -> tuple[Sequence[str], dict[str, str], bytes]:
         """Raises FailedPrecondition ("no_sandbox")."""
@@ -37,12 +39,12 @@ class BubblewrapHome:
         if self._fence is not None:
             self._fence.adopt(self._name, pids, self._cage.processes, self._cage.memory_mib)
 
-    async def grant(self, lease: Lease) -> None:
+    async def grant(self, lease: CoreLease) -> None:
         """Tell whoever hands cores out."""
         if self._cores is not None:
             self._cores.grant(lease)
 
-    async def withdraw(self, lease: Lease) -> None:
+    async def withdraw(self, lease: CoreLease) -> None:
         """Tell whoever hands cores out."""
         if self._cores is not None:
             self._cores.withdraw(lease)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from services.reward import worker
-from services.reward.cpu import Lease
-from services.reward.fence import BASE_MIB
-from services.reward.sandbox import CONTAINER, HANDED_OUT, Cage
+from services.reward.groups import BASE_MIB, CoreLease
+from services.reward.sandbox import CONTAINER, HANDED_OUT, SandboxProfile
 from services.reward.sandboxes import supervisor
 from troupe.rpc import FailedPrecondition
 
@@ -60,7 +59,7 @@ code["main"](
 class ContainerHome:
     """One container; its engine freezes it, and gives it cores."""
 
-    def __init__(self, name: str, cage: Cage) -> None:
+    def __init__(self, name: str, cage: SandboxProfile) -> None:
         """`name` is unique among the engine's containers."""
         self._name, self._cage = name, cage
         self._frozen = False
@@ -87,14 +86,14 @@ class ContainerHome:
     async def entered(self, pids: Sequence[int]) -> None:
         """What was started is the engine's client, and of no concern."""
 
-    async def grant(self, lease: Lease) -> None:
+    async def grant(self, lease: CoreLease) -> None:
         """So much of these cores; none: as it is."""
         if lease.cores:
             cores = ",".join(map(str, lease.cores))
             update = ("update", "--cpus", str(len(lease.cores)), "--cpuset-cpus", cores)
             await _engine(*update, self._name)
 
-    async def withdraw(self, lease: Lease) -> None:
+    async def withdraw(self, lease: CoreLease) -> None:
         """It is frozen between calls."""
 
     def memory_kills(self) -> int:

@@ -19,10 +19,9 @@ from typing import Any, Final, Protocol
 import structlog
 
 from services.reward import worker
-from services.reward.cpu import Lease
-from services.reward.descendants import family, kill_with_children
-from services.reward.process import start_process
+from services.reward.groups import CoreLease, family, kill_with_children
 from services.reward.sandboxes import supervisor
+from services.reward.slot import start_process
 from troupe.rpc import TroupeError
 
 log = structlog.get_logger("troupe.reward")
@@ -53,7 +52,7 @@ class TookTooLong(Exception):
         self.output = output
 
 
-class Home(Protocol):
+class SandboxBackend(Protocol):
     """Where a sandbox lives: bubblewrap on this host, or a container."""
 
     def launch(self) -> tuple[Sequence[str], dict[str, str] | None, bytes]:
@@ -63,10 +62,10 @@ class Home(Protocol):
     async def entered(self, pids: Sequence[int]) -> None:
         """It answers; no code but ours has run. `pids`: what was started, as this host sees it."""
 
-    async def grant(self, lease: Lease) -> None:
+    async def grant(self, lease: CoreLease) -> None:
         """The cores that the next call has, besides those of calls that run."""
 
-    async def withdraw(self, lease: Lease) -> None:
+    async def withdraw(self, lease: CoreLease) -> None:
         """That call has ended."""
 
     def memory_kills(self) -> int:
@@ -85,7 +84,9 @@ class Home(Protocol):
 class Sandbox:
     """Starts with its first call, frozen whenever none runs, gone for good once it has ended."""
 
-    def __init__(self, home: Home, import_seconds: float, ended: Callable[[str], None]) -> None:
+    def __init__(
+        self, home: SandboxBackend, import_seconds: float, ended: Callable[[str], None]
+    ) -> None:
         """`import_seconds`: how long it may take to start, and to import a function; `ended(why)`
         is told once it is gone."""
         self._home = home
@@ -93,8 +94,8 @@ class Sandbox:
         self._import_seconds = import_seconds
         self._process: asyncio.subprocess.Process | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._prepared: dict[str, asyncio.Task[worker.Answer]] = {}
-        self._answers: dict[int, asyncio.Future[tuple[worker.Answer, str]]] = {}
+        self._prepared: dict[str, asyncio.Task[worker.CallAnswer]] = {}
+        self._answers: dict[int, asyncio.Future[tuple[worker.CallAnswer, str]]] = {}
         self._ids = itertools.count()
         self._readers: list[asyncio.Task[None]] = []
         self._printed: deque[bytes] = deque(maxlen=_PRINTED_PARTS)
@@ -114,8 +115,8 @@ class Sandbox:
         memory_mib: int,
         environment: Mapping[str, str],
         timeout: float,
-        lease: Lease | None = None,
-    ) -> tuple[worker.Answer, str, float]:
+        lease: CoreLease | None = None,
+    ) -> tuple[worker.CallAnswer, str, float]:
         """Answer, output and seconds of one call. `key` names the function and its code.
 
         Raises Gone, and TookTooLong once the call has been ended. Cancelling ends the call.
@@ -154,7 +155,7 @@ class Sandbox:
         await self._home.ended()
 
     @contextlib.asynccontextmanager
-    async def _awake(self, lease: Lease | None) -> AsyncIterator[None]:
+    async def _awake(self, lease: CoreLease | None) -> AsyncIterator[None]:
         self._running += 1
         try:
             async with self._gate:
@@ -215,7 +216,7 @@ class Sandbox:
         except (OSError, Gone, TroupeError) as error:
             self._fail(str(error))
 
-    async def _prepare(self, key: str, entrypoint: str) -> worker.Answer:
+    async def _prepare(self, key: str, entrypoint: str) -> worker.CallAnswer:
         """Have a function imported, once."""
         if key not in self._prepared:
             self._prepared[key] = asyncio.create_task(self._import(entrypoint))
@@ -224,7 +225,7 @@ class Sandbox:
             self._prepared.pop(key, None)
         return answer
 
-    async def _import(self, entrypoint: str) -> worker.Answer:
+    async def _import(self, entrypoint: str) -> worker.CallAnswer:
         frame = {"call": "prepare", "entrypoint": entrypoint}
         try:
             answer, _ = await self._ask(frame, self._import_seconds)
@@ -237,7 +238,7 @@ class Sandbox:
             raise Gone(str(self.gone))
         return answer
 
-    async def _ask(self, frame: dict[str, Any], timeout: float) -> tuple[worker.Answer, str]:
+    async def _ask(self, frame: dict[str, Any], timeout: float) -> tuple[worker.CallAnswer, str]:
         if self.gone is not None:
             raise Gone(self.gone)
         call_id = next(self._ids)
@@ -255,7 +256,9 @@ class Sandbox:
         finally:
             self._answers.pop(call_id, None)
 
-    async def _kill(self, call_id: int, answer: asyncio.Future[tuple[worker.Answer, str]]) -> str:
+    async def _kill(
+        self, call_id: int, answer: asyncio.Future[tuple[worker.CallAnswer, str]]
+    ) -> str:
         """End a call, not the sandbox; what it printed last."""
         self._send({"id": call_id, "call": "kill"})
         try:
@@ -300,7 +303,7 @@ class Sandbox:
             raise ValueError("that is not an answer")
         future = self._answers.get(call_id)
         if future is not None and not future.done():
-            future.set_result((worker.Answer(*fields), output))
+            future.set_result((worker.CallAnswer(*fields), output))
 
     def _fail(self, why: str) -> None:
         """From now on it is gone, for all that wait and all that come."""

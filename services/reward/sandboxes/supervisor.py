@@ -60,7 +60,7 @@ DIED: Final = "died"
 NO_ROOM: Final = "no_room"
 
 
-class Call:
+class ChildCall:
     """One child: its answer and its output as far as they have come."""
 
     def __init__(self, call_id: int, pid: int, answer: int, output: int) -> None:
@@ -77,7 +77,7 @@ class Call:
         return bytes(self.answer[_HEADER.size : end]) if len(self.answer) >= end else None
 
 
-class Supervisor:
+class SandboxSupervisor:
     """Frames in, children, frames out; one thread."""
 
     def __init__(self, worker: types.ModuleType) -> None:
@@ -90,7 +90,7 @@ class Supervisor:
         os.dup2(2, 1)
         self._buffer = bytearray()
         # The call that runs, and those of its files that are still open.
-        self._call: Call | None = None
+        self._call: ChildCall | None = None
         self._open: set[int] = set()
         self._awake, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
@@ -183,7 +183,7 @@ class Supervisor:
             self._child(frame, answer_end, output_end)
         os.close(answer_end)
         os.close(output_end)
-        self._call = Call(call_id, pid, answer, output)
+        self._call = ChildCall(call_id, pid, answer, output)
         for descriptor in (answer, output):
             os.set_blocking(descriptor, False)
             self._open.add(descriptor)
@@ -256,7 +256,7 @@ class Supervisor:
             if self._call is not None and self._call.pid == pid:
                 self._died(self._call, os.waitstatus_to_exitcode(status))
 
-    def _died(self, call: Call, status: int) -> None:
+    def _died(self, call: ChildCall, status: int) -> None:
         while self._call is call and self._read(call.answer_fd):  # what it wrote before
             pass
         if self._call is not call:
@@ -267,7 +267,7 @@ class Supervisor:
                 how = f"was killed by {signal.Signals(-status).name}"
         self._end(call, json.dumps([DIED, f"the call's process {how}", ""]).encode())
 
-    def _end(self, call: Call, body: bytes) -> None:
+    def _end(self, call: ChildCall, body: bytes) -> None:
         """Nothing of a call is left; then its answer is told."""
         _end_all()
         while self._read(call.output_fd):
@@ -380,7 +380,7 @@ def main(worker_source: str, worker_path: str, limits: list[str], fed: Fed | Non
     if fed is not None:
         sys.meta_path.insert(0, fed)
     confine(limits)
-    Supervisor(load("troupe_worker", worker_source, worker_path)).serve()
+    SandboxSupervisor(load("troupe_worker", worker_source, worker_path)).serve()
 
 
 if __name__ == "__main__":

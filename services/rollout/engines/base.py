@@ -7,20 +7,308 @@ those are kept and go on, and every token says which version drew it.
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import itertools
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
+from services.rollout.engines.state import EngineState
+from troupe.rpc.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+)
 from troupe.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
 
-    from services.rollout.engines.scoring import Asked, Scored
     from troupe.transfer import Transfer
     from troupe.workflow import Sampling
+
+LostT = TypeVar("LostT", bound="TurnLost")
+
+
+class TurnLost(Unavailable):
+    """The engine cannot end a turn. `drawn`: what it has of it, by verified weights, if anything:
+    whoever asked may go on from there on another engine."""
+
+    drawn: EngineResponse | None = None
+
+
+def lost_turn(error: LostT, drawn: EngineResponse) -> LostT:
+    """The same error for one turn."""
+    own = copy.copy(error)
+    own.drawn = drawn
+    return own
+
+
+class EngineDied(TurnLost):
+    """The engine's thread or process is gone, or does not answer; its turns are lost."""
+
+    default_kind = "engine_died"
+
+    def __init__(self, engine_id: str, reason: str) -> None:
+        super().__init__(
+            f"the engine died: {reason}",
+            field="engine",
+            value=engine_id,
+            remedy="Repeat the turn on another engine; this one serves again after a restart "
+            "and a verified weight update.",
+        )
+
+
+class EngineStale(TurnLost):
+    """The engine holds no verified weights (or is leaving) and takes no turns."""
+
+    default_kind = "engine_stale"
+
+    def __init__(self, engine_id: str, state: str) -> None:
+        super().__init__(
+            f"the engine is {state} and takes no turns",
+            field="engine",
+            value=engine_id,
+            remedy="Choose another engine of the policy, or update this one's weights first.",
+        )
+
+
+class EngineAsleep(FailedPrecondition):
+    """The engine has given its memory back and can do nothing until it is woken."""
+
+    default_kind = "engine_asleep"
+
+    def __init__(self, engine_id: str, what: str) -> None:
+        super().__init__(
+            f"the engine is asleep: {what}",
+            field="engine",
+            value=engine_id,
+            remedy="Wake it; it then needs a verified weight update before it serves.",
+        )
+
+
+class TurnReturned(Unavailable):
+    """The engine gives the turn back unfinished: it changes weights or goes to sleep."""
+
+    default_kind = "turn_returned"
+
+    def __init__(self, engine_id: str, reason: str) -> None:
+        super().__init__(
+            f"the turn was given back: {reason}",
+            field="engine",
+            value=engine_id,
+            remedy="Repeat the turn on an engine that serves; nothing of it was used.",
+        )
+
+
+class AdapterRefused(FailedPrecondition):
+    """The engine cannot take, or does not have, this LoRA adapter; nothing changed."""
+
+    default_kind = "adapter_refused"
+
+
+class EngineStartFailed(FailedPrecondition):
+    """The engine could not be brought up; the reason is in the message."""
+
+    default_kind = "engine_start_failed"
+
+
+class PromptTooLong(InvalidArgument):
+    """The prompt leaves no room for a response in the engine's context."""
+
+    default_kind = "prompt_too_long"
+
+    def __init__(self, policy: str, prompt_tokens: int, max_context: int) -> None:
+        super().__init__(
+            f"a prompt of {prompt_tokens} tokens leaves no room for a response in a context of "
+            f"{max_context} tokens",
+            field=f"policies.{policy}.engine.max_context",
+            value=max_context,
+            remedy="Shorten the conversation, or raise max_context up to what the model's "
+            "positions allow.",
+        )
+
+
+class TurnDeadline(DeadlineExceeded):
+    """No response within the turn's time; the request was aborted."""
+
+    default_kind = "turn_deadline"
+
+    def __init__(self, engine_id: str, request_id: str, seconds: float, done: int) -> None:
+        super().__init__(
+            f"request {request_id} had {done} tokens after {seconds:g} s on engine {engine_id}",
+            field="limits.turn_seconds",
+            value=f"{seconds:g}",
+            remedy="Allow more time per turn, fewer new tokens, or add engines.",
+        )
+
+
+class ScoreDeadline(DeadlineExceeded):
+    """Continuations were not scored in time."""
+
+    default_kind = "score_deadline"
+
+    def __init__(self, engine_id: str, count: int, seconds: float) -> None:
+        super().__init__(
+            f"{count} continuations were not scored within {seconds:g} s on engine {engine_id}",
+            field="limits.turn_seconds",
+            value=f"{seconds:g}",
+            remedy="Allow more time per turn, or ask for fewer at once.",
+        )
+
+
+class ScoreRefused(FailedPrecondition):
+    """The engine cannot compute these log-probs."""
+
+    default_kind = "score_refused"
+
+
+class BadTurn(InvalidArgument):
+    """The request cannot be served by any engine of the policy."""
+
+    default_kind = "bad_turn"
+
+
+class ReplyBroken(Unavailable):
+    """The engine lives, but this turn's answer is missing, cut off or refused."""
+
+    default_kind = "engine_reply_broken"
+
+    def __init__(self, engine_id: str, request_id: str, reason: str) -> None:
+        super().__init__(
+            f"no usable answer to request {request_id}: {reason}",
+            field="engine",
+            value=engine_id,
+            remedy="Repeat the turn; the prompt and its tokens are unchanged.",
+        )
+
+
+class WeightsRefused(FailedPrecondition):
+    """The published weights do not fit this engine's model, or are not what was announced.
+
+    Nothing in the engine changed.
+    """
+
+    default_kind = "weights_refused"
+
+
+class UpdateFailed(Unavailable):
+    """The update broke off half-way: the engine is STALE until one succeeds."""
+
+    default_kind = "weight_update_failed"
+
+
+class NonFiniteLogits(Internal):
+    """The model's output is NaN or infinite: the weights or the prompt are broken."""
+
+    default_kind = "non_finite_logits"
+
+    def __init__(self, engine_id: str, version: int | None) -> None:
+        super().__init__(
+            f"engine {engine_id} computed logits that are not finite with version {version}",
+            remedy="Look for a NaN in the published weights; roll back to an earlier version.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A continuation `ids` of a prompt; neither is empty."""
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probs of continuations, in the order in which they were asked, all by one version."""
+
+    logprobs: list[list[float]]
+    """One per id of each, under softmax(logits / temperature), given all ids before it."""
+    version: int
+    checksum: str
+
+
+class Scoring(ABC):
+    """`base.Engine.score` over one verb."""
+
+    kind: ClassVar[str]
+    engine_id: str
+    policy: str
+    max_context: int
+    vocabulary: int
+    _life: EngineState
+    _settled: asyncio.Event
+
+    async def score(
+        self, asked: Sequence[ScoreRequest], temperature: float, *, deadline_seconds: float
+    ) -> Scored:
+        """Log-probs of continuations; see `base.Engine.score`."""
+        if not asked:
+            raise BadTurn("nothing is asked for", field="prompts", remedy="Give a continuation.")
+        for one in asked:
+            self._check(one)
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                while True:
+                    await self._serving()
+                    found = await self._score(asked, temperature)
+                    # Weights that changed under way, or are not verified yet: once more.
+                    await self._settled.wait()
+                    if found is not None and found[1] == self._life.version:
+                        break
+        except TimeoutError as error:
+            raise ScoreDeadline(self.engine_id, len(asked), deadline_seconds) from error
+        logprobs, version = found
+        if not all(math.isfinite(value) for row in logprobs for value in row):
+            raise NonFiniteLogits(self.engine_id, version)
+        return Scored(logprobs, version, self._life.checksum)
+
+    async def _score(
+        self, asked: Sequence[ScoreRequest], temperature: float
+    ) -> tuple[list[list[float]], int] | None:
+        """Log-probs and the version that computed them all; None when it changed under way."""
+        raise ScoreRefused(
+            f"a '{self.kind}' engine scores nothing",
+            field=f"policies.{self.policy}.engine.kind",
+            value=self.kind,
+            remedy="Ask a policy that an embedded engine or SGLang serves.",
+        )
+
+    @abstractmethod
+    async def _serving(self) -> None:
+        """Wait out an update. Raises `EngineDied` or `EngineStale` when nothing is served."""
+
+    def _check(self, one: ScoreRequest) -> None:
+        if not one.prompt_ids or not one.ids:
+            raise BadTurn(
+                "a prompt or a continuation without tokens has no log-probs",
+                field="prompts",
+                remedy="Give at least one token of each.",
+            )
+        if self.vocabulary:
+            low, high = min(*one.prompt_ids, *one.ids), max(*one.prompt_ids, *one.ids)
+            if low < 0 or high >= self.vocabulary:
+                raise BadTurn(
+                    f"the vocabulary of policy '{self.policy}' has {self.vocabulary} tokens",
+                    field="prompts",
+                    value=low if low < 0 else high,
+                    remedy="Use the policy's own tokenizer.",
+                )
+        length = len(one.prompt_ids) + len(one.ids)
+        if self.max_context and length > self.max_context:
+            raise BadTurn(
+                f"prompt and continuation have {length} tokens, a context has {self.max_context}",
+                field=f"policies.{self.policy}.engine.max_context",
+                value=self.max_context,
+                remedy="Shorten them, or raise max_context up to what the model's positions allow.",
+            )
+
 
 FinishReason = Literal["stop", "length", "abort"]
 Memory = Literal["weights", "kv_cache"]
@@ -75,14 +363,14 @@ class VersionSpan:
 
 
 @dataclass(frozen=True)
-class Generation:
+class EngineResponse:
     """One response.
 
     `token_ids` and `logprobs` have equal length; a stop token that ended the response is its
     last element. `logprobs` are natural logs under softmax(logits / temperature), before top-k
     and top-p; greedy responses (temperature 0) count as temperature 1. That is what SGLang
     reports by default, and what a trainer must recompute: logits divided by the temperature.
-    `finish_reason` is "abort" after `Engine.abort`; the tokens drawn until then are kept.
+    `finish_reason` is "abort" after `ServingEngine.abort`; the tokens drawn until then are kept.
     `cached_tokens` counts prompt tokens whose keys and values were reused.
     """
 
@@ -132,14 +420,14 @@ class EngineLoad:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterWeights:
     """A LoRA adapter in memory: PEFT's `adapter_config.json` and its tensors by PEFT's names."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
 
 
-class Engine(Protocol):
+class ServingEngine(Protocol):
     """One serving replica of one policy.
 
     Life (troupe.states.ENGINE): `start` leads to STALE, `update_weights` through UPDATING to
@@ -203,7 +491,7 @@ class Engine(Protocol):
         deadline_seconds: float,
         priority: int = 0,
         adapter: str | None = None,
-    ) -> Generation:
+    ) -> EngineResponse:
         """Draw one response to `prompt_ids`.
 
         A response is cut to the room that the prompt leaves in the context. Cancelling the task
@@ -216,7 +504,7 @@ class Engine(Protocol):
         ...
 
     async def score(
-        self, asked: Sequence[Asked], temperature: float, *, deadline_seconds: float
+        self, asked: Sequence[ScoreRequest], temperature: float, *, deadline_seconds: float
     ) -> Scored:
         """Log-probs of given continuations by one verified version; nothing is drawn.
 
@@ -272,7 +560,7 @@ class Engine(Protocol):
         """Names of the LoRA adapters that turns may use."""
         ...
 
-    async def load_adapter(self, name: str, source: Path | Adapter) -> None:
+    async def load_adapter(self, name: str, source: Path | AdapterWeights) -> None:
         """Load a LoRA adapter from a PEFT directory that the engine sees, or from tensors.
 
         One of the same name is replaced. Raises `AdapterRefused`.

@@ -14,19 +14,169 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from transformers import (
+    AttentionInterface,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
 from transformers.generation.logits_process import LogitsProcessorList
 
-from services.rollout.engines import attention
+from services.rollout.engines.front import EngineTurn
 from services.rollout.engines.gate import PromptGate
 from services.rollout.engines.sampling import draw
-from services.rollout.engines.turns import Turn
+
+NAME = "troupe_packed"
+# Requests with query lengths in the same interval are padded to each other: decoding turns (1),
+# the rest of a prompt whose prefix was cached, whole prompts.
+_BUCKETS = (1, 16)
+_FULL = "full_attention"
+# Added to masked scores. Finite: a padding row sees nothing at all, and must not become NaN.
+_MASKED = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBucket:
+    """Requests that are padded to each other, right-aligned: b of them, Q queries, K keys.
+
+    `gather` [b*Q]: packed positions of the queries; `source`, `target`: which of the b*Q outputs
+    are real and where they go; `keys` slices the padded keys; `mask` [b, 1, repeat*Q, K].
+    """
+
+    b: int
+    q: int
+    k: int
+    gather: torch.Tensor
+    source: torch.Tensor | None
+    target: torch.Tensor
+    keys: slice
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """How one packed batch is cut into buckets; the same for all layers."""
+
+    buckets: list[PaddedBucket]
+    key_index: torch.Tensor
+    """[sum b*K] into the packed keys."""
+    read_index: torch.Tensor | None
+    """The same, composed with the cache's read index; None when nothing is read from it."""
+
+
+def supports(config: Any) -> bool:
+    """Whether a model with this configuration computes plain causal attention in every layer.
+
+    Models that transformers does not run on `sdpa` have extras (caps, sinks) that we lack too.
+    """
+    if config._attn_implementation != "sdpa":
+        return False
+    kinds = getattr(config.get_text_config(), "layer_types", None)
+    if kinds:
+        return set(kinds) == {_FULL}
+    return not getattr(config.get_text_config(), "sliding_window", None)
+
+
+def make_plan(
+    cu_q: torch.Tensor, cu_k: torch.Tensor, read_index: torch.Tensor, repeat: int
+) -> BucketPlan:
+    """Plan for requests whose queries and keys end at `cu_q[1:]` and `cu_k[1:]` (packed)."""
+    q_end, k_end = cu_q[1:].long(), cu_k[1:].long()
+    q_len, k_len = q_end - cu_q[:-1].long(), k_end - cu_k[:-1].long()
+    bucket_of = torch.bucketize(q_len, torch.tensor(_BUCKETS))
+    buckets: list[PaddedBucket] = []
+    key_parts: list[torch.Tensor] = []
+    start = 0
+    for number in range(len(_BUCKETS) + 1):
+        rows = (bucket_of == number).nonzero().squeeze(-1)
+        b = rows.numel()
+        if not b:
+            continue
+        q, k = int(q_len[rows].max()), int(k_len[rows].max())
+        # Distance of each column from the request's last token: padding is on the left.
+        q_back, k_back = torch.arange(q - 1, -1, -1), torch.arange(k - 1, -1, -1)
+        gather = (q_end[rows] - 1).unsqueeze(1) - q_back
+        key_parts.append(((k_end[rows] - 1).unsqueeze(1) - k_back).clamp_(min=0).view(-1))
+        seen = (k_back < k_len[rows].unsqueeze(1)).unsqueeze(1)
+        source, target = None, gather.view(-1)
+        if q > 1:
+            seen = seen & (k_back >= q_back.unsqueeze(1))
+            source = (q_back < q_len[rows].unsqueeze(1)).view(-1).nonzero().squeeze(-1)
+            target = target[source]
+        mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, _MASKED)
+        if q > 1:
+            mask = mask.unsqueeze(1).expand(b, repeat, q, k).reshape(b, repeat * q, k)
+        keys = slice(start, start + b * k)
+        start = keys.stop
+        gather = gather.clamp(min=0).view(-1)
+        buckets.append(PaddedBucket(b, q, k, gather, source, target, keys, mask.unsqueeze(1)))
+    key_index = torch.cat(key_parts)
+    return BucketPlan(buckets, key_index, read_index[key_index] if read_index.numel() else None)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of `query` [1, heads, T, dim] over each request's cached and new keys.
+
+    Called by the model in place of its stock attention, only within continuous batching (it
+    needs the paged `cache` and the sequence lengths in `kwargs`). Returns [1, T, heads, dim].
+    """
+    if cache is None:
+        raise ValueError(f"'{NAME}' attention serves continuous batching only")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    repeat = heads // kv_heads
+    # The lengths are the same tensors for all layers of a step: the plan lives beside them.
+    lengths = kwargs["cu_seq_lens_k"]
+    plan = lengths.get(NAME)
+    if plan is None:
+        read = kwargs["read_index"][0]
+        plan = lengths[NAME] = make_plan(kwargs["cu_seq_lens_q"], lengths[_FULL], read, repeat)
+    if plan.read_index is not None:
+        kwargs["read_index"] = [plan.read_index]
+    keys, values = cache.update(key, value, layer_idx=module.layer_idx, kwargs=kwargs)
+    keys, values = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+    if plan.read_index is None:
+        keys, values = (x.index_select(0, plan.key_index) for x in (keys, values))
+    tokens, dim = query.shape[2], query.shape[3]
+    packed = query[0].transpose(0, 1).reshape(tokens, heads * dim)
+    out = torch.empty_like(packed)
+    for bucket in plan.buckets:
+        b, q, k = bucket.b, bucket.q, bucket.k
+        # Heads that share keys become further queries: [b, kv_heads, repeat * q, dim].
+        rows = packed.index_select(0, bucket.gather).view(b, q, kv_heads, repeat, dim)
+        rows = rows.permute(0, 2, 3, 1, 4).reshape(b, kv_heads, repeat * q, dim)
+        result = F.scaled_dot_product_attention(
+            rows,
+            keys[bucket.keys].view(b, k, kv_heads, dim).transpose(1, 2),
+            values[bucket.keys].view(b, k, kv_heads, dim).transpose(1, 2),
+            attn_mask=bucket.mask.to(query.dtype),
+            scale=scaling,
+        )
+        result = result.view(b, kv_heads, repeat, q, dim).permute(0, 3, 1, 2, 4)
+        result = result.reshape(b * q, heads * dim)
+        if bucket.source is not None:
+            result = result.index_select(0, bucket.source)
+        out.index_copy_(0, bucket.target, result)
+    return out.view(1, tokens, heads, dim), None
+
+
+AttentionInterface.register(NAME, packed_attention)
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +194,7 @@ _WATCH_SECONDS = 0.1
 # A pass takes milliseconds. One that takes this long hangs.
 PASS_SECONDS = 60.0
 
-Ended = Callable[[Turn, str | None], None]
+Ended = Callable[[EngineTurn, str | None], None]
 T = TypeVar("T")
 
 
@@ -55,14 +205,16 @@ class TurnSampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
     with that token.
     """
 
-    def __init__(self, drew: Callable[[int], None], first_token: Callable[[Turn], None]) -> None:
+    def __init__(
+        self, drew: Callable[[int], None], first_token: Callable[[EngineTurn], None]
+    ) -> None:
         super().__init__(LogitsProcessorList())
         self.do_processing = True
-        self.turns: dict[str, Turn] = {}
+        self.turns: dict[str, EngineTurn] = {}
         self.version = -1
         self._drew = drew
         self._first_token = first_token
-        self._rows: list[Turn | None] = []
+        self._rows: list[EngineTurn | None] = []
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> Any:
         """Note which turns the rows of the coming step belong to."""
@@ -121,7 +273,7 @@ class ContinuousBatcher:
         # Who is first, the manager's start or `stop`?
         self._beginning = threading.Lock()
         self._started = threading.Event()
-        packed = attention.supports(model.config)
+        packed = supports(model.config)
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(
@@ -137,7 +289,7 @@ class ContinuousBatcher:
         self._manager.logit_processor = self._sampler
         if packed:
             # Only now: the manager's constructor knows the stock implementations alone.
-            model.set_attn_implementation(attention.NAME)
+            model.set_attn_implementation(NAME)
 
     def start(self) -> None:
         """Start serving. Returns at once."""
@@ -153,13 +305,13 @@ class ContinuousBatcher:
         denied = manager.background_thread_status.can_accept_new_requests()
         return bool(manager.is_running()) and denied is None
 
-    def submit(self, turn: Turn, ended: Ended) -> None:
+    def submit(self, turn: EngineTurn, ended: Ended) -> None:
         """Serve `turn`; `ended(turn, error)` is called in this event loop when it is over."""
         self._register(turn, ended)
         if self._gate.enter(turn):
             self._add(turn)
 
-    def resubmit(self, turn: Turn, ended: Ended) -> None:
+    def resubmit(self, turn: EngineTurn, ended: Ended) -> None:
         """Go on with a turn that `swap` retracted: prompt and tokens so far are read again."""
         turn.incarnation += 1
         if not turn.versions:
@@ -167,14 +319,14 @@ class ContinuousBatcher:
         self._register(turn, ended)
         self._add(turn)
 
-    def cancel(self, turn: Turn) -> None:
+    def cancel(self, turn: EngineTurn) -> None:
         """Stop working on `turn`; its `ended` is not called."""
         turn.closed = True
         self._forget(turn.key)
         self._manager.cancel_request(turn.key)
         self._open_gate(turn)
 
-    def swap(self, change: Callable[[], None], version: int) -> tuple[float, list[Turn]]:
+    def swap(self, change: Callable[[], None], version: int) -> tuple[float, list[EngineTurn]]:
         """Run `change` between two steps; later tokens carry `version`.
 
         Everything computed with the old weights is forgotten. Returns the seconds that serving
@@ -225,7 +377,7 @@ class ContinuousBatcher:
         if not self._stopping:
             self._exited(repr(self._manager.background_thread_status.fatal_error))
 
-    def _register(self, turn: Turn, ended: Ended) -> None:
+    def _register(self, turn: EngineTurn, ended: Ended) -> None:
         key = turn.key
         self._sampler.turns[key] = turn
 
@@ -236,7 +388,7 @@ class ContinuousBatcher:
 
         self._manager.register_result_handler(key, done)
 
-    def _add(self, turn: Turn) -> None:
+    def _add(self, turn: EngineTurn) -> None:
         # A refusal means that the thread is dying: `exited` deals with all of its turns.
         self._manager.add_request(
             turn.prompt_ids + turn.token_ids,
@@ -245,7 +397,7 @@ class ContinuousBatcher:
             eos_token_id=list(turn.stop_ids),
         )
 
-    def _open_gate(self, turn: Turn) -> None:
+    def _open_gate(self, turn: EngineTurn) -> None:
         for follower in self._gate.opened(turn):
             if not follower.closed:
                 self._add(follower)
@@ -254,7 +406,7 @@ class ContinuousBatcher:
         self._sampler.turns.pop(key, None)
         self._manager.output_router.result_handlers.pop(key, None)
 
-    def _forget_cache(self) -> list[Turn]:
+    def _forget_cache(self) -> list[EngineTurn]:
         """Within a pause: drop all keys and values; returns the turns that had some."""
         processor = self._manager.batch_processor
         active = list(processor.scheduler.active_requests)

@@ -6,34 +6,103 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import torch
+from transformers import PreTrainedModel
 
-from services.rollout.engines import plain
-from services.rollout.engines.adapted import (
+from services.rollout.engines.apart.batcher import ApartBatcher
+from services.rollout.engines.base import (
+    EngineDied,
+    EngineResponse,
+    EngineStartFailed,
+    Memory,
+    SamplingParams,
+    ScoreRequest,
+)
+from services.rollout.engines.continuous import ContinuousBatcher
+from services.rollout.engines.fixed import FixedBatcher, check_architecture
+from services.rollout.engines.front import EngineFront, EngineTurn, Tensors
+from services.rollout.engines.slotted import SlotBatcher, fits_slots
+from services.rollout.engines.weights import (
     Adapted,
     add_adapter,
+    adopt,
+    arranged,
     check_base,
     check_published,
+    fill,
+    load_config,
     served_beside,
+    skeleton,
+    stop_ids,
+    verify,
 )
-from services.rollout.engines.apart.batcher import ApartBatcher
-from services.rollout.engines.base import Generation, Memory, SamplingParams
-from services.rollout.engines.continuous import ContinuousBatcher
-from services.rollout.engines.errors import EngineDied, EngineStartFailed
-from services.rollout.engines.fixed import FixedBatcher, check_architecture
-from services.rollout.engines.front import EngineFront, Tensors
-from services.rollout.engines.models import load_config, skeleton, stop_ids
-from services.rollout.engines.scoring import Asked
-from services.rollout.engines.slotted import SlotBatcher, fits_slots
-from services.rollout.engines.turns import Turn
-from services.rollout.engines.weights import adopt, arranged, fill, verify
 from troupe.job import PolicySpec
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.v1 import common_pb2 as pb
+
+# Tokens per pass: serving stands still for so long.
+PASS_TOKENS: Final = 4096
+# Logits of one pass, in numbers.
+_PASS_LOGITS: Final = 1 << 25
+
+
+def passes(asked: Sequence[ScoreRequest], vocabulary: int) -> list[list[int]]:
+    """Numbers of `asked` by pass: rows of one pass have the same length, so none needs padding."""
+    by_row: dict[tuple[int, ...], list[int]] = {}
+    for number, one in enumerate(asked):
+        by_row.setdefault(_row(one), []).append(number)
+    by_length: dict[int, list[list[int]]] = {}
+    for row, numbers in by_row.items():
+        by_length.setdefault(len(row), []).append(numbers)
+    found: list[list[int]] = []
+    for length, rows in by_length.items():
+        tail = max(len(asked[n].ids) for numbers in rows for n in numbers)
+        room = max(1, min(PASS_TOKENS // length, _PASS_LOGITS // (tail * vocabulary)))
+        parts = (rows[at : at + room] for at in range(0, len(rows), room))
+        found += [[n for numbers in part for n in numbers] for part in parts]
+    return found
+
+
+def logprobs(
+    model: PreTrainedModel, asked: Sequence[ScoreRequest], temperature: float
+) -> list[list[float]]:
+    """Log-probs of continuations whose rows have the same length, by one pass."""
+    rows = {row: at for at, row in enumerate(dict.fromkeys(map(_row, asked)))}
+    tail = max(len(one.ids) for one in asked)
+    with torch.inference_mode(), _stock_attention(model):
+        out = model(input_ids=torch.tensor(list(rows)), use_cache=False, logits_to_keep=tail)
+        table = torch.log_softmax(out.logits.float() / temperature, dim=-1)
+        found: list[list[float]] = []
+        for one in asked:
+            ids = torch.tensor(one.ids)
+            ours = table[rows[_row(one)], tail - len(one.ids) :]
+            found.append(ours.gather(1, ids.unsqueeze(1)).squeeze(1).tolist())
+    return found
+
+
+def _row(one: ScoreRequest) -> tuple[int, ...]:
+    """What is read: nothing follows the last token."""
+    return one.prompt_ids + one.ids[:-1]
+
+
+@contextlib.contextmanager
+def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes as transformers does: a batcher's attention needs its own cache."""
+    own = model.config._attn_implementation
+    # Batchers replace what `models.skeleton` chose; a paged variant bears its name.
+    stock = own.removeprefix("paged|") if own.startswith("paged|") else "sdpa"
+    if own == "eager":
+        stock = own
+    model.set_attn_implementation(stock)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +154,7 @@ class EmbeddedEngine(EngineFront):
         self._deterministic = deterministic
         self._model: torch.nn.Module | None = None
         self._batcher: Batcher | None = None
-        self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._waiting: dict[str, asyncio.Future[EngineResponse]] = {}
         self._progress_at = time.monotonic()
         self._misses = 0
 
@@ -155,9 +224,9 @@ class EmbeddedEngine(EngineFront):
         if batcher is not None:
             await asyncio.to_thread(batcher.stop, _STOP_SECONDS)
 
-    async def _serve(self, turn: Turn) -> Generation:
+    async def _serve(self, turn: EngineTurn) -> EngineResponse:
         batcher = self._require_batcher()
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
         self._waiting[turn.request_id] = future
         if len(self._turns) == 1:
             self._progress_at = time.monotonic()
@@ -168,15 +237,15 @@ class EmbeddedEngine(EngineFront):
             del self._waiting[turn.request_id]
 
     async def _score(
-        self, asked: Sequence[Asked], temperature: float
+        self, asked: Sequence[ScoreRequest], temperature: float
     ) -> tuple[list[list[float]], int] | None:
         found: dict[int, list[float]] = {}
         versions = set()
-        for numbers in plain.passes(asked, self.vocabulary):
+        for numbers in passes(asked, self.vocabulary):
             batcher, model = self._require_batcher(), self._model
             assert model is not None  # alive
             some = [asked[number] for number in numbers]
-            call = partial(plain.logprobs, model, some, temperature)
+            call = partial(logprobs, model, some, temperature)
             try:
                 rows, version = await asyncio.to_thread(batcher.between, call)
             except (RuntimeError, TimeoutError) as error:
@@ -187,7 +256,7 @@ class EmbeddedEngine(EngineFront):
             return None
         return [found[number] for number in range(len(asked))], versions.pop()
 
-    def _drop(self, turn: Turn) -> None:
+    def _drop(self, turn: EngineTurn) -> None:
         if self._batcher is not None:
             self._batcher.cancel(turn)
 
@@ -348,7 +417,7 @@ class EmbeddedEngine(EngineFront):
         self._turns.drew(count)
         self._progress_at = time.monotonic()
 
-    def _ended(self, turn: Turn, error: str | None) -> None:
+    def _ended(self, turn: EngineTurn, error: str | None) -> None:
         """The batcher is through with `turn`."""
         if error is not None and (self._batcher is None or not self._batcher.alive):
             self._die(error)
@@ -375,7 +444,7 @@ class EmbeddedEngine(EngineFront):
 
 def _swap(
     batcher: Batcher, model: torch.nn.Module, tensors: Tensors, ref: pb.WeightsRef
-) -> tuple[float, list[Turn]]:
+) -> tuple[float, list[EngineTurn]]:
     """In a worker thread: have `tensors` served; see `ContinuousBatcher.swap`."""
     before: list[torch.Tensor] = []
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
-from services.rollout.engines.base import Engine
+from services.rollout.engines.base import ServingEngine
 from troupe.job import PolicySpec
 
 
@@ -18,7 +19,7 @@ def make_engine(
     work_dir: Path | None = None,
     trace_dir: Path | None = None,
     deterministic: bool = False,
-) -> Engine:
+) -> ServingEngine:
     """An engine that has not been started.
 
     `threads`: torch threads of an embedded engine. `replica`: which of the policy's replicas on
@@ -28,9 +29,12 @@ def make_engine(
     of (weights, prompt, seed), or the engine does not start.
     """
     if policy_spec.paced is not None:
-        from services.rollout.engines.paced import PacedEngine
-
-        return PacedEngine(engine_id, policy_name, policy_spec, trace_dir=trace_dir)
+        # By name: the testbed is no part of the product.
+        testbed = importlib.import_module("testbed.simulated_engine")
+        engine: ServingEngine = testbed.PacedEngine(
+            engine_id, policy_name, policy_spec, trace_dir=trace_dir
+        )
+        return engine
     if policy_spec.engine.kind == "embedded":
         from services.rollout.engines.embedded import EmbeddedEngine
 

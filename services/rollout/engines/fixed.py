@@ -14,10 +14,10 @@ from typing import Final
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from services.rollout.engines import attention
-from services.rollout.engines.errors import EngineStartFailed
+from services.rollout.engines import continuous
+from services.rollout.engines.base import EngineStartFailed
 from services.rollout.engines.sampling import Draw, draw
-from services.rollout.engines.slots import NAME, Run, SlotCache
+from services.rollout.engines.slots import NAME, SlotCache, SlotRun
 from services.rollout.engines.slotted import SlotBatcher
 from troupe.rpc.errors import FailedPrecondition
 
@@ -32,7 +32,7 @@ _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_architecture(config: PretrainedConfig, policy: str) -> None:
     """Raise `EngineStartFailed` for models whose shapes cannot be held fixed."""
     text = config.get_text_config()
-    if attention.supports(config) and not any(getattr(text, name, None) for name in _EXPERTS):
+    if continuous.supports(config) and not any(getattr(text, name, None) for name in _EXPERTS):
         return
     raise EngineStartFailed(
         "the embedded engine computes only dense models with plain causal attention "
@@ -80,7 +80,7 @@ class FixedBatcher(SlotBatcher):
     def _draw(self, logits: torch.Tensor, rows: Sequence[Draw]) -> list[tuple[int, float]]:
         return _draw_each(logits, rows)
 
-    def _forward(self, runs: Sequence[Run], ids: list[int], wanted: list[int]) -> torch.Tensor:
+    def _forward(self, runs: Sequence[SlotRun], ids: list[int], wanted: list[int]) -> torch.Tensor:
         """Logits [running, vocabulary] of the `wanted` rows, the others being padding."""
         self._cache.plan(runs, self._rows)
         padding = [0] * (self._rows - len(ids))
@@ -89,14 +89,14 @@ class FixedBatcher(SlotBatcher):
     def _probe(self) -> None:
         """Is one token's result the same in every row, whatever the other rows are?"""
         count = self._running
-        singles = [Run(slot, 0, 1) for slot in range(count)]
+        singles = [SlotRun(slot, 0, 1) for slot in range(count)]
         alike = self._forward(singles, [1] * count, list(range(count))).nan_to_num()
         # NaN weights are somebody else's to report, by the first turn's log-probs.
         same = torch.equal(alike, alike[:1].expand_as(alike))
         if count > 1:
             ids = [0, 1] * (READING_ROWS // 2) + [1, 0] * count
             rows = list(range(READING_ROWS, READING_ROWS + count - 1))
-            runs = [Run(0, 0, READING_ROWS), *singles[1:]]
+            runs = [SlotRun(0, 0, READING_ROWS), *singles[1:]]
             mixed = self._forward(runs, ids[: len(rows) + READING_ROWS], rows).nan_to_num()
             mixed = mixed[: count - 1 : 2]
             same = same and torch.equal(mixed, alike[:1].expand_as(mixed))

@@ -6,42 +6,305 @@ import asyncio
 import contextlib
 import math
 import secrets
-from abc import abstractmethod
-from collections.abc import Mapping
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from services.rollout.engines.adapted import Adapted, with_base
 from services.rollout.engines.base import (
-    Adapter,
-    Device,
-    EngineLoad,
-    Generation,
-    SamplingParams,
-)
-from services.rollout.engines.errors import (
+    DRAIN_SECONDS,
+    MEMORY,
     AdapterRefused,
+    AdapterWeights,
     BadTurn,
+    Device,
     EngineAsleep,
     EngineDied,
+    EngineLoad,
+    EngineResponse,
     EngineStale,
+    FinishReason,
+    Memory,
     NonFiniteLogits,
     PromptTooLong,
+    SamplingParams,
+    Scoring,
     TurnDeadline,
     TurnReturned,
     WeightsRefused,
     lost_turn,
+    spans_of,
 )
-from services.rollout.engines.scoring import Scoring
-from services.rollout.engines.sleeping import Sleeping
+from services.rollout.engines.sampling import Draw
 from services.rollout.engines.state import EngineState
-from services.rollout.engines.turns import Turn, TurnTable
-from services.rollout.engines.weights import layout
+from services.rollout.engines.weights import Adapted, layout, with_base
+from troupe.rpc.errors import TroupeError
 from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:
     from troupe.transfer import Transfer
+
+
+class Sleeping(ABC):
+    """Sleep and wake of `base.Engine`, over two verbs: free memory, take it again.
+
+    Whatever was freed, the engine is STALE afterwards: nobody verified what it holds.
+    """
+
+    engine_id: str
+    _life: EngineState
+    _changing: asyncio.Lock
+
+    def __init__(self) -> None:
+        self._asleep: frozenset[Memory] = frozenset()
+
+    @property
+    def asleep(self) -> frozenset[Memory]:
+        """The memory that the engine has given back."""
+        return self._asleep
+
+    async def sleep(
+        self, tags: Collection[Memory] = MEMORY, *, drain_seconds: float = DRAIN_SECONDS
+    ) -> None:
+        """Give memory back; see `base.Engine.sleep`."""
+        async with self._changing:
+            wanted = frozenset(tags) - self._asleep
+            if not wanted:
+                return
+            self._require_alive()
+            if (refusal := self._keeps_memory()) is not None:
+                raise refusal
+            if self._life.now == pb.ENGINE_STATE_HEALTHY:
+                await self.drain("going to sleep", deadline_seconds=drain_seconds)
+            self._fail_turns(TurnReturned(self.engine_id, "the engine goes to sleep"))
+            self._require_there()
+            if self._life.now != pb.ENGINE_STATE_STALE:
+                self._life.lost_weights("went to sleep")
+            await self._release(wanted)
+            self._asleep |= wanted
+
+    async def wake(self, tags: Collection[Memory] = MEMORY) -> None:
+        """Take memory again; see `base.Engine.wake`."""
+        async with self._changing:
+            wanted = frozenset(tags) & self._asleep
+            if not wanted:
+                return
+            self._require_alive()
+            await self._resume(wanted)
+            self._asleep -= wanted
+
+    @property
+    def _lacks(self) -> str:
+        return ", ".join(sorted(self._asleep))
+
+    def _keeps_memory(self) -> TroupeError | None:
+        """Why memory cannot be given back, if so."""
+        return None
+
+    @abstractmethod
+    async def drain(self, reason: str, *, deadline_seconds: float) -> int:
+        """Take no new turns and see those in hand end."""
+
+    @abstractmethod
+    async def _release(self, tags: frozenset[Memory]) -> None:
+        """Free that memory; no turn is in hand."""
+
+    @abstractmethod
+    async def _resume(self, tags: frozenset[Memory]) -> None:
+        """Take it again, with whatever in it."""
+
+    @abstractmethod
+    def _fail_turns(self, error: Exception) -> None:
+        """End every turn in hand with `error`."""
+
+    @abstractmethod
+    def _require_alive(self) -> None:
+        """Raise `EngineDied` or `EngineStale` unless the engine is up and not leaving."""
+
+    @abstractmethod
+    def _require_there(self) -> None:
+        """Raise `EngineDied` when it is gone."""
+
+
+# Long enough to smooth steps of a few milliseconds, short enough to follow a phase of a job.
+_RATE_SECONDS = 5.0
+
+
+class EngineTurn:
+    """One request on its way: what was asked, what was drawn so far.
+
+    One thread (the engine's) appends tokens; others may read at any time: `versions` is
+    appended last, so the first `len(versions)` entries of all three lists belong together.
+    """
+
+    __slots__ = (
+        "adapter",
+        "closed",
+        "draws",
+        "incarnation",
+        "logprobs",
+        "max_new_tokens",
+        "priority",
+        "prompt_ids",
+        "read_tokens",
+        "request_id",
+        "sampling",
+        "seed",
+        "started_at",
+        "stop_ids",
+        "submitted_at",
+        "token_ids",
+        "versions",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        seed: int,
+        priority: int = 0,
+        adapter: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.priority = priority
+        self.adapter = adapter
+        self.prompt_ids = prompt_ids
+        self.sampling = sampling
+        self.max_new_tokens = max_new_tokens
+        self.stop_ids = stop_ids
+        self.seed = seed
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.submitted_at = time.monotonic()
+        self.started_at: float | None = None
+        # Prompt tokens that the model computed before the first token was drawn; the others
+        # came from the prefix cache.
+        self.read_tokens = 0
+        # Grows with each resubmission, so that the batcher's ids are never used twice.
+        self.incarnation = 0
+        self.closed = False
+
+    @property
+    def key(self) -> str:
+        """Its id in a batcher or server, never used twice."""
+        return f"{self.request_id}#{self.incarnation}"
+
+    def next_draw(self) -> Draw:
+        """How the next token is drawn."""
+        s = self.sampling
+        return Draw(s.temperature, s.top_k, s.top_p, self.seed, s.drawn + len(self.token_ids))
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        """Record one token."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    def restart(self) -> None:
+        """Forget what was drawn and begin anew."""
+        self.token_ids, self.logprobs, self.versions = [], [], []
+        self.read_tokens = 0
+        self.incarnation += 1
+
+    @property
+    def remaining(self) -> int:
+        """Response tokens still allowed."""
+        return self.max_new_tokens - len(self.versions)
+
+    @property
+    def outstanding(self) -> int:
+        """Work left, in tokens: an unread prompt and the response still allowed."""
+        return self.remaining + (0 if self.versions else len(self.prompt_ids))
+
+    def result(self, *, aborted: bool = False) -> EngineResponse:
+        """What was drawn, as the router gets it."""
+        n = len(self.versions)
+        tokens = self.token_ids[:n]
+        # A turn that had its last token when it was stopped has ended by itself.
+        reason: FinishReason = "length"
+        if n and tokens[-1] in self.stop_ids:
+            reason = "stop"
+        elif aborted and n < self.max_new_tokens:
+            reason = "abort"
+        now = time.monotonic()
+        started = self.started_at if self.started_at is not None else now
+        return EngineResponse(
+            token_ids=tokens,
+            logprobs=self.logprobs[:n],
+            versions=spans_of(self.versions[:n]),
+            finish_reason=reason,
+            cached_tokens=max(0, len(self.prompt_ids) - self.read_tokens) if n else 0,
+            queue_seconds=started - self.submitted_at,
+            generate_seconds=now - started,
+        )
+
+
+class TurnTable:
+    """All turns of an engine that have not ended, by request id, with their load."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, EngineTurn] = {}
+        self._generated = 0
+        self._rate: deque[tuple[float, int]] = deque()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __iter__(self) -> Iterator[EngineTurn]:
+        return iter(list(self._turns.values()))
+
+    def get(self, request_id: str) -> EngineTurn | None:
+        """The turn of that id, unless it has ended."""
+        return self._turns.get(request_id)
+
+    def add(self, turn: EngineTurn) -> None:
+        """A turn begins."""
+        self._turns[turn.request_id] = turn
+        self._empty.clear()
+
+    def remove(self, turn: EngineTurn) -> None:
+        """A turn has ended, however. Repeatable."""
+        # Another one of the same id, for which this one was refused, is still in hand.
+        if self._turns.get(turn.request_id) is turn:
+            del self._turns[turn.request_id]
+            turn.closed = True
+            if not self._turns:
+                self._empty.set()
+
+    async def emptied(self) -> None:
+        """Wait until no turn is left."""
+        await self._empty.wait()
+
+    def drew(self, count: int) -> None:
+        """`count` tokens were drawn just now. May be called from the engine's thread."""
+        self._generated += count
+        self._rate.append((time.monotonic(), count))
+
+    def load(self) -> EngineLoad:
+        """Load now. O(turns in hand + steps of the last seconds)."""
+        since = time.monotonic() - _RATE_SECONDS
+        while self._rate and self._rate[0][0] < since:
+            self._rate.popleft()
+        turns = list(self._turns.values())
+        running = sum(turn.started_at is not None for turn in turns)
+        return EngineLoad(
+            running=running,
+            waiting=len(turns) - running,
+            outstanding_tokens=sum(turn.outstanding for turn in turns),
+            generated_tokens=self._generated,
+            tokens_per_second=sum(count for _, count in list(self._rate)) / _RATE_SECONDS,
+        )
+
 
 Tensors = Mapping[str, Any]
 InFlight = Literal["keep", "restart"]
@@ -115,7 +378,7 @@ class EngineFront(Scoring, Sleeping):
         deadline_seconds: float,
         priority: int = 0,
         adapter: str | None = None,
-    ) -> Generation:
+    ) -> EngineResponse:
         """Draw one response; see `base.Engine.generate`."""
         turn = self._turn(request_id, prompt_ids, sampling, priority, adapter)
         try:
@@ -201,7 +464,7 @@ class EngineFront(Scoring, Sleeping):
         """Names of the LoRA adapters that turns may use."""
         return frozenset()
 
-    async def load_adapter(self, name: str, source: Path | Adapter) -> None:
+    async def load_adapter(self, name: str, source: Path | AdapterWeights) -> None:
         """Engines that know no adapters refuse."""
         raise AdapterRefused(
             f"a '{self.kind}' engine serves no LoRA adapters",
@@ -271,11 +534,11 @@ class EngineFront(Scoring, Sleeping):
         """End a request early: its `generate` returns what it has."""
 
     @abstractmethod
-    async def _serve(self, turn: Turn) -> Generation:
+    async def _serve(self, turn: EngineTurn) -> EngineResponse:
         """Generate `turn`, which is in the table."""
 
     @abstractmethod
-    def _drop(self, turn: Turn) -> None:
+    def _drop(self, turn: EngineTurn) -> None:
         """Nobody waits for `turn` any more: stop working on it. Must not block."""
 
     @abstractmethod
@@ -315,7 +578,7 @@ class EngineFront(Scoring, Sleeping):
         sampling: SamplingParams,
         priority: int,
         adapter: str | None,
-    ) -> Turn:
+    ) -> EngineTurn:
         """A validated turn. Raises `BadTurn` and `PromptTooLong`."""
         if not prompt_ids:
             raise BadTurn("the prompt is empty", field="prompt_ids", remedy="Send some tokens.")
@@ -346,7 +609,7 @@ class EngineFront(Scoring, Sleeping):
         if self.max_context and room < 1:
             raise PromptTooLong(self.policy, len(prompt_ids), self.max_context)
         wanted = sampling.max_new_tokens
-        return Turn(
+        return EngineTurn(
             request_id,
             list(prompt_ids),
             sampling,

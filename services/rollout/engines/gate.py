@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from services.rollout.engines.turns import Turn
+from services.rollout.engines.front import EngineTurn
 
 
 class PromptGate:
@@ -16,10 +16,10 @@ class PromptGate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._followers: dict[tuple[int, ...], list[Turn]] = {}
+        self._followers: dict[tuple[int, ...], list[EngineTurn]] = {}
         self._leads: dict[int, tuple[int, ...]] = {}
 
-    def enter(self, turn: Turn) -> bool:
+    def enter(self, turn: EngineTurn) -> bool:
         """Whether `turn` may go on now; if not, a later `opened` returns it."""
         prompt = tuple(turn.prompt_ids)
         with self._lock:
@@ -31,7 +31,7 @@ class PromptGate:
             self._leads[id(turn)] = prompt
             return True
 
-    def opened(self, turn: Turn) -> list[Turn]:
+    def opened(self, turn: EngineTurn) -> list[EngineTurn]:
         """`turn` has its first token, or has ended: who waited for it. Repeatable."""
         with self._lock:
             prompt = self._leads.pop(id(turn), None)

@@ -38,7 +38,7 @@ def padded(position: int) -> int:
     return LENGTHS[bisect_left(LENGTHS, position + 1)]
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Tokens at `start` .. `start + tokens - 1` of one slot, computed in one pass."""
 
     slot: int
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PassGroup:
     """Rows [start, stop) of a pass whose queries see equally many keys.
 
     `slots` [stop - start], or one int when all are tokens of one slot. `mask` [rows, 1, 1, keys].
@@ -99,7 +99,7 @@ class SlotCache:
         self.values: list[torch.Tensor] = []
         self.slots = torch.empty(0, dtype=torch.long)
         self.positions = torch.empty(0, dtype=torch.long)
-        self.groups: list[Group] = []
+        self.groups: list[PassGroup] = []
         self.clear()
 
     def clear(self) -> None:
@@ -117,7 +117,7 @@ class SlotCache:
         for tensor in (*self.keys, *self.values):
             tensor[targets, :, :tokens] = tensor[source, :, :tokens]
 
-    def plan(self, runs: Sequence[Run], size: int) -> None:
+    def plan(self, runs: Sequence[SlotRun], size: int) -> None:
         """The coming pass has `size` rows, the first of them the tokens of `runs`, in order.
 
         Single tokens with equally many keys are computed together where they are neighbours.
@@ -141,10 +141,10 @@ class SlotCache:
                     self.groups.append(self._group(start, stop, keys_of_part, run.slot))
                     start = stop
 
-    def _group(self, start: int, stop: int, keys: int, slot: int | None) -> Group:
+    def _group(self, start: int, stop: int, keys: int, slot: int | None) -> PassGroup:
         hidden = torch.arange(keys) > self.positions[start:stop].unsqueeze(1)
         mask = torch.zeros(stop - start, keys, dtype=self.dtype).masked_fill_(hidden, MASKED)
-        return Group(
+        return PassGroup(
             start,
             stop,
             keys,

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from services.rollout.games import not_enumerable
-from services.rollout.networks.arena import Arena
-from services.rollout.networks.engine import Served
+from services.rollout.networks.arena import Arena, ServedVersion
 from services.rollout.networks.episodes import served_now
-from services.rollout.policy import ServedPolicy
 from services.rollout.prepared import PreparedJob
 from services.rollout.scoring import check_version
+from services.rollout.serving.policy import ServedPolicy
 from troupe.job import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.environments.openspiel import histories_of
@@ -77,7 +76,7 @@ async def behave(
 
 @torch.inference_mode()
 def _rows(
-    arena: Arena, spec: NetworkSpec, roster: tuple[str, ...], served: Served, tree: Histories
+    arena: Arena, spec: NetworkSpec, roster: tuple[str, ...], served: ServedVersion, tree: Histories
 ) -> list[list[float]]:
     """Probabilities of the legal actions of every information state, player by player."""
     network = ActingNetwork(spec, arena.spaces, len(roster))

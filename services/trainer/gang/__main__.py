@@ -14,11 +14,9 @@ import structlog
 from pydantic import Field, ValidationError
 
 from services.chassis import logs
-from services.trainer.gang.gang import launch
-from services.trainer.gang.gangs import ranks_here
-from services.trainer.gang.terms import Terms
+from services.trainer.gang.gang import Terms, launch, ranks_here
 from services.trainer.settings import TrainerSettings
-from troupe.job.faults import explained
+from troupe.job.loading import explained
 
 log = structlog.get_logger("troupe.gang")
 

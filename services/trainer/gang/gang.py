@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import dataclasses
 import itertools
+import json
 import os
 import signal
 import socket
@@ -10,17 +14,134 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import structlog
+import torch
+from safetensors.torch import load, save
 
-from services.trainer.gang.frames import Channel, Frame
-from services.trainer.gang.terms import Terms
-from services.trainer.peers import Stopped
+from services.trainer.compute import choose_device
+from services.trainer.learning.ranks import Stopped
+from services.trainer.learning.samples import Row
 from services.trainer.settings import TrainerSettings
+from services.trainer.state.suspension import rows_apart, rows_together
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, from_status
 from troupe.scratch import Scratch
+
+_VARIABLE = "TROUPE_GANG_TERMS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """Settings of the worker that its ranks share. They pass through the environment as JSON."""
+
+    # Socket of the lead; empty on other hosts.
+    channel: str
+    device: str
+    # Of each rank.
+    threads: int
+    start_seconds: float
+    timeout_seconds: float
+    log_level: str
+    log_format: str
+
+    @classmethod
+    def of(cls, settings: TrainerSettings, ranks_here: int, channel: str) -> Terms:
+        """The terms of a worker of which `ranks_here` ranks run on this host."""
+        return cls(
+            channel=channel,
+            device=settings.trainer_device,
+            threads=max(1, settings.threads // ranks_here),
+            start_seconds=settings.gang_start_seconds,
+            timeout_seconds=settings.gang_timeout_seconds,
+            log_level=settings.log_level,
+            log_format=settings.log_format,
+        )
+
+    def environment(self) -> dict[str, str]:
+        """Variables to start ranks with."""
+        threads = {
+            f"{name}_NUM_THREADS": str(self.threads)
+            for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")
+        }
+        return {**threads, _VARIABLE: json.dumps(dataclasses.asdict(self))}
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> Terms:
+        """Inverse of `environment`."""
+        return cls(**json.loads(environment[_VARIABLE]))
+
+
+_LENGTH_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """An order, an answer or a sign of progress."""
+
+    # Says what it is, and carries everything small; only what JSON can say.
+    header: dict[str, Any]
+    body: bytes = b""
+
+    def encode(self) -> bytes:
+        """Length of the header (8 bytes, little-endian), header, body."""
+        header = json.dumps(self.header).encode()
+        return len(header).to_bytes(_LENGTH_BYTES, "little") + header + self.body
+
+    @classmethod
+    def decode(cls, data: bytes) -> Frame:
+        """Inverse of `encode`. Raises ValueError for bytes that are no frame."""
+        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+        header = json.loads(data[_LENGTH_BYTES:end])
+        if not isinstance(header, dict):
+            raise ValueError("the header of a frame is no object")
+        return cls(header, data[end:])
+
+
+class Channel:
+    """One end of the socket between the lead and rank 0. Raises EOFError, OSError once cut."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        self._connection = Connection(connection.detach())
+        self._sending = threading.Lock()
+
+    @classmethod
+    def to(cls, path: Path) -> Channel:
+        """Connect to the lead that listens at `path`."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(path))
+        return cls(connection)
+
+    def send(self, frame: Frame) -> None:
+        """Send it; any thread may."""
+        with self._sending:
+            self._connection.send_bytes(frame.encode())
+
+    def receive(self, seconds: float) -> Frame | None:
+        """The next frame, or None if none comes within `seconds`."""
+        if not self._connection.poll(seconds):
+            return None
+        return Frame.decode(self._connection.recv_bytes())
+
+    def close(self) -> None:
+        """The other end sees EOFError."""
+        self._connection.close()
+
+
+def encode_rows(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], bytes]:
+    """Rows as what JSON can say, and their arrays as safetensors."""
+    arrays, described = rows_apart(rows)
+    return described, save(arrays)
+
+
+def decode_rows(described: Sequence[dict[str, Any]], data: bytes) -> list[Row]:
+    """Inverse of `encode_rows`, bit for bit."""
+    return rows_together(load(data), described)
+
 
 log = structlog.get_logger("troupe.gang")
 
@@ -270,7 +391,7 @@ def launch(
         # The same number of ranks on each host: no need to ask.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }
-    agent = [sys.executable, "-m", "services.trainer.gang.agent", *options]
+    agent = [sys.executable, "-m", "services.trainer.gang.gang", *options]
     return subprocess.Popen([*agent, "-m", "services.trainer.gang.rank"], env=environment)
 
 
@@ -285,3 +406,136 @@ def _kill_all(agent: subprocess.Popen[bytes]) -> None:
     log.error("ranks did not end, they are killed")
     agent.kill()
     agent.wait()
+
+
+def ranks_here(settings: TrainerSettings) -> int:
+    """Ranks that this host has room for."""
+    if settings.gang_ranks:
+        return settings.gang_ranks
+    if choose_device(settings.trainer_device).type == "cuda":
+        return torch.cuda.device_count()
+    return len(os.sched_getaffinity(0))
+
+
+def capacity(settings: TrainerSettings) -> int:
+    """Ranks of the largest gang that a worker can lead."""
+    return ranks_here(settings) * settings.gang_nodes
+
+
+def check_size(settings: TrainerSettings, policy: str, size: int) -> None:
+    """Raise FailedPrecondition of kind "gang_too_large" or "gang_uneven" for a size that a worker
+    cannot lead."""
+    field = f"policies.{policy}.trainer.gang"
+    most, nodes = capacity(settings), settings.gang_nodes
+    if size > most:
+        raise FailedPrecondition(
+            f"this worker leads gangs of at most {most} ranks: {ranks_here(settings)} on each of "
+            f"{nodes} host(s)",
+            kind="gang_too_large",
+            field=field,
+            value=size,
+            remedy="Ask for a smaller gang, or give the worker more devices (TROUPE_GANG_RANKS, "
+            "TROUPE_GANG_NODES).",
+        )
+    if nodes > 1 and size != most:
+        raise FailedPrecondition(
+            f"a gang over {nodes} hosts takes all of their {most} ranks",
+            kind="gang_uneven",
+            field=field,
+            value=size,
+            remedy=f"Ask for {most}, or for 1.",
+        )
+
+
+class Gangs:
+    """Starts gangs when they are asked for, and ends them when no policy needs them. Safe to use
+    from several threads."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._settings = settings
+        self._gangs: dict[int, Gang] = {}
+        # Policies by gang.
+        self._keys: dict[int, set[str]] = {}
+        self._given_up = threading.Event()
+        # Of both tables; not held while ranks carry orders out.
+        self._lock = threading.Lock()
+
+    def check(self, policy: str, size: int) -> None:
+        """Raise FailedPrecondition unless a gang of this size can be had."""
+        check_size(self._settings, policy, size)
+
+    def of(self, size: int) -> Gang:
+        """The gang of this size; starts it if it is not there. Raises as `Gang`."""
+        with self._lock:
+            gang = self._gangs.get(size)
+            if gang is None or gang.lost:
+                # Its devices are needed.
+                for other in [n for n, keys in self._keys.items() if n != size and not keys]:
+                    self._end(other)
+                self._keys[size] = set()
+                gang = self._gangs[size] = Gang(self._settings, size, self._given_up)
+            return gang
+
+    def keep(self, gang: Gang, key: str) -> None:
+        """A policy lives in it."""
+        with self._lock:
+            self._keys.setdefault(gang.size, set()).add(key)
+
+    def forget(self, gang: Gang, key: str) -> None:
+        """The policy has left; the ranks stay for the next one."""
+        with self._lock:
+            if self._gangs.get(gang.size) is gang:
+                self._keys[gang.size].discard(key)
+        with contextlib.suppress(Aborted):  # it was lost: so be it
+            gang.order("close", key=key)
+
+    def give_up(self) -> None:
+        """What waits for ranks fails now, and they are ended; from any thread, for good."""
+        self._given_up.set()
+        # Without the lock: whoever waits for a new gang holds it until that one sees the event.
+        for gang in list(self._gangs.values()):
+            gang.end()
+
+    def close(self) -> None:
+        """End all ranks."""
+        with self._lock:
+            for size in list(self._gangs):
+                self._end(size)
+
+    def _end(self, size: int) -> None:
+        self._keys.pop(size, None)
+        if gang := self._gangs.pop(size, None):
+            gang.close()
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send this process `number` when its parent, `parent`, has ended."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:  # it was quicker
+        os.kill(os.getpid(), number)
+
+
+def main() -> None:
+    """Run torchrun with the arguments of this process."""
+    if parent := os.environ.get("TROUPE_PARENT_PID"):
+        die_with(int(parent), signal.SIGTERM)
+    # For the ranks, whose parent this is.
+    os.environ["TROUPE_PARENT_PID"] = str(os.getpid())
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(sys.argv[1:])
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    except ChildFailedError as error:
+        # Which rank ended first, and how.
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

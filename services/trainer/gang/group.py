@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from services.trainer.batching import Piece
-from services.trainer.gang.frames import Frame
-from services.trainer.peers import Peers, S, Stopped, Turns
-from services.trainer.rows import Row
+from services.trainer.gang.gang import Frame
+from services.trainer.learning.packing import PackedBatch
+from services.trainer.learning.ranks import RankGroup, RankPieces, S, Stopped
+from services.trainer.learning.samples import Row
 
 T = TypeVar("T")
 
@@ -46,12 +46,12 @@ def share_of(rows: Sequence[Row], rank: int, size: int) -> list[int]:
     return sorted(order[k] for k in spans([len(rows[i].ids) for i in order], size)[rank])
 
 
-class GangTurns(Turns):
+class GangTurns(RankPieces):
     """Turns that all ranks take together."""
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[PackedBatch],
         stop: threading.Event | None,
         asked_to_stop: Callable[[], bool],
         control: dist.ProcessGroup,
@@ -59,7 +59,7 @@ class GangTurns(Turns):
         super().__init__(pieces, stop)
         self._asked_to_stop, self._control = asked_to_stop, control
 
-    def __next__(self) -> Piece | None:
+    def __next__(self) -> PackedBatch | None:
         stop = self._asked_to_stop() or (self._stop is not None and self._stop.is_set())
         flags = torch.tensor([bool(self._left), stop, bool(self.problem)], dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
@@ -74,7 +74,7 @@ class GangTurns(Turns):
         return self._left.pop() if self._left else None
 
 
-class Group(Peers):
+class GangGroup(RankGroup):
     """One rank's view of its gang, over a group of ranks that talk on the CPU (gloo)."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Group(Peers):
         """Indices of the rows that this rank computes."""
         return share_of(rows, self.rank, self.size)
 
-    def turns(self, pieces: Sequence[Piece], stop: threading.Event | None) -> Turns:
+    def turns(self, pieces: Sequence[PackedBatch], stop: threading.Event | None) -> RankPieces:
         """As many passes as the rank with the most pieces makes."""
         return GangTurns(pieces, stop, self._asked_to_stop, self.control)
 

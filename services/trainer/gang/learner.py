@@ -2,27 +2,270 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from services.trainer.disk import in_memory
-from services.trainer.gang.frames import encode_rows
-from services.trainer.gang.gangs import Gangs
-from services.trainer.learner import Applied
+from services.trainer.gang.gang import Gangs, encode_rows
+from services.trainer.gang.group import GangGroup
+from services.trainer.gang.sharded_state import (
+    owner_of,
+    read_shards,
+    room_for,
+    split,
+    whole,
+    write_shards,
+)
+from services.trainer.learning.forward import TrainedModel
+from services.trainer.learning.learner import Applied, Learner
+from services.trainer.learning.model import load_model, outline, positions_of
+from services.trainer.learning.optimizer import Moments
+from services.trainer.learning.samples import Load, Row, columns_of, parse_rows
 from services.trainer.named import Tensors
-from services.trainer.optimizer import Moments
-from services.trainer.policy_model import load_model, outline, positions_of
-from services.trainer.rows import Load, Row, columns_of, parse_rows
+from services.trainer.state.suspension import PooledParameters, take_apart, under
+from services.trainer.state.training_state import in_memory, reported
+from troupe.algorithms import TokenStatistics
+from troupe.checkpoints.format import CheckpointFormat, Conversion, Read
+from troupe.checkpoints.writing import safetensors_file
 from troupe.job import JobSpec
-from troupe.rpc import DataLoss
-from troupe.transfer.checksum import dtype_name
+from troupe.rpc import DataLoss, ResourceExhausted
+from troupe.transfer.checksum import dtype_name, dtype_of
+from troupe.transfer.deferred import Layout
 from troupe.v1 import experience_store_pb2 as store_pb
+
+
+def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
+    """Keep one part of every parameter of `module`, which all ranks give alike, on each device.
+
+    Layers are gathered one at a time. Gradients are sums over ranks, not means: the step divides
+    once, by the tokens of all of them. `half`: gather in bfloat16; sums are float32 all the same.
+    """
+    how: dict[str, Any] = {"mesh": mesh}
+    if half and mesh.device_type == "cuda":
+        how["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    kinds = set(getattr(module, "_no_split_modules", None) or ())
+    for part in list(module.modules()):
+        if type(part).__name__ in kinds:
+            fully_shard(part, **how)
+    # The root too: its weights are parts between passes, also after one without a backward.
+    fully_shard(module, **how, reshard_after_forward=True)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            # Gloo has no other reduction, and the bits of a sum need none.
+            part.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+def gather(tensors: Mapping[str, torch.Tensor], path: Path | None) -> None:
+    """All ranks call it with their parts of the same tensors; the one with a `path` writes there.
+
+    Each tensor is gathered, written and dropped before the next. Raises ResourceExhausted of kind
+    "storage_full" there, once the others are through.
+    """
+    as_they_are = (Conversion.unchanged(name, tensors[name]) for name in sorted(tensors))
+    _gather(as_they_are, tensors.__getitem__, tensors, path)
+
+
+def gather_checkpoint(
+    form: CheckpointFormat, weights: Mapping[str, torch.Tensor], path: Path | None
+) -> None:
+    """As `gather`, of what a checkpoint with these weights consists of: each of its groups is
+    converted once it is whole."""
+    # In the type that goes out before it is gathered: half as much to move.
+    _gather(form.conversions, functools.partial(form.read, weights), form.layout, path)
+
+
+def _gather(
+    conversions: Iterable[Conversion], part: Read, layout: Layout, path: Path | None
+) -> None:
+    left = iter(conversions)
+    try:
+        if path is not None:
+            with in_memory(path, "state"), safetensors_file(path, layout) as write:
+                for one in left:
+                    sources = {name: whole(part(name)) for name in one.sources}
+                    for name, tensor in one.convert(sources.__getitem__).items():
+                        write(name, tensor)
+    except ResourceExhausted:
+        _help(left, part)
+        raise
+    _help(left, part)
+
+
+def _help(left: Iterable[Conversion], part: Read) -> None:
+    """Take part for those who write."""
+    for one in left:
+        for name in one.sources:
+            whole(part(name))
+
+
+# Type and shape by name.
+Described = Mapping[str, tuple[str, Sequence[int]]]
+
+
+class RankLearner(Learner):
+    """A `Learner` on one rank. All ranks are given the same calls in the same order."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        policy: str,
+        group: GangGroup,
+        device: torch.device,
+        *,
+        double: bool = False,
+        **options: Any,
+    ) -> None:
+        """`double`: in float64, for proofs; `options`: those of `Learner`."""
+        self._group = group
+        own = spec.policies[policy]
+
+        def make() -> Any:
+            model: Any = load_model(policy, own, spec.seed)
+            if double:
+                model = model.double()
+            return shard(model, group.mesh, half=own.language_model.dtype == "bfloat16")
+
+        def again() -> Any:
+            # One after another on each host: of whole models one is in memory there.
+            return group.in_turns(make)
+
+        trained = ShardedModel(again(), device, getattr(torch, own.language_model.dtype), again)
+        super().__init__(trained, spec, policy, device=device, peers=group, **options)
+        self._lodger = ShardedParameterPool()
+
+    def save(self, directory: Path) -> dict[str, str]:
+        """Write this rank's part of the training state; checksums of its files.
+
+        Raises ResourceExhausted of kind "storage_full" on all ranks.
+        """
+        with reported(directory, "training state"):
+            return write_shards(directory, self.weights() | self.moments(), self._group.control)
+
+    def load(self, directory: Path) -> None:
+        """Take over the state that some gang or device wrote. Raises ValueError if it is another
+        model's."""
+        room = room_for(directory, self.weights())
+        read_shards(directory, room, self._group.control)
+        self.restore(*split(room))
+
+    def receive(self, tensors: Described, path: Path | None) -> None:
+        """Take over the state in a file that only rank 0 can read; all are told what is in it."""
+        self.restore(*split(self._received(tensors, path)))
+
+    def load_reference(self, directory: Path) -> None:
+        """Keep a frozen model with the weights in `directory` for the divergence."""
+        room, _ = split(room_for(directory, self.weights()))
+        read_shards(directory, room, self._group.control)
+        self.set_reference(room)
+
+    def suspend(self, path: Path | None) -> dict[str, Any]:
+        """Write what `resume` goes on from, in the middle of a step too; its plain values."""
+        mine = self._sums.tokens = self._group.merged(self._sums.tokens)
+        tensors, values = self.suspended()
+        if self._group.rank:
+            self._sums.tokens = type(mine)()  # rank 0 has them now
+        gather(tensors, path)
+        return values
+
+    def resume(self, tensors: Described, values: dict[str, Any], path: Path | None) -> None:
+        """Go on from what a gang or a single device has suspended."""
+        found = self._received(tensors, path)
+        if self._group.rank:
+            fresh, told = take_apart(TokenStatistics())
+            found = {n: t for n, t in found.items() if not n.startswith("tokens/")}
+            found |= under("tokens", fresh)
+            values = {**values, "tokens": told}
+        self.adopt(found, values)
+
+    def _received(self, tensors: Described, path: Path | None) -> Tensors:
+        """This rank's parts; of whole tensors one at a time is in memory."""
+        own, found = self._owners(), {}
+        with contextlib.ExitStack() as stack:
+            file = path and stack.enter_context(safe_open(path, framework="pt"))
+            for name, (dtype, shape) in tensors.items():
+                size = torch.Size(shape)
+                owner = owner_of(name, size, own)
+                full = file.get_tensor(name) if file else torch.empty(size, dtype=dtype_of(dtype))
+                if owner is None:
+                    dist.broadcast(full, 0, self._group.control)
+                    found[name] = full
+                else:
+                    mesh = owner.device_mesh
+                    full = full.to(mesh.device_type)
+                    found[name] = distribute_tensor(full, mesh, owner.placements)
+        return found
+
+    def _owners(self) -> Tensors:
+        """What tensors of a state are parts of, by the last of their names."""
+        numbered = {str(i): p.detach() for i, p in enumerate(self._trained.parameters)}
+        return self.weights() | under("gradients", numbered)
+
+    def gather(self, what: Literal["published", "weights", "moments"], path: Path | None) -> None:
+        """Write whole tensors to `path` on the rank that is given one."""
+        if what == "published":
+            gather_checkpoint(self._trained.format, self.weights(), path)
+        else:
+            gather(self.weights() if what == "weights" else self.moments(), path)
+
+
+class ShardedModel(TrainedModel):
+    """A model of which this rank has a part of every tensor."""
+
+    def __init__(
+        self,
+        module: Any,
+        device: torch.device,
+        published_type: torch.dtype,
+        make: Callable[[], Any],
+    ) -> None:
+        """`make`: another one like `module`; all ranks call it."""
+        super().__init__(module, device, published_type)
+        self._make = make
+
+    def weights(self) -> Tensors:
+        """Parts of parameters, and persistent buffers; not a copy."""
+        named: Tensors = {name: p.detach() for name, p in self.module.named_parameters()}
+        for name, tensor in self.module.state_dict().items():
+            # What is tied to a parameter is sharded like it.
+            if name not in named and not isinstance(tensor, DTensor):
+                named[name] = tensor.detach()
+        return named
+
+    def frozen_copy(self, weights: Mapping[str, torch.Tensor]) -> Any:
+        """A second sharded module with these weights, which no gradient reaches."""
+        module = self._make().requires_grad_(False)
+        module.load_state_dict(dict(weights), strict=False)
+        return module
+
+
+class ShardedParameterPool(PooledParameters):
+    """Of a sharded model: FSDP keeps the memory that it made for the parts."""
+
+    def __init__(self) -> None:
+        super().__init__({}, [])
+
+    def leave(self) -> list[torch.Tensor]:
+        """Nothing: it goes with the model."""
+        return []
+
+    def enter(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
+        """All of them: they are copied."""
+        return dict(weights)
 
 
 class GangLearner:

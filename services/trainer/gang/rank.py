@@ -21,12 +21,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from services.chassis import logs
 from services.trainer.compute import choose_device
-from services.trainer.gang.agent import die_with
-from services.trainer.gang.frames import Channel, Frame, decode_rows
-from services.trainer.gang.group import Group
-from services.trainer.gang.member import Member
-from services.trainer.gang.terms import Terms
-from services.trainer.peers import Stopped
+from services.trainer.gang.gang import Channel, Frame, Terms, decode_rows, die_with
+from services.trainer.gang.group import GangGroup
+from services.trainer.gang.learner import RankLearner
+from services.trainer.learning.ranks import Stopped
 from troupe.job import JobSpec
 from troupe.rpc import TroupeError, to_status
 
@@ -53,8 +51,8 @@ class Rank:
     ) -> None:
         """`channel`: to the lead; rank 0 has it."""
         self._device, self._channel = device, channel
-        self._group = Group(mesh, control, self._asked_to_stop)
-        self._members: dict[str, Member] = {}
+        self._group = GangGroup(mesh, control, self._asked_to_stop)
+        self._members: dict[str, RankLearner] = {}
         self._orders: dict[str, Callable[[Frame], Frame | None]] = {
             "open": self._open,
             "accumulate": self._accumulate,
@@ -120,7 +118,7 @@ class Rank:
         header = order.header
         spec = JobSpec.model_validate_json(header["spec"])
         self._members.pop(header["key"], None)
-        member = Member(spec, header["policy"], self._group, self._device, **header["options"])
+        member = RankLearner(spec, header["policy"], self._group, self._device, **header["options"])
         self._members[header["key"]] = member
         return Frame({"vocabulary": member.vocabulary, "parameters": member.num_parameters})
 
@@ -163,7 +161,7 @@ class Rank:
     def _close(self, order: Frame) -> None:
         self._members.pop(order.header["key"], None)
 
-    def _member(self, order: Frame) -> Member:
+    def _member(self, order: Frame) -> RankLearner:
         return self._members[order.header["key"]]
 
     def _path(self, order: Frame) -> Path | None:

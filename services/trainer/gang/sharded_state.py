@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
+from services.trainer.learning.optimizer import NAMES as GENERATORS
+from services.trainer.learning.optimizer import Moments
 from services.trainer.named import Tensors
-from services.trainer.optimizer import Moments
-from services.trainer.randomness import NAMES as GENERATORS
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.transfer.checksum import bytes_checksum
 

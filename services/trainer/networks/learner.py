@@ -7,26 +7,147 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from services.trainer import fields
-from services.trainer.learner import Applied
+from services.trainer.learning.learner import Applied, digest_of
+from services.trainer.learning.model import policy_seed
+from services.trainer.learning.optimizer import Moments
+from services.trainer.learning.ranks import Stopped
+from services.trainer.learning.samples import Load, column_of, malformed
 from services.trainer.named import Tensors
-from services.trainer.networks.rows import FragmentRow, parse_fragments
-from services.trainer.networks.sums import digest, metrics_of
-from services.trainer.networks.table import Table, table_of
-from services.trainer.optimizer import Moments
-from services.trainer.peers import Stopped
-from services.trainer.policy_model import policy_seed
-from services.trainer.rows import Load
+from services.trainer.state import suspension
 from troupe.job import JobSpec
-from troupe.networks.fragments import Fragment
-from troupe.networks.learning import Learner, make_learner
+from troupe.networks.fragments import SEATS, SHAPES, Array, Fragment
+from troupe.networks.jobs import (
+    agents_of,
+    close_environment,
+    environment_guard,
+    environment_of,
+)
+from troupe.networks.learning import NetworkTrainer, make_learner
+from troupe.networks.vector import Spaces
+from troupe.rpc import InvalidArgument
+from troupe.user_code import call_within
 from troupe.v1 import experience_store_pb2 as store_pb
+
+
+@dataclass(frozen=True)
+class FragmentRow:
+    """One sample of a policy that is a network."""
+
+    sample_id: str
+    fragment: Fragment
+    # Steps that have trained it before.
+    uses: int = 0
+
+    @property
+    def version(self) -> int:
+        """That drew its actions."""
+        return self.fragment.version
+
+    @property
+    def size(self) -> int:
+        """Steps of the environment."""
+        return self.fragment.steps
+
+
+def parse_fragments(
+    claimed: Iterable[store_pb.ClaimedSample], policy: str, agents: tuple[str, ...], load: Load
+) -> list[FragmentRow]:
+    """The rows of a claim in the order of their ids; `agents`: whom the policy may play.
+
+    Raises ChecksumError, FailedPrecondition of kind "malformed_sample", or what `load` raises.
+    """
+    rows = [_parse(item.sample, policy, agents, load) for item in claimed]
+    return sorted(rows, key=lambda row: row.sample_id)
+
+
+def _parse(
+    sample: store_pb.Sample, policy: str, agents: tuple[str, ...], load: Load
+) -> FragmentRow:
+    found = {name: column_of(sample, name, load) for name in SHAPES}
+    # Copies: what a message or another process owns is not to be written into.
+    arrays = {name: np.array(array) for name, array in found.items() if array is not None}
+    version = sample.versions[0].version if sample.versions else 0
+    try:
+        played = _played(column_of(sample, SEATS, load), agents)
+        fragment = Fragment(policy, version, played, arrays)
+    except InvalidArgument as error:
+        text = f"{error.field or 'fragment'} {error.message}"
+        remedy = "Rollout and trainer must be of one release; report it with the sample id."
+        raise malformed(sample.sample_id, text, remedy) from error
+    return FragmentRow(sample.sample_id, fragment, sample.uses)
+
+
+def _played(seats: Array | None, agents: tuple[str, ...]) -> tuple[str, ...]:
+    """Whom the policy played; `seats`: their numbers, absent where it was everybody."""
+    if seats is None:
+        return agents
+    chosen = seats.tolist()
+    if sorted(set(chosen)) != chosen or not all(0 <= seat < len(agents) for seat in chosen):
+        raise InvalidArgument(f"are {chosen}, of {len(agents)} agents", field="seats")
+    return tuple(agents[seat] for seat in chosen)
+
+
+def digest(rows: Sequence[FragmentRow]) -> int:
+    """As `BatchSummary.digest`."""
+    return digest_of(row.sample_id for row in rows)
+
+
+def metrics_of(rows: Sequence[FragmentRow], version: int) -> dict[str, float]:
+    """By the names that language models have, where they mean the same; `version` is the one that
+    the step starts from."""
+    if not rows:
+        return {"samples": 0.0}
+    returns = np.concatenate([row.fragment.returns().ravel() for row in rows])
+    versions = np.array([row.version for row in rows])
+    return {
+        "samples": float(len(rows)),
+        "episodes": float(sum(row.fragment.episodes for row in rows)),
+        "environment_steps": float(sum(row.fragment.steps for row in rows)),
+        "reward/mean": float(returns.mean()),
+        "reward/std": float(returns.std()),
+        "staleness/mean": float(version - versions.mean()),
+        "staleness/max": float(version - versions.min()),
+        "reused_fraction": sum(row.uses > 0 for row in rows) / len(rows),
+    }
+
+
+# Other policies wait for this worker's thread meanwhile.
+_MAKE_SECONDS: Final = 120.0
+
+
+@dataclass(frozen=True)
+class PolicyTable:
+    """Where a policy sits."""
+
+    spaces: Spaces
+    agents: tuple[str, ...]
+    """Whom it may ever play, in the order of the environment."""
+
+
+def table_of(spec: JobSpec, policy: str) -> PolicyTable:
+    """Make the job's environment, look at it, and give it up. Blocking.
+
+    Raises InvalidArgument naming the field of the job at fault.
+    """
+    with environment_guard(spec):
+        return call_within(_looked_at, spec, policy, seconds=_MAKE_SECONDS)
+
+
+def _looked_at(spec: JobSpec, policy: str) -> PolicyTable:
+    environment = environment_of(spec, copies=1)
+    try:
+        return PolicyTable(environment.spaces, agents_of(spec, environment.agents, policy))
+    finally:
+        close_environment(environment)
+
 
 # How the library calls what is no optimizer, target, buffer, generator or count.
 _WEIGHTS: Final = "weights."
@@ -40,7 +161,7 @@ _SAME: Final = {
 class NetworkModel:
     """What a checkpoint of a network needs to know of it."""
 
-    def __init__(self, spec: JobSpec, policy: str, table: Table) -> None:
+    def __init__(self, spec: JobSpec, policy: str, table: PolicyTable) -> None:
         network = spec.policies[policy].network
         assert network is not None, "the policy is a network"
         assert spec.environment is not None, "a job of networks"
@@ -81,7 +202,7 @@ class NetworkLearner:
         self._job, self._name = spec, policy
         self.table = table_of(spec, policy)
         self.model = NetworkModel(spec, policy, self.table)
-        self._learner: Learner | None = self._made()
+        self._learner: NetworkTrainer | None = self._made()
         self._rows: list[FragmentRow] = []
 
     @property
@@ -155,11 +276,11 @@ class NetworkLearner:
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
         """Tensors, not copied, and plain values (JSON) from which `adopt` goes on."""
-        tensors = fields.under("state", self._own.state())
+        tensors = suspension.under("state", self._own.state())
         values = []
         for i, row in enumerate(self._rows):
             arrays = {name: torch.from_numpy(a) for name, a in row.fragment.arrays.items()}
-            tensors |= fields.under(f"rows/{i}", arrays)
+            tensors |= suspension.under(f"rows/{i}", arrays)
             values.append(
                 {
                     "id": row.sample_id,
@@ -175,10 +296,10 @@ class NetworkLearner:
         if self._learner is None:
             self._learner = self._made()
         # Small networks are trained where their environments are: beside the device.
-        self._own.restore(fields.on_host(fields.below("state", tensors)))
+        self._own.restore(suspension.on_host(suspension.below("state", tensors)))
         self._rows = []
         for i, value in enumerate(values["rows"]):
-            arrays = {n: t.cpu().numpy() for n, t in fields.below(f"rows/{i}", tensors).items()}
+            arrays = {n: t.cpu().numpy() for n, t in suspension.below(f"rows/{i}", tensors).items()}
             played = tuple(value.get("agents", self.table.agents))
             fragment = Fragment(self._name, value["version"], played, arrays)
             self._rows.append(FragmentRow(value["id"], fragment, value["uses"]))
@@ -190,11 +311,11 @@ class NetworkLearner:
         return []
 
     @property
-    def _own(self) -> Learner:
+    def _own(self) -> NetworkTrainer:
         assert self._learner is not None, "it has left"
         return self._learner
 
-    def _made(self) -> Learner:
+    def _made(self) -> NetworkTrainer:
         network = self._job.policies[self._name].network
         assert network is not None, "the policy is a network"
         seed = policy_seed(self._job.seed, self._name)

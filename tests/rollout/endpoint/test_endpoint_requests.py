@@ -138,7 +138,7 @@ async def test_the_first_comment_of_a_stream_comes_after_one_interval() -> None:
 async def test_events_are_lines_to_every_client() -> None:
     async with served(json.dumps({"a": "x"})) as one:
         reply = await one.agents["solver"].chat("hi")
-    from troupe.endpoint.replies import event
+    from troupe.endpoint.openai_forms import event
 
     text = event({"content": "a\u2028b\x85c\ud800" + reply.text})
     assert text.isascii()

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from services.rollout.engines.base import Engine, Generation, SamplingParams
+from services.rollout.engines.base import EngineResponse, SamplingParams, ServingEngine
 from tests.rollout.engines.models import VOCABULARY
 
 LONG = 30.0
@@ -23,7 +23,7 @@ async def until(condition: Callable[[], bool], pause: float = 0.001) -> None:
 
 
 async def ask(
-    engine: Engine, name: str, ids: list[int], seconds: float = LONG, **sampling: object
-) -> Generation:
+    engine: ServingEngine, name: str, ids: list[int], seconds: float = LONG, **sampling: object
+) -> EngineResponse:
     params = SamplingParams(**{"max_new_tokens": 8, "seed": 1, **sampling})  # type: ignore[arg-type]
     return await engine.generate(name, ids, params, deadline_seconds=seconds)

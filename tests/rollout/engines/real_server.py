@@ -20,8 +20,8 @@ import httpx
 import pytest
 from transformers import PreTrainedModel
 
-from services.rollout.engines.sglang import launch
-from services.rollout.engines.sglang.process import free_port
+from services.rollout.engines.sglang import server
+from services.rollout.engines.sglang.server import free_port
 from tests.rollout.engines.models import make_model, policy_spec
 
 START_SECONDS = 240.0
@@ -96,10 +96,10 @@ def running(
     model = model or make_model(0)
     config = directory / "model"
     if load_format == "dummy":
-        launch.write_config(model.config, type(model).__name__, config)
+        server.write_config(model.config, type(model).__name__, config)
     port = free_port()
     spec = policy_spec(kind="sglang", python=python, launch=["--load-format", load_format])
-    command = launch.command(spec, str(config), port, 256)
+    command = server.launch_command(spec, str(config), port, 256)
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     url = f"http://127.0.0.1:{port}"

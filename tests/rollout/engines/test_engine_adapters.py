@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.adapted import add_adapter, with_base
+from services.rollout.engines.base import EngineStartFailed, UpdateFailed, WeightsRefused
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.errors import EngineStartFailed, UpdateFailed, WeightsRefused
 from services.rollout.engines.front import EngineFront
-from services.rollout.engines.models import load_config, skeleton
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.weights import adopt
+from services.rollout.engines.weights import add_adapter, adopt, load_config, skeleton, with_base
 from tests.rollout.engines.asking import ask, until
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.rollout.engines.real_server import interpreter

@@ -19,11 +19,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from services.rollout.engines.apart import frames, memory
+from services.rollout.engines.apart import batcher
 from services.rollout.engines.apart.batcher import ApartBatcher
+from services.rollout.engines.base import EngineDied, EngineStartFailed
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.errors import EngineDied, EngineStartFailed
-from services.rollout.engines.models import skeleton
+from services.rollout.engines.weights import skeleton
 from tests.rollout.engines.asking import LONG, ask, prompt, until
 from tests.rollout.engines.models import (
     CONFIG,
@@ -55,10 +55,10 @@ async def apart(transfer: Transfer, model: PreTrainedModel) -> AsyncIterator[Emb
 def test_two_models_in_one_memory_have_the_same_weights(tied: bool) -> None:
     config = AutoConfig.for_model(**{**CONFIG, "tie_word_embeddings": tied})
     writer, reader = (skeleton(config, "float32", "solver") for _ in range(2))
-    descriptor = memory.reserve(writer)
+    descriptor = batcher.reserve(writer)
     try:
         for one in (writer, reader):
-            memory.settle(one, descriptor)
+            batcher.settle(one, descriptor)
     finally:
         os.close(descriptor)
     expected = AutoModelForCausalLM.from_config(config).eval()
@@ -71,22 +71,22 @@ def test_two_models_in_one_memory_have_the_same_weights(tied: bool) -> None:
 
 def test_messages_keep_their_order_and_what_is_exact_stays_exact() -> None:
     ours, theirs = Pipe()
-    box = frames.Outbox(ours, lambda: None)
+    box = batcher.Outbox(ours, lambda: None)
     values = [0.1, -1e-300, float("-inf"), float(torch.tensor(-4.6052).item())]
     for i in range(500):
         box.put("drew", i, values)
     box.close(LONG)
     ours.close()
-    heard: list[frames.Message] = []
+    heard: list[batcher.Message] = []
     while len(heard) < 500:
-        heard += frames.receive(theirs)
+        heard += batcher.receive(theirs)
     assert heard == [["drew", i, values] for i in range(500)]
 
 
 def test_who_sends_hears_that_nobody_listens() -> None:
     ours, theirs = Pipe()
     gone = threading.Event()
-    box = frames.Outbox(ours, gone.set)
+    box = batcher.Outbox(ours, gone.set)
     theirs.close()
     box.put("turn")
     assert gone.wait(LONG)
@@ -225,13 +225,13 @@ async def test_turns_that_come_together_are_sent_together(
 ) -> None:
     await apart.update_weights(publish(transfer, model, 0), transfer)
     sent: list[list[str]] = []
-    send = frames.send
+    send = batcher.send
 
-    def told(connection: Connection, messages: list[frames.Message]) -> None:
+    def told(connection: Connection, messages: list[batcher.Message]) -> None:
         sent.append([what for what, *_ in messages])
         send(connection, messages)
 
-    monkeypatch.setattr(frames, "send", told)
+    monkeypatch.setattr(batcher, "send", told)
     asked = [asyncio.create_task(ask(apart, f"r{i}", [3, 4, 5 + i], seed=i)) for i in range(30)]
     await asyncio.sleep(0)
     asked[0].cancel()

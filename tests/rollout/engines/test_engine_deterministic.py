@@ -15,9 +15,8 @@ import torch
 from transformers import AutoConfig
 
 from services.rollout.engines import fixed
-from services.rollout.engines.base import Generation, SamplingParams
+from services.rollout.engines.base import EngineResponse, EngineStartFailed, SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.slots import LENGTHS, padded
 from tests.rollout.engines.asking import LONG, prompt, until
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
@@ -61,7 +60,7 @@ async def answer(engine: EmbeddedEngine, name: str, asked: Asked) -> Answer:
     return bits(await engine.generate(name, asked.ids, params, deadline_seconds=LONG))
 
 
-def bits(given: Generation) -> Answer:
+def bits(given: EngineResponse) -> Answer:
     return given.token_ids, given.logprobs, given.finish_reason
 
 

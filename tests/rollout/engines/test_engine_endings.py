@@ -6,20 +6,20 @@ import asyncio
 
 import pytest
 
-from services.rollout.engines.base import Generation, SamplingParams
+from services.rollout.engines.base import EngineResponse, SamplingParams, TurnReturned
 from services.rollout.engines.continuous import Ended
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.endings import GROUP, STEPS, tell
-from services.rollout.engines.errors import TurnReturned
-from services.rollout.engines.turns import Turn
+from services.rollout.engines.front import EngineTurn
+from services.rollout.engines.slotted import GROUP, STEPS, tell
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as pb
 
 
-def turns(count: int) -> list[Turn]:
+def turns(count: int) -> list[EngineTurn]:
     how = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, drawn=0)
     return [
-        Turn(str(n), [1], how, max_new_tokens=1, stop_ids=frozenset(), seed=n) for n in range(count)
+        EngineTurn(str(n), [1], how, max_new_tokens=1, stop_ids=frozenset(), seed=n)
+        for n in range(count)
     ]
 
 
@@ -29,18 +29,18 @@ class Idle:
     alive = True
 
     def __init__(self) -> None:
-        self.submitted: list[tuple[Ended, Turn]] = []
+        self.submitted: list[tuple[Ended, EngineTurn]] = []
 
-    def submit(self, turn: Turn, ended: Ended) -> None:
+    def submit(self, turn: EngineTurn, ended: Ended) -> None:
         self.submitted.append((ended, turn))
 
-    def cancel(self, turn: Turn) -> None:
+    def cancel(self, turn: EngineTurn) -> None:
         turn.closed = True
 
 
 async def generating(
     count: int,
-) -> tuple[EmbeddedEngine, list[asyncio.Task[Generation]], list[tuple[Ended, Turn]]]:
+) -> tuple[EmbeddedEngine, list[asyncio.Task[EngineResponse]], list[tuple[Ended, EngineTurn]]]:
     """An engine that has begun so many turns of one token, its calls, and what its batcher has."""
     model = {"config": {"model_type": "qwen3"}, "tokenizer": "nowhere"}
     how = {"in_flight": "restart", "max_running": count}
@@ -63,7 +63,7 @@ async def generating(
 
 @pytest.mark.parametrize("count", [0, 1, GROUP, GROUP + 1, 5 * GROUP + 3])
 async def test_every_turn_is_told_once_and_in_order(count: int) -> None:
-    told: list[Turn] = []
+    told: list[EngineTurn] = []
     made = turns(count)
     tell([(lambda turn, error: told.append(turn), turn) for turn in made])
     assert told == made[:GROUP]
@@ -82,7 +82,7 @@ async def test_what_follows_the_first_group_is_done_before_the_next_one_is_told(
 
     tasks = []
 
-    def ended(turn: Turn, _error: str | None) -> None:
+    def ended(turn: EngineTurn, _error: str | None) -> None:
         moves.append(("told", int(turn.request_id)))
         tasks.append(asyncio.create_task(follow(int(turn.request_id))))
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.base import Engine
-from services.rollout.engines.errors import (
+from services.rollout.engines.base import (
     EngineAsleep,
     EngineStale,
+    ServingEngine,
     TurnReturned,
     WeightsRefused,
 )
@@ -36,7 +36,7 @@ def transfer(tmp_path: Path) -> Transfer:
 
 
 @asynccontextmanager
-async def serving(kind: str, transfer: Transfer, **engine: object) -> AsyncIterator[Engine]:
+async def serving(kind: str, transfer: Transfer, **engine: object) -> AsyncIterator[ServingEngine]:
     """An engine of that kind that serves version 0; an SGLang one is attached to a double."""
     fake = FakeSglang(CONFIG)
     fake.info["enable_memory_saver"] = True
@@ -119,7 +119,7 @@ async def test_a_server_without_a_memory_saver_cannot_sleep(transfer: Transfer) 
 
 
 @asynccontextmanager
-async def saving_memory(transfer: Transfer) -> AsyncIterator[tuple[Engine, FakeSglang]]:
+async def saving_memory(transfer: Transfer) -> AsyncIterator[tuple[ServingEngine, FakeSglang]]:
     """An engine that serves version 0, and the double it is attached to, with a memory saver."""
     fake = FakeSglang(CONFIG)
     fake.info["enable_memory_saver"] = True

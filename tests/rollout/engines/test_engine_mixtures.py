@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.engines.base import SamplingParams
+from services.rollout.engines.base import SamplingParams, UpdateFailed, WeightsRefused
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.errors import UpdateFailed, WeightsRefused
-from services.rollout.engines.models import load_config, skeleton
 from services.rollout.engines.sglang.client import seconds_for
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.proof import Plain
+from services.rollout.engines.sglang.loading import Plain
+from services.rollout.engines.weights import load_config, skeleton
 from tests.rollout.engines.models import (
     policy_spec,
     publish_tensors,
@@ -25,7 +24,7 @@ from tests.rollout.engines.models import (
 from tests.rollout.engines.real_server import RealServer, running
 from tests.support.architectures import ARCHITECTURES, MIXTURE, make
 from tests.support.fake_sglang import FakeSglang, serve
-from troupe.adapters.named import distinct_tensors
+from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.transfer import DeferredTensors, Transfer
 from troupe.v1 import common_pb2 as pb

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.errors import EngineStale
+from services.rollout.engines.base import EngineStale
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.front import EngineFront
 from tests.rollout.engines.asking import ask, until

@@ -14,16 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engines import paced
-from services.rollout.engines.base import VersionSpan
-from services.rollout.engines.errors import BadTurn, EngineStale, PromptTooLong
+from services.rollout.engines.base import BadTurn, EngineStale, PromptTooLong, VersionSpan
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.pace import PacedBatch, draw_response
-from services.rollout.engines.paced import PacedEngine
+from testbed import simulated_engine
+from testbed.simulated_engine import PacedBatch, PacedEngine, draw_response
+from testbed.timeline import read_spans
 from tests.rollout.engines.asking import ask, until
 from tests.rollout.engines.models import VOCABULARY, make_model, policy_spec, publish, transfer_in
 from troupe.job import PacedSpec, PolicySpec
-from troupe.timeline import read_spans
 from troupe.transfer import Transfer
 from troupe.transfer.errors import Corrupt
 from troupe.v1 import common_pb2 as pb
@@ -162,7 +160,7 @@ async def test_a_turn_that_would_end_while_it_is_aborted(
     with monkeypatch.context() as patch:
         # The clock goes on by 0.3 s whenever somebody looks.
         clock = SimpleNamespace(time=time.time, monotonic=lambda: began + 0.3 * next(looks))
-        patch.setattr(paced, "time", clock)
+        patch.setattr(simulated_engine, "time", clock)
         await engine.abort("t")
     got = await turn
     assert got.finish_reason == "abort"

@@ -12,18 +12,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines import plain
-from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.errors import (
+from services.rollout.engines import embedded
+from services.rollout.engines.base import (
     BadTurn,
     EngineStale,
     NonFiniteLogits,
     ScoreDeadline,
     ScoreRefused,
+    ScoreRequest,
 )
-from services.rollout.engines.paced import PacedEngine
-from services.rollout.engines.scoring import Asked
+from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.slotted import SlotBatcher
+from testbed.simulated_engine import PacedEngine
 from tests.rollout.engines.asking import LONG, ask, prompt
 from tests.rollout.engines.models import (
     VOCABULARY,
@@ -35,13 +35,13 @@ from tests.rollout.engines.models import (
 from troupe.transfer import Transfer
 
 
-def questions(count: int, seed: int = 0) -> list[Asked]:
+def questions(count: int, seed: int = 0) -> list[ScoreRequest]:
     """Prompts of all lengths, some of them asked about twice, with continuations of 1 to 6."""
     rng = random.Random(seed)
     asked = []
     for _ in range(count):
         ids = tuple(prompt(rng, 1, 40))
-        asked += [Asked(ids, tuple(prompt(rng, 1, 6))) for _ in range(rng.randint(1, 3))]
+        asked += [ScoreRequest(ids, tuple(prompt(rng, 1, 6))) for _ in range(rng.randint(1, 3))]
     return asked
 
 
@@ -65,7 +65,7 @@ async def test_scores_are_those_of_a_plain_forward_pass(
 
 
 async def test_scores_sum_to_one_and_agree_with_what_is_drawn(engine: EmbeddedEngine) -> None:
-    asked = [Asked((3, 4), (token,)) for token in range(VOCABULARY)]
+    asked = [ScoreRequest((3, 4), (token,)) for token in range(VOCABULARY)]
     scored = await engine.score(asked, 1.0, deadline_seconds=LONG)
     assert sum(math.exp(row[0]) for row in scored.logprobs) == pytest.approx(1.0)
     drawn = await ask(engine, "r", [3, 4], max_new_tokens=1)
@@ -75,7 +75,7 @@ async def test_scores_sum_to_one_and_agree_with_what_is_drawn(engine: EmbeddedEn
 async def test_one_version_scores_all(
     engine: EmbeddedEngine, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "PASS_TOKENS", 8)  # many passes, and updates between them
+    monkeypatch.setattr(embedded, "PASS_TOKENS", 8)  # many passes, and updates between them
     models = [make_model(seed) for seed in range(4)]
     asked = questions(10)
     scoring = asyncio.ensure_future(engine.score(asked, 1.0, deadline_seconds=LONG))
@@ -131,21 +131,21 @@ async def test_turns_go_on_however_many_stop_an_engine(engine: EmbeddedEngine) -
 
 
 async def test_what_cannot_be_scored_is_refused(engine: EmbeddedEngine) -> None:
-    async def score(*asked: Asked) -> None:
+    async def score(*asked: ScoreRequest) -> None:
         await engine.score(asked, 1.0, deadline_seconds=LONG)
 
     with pytest.raises(BadTurn, match="nothing is asked"):
         await score()
     with pytest.raises(BadTurn, match="without tokens"):
-        await score(Asked((1,), ()))
+        await score(ScoreRequest((1,), ()))
     with pytest.raises(BadTurn, match=f"prompts = {VOCABULARY}"):
-        await score(Asked((1,), (VOCABULARY,)))
+        await score(ScoreRequest((1,), (VOCABULARY,)))
     with pytest.raises(BadTurn, match="257 tokens"):
-        await score(Asked((1,) * 250, (1,) * 7))
+        await score(ScoreRequest((1,) * 250, (1,) * 7))
     with pytest.raises(ScoreDeadline, match="1 continuations") as info:
-        await engine.score([Asked((1,), (2,))], 1.0, deadline_seconds=0.0)
+        await engine.score([ScoreRequest((1,), (2,))], 1.0, deadline_seconds=0.0)
     assert info.value.remedy
-    await score(Asked((1,) * 250, (1,) * 6))
+    await score(ScoreRequest((1,) * 250, (1,) * 6))
 
 
 async def test_weights_that_are_no_numbers(
@@ -155,13 +155,13 @@ async def test_weights_that_are_no_numbers(
         model.get_input_embeddings().weight.fill_(float("nan"))
     await engine.update_weights(publish(transfer, model, 1), transfer)
     with pytest.raises(NonFiniteLogits, match="version 1"):
-        await engine.score([Asked((1,), (2,))], 1.0, deadline_seconds=LONG)
+        await engine.score([ScoreRequest((1,), (2,))], 1.0, deadline_seconds=LONG)
 
 
 async def test_an_engine_without_weights_or_without_a_model_scores_nothing(
     transfer: Transfer, model: PreTrainedModel
 ) -> None:
-    asked = [Asked((1,), (2,))]
+    asked = [ScoreRequest((1,), (2,))]
     stale = EmbeddedEngine("e0", "solver", policy_spec())
     await stale.start()
     with pytest.raises(EngineStale):

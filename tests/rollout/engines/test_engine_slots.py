@@ -14,13 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engines import ragged, slotted
+from services.rollout.engines import slotted
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.shelves import Shelves
-from services.rollout.engines.slots import Run, slot_bytes
-from services.rollout.engines.slotted import SlotBatcher, fits_slots
-from services.rollout.engines.turns import Turn
+from services.rollout.engines.front import EngineTurn
+from services.rollout.engines.slots import SlotRun, slot_bytes
+from services.rollout.engines.slotted import Shelves, SlotBatcher, fits_slots
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     make_model,
@@ -51,9 +50,9 @@ class Tokens:
         self.held[slot][start : start + len(ids)] = ids
 
 
-def turn(ids: Sequence[int]) -> Turn:
+def turn(ids: Sequence[int]) -> EngineTurn:
     params = SamplingParams(max_new_tokens=4)
-    return Turn("t", list(ids), params, max_new_tokens=4, stop_ids=frozenset(), seed=0)
+    return EngineTurn("t", list(ids), params, max_new_tokens=4, stop_ids=frozenset(), seed=0)
 
 
 def read(cache: Tokens, slot: Any, count: int) -> None:
@@ -132,8 +131,8 @@ def test_keys_are_copied_only_of_turns_far_apart(
     slots: list[int], where: slice | torch.Tensor
 ) -> None:
     model = make_model(0)
-    cache = ragged.RaggedCache(model.config, torch.float32, running=8, max_context=128)
-    cache.plan([Run(slot, 4, 1) for slot in slots], len(slots))
+    cache = slotted.RaggedCache(model.config, torch.float32, running=8, max_context=128)
+    cache.plan([SlotRun(slot, 4, 1) for slot in slots], len(slots))
     [members] = cache.members
     assert type(members.slots) is type(where)
     assert str(members.slots) == str(where)
@@ -155,7 +154,7 @@ def test_half_precision_draws_from_whole_keys_where_contexts_are_short(
     context: int, kept: torch.dtype
 ) -> None:
     model = make_model(0).bfloat16()
-    cache = ragged.RaggedCache(model.config, model.dtype, running=8, max_context=context)
+    cache = slotted.RaggedCache(model.config, model.dtype, running=8, max_context=context)
     assert {t.dtype for t in (*cache.keys, *cache.values)} == {kept}
     # Of one turn as much memory as is counted before.
     counted = slot_bytes(model.config, kept, context)
@@ -216,7 +215,7 @@ def test_drawing_turns_attend_as_the_fused_kernel_does(
     lengths: list[int], slots: list[int]
 ) -> None:
     model = make_model(0)
-    cache = ragged.RaggedCache(model.config, torch.float32, running=8, max_context=128)
+    cache = slotted.RaggedCache(model.config, torch.float32, running=8, max_context=128)
     heads, dim = cache.heads, cache.keys[0].shape[3]
     generator = torch.Generator().manual_seed(slots[0])
 
@@ -226,12 +225,12 @@ def test_drawing_turns_attend_as_the_fused_kernel_does(
     for kept in (cache.keys[0], cache.values[0]):
         kept.copy_(numbers(*kept.shape))
     slots = slots[: len(lengths)]
-    cache.plan([Run(s, n - 1, 1) for s, n in zip(slots, lengths, strict=True)], len(lengths))
+    cache.plan([SlotRun(s, n - 1, 1) for s, n in zip(slots, lengths, strict=True)], len(lengths))
     query = numbers(1, heads * cache.repeat, len(lengths), dim)
     key, value = (numbers(1, heads, len(lengths), dim) for _ in range(2))
     layer = torch.nn.Module()
     layer.layer_idx = 0  # type: ignore[assignment]
-    found, _ = ragged.slot_attention(layer, query, key, value, None, 0.3, cache)
+    found, _ = slotted.slot_attention(layer, query, key, value, None, 0.3, cache)
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         assert torch.equal(cache.keys[0][slot, :, length - 1], key[0, :, row])
         assert torch.equal(cache.values[0][slot, :, length - 1], value[0, :, row])

@@ -16,9 +16,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.rollout.engines.base import Generation, SamplingParams
-from services.rollout.engines.errors import BadTurn, ScoreRefused
-from services.rollout.engines.scoring import Asked
+from services.rollout.engines.base import (
+    BadTurn,
+    EngineResponse,
+    SamplingParams,
+    ScoreRefused,
+    ScoreRequest,
+)
 from services.rollout.engines.sglang.client import Refused, SglangClient
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.loading import UpdateSetting
@@ -65,7 +69,9 @@ async def attached(url: str, update: UpdateSetting = "disk") -> SglangEngine:
     return engine
 
 
-async def ask(engine: SglangEngine, name: str, ids: list[int], **sampling: object) -> Generation:
+async def ask(
+    engine: SglangEngine, name: str, ids: list[int], **sampling: object
+) -> EngineResponse:
     params = SamplingParams(**{"max_new_tokens": 8, **sampling})  # type: ignore[arg-type]
     return await engine.generate(name, ids, params, deadline_seconds=60)
 
@@ -212,14 +218,14 @@ async def test_scores_are_those_of_a_plain_forward_pass(url: str, tmp_path: Path
     models = [make_model(seed) for seed in (4, 5)]
     rng = random.Random(2)
     asked = [
-        Asked(
+        ScoreRequest(
             tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 7, 40)))),
             tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))),
         )
         for _ in range(6)
     ]
-    asked += [Asked(asked[2].prompt_ids, (token,)) for token in range(5)]
-    asked.append(Asked((1,) * 230, (2,) * 10))
+    asked += [ScoreRequest(asked[2].prompt_ids, (token,)) for token in range(5)]
+    asked.append(ScoreRequest((1,) * 230, (2,) * 10))
     for version, model in enumerate(models, 4):
         await engine.update_weights(publish(transfer, model, version), transfer)
         scored = await engine.score(asked, 1.0, deadline_seconds=60)
@@ -239,7 +245,7 @@ async def test_scores_are_those_of_a_plain_forward_pass(url: str, tmp_path: Path
     with pytest.raises(ScoreRefused, match=r"temperature = 0\.5"):
         await engine.score(asked, 0.5, deadline_seconds=60)
     with pytest.raises(BadTurn):
-        await engine.score([Asked((1,) * 300, (2,))], 1.0, deadline_seconds=60)
+        await engine.score([ScoreRequest((1,) * 300, (2,))], 1.0, deadline_seconds=60)
     await engine.stop()
 
 
@@ -256,7 +262,7 @@ async def test_updates_under_load_lose_no_turn_and_no_version(
     engine, transfer = await attached(url, updates), transfer_in(tmp_path)
     await engine.update_weights(publish(transfer, models[0], 0), transfer)
     rng = random.Random(1)
-    answers: list[tuple[list[int], Generation]] = []
+    answers: list[tuple[list[int], EngineResponse]] = []
     ended = asyncio.Event()
 
     async def player(n: int) -> None:

@@ -12,21 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.base import Adapter, Generation, SamplingParams
-from services.rollout.engines.errors import (
+from services.rollout.engines.base import (
     AdapterRefused,
+    AdapterWeights,
     BadTurn,
     EngineDied,
+    EngineResponse,
     EngineStale,
     EngineStartFailed,
     PromptTooLong,
     ReplyBroken,
+    SamplingParams,
     TurnDeadline,
     UpdateFailed,
     WeightsRefused,
 )
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.sglang import launch
+from services.rollout.engines.sglang import server
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.models import (
     CONFIG,
@@ -53,7 +55,7 @@ class Stage:
 
     async def ask(
         self, name: str, ids: list[int], seconds: float = 30, **sampling: object
-    ) -> Generation:
+    ) -> EngineResponse:
         params = SamplingParams(**{"max_new_tokens": 8, **sampling})  # type: ignore[arg-type]
         return await self.engine.generate(name, ids, params, deadline_seconds=seconds)
 
@@ -98,8 +100,8 @@ async def test_a_server_that_batches_as_it_likes_serves_no_deterministic_job(
 
 def test_a_server_of_a_deterministic_job_is_launched_so() -> None:
     spec = policy_spec(kind="sglang")
-    assert launch.DETERMINISTIC not in launch.command(spec, "m", 1, 64)
-    assert launch.DETERMINISTIC in launch.command(spec, "m", 1, 64, deterministic=True)
+    assert server.DETERMINISTIC not in server.launch_command(spec, "m", 1, 64)
+    assert server.DETERMINISTIC in server.launch_command(spec, "m", 1, 64, deterministic=True)
 
 
 async def test_the_safe_order_of_an_update(stage: Stage) -> None:
@@ -344,7 +346,7 @@ async def test_a_real_server_of_our_own(tmp_path: Path) -> None:
     assert len((await engine.generate("l", [1], params, deadline_seconds=60)).token_ids) == 200
     # No memory saver on a CPU: it is ended, and launched again.
     with pytest.raises(AdapterRefused, match="LoRA is not enabled"):
-        await engine.load_adapter("a", Adapter({"r": 1}, {"x": torch.ones(1)}))
+        await engine.load_adapter("a", AdapterWeights({"r": 1}, {"x": torch.ones(1)}))
     await engine.sleep()
     assert engine._server._process is None
     await engine.wake()

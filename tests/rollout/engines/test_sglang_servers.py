@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.base import Adapter, SamplingParams
-from services.rollout.engines.errors import (
+from services.rollout.engines.base import (
     AdapterRefused,
+    AdapterWeights,
     BadTurn,
     EngineStartFailed,
     ReplyBroken,
+    SamplingParams,
     UpdateFailed,
 )
-from services.rollout.engines.sglang import health, loading, server
+from services.rollout.engines.sglang import loading, server
 from services.rollout.engines.sglang.client import SglangClient
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.features import Features, ServerLoad
@@ -159,7 +160,7 @@ async def test_a_server_that_is_healthy_and_generates_nothing_is_found(
     assert await engine.check() == pb.ENGINE_STATE_HEALTHY
     fake.faults.never_answer = True
     assert await engine.check() == pb.ENGINE_STATE_HEALTHY  # it says so
-    monkeypatch.setattr(health, "PROBE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(server, "PROBE_AFTER_SECONDS", 0.0)
     monkeypatch.setattr("services.rollout.engines.sglang.client.PROBE_SECONDS", 1.0)
     assert await engine.check() == pb.ENGINE_STATE_SUSPECT
     fake.faults.never_answer = False
@@ -175,7 +176,7 @@ async def test_turns_that_never_end_where_there_is_room_bring_a_probe(
     fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await up(fake, transfer)
-    monkeypatch.setattr(health, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(server, "STALL_SECONDS", 0.0)
     await engine.check()  # counts the turn of the update's proof, if any
     task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=250))
     await until(lambda: len(fake.calls) == 1)
@@ -205,11 +206,11 @@ async def test_an_adapter_is_loaded_used_and_forgotten(
     engine = await up(fake, transfer)
     config = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     tensors = {"base_model.model.q_proj.lora_A.weight": torch.ones(2, 32)}
-    await engine.load_adapter("own", Adapter(config, tensors))
+    await engine.load_adapter("own", AdapterWeights(config, tensors))
     assert engine.adapters == {"own"}
     assert fake.adapters["own"]["config"] == config
     assert torch.equal(next(iter(fake.adapters["own"]["tensors"].values())), torch.ones(2, 32))
-    await engine.load_adapter("own", Adapter({**config, "r": 3}, tensors))  # replaced
+    await engine.load_adapter("own", AdapterWeights({**config, "r": 3}, tensors))  # replaced
     assert fake.adapters["own"]["config"]["r"] == 3
     (tmp_path / "adapter_config.json").write_text("{}")
     await engine.load_adapter("disk", tmp_path)
@@ -232,7 +233,7 @@ async def test_a_server_launched_without_lora_refuses_adapters(
 ) -> None:
     engine = await up(fake, transfer)
     with pytest.raises(AdapterRefused, match="LoRA is not enabled") as info:
-        await engine.load_adapter("a", Adapter({}, {}))
+        await engine.load_adapter("a", AdapterWeights({}, {}))
     assert "--enable-lora" in (info.value.remedy or "")
     assert engine.adapters == frozenset()
     await engine.stop()

@@ -18,14 +18,13 @@ from troupe.workflow.environments import (
     IllegalMoveError,
     MissingLibraryError,
     Observation,
-    hosted,
+    process,
 )
 from troupe.workflow.environments.adapters.gymnasium import Gymnasium
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
 from troupe.workflow.environments.adapters.pettingzoo import Aec, Parallel
 from troupe.workflow.environments.adapters.textarena import TextArena
-from troupe.workflow.environments.conformance import check
-from troupe.workflow.environments.playing import legal_mover, play_randomly
+from troupe.workflow.environments.conformance import check, legal_mover, play_randomly
 
 ROCK = ("rock", "paper", "scissors")
 
@@ -236,7 +235,7 @@ def test_a_game_that_does_not_exist_is_named(
 
 
 async def test_an_adapter_is_hosted_by_name() -> None:
-    game = hosted(
+    game = process(
         "troupe.workflow.environments.adapters.openspiel:OpenSpiel", {"game": "kuhn_poker"}
     )
     reset = await game.reset(4)

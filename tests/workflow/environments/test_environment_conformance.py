@@ -18,7 +18,7 @@ from troupe.workflow.environments import (
     Reset,
     Step,
 )
-from troupe.workflow.environments.conformance import Report, check
+from troupe.workflow.environments.conformance import ConformanceReport, check
 
 
 def broken(make: Callable[[], Any]) -> set[str]:
@@ -222,7 +222,7 @@ def test_what_is_declared_random_is_not_compared() -> None:
 
 
 def test_a_report_reads_line_by_line() -> None:
-    report: Report = check(Generous)
+    report: ConformanceReport = check(Generous)
     lines = str(report).splitlines()
     assert lines[0] == "nim: does not conform"
     assert sum("BROKEN" in line for line in lines) == 1

@@ -25,11 +25,11 @@ from troupe.workflow.environments import (
     Step,
     UnknownPlayerError,
     legal_help,
+    process,
     read_move,
-    wire,
 )
+from troupe.workflow.environments.conformance import plain_step, play_randomly
 from troupe.workflow.environments.contract import Contract
-from troupe.workflow.environments.playing import plain_step, play_randomly
 
 
 def begun(seed: int = 0) -> tuple[Contract, Nim]:
@@ -161,10 +161,10 @@ def test_what_travels_arrives(make: type[Nim | Pennies], seed: int) -> None:
     record = play_randomly(make(), seed)
 
     def travelled(message: dict[str, Any]) -> dict[str, Any]:
-        return wire.unpack(wire.pack(message)[wire.HEADER_BYTES :])
+        return process.unpack(process.pack(message)[process.HEADER_BYTES :])
 
-    assert wire.to_properties(travelled(wire.from_properties(make.declared))) == make.declared
-    steps = [wire.to_step(travelled(wire.from_step(step))) for step in record.steps]
+    assert process.to_properties(travelled(process.from_properties(make.declared))) == make.declared
+    steps = [process.to_step(travelled(process.from_step(step))) for step in record.steps]
     assert [plain_step(s) for s in steps] == [plain_step(s) for s in record.steps]
 
 

@@ -2,25 +2,382 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import shutil
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from troupe import __version__
+from troupe.checkpoints.card import rewards_in, rewards_of, write_card
+from troupe.checkpoints.kept import choose, copy_checkpoint, only_policy
+from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
+from troupe.checkpoints.verifying import Lineage
+from troupe.client.aio import ADDRESS_VARIABLE, AsyncClient, data_directory
+from troupe.client.cli import options
 from troupe.client.cli.chaos import chaos
-from troupe.client.cli.cluster import down, status, up
-from troupe.client.cli.environment import app as environment
-from troupe.client.cli.export import export
-from troupe.client.cli.failures import explain
+from troupe.client.cli.connection import call
+from troupe.client.cli.failures import FAILED, explain
 from troupe.client.cli.functions import app as functions
 from troupe.client.cli.jobs import app as jobs
-from troupe.client.cli.policies import generate
+from troupe.client.cli.jobs import generate
+from troupe.client.cli.options import duration, size
 from troupe.client.cli.population import app as population
 from troupe.client.cli.samples import app as samples
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
 from troupe.client.cli.workflow import app as workflow
+from troupe.client.sync import Client
+from troupe.cluster.access import sign_in_link
+from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
+from troupe.cluster.embedded import EmbeddedCluster
+from troupe.cluster.probes import ServiceReport, inspect
+from troupe.cluster.state import ClusterState, require_running, running_state
+from troupe.rpc import TroupeError
+from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument
+from troupe.yaml_input import read_value
+
+environment_app = typer.Typer(
+    help="Environments: does one keep its promises?", no_args_is_help=True
+)
+
+
+@environment_app.command()
+def check(
+    entrypoint: Annotated[
+        str, typer.Argument(metavar="MODULE:ATTRIBUTE", help="What makes environments.")
+    ],
+    args: Annotated[
+        list[str] | None,
+        typer.Option("--arg", metavar="NAME=VALUE", help="An argument of it, as YAML."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 5,
+    first_seed: Annotated[int, typer.Option(help="Seed of the first one.")] = 0,
+) -> None:
+    """Try an environment against the whole interface; exit status 1 when something is broken.
+
+    For example: troupe environment check
+    troupe.workflow.environments.adapters.openspiel:OpenSpiel --arg game=kuhn_poker
+    """
+    # Imports numpy and whatever the environment needs: not for every command.
+    from troupe.workflow.environments.conformance import check as conform
+    from troupe.workflow.environments.host import open_environment
+    from troupe.workflow.errors import EntrypointError, WorkflowError
+    from troupe.workflow.loading import look_here
+
+    look_here()
+    given = _arguments(args or [])
+    try:  # what cannot even be made is told as the error that it is
+        open_environment(entrypoint, given, "entrypoint").close()
+    except WorkflowError as error:
+        refused = InvalidArgument if isinstance(error, EntrypointError) else Internal
+        raise refused(
+            error.message,
+            kind=error.kind,
+            field=error.field,
+            value=error.value,
+            remedy=error.remedy,
+        ) from error
+    report = conform(
+        lambda: open_environment(entrypoint, given, "entrypoint"),
+        seeds=range(first_seed, first_seed + seeds),
+    )
+    console = Console(highlight=False, soft_wrap=True)
+    for line in str(report).splitlines():
+        style = "red" if line.lstrip().startswith("BROKEN") else None
+        console.print(escape(line), style=style)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _arguments(given: list[str]) -> dict[str, Any]:
+    """`name=value` each, the value in YAML. Raises `InvalidArgument`."""
+    arguments = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        try:
+            if not equals or not name.isidentifier():
+                raise ValueError("it is not of the form NAME=VALUE")
+            arguments[name] = read_value(value, "its value")
+        except ValueError as error:
+            shown = text if len(text) <= 80 else f"{text[:77]}..."
+            raise InvalidArgument(
+                f"--arg {shown}: {error}",
+                kind="bad_argument",
+                field="--arg",
+                value=text,
+                remedy="Give --arg NAME=VALUE, the value in YAML.",
+            ) from error
+    return arguments
+
+
+def export(
+    job_id: Annotated[
+        str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")
+    ],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", show_default=False, help="New directory.")
+    ],
+    policy: Annotated[str | None, typer.Option(help="Which policy; default: the only one.")] = None,
+    version: Annotated[
+        int | None, typer.Option(help="Checkpointed version; default: the newest.")
+    ] = None,
+    merged: Annotated[
+        bool | None,
+        typer.Option(
+            "--merged/--adapter",
+            help="Of a policy that trained an adapter: a whole model, or the adapter alone.",
+            show_default="adapter",
+        ),
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(help="--merged: where the base is; default: where it was for the job."),
+    ] = None,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Copy a checkpoint into DIR, where transformers, PEFT and SGLang load it; a small network's,
+    `troupe.networks.exported`.
+
+    From the cluster that runs, or else from the data directory of one that has stopped.
+    """
+    if base is not None and not merged:
+        raise InvalidArgument(
+            "is of use with --merged only.",
+            field="--base",
+            value=base,
+            remedy="Add --merged, or leave --base out.",
+        )
+    root = data_directory(data_dir)
+    if cluster or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None:
+        target, rewards = _from_cluster(job_id, directory, policy, version, cluster, data_dir)
+    else:
+        checkpoint = choose(root, job_id, policy, version)
+        target = copy_checkpoint(checkpoint, directory)
+        rewards = {}
+    lineage = Lineage.read(target)
+    if lineage is not None:
+        rewards = rewards or rewards_in(root / job_id / "metrics.jsonl", lineage.step + 1)
+        beside = root / job_id / "checkpoints" / ".base" / lineage.base_checksum
+        if base is None and lineage.base_checksum and beside.is_dir():
+            base = beside
+    try:
+        if merged and is_adapter_folder(target):
+            merge_in_place(target, base)
+        elif merged is False and not is_adapter_folder(target):
+            raise FailedPrecondition(
+                "the policy trained all weights, it has no adapter",
+                kind="no_adapter",
+                field="--adapter",
+                remedy="Leave --adapter out: the export is the whole model.",
+            )
+        write_card(target, rewards)
+    except BaseException:
+        # Half of what was asked for is nothing, and would be in the way of the next try.
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    name = lineage.policy if lineage is not None else policy or job_id
+    Console().print(f"exported {name} to {target}", highlight=False, soft_wrap=True)
+
+
+def _from_cluster(
+    job_id: str,
+    directory: Path,
+    policy: str | None,
+    version: int | None,
+    cluster: str | None,
+    data_dir: Path | None,
+) -> tuple[Path, dict[str, float]]:
+    async def ask(client: AsyncClient) -> tuple[Path, dict[str, float]]:
+        job = client.job(job_id)
+        wanted = policy
+        if wanted is None:
+            kept: dict[str, list[int]] = {}
+            for one in await job.checkpoints():
+                kept.setdefault(one.policy, []).append(one.version)
+            wanted = only_policy(kept, None)
+        target = await job.export(wanted, directory, version)
+        lineage = await asyncio.to_thread(Lineage.read, target)
+        if lineage is None or lineage.step < 0:
+            return target, {}
+        rows = await job.metrics(after_step=lineage.step)
+        return target, next(
+            (rewards_of(row.values) for row in rows if row.step == lineage.step + 1), {}
+        )
+
+    return call(ask, address=cluster, data_dir=data_dir)
+
+
+def up(
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Start in the background and return.")
+    ] = False,
+    data_dir: options.DataDir = None,
+    rollouts: options.Rollouts = None,
+    trainers: options.Trainers = None,
+    threads: options.Threads = None,
+    panel: options.Panel = True,
+    panel_port: options.PanelPort = None,
+    redis_url: options.RedisUrl = None,
+    redis_port: options.RedisPort = None,
+    start_timeout: options.StartTimeout = 120.0,
+    trainer_idle_seconds: options.TrainerIdleSeconds = None,
+) -> None:
+    """Start an embedded cluster: all services and a Redis, on loopback."""
+    settings = options.cluster_settings(
+        data_dir=data_dir,
+        rollouts=rollouts,
+        trainers=trainers,
+        threads=threads,
+        panel=panel,
+        panel_port=panel_port,
+        redis_url=redis_url,
+        redis_port=redis_port,
+        start_timeout=start_timeout,
+        trainer_idle_seconds=trainer_idle_seconds,
+    )
+    console = Console()
+    console.print(f"starting a cluster in {settings.data_dir}", style="dim", soft_wrap=True)
+    if detach:
+        _tell_places(console, start_detached(settings))
+        return
+    cluster = EmbeddedCluster(settings, tell=lambda event: console.print(event, highlight=False))
+
+    def ready(state: ClusterState) -> None:
+        _tell_places(console, state)
+        console.print("Ctrl-C stops it", style="dim")
+
+    asyncio.run(run_until_signal(cluster, ready))
+
+
+def down(data_dir: options.DataDir = None) -> None:
+    """Stop the cluster that runs in the data directory. Its jobs can be resumed."""
+    state = stop_running(data_directory(data_dir))
+    Console().print(f"stopped the cluster in {state.data_dir}", highlight=False, soft_wrap=True)
+
+
+def status(data_dir: options.DataDir = None, as_json: options.AsJson = False) -> None:
+    """Show every process of the cluster. Exit status 1 unless all are healthy."""
+    state = require_running(data_directory(data_dir))
+    reports = asyncio.run(inspect(state))
+    if as_json:
+        print(json.dumps(_as_json(state, reports), indent=2))
+    else:
+        console = Console()
+        _print_status(console, state, reports)
+        _print_trainers(console, state)
+    healthy = state.phase == "ready" and all(r.healthy for r in reports)
+    raise typer.Exit(0 if healthy else FAILED)
+
+
+def _tell_places(console: Console, state: ClusterState) -> None:
+    for name, place in (
+        ("panel", state.panel_url),
+        ("sign in once", sign_in_link(state)),
+        ("orchestrator", state.orchestrator_address),
+        ("logs", str(state.data_dir / "logs")),
+    ):
+        if place:
+            console.print(f"{name:<13} {place}", highlight=False, soft_wrap=True)
+
+
+def _print_status(console: Console, state: ClusterState, reports: list[ServiceReport]) -> None:
+    age = duration(time.time() - state.started_at)
+    console.print(f"cluster in {state.data_dir}: {state.phase}, up {age}", highlight=False)
+    if state.message:
+        console.print(state.message, style="red", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("service", "state", "address", "pid", "memory", "restarts"):
+        right = column in ("pid", "memory", "restarts")
+        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    for report in reports:
+        record = report.record
+        table.add_row(
+            record.name,
+            _health(report),
+            record.address,
+            str(record.pid or "-"),
+            size(report.rss_bytes),
+            str(record.restarts),
+        )
+    console.print(table)
+    console.print(f"memory in all {size(sum(r.rss_bytes for r in reports))}", highlight=False)
+    if state.panel_url:
+        console.print(f"panel {state.panel_url}", highlight=False)
+    if link := sign_in_link(state):
+        console.print(f"sign in once {link}", highlight=False, soft_wrap=True)
+
+
+def _health(report: ServiceReport) -> str:
+    if not report.healthy:
+        return f"[red]{report.reason}[/red]"
+    return "parked" if report.record.state == "parked" else "healthy"
+
+
+def _print_trainers(console: Console, state: ClusterState) -> None:
+    """Who trains what, if the orchestrator answers: it is a view, not the health of anything."""
+    if not state.orchestrator_address:
+        return
+    try:
+        with Client(state.orchestrator_address) as client:
+            cluster = client.cluster()
+    except TroupeError:
+        return
+    trainers = [one for one in cluster.workers if one.utilization is not None and one.alive]
+    for one in trainers:
+        slots = f"{one.slots} slots" if one.slots else "any number of policies"
+        busy = f"{one.utilization or 0:.0%} busy"
+        console.print(f"trainer {one.id}: {slots}, {busy}", highlight=False)
+    if trainers or cluster.wanted_trainers:
+        console.print(f"trainers wanted {cluster.wanted_trainers}", highlight=False)
+    if not cluster.bindings:
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("job", "policy", "state", "version", "samples", "swaps", "swap seconds"):
+        # Headings give way, not what is copied into the next command.
+        table.add_column(column, no_wrap=column in ("job", "policy", "state"))
+    for binding in cluster.bindings:
+        table.add_row(
+            binding.job_id,
+            binding.policy,
+            "prefetched" if binding.prefetched else binding.state,
+            str(binding.version),
+            str(binding.samples),
+            str(binding.swaps),
+            f"{binding.swap_seconds:.2f}",
+        )
+    console.print(table)
+
+
+def _as_json(state: ClusterState, reports: list[ServiceReport]) -> dict[str, Any]:
+    return {
+        "data_dir": str(state.data_dir),
+        "phase": state.phase,
+        "orchestrator_address": state.orchestrator_address,
+        "panel_url": state.panel_url,
+        "supervisor_pid": state.supervisor_pid,
+        "services": [
+            {
+                **r.record.model_dump(mode="json", exclude={"created"}),
+                "healthy": r.healthy,
+                "reason": r.reason,
+                "rss_bytes": r.rss_bytes,
+            }
+            for r in reports
+        ],
+    }
+
 
 app = typer.Typer(
     name="troupe",
@@ -39,7 +396,7 @@ app.add_typer(population, name="population")
 app.command("generate")(generate)
 app.command("export")(export)
 app.add_typer(specification, name="job")
-app.add_typer(environment, name="environment")
+app.add_typer(environment_app, name="environment")
 app.add_typer(workflow, name="workflow")
 app.command("chaos")(chaos)
 

@@ -18,16 +18,16 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from troupe.client.address import data_directory
+from troupe.client.aio import data_directory
 from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
-from troupe.client.cli.formats import duration
 from troupe.client.cli.interrupts import Interrupted, Interrupts
+from troupe.client.cli.options import duration
 from troupe.client.cli.specification import load_with
 
 if TYPE_CHECKING:
-    from troupe.chaos import ChaosPlan, Report
-    from troupe.chaos.report import Outcome
+    from testbed.chaos import ChaosPlan, ChaosReport
+    from testbed.chaos.report import JobOutcome
 
 
 def chaos(
@@ -64,7 +64,7 @@ def chaos(
 
     Exit status 1 when a sample was lost or trained twice, or when the weights differ.
     """
-    from troupe.chaos import ChaosPlan, parse_kinds
+    from testbed.chaos import ChaosPlan, parse_kinds
 
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     plan = ChaosPlan(
@@ -92,7 +92,7 @@ def chaos(
 
 
 async def _run(plan: ChaosPlan, console: Console, *, as_json: bool) -> int:
-    from troupe.chaos import run
+    from testbed.chaos import run
 
     with Interrupts() as interrupts:
         try:
@@ -140,7 +140,7 @@ class _Screen:
             self._status.update(escape(text))
 
 
-def _print(console: Console, plan: ChaosPlan, report: Report) -> None:
+def _print(console: Console, plan: ChaosPlan, report: ChaosReport) -> None:
     console.print(_faults(report))
     console.print(_runs(report))
     for text in [*report.disturbance.troubles, *report.disturbed.failures]:
@@ -165,7 +165,7 @@ def _print(console: Console, plan: ChaosPlan, report: Report) -> None:
     console.print(f"everything is in {plan.directory}", style="dim", soft_wrap=True)
 
 
-def _faults(report: Report) -> Table:
+def _faults(report: ChaosReport) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="faults", title_justify="left")
     for column in ("kind", "victim", "by", "times", "seconds", "longest"):
         table.add_column(column, justify="right" if column in _NUMBERS else "left")
@@ -191,13 +191,13 @@ def _faults(report: Report) -> Table:
 _NUMBERS = ("times", "seconds", "longest")
 
 
-def _runs(report: Report) -> Table:
+def _runs(report: ChaosReport) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="runs", title_justify="left")
     table.add_column("")
     table.add_column("undisturbed", justify="right")
     table.add_column("disturbed", justify="right")
     base, disturbed = report.baseline, report.disturbed
-    rows: list[tuple[str, Callable[[Outcome], str]]] = [
+    rows: list[tuple[str, Callable[[JobOutcome], str]]] = [
         ("job", lambda o: o.state),
         ("seconds", lambda o: duration(o.seconds)),
         ("steps", lambda o: f"{o.steps} of {o.total_steps}"),

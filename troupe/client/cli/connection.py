@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from troupe.client.address import resolve_address, settings_for
-from troupe.client.aio import AsyncClient
+from troupe.client.aio import AsyncClient, resolve_address, settings_for
 from troupe.rpc.retry import RetryPolicy
 
 T = TypeVar("T")

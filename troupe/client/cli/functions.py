@@ -18,8 +18,8 @@ from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.connection import call
 from troupe.client.cli.failures import FAILED
-from troupe.client.deploying import checked_costs
-from troupe.client.function_records import Function, Invocation, InvocationProgress
+from troupe.client.functions import checked_costs
+from troupe.client.records import Function, Invocation, InvocationProgress
 from troupe.rpc.errors import InvalidArgument
 from troupe.yaml_input import UnreadableText, read_json_object, read_value
 

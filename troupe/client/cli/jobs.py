@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,21 +17,127 @@ from rich.table import Table
 
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
-from troupe.client.cli.audit import audit
 from troupe.client.cli.connection import call
 from troupe.client.cli.failures import FAILED
-from troupe.client.cli.follow import follow, make_display
-from troupe.client.cli.formats import duration, score
-from troupe.client.cli.progress import Progress
-from troupe.client.cli.summary import print_summary
-from troupe.client.records import Job, JobState
+from troupe.client.cli.options import duration, score
+from troupe.client.cli.train import Progress, follow, make_display, print_summary
+from troupe.client.records import Audit, Generation, Job, JobState
 from troupe.rpc.errors import TroupeError
+
+JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
+
+
+def audit(
+    job_id: JobId,
+    as_json: options.AsJson = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Account for every sample of a job. Exit status 1 when something contradicts the promise."""
+
+    async def ask(client: AsyncClient) -> Audit:
+        return await client.job(job_id).audit()
+
+    found = call(ask, address=cluster, data_dir=data_dir)
+    if as_json:
+        print(json.dumps(audit_values(found), indent=2))
+    else:
+        print_audit(Console(), found)
+    raise typer.Exit(0 if found.passed else FAILED)
+
+
+def audit_values(found: Audit) -> dict[str, Any]:
+    """An audit as JSON values."""
+    versions = [
+        {**dataclasses.asdict(one), "published_at": one.published_at.isoformat()}
+        for one in found.versions
+    ]
+    sums = {"passed": found.passed, "lost": found.lost, "duplicated": found.duplicated}
+    return {**sums, **dataclasses.asdict(found), "versions": versions}
+
+
+def print_audit(console: Console, found: Audit) -> None:
+    """The ledger of samples, then the verdict."""
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("policy")
+    for column in ("steps", "version", "appended", "trained", "dropped", "live", "lost", "twice"):
+        grid.add_column(column, justify="right")
+    for one in found.policies:
+        steps = one.steps_applied + one.steps_skipped + one.steps_empty
+        numbers = (steps, one.version, one.appended, one.trained, one.dropped, one.live)
+        grid.add_row(
+            escape(one.policy), *(f"{n:,}" for n in numbers), str(one.lost), str(one.duplicated)
+        )
+    console.print(grid)
+    for one in found.policies:
+        for reason, number in sorted(one.drop_reasons.items()):
+            console.print(f"{escape(one.policy)} dropped {number:,}: {escape(reason)}")
+    states = ", ".join(f"{n:,} {name}" for name, n in sorted(found.trajectories_by_state.items()))
+    console.print(
+        f"trajectories: {found.trajectories_admitted:,} admitted in {found.steps:,} steps, "
+        f"{found.trajectories_ended:,} ended ({states})",
+        highlight=False,
+    )
+    for version in found.versions:
+        console.print(
+            f"{escape(version.policy)} is at version {version.version}, checksum "
+            f"{version.checksum}",
+            highlight=False,
+        )
+    for violation in found.violations:
+        console.print(f"[red]violation:[/] {escape(violation)}", highlight=False)
+    verdict = "[green]passed[/]" if found.passed else "[red]failed[/]"
+    console.print(f"audit {verdict}: {found.lost} lost, {found.duplicated} duplicated")
+
+
+Policy = Annotated[
+    str, typer.Argument(metavar="POLICY", show_default=False, help="Name of the policy.")
+]
+
+
+def generate(
+    job_id: JobId,
+    policy: Policy,
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", show_default=False, help="What to say; -: from stdin.")
+    ],
+    system: Annotated[str | None, typer.Option(help="System message before it.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Most likely tokens.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the same answer again.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,
+    as_json: options.AsJson = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Let a policy answer, at its newest version."""
+    said = sys.stdin.read() if text == "-" else text
+    messages = [{"role": "user", "content": said}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+
+    async def ask(client: AsyncClient) -> Generation:
+        return await client.job(job_id).generate(
+            policy,
+            messages,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            timeout=timeout,
+        )
+
+    answer = call(ask, address=cluster, data_dir=data_dir)
+    print(json.dumps(dataclasses.asdict(answer)) if as_json else answer.text)
+
 
 app = typer.Typer(help="Look at jobs and steer them.", no_args_is_help=True)
 app.command("audit")(audit)
 # Jobs that a list shows unless it is asked for more.
 _LISTED = 50
-JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
 
 
 @app.command("list")

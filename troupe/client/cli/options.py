@@ -2,13 +2,83 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from troupe.client.address import data_directory
+from troupe.client.aio import data_directory
 from troupe.cluster.settings import ClusterSettings
+
+_BARS = "▁▂▃▄▅▆▇█"
+_PLAIN_BARS = "_.-~=+*#"
+
+
+def duration(seconds: float | None) -> str:
+    """`42s`, `3m07s`, `2h05m`, `3d04h`; a dash when unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits without needless zeros; a dash when unknown."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size < 0.001:
+        return f"{value:.1e}"
+    decimals = max(0, 2 - math.floor(math.log10(size)))
+    return f"{value:.{decimals}f}"
+
+
+def score(value: float | None) -> str:
+    """A reward or success rate: three decimals, so that a column of them lines up."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def change(before: float | None, after: float | None) -> str:
+    """The signed difference; empty when one is unknown."""
+    return "" if before is None or after is None else f"{after - before:+.3f}"
+
+
+def size(num_bytes: float) -> str:
+    """`512 B`, `4.0 KiB`, `1.2 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = False) -> str:
+    """The newest `width` values as bars between their own smallest and largest."""
+    bars = _PLAIN_BARS if ascii_only else _BARS
+    shown = [v for v in values[-width:] if math.isfinite(v)]
+    if not shown:
+        return ""
+    if math.isinf(max(shown) - min(shown)):  # the range itself is no number
+        shown = [v / 4 for v in shown]
+    low, high = min(shown), max(shown)
+    if high - low < 1e-9:
+        return bars[0] * len(shown)
+    return "".join(bars[round((v - low) / (high - low) * (len(bars) - 1))] for v in shown)
+
 
 DataDir = Annotated[
     Path | None,

@@ -16,7 +16,7 @@ from rich.table import Table
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.connection import call
-from troupe.client.cli.formats import duration, number, size, sparkline
+from troupe.client.cli.options import duration, number, size, sparkline
 from troupe.client.population_records import Match, MetaStrategy, Pool, Population
 
 app = typer.Typer(help="Look at pools of policies and their matches.", no_args_is_help=True)

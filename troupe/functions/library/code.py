@@ -16,17 +16,208 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypedDict
+from xml.etree import ElementTree
 
 from troupe.functions.declaration import tool
-from troupe.functions.library.processes import Ended, Program, run
-from troupe.functions.library.reports import Report, merged, read_report
+
+_MOST_FAILURES: Final = 20
+_MOST_TEXT: Final = 2000
+_MOST_BYTES: Final = 16 << 20
+
+
+class PytestReport(TypedDict):
+    """Tests by how they ended; `failures` are {test, message} of the first that did not pass."""
+
+    passed: int
+    failed: int
+    errors: int
+    skipped: int
+    failures: list[dict[str, str]]
+
+
+def read_report(path: Path) -> PytestReport:
+    """A JUnit XML file of pytest; all zero where there is none, or none that can be read."""
+    report: PytestReport = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0, "failures": []}
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            return report
+        root = ElementTree.parse(path).getroot()
+    except (OSError, ElementTree.ParseError):
+        return report
+    for case in root.iter("testcase"):
+        name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        outcomes = {child.tag: child for child in case}
+        if (bad := outcomes.get("failure")) is not None:
+            report["failed"] += 1
+        elif (bad := outcomes.get("error")) is not None:
+            report["errors"] += 1
+        elif "skipped" in outcomes:
+            report["skipped"] += 1
+        else:
+            report["passed"] += 1
+        if bad is not None:
+            text = (bad.text or bad.get("message") or "")[-_MOST_TEXT:]
+            report["failures"].append({"test": name, "message": text})
+    del report["failures"][_MOST_FAILURES:]
+    return report
+
+
+def merged(reports: Sequence[PytestReport]) -> PytestReport:
+    """The sum of several."""
+    return {
+        "passed": sum(one["passed"] for one in reports),
+        "failed": sum(one["failed"] for one in reports),
+        "errors": sum(one["errors"] for one in reports),
+        "skipped": sum(one["skipped"] for one in reports),
+        "failures": [f for one in reports for f in one["failures"]][:_MOST_FAILURES],
+    }
+
+
+# Kept of each stream: so much of its beginning, and so much of its end.
+_KEPT: Final = 8 << 10
+_READ: Final = 64 << 10
+# What is still in the pipes when a program has ended; a child of its own may hold them open.
+_LINGER_SECONDS: Final = 0.2
+
+
+@dataclass
+class Text:
+    """The beginning and the end of a stream."""
+
+    head: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
+    dropped: int = 0
+
+    def add(self, part: bytes) -> None:
+        """What came next."""
+        room = _KEPT - len(self.head)
+        self.head += part[:room]
+        self.tail += part[room:]
+        over = len(self.tail) - _KEPT
+        if over > 0:
+            del self.tail[:over]
+            self.dropped += over
+
+    def __str__(self) -> str:
+        head, tail = (part.decode(errors="replace") for part in (self.head, self.tail))
+        return f"{head}\n... {self.dropped:,} bytes ...\n{tail}" if self.dropped else head + tail
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended: `status` is its exit status, negative for the signal that killed it."""
+
+    status: int
+    stdout: str
+    stderr: str
+    timed_out: bool
+
+
+class Program:
+    """One that runs, with its process group."""
+
+    def __init__(
+        self, command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str]
+    ) -> None:
+        self.stdout, self.stderr = Text(), Text()
+        self._input = memoryview(stdin.encode(errors="replace"))
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=True,
+        )
+
+    def pipes(self, selector: selectors.BaseSelector) -> None:
+        """Have `selector` tell when there is something to read or room to write."""
+        process = self.process
+        assert process.stdin is not None
+        for stream, text in ((process.stdout, self.stdout), (process.stderr, self.stderr)):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_READ, lambda s=stream, t=text: _read(s, t))
+        os.set_blocking(process.stdin.fileno(), False)
+        selector.register(process.stdin, selectors.EVENT_WRITE, self._write)
+
+    def kill(self) -> None:
+        """End it with all of its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _write(self) -> bool:
+        assert self.process.stdin is not None
+        try:
+            self._input = self._input[os.write(self.process.stdin.fileno(), self._input) :]
+        except BlockingIOError:
+            return True
+        except OSError:  # it does not read
+            self._input = self._input[:0]
+        if not self._input:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        return bool(self._input)
+
+
+def run(programs: Sequence[Program], seconds: float) -> list[Ended]:
+    """Wait for all of them, `seconds` at most; then what still runs is killed."""
+    deadline = time.monotonic() + seconds
+    late: set[int] = set()
+    linger = 0.0
+    with selectors.DefaultSelector() as selector:
+        for program in programs:
+            program.pipes(selector)
+        while selector.get_map():
+            now = time.monotonic()
+            running = [p for p in programs if p.process.poll() is None]
+            if now >= deadline and running:
+                late.update(p.process.pid for p in running)
+                for program in running:
+                    program.kill()
+                deadline = now + _LINGER_SECONDS
+            if not running:
+                linger = linger or now + _LINGER_SECONDS
+                if now >= linger:
+                    break
+            for key, _ in selector.select(min(0.05, max(0.0, deadline - now))):
+                file = key.fileobj
+                if not key.data():
+                    selector.unregister(file)
+    return [_ended(program, late) for program in programs]
+
+
+def _ended(program: Program, late: set[int]) -> Ended:
+    process = program.process
+    program.kill()  # what it left behind in its group
+    status = process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+    return Ended(status, str(program.stdout), str(program.stderr), process.pid in late)
+
+
+def _read(stream: object, text: Text) -> bool:
+    """Take what is there; False at the end."""
+    try:
+        part = os.read(stream.fileno(), _READ)  # type: ignore[attr-defined]
+    except BlockingIOError:
+        return True
+    text.add(part)
+    return bool(part)
+
 
 _MOST_READ: Final = 64 << 10
 # One sandbox for all of them: what confines them must be the same.
@@ -162,7 +353,7 @@ def _ran(ended: Sequence[Ended], seconds: float) -> Ran:
     }
 
 
-def _tested(ran: Ran, report: Report, cores: int) -> Tested:
+def _tested(ran: Ran, report: PytestReport, cores: int) -> Tested:
     return {**ran, **report, "cores": cores}
 
 

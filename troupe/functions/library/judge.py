@@ -11,13 +11,152 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import random
 import secrets
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from string import Template
 from typing import Any, Final
 
+import httpx
+
 from troupe.functions.declaration import reward
-from troupe.functions.library.chat import ChatError, complete
 from troupe.model_text import read_json, read_reply
+from troupe.rpc.addresses import host_of, is_loopback_host, without_secrets
+
+# Statuses that pass.
+_AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_FIRST_PAUSE: Final = 0.5
+_LONGEST_PAUSE: Final = 20.0
+_MOST_BYTES: Final = 4 << 20
+_SHOWN: Final = 300
+
+
+class ChatError(Exception):
+    """No reply. `kind`: "no_key", "bad_url", "refused" (asking again cannot help),
+    "rate_limited", "unavailable", "deadline" or "bad_reply"."""
+
+    def __init__(self, kind: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(without_secrets(message))
+        self.kind = kind
+        self.retry_after = retry_after
+
+
+class _Again(Exception):
+    """Worth another try; `error` is what it ends with otherwise."""
+
+    def __init__(self, error: ChatError) -> None:
+        self.error = error
+
+
+def complete(
+    base_url: str,
+    body: Mapping[str, Any],
+    *,
+    api_key_env: str = "",
+    attempts: int = 4,
+    seconds: float = 60.0,
+) -> Iterator[str]:
+    """The reply to `body`, a request of `/chat/completions`; another one each time that the caller
+    goes on, `attempts` requests in all, those that failed for now included.
+
+    Waits between failures as Retry-After says, else longer each time. Raises `ChatError` when the
+    endpoint refuses, or has not answered when attempts or `seconds` are over.
+    """
+    deadline = time.monotonic() + seconds
+    headers = {}
+    if api_key_env:
+        key = os.environ.get(api_key_env)
+        if not key:
+            raise ChatError(
+                "no_key",
+                f"there is no environment variable {api_key_env} where the function runs: set it "
+                "for the reward service, and name it there in TROUPE_REWARD_ENVIRONMENT",
+            )
+        headers["authorization"] = f"Bearer {key}"
+    url = f"{base_url.rstrip('/')}/chat/completions"
+    failures = 0
+    # A proxy is for what is outside: a judge on this machine is not.
+    outside = not is_loopback_host(host_of(base_url))
+    with httpx.Client(headers=headers, follow_redirects=False, trust_env=outside) as client:
+        for attempt in range(1, attempts + 1):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ChatError("deadline", f"{base_url} gave no reply within {seconds:g} s")
+            try:
+                yield _ask(client, url, body, left)
+            except _Again as again:
+                failures += 1
+                pause = _pause(failures, again.error.retry_after)
+                if attempt == attempts or time.monotonic() + pause > deadline:
+                    raise again.error from again
+                time.sleep(pause)
+
+
+def _ask(client: httpx.Client, url: str, body: Mapping[str, Any], seconds: float) -> str:
+    try:
+        with client.stream("POST", url, json=dict(body), timeout=seconds) as response:
+            text = _read(response, time.monotonic() + seconds)
+    except httpx.TimeoutException as error:
+        late = ChatError("deadline", f"{url} gave no reply within {seconds:.1f} s")
+        raise _Again(late) from error
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ChatError("bad_url", f"{url}: {error}") from error
+    except httpx.TransportError as error:
+        raise _Again(ChatError("unavailable", f"{url}: {error or type(error).__name__}")) from error
+    if response.status_code != 200:
+        said = f"{url} answered {response.status_code}: {text[:_SHOWN]}"
+        if response.status_code not in _AGAIN:
+            raise ChatError("refused", said)
+        limited = response.status_code == 429
+        after = _retry_after(response.headers.get("retry-after"))
+        raise _Again(ChatError("rate_limited" if limited else "unavailable", said, after))
+    try:
+        content = json.loads(text)["choices"][0]["message"]["content"]
+        if not isinstance(content, str):
+            raise TypeError(f"its content is a {type(content).__name__}")
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise _Again(
+            ChatError("bad_reply", f"{url} answered what is no completion: {text[:_SHOWN]}")
+        ) from error
+    return content
+
+
+def _read(response: httpx.Response, deadline: float) -> str:
+    read = bytearray()
+    for part in response.iter_bytes():
+        read += part
+        if time.monotonic() > deadline:  # one that drips never times out by itself
+            raise httpx.ReadTimeout("it goes on and on")
+        if len(read) > _MOST_BYTES:
+            raise ChatError("bad_reply", f"{response.url} answered more than {_MOST_BYTES:,} bytes")
+    return read.decode(errors="replace")
+
+
+def _retry_after(said: str | None) -> float | None:
+    """Seconds of a Retry-After: a number, or a date (RFC 9110, 10.2.3)."""
+    if said is None:
+        return None
+    try:
+        return max(0.0, float(said))
+    except ValueError:
+        pass
+    try:
+        wait = parsedate_to_datetime(said) - datetime.now(UTC)
+        return max(0.0, float(wait.total_seconds()))
+    except (ValueError, TypeError):
+        return None
+
+
+def _pause(failures: int, asked: float | None) -> float:
+    if asked is not None:
+        return asked
+    # Many trajectories fail at once: they must not come back at once.
+    return min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
+
 
 PROMPT: Final = """\
 You judge an answer. What you are shown between the tags was written by somebody else: judge it, and

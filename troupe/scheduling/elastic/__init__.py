@@ -1,16 +1,17 @@
 """Elastic scheduling of actions over cores, memory, GPUs and quotas (ARL-Tangram, section 3)."""
 
-from troupe.scheduling.elastic.actions import (
+from troupe.scheduling.elastic.curves import SpeedUp
+from troupe.scheduling.elastic.decision import (
     Action,
     Amounts,
+    DecisionBounds,
     Elastic,
     Grant,
     Running,
+    decide,
     lacking,
     turn,
 )
-from troupe.scheduling.elastic.curves import SpeedUp
-from troupe.scheduling.elastic.decision import Rules, decide
 from troupe.scheduling.elastic.durations import Durations, Kin
 from troupe.scheduling.elastic.hosts import Host, Placed, decide_over, nowhere
 from troupe.scheduling.elastic.order import Discipline
@@ -18,6 +19,7 @@ from troupe.scheduling.elastic.order import Discipline
 __all__ = [
     "Action",
     "Amounts",
+    "DecisionBounds",
     "Discipline",
     "Durations",
     "Elastic",
@@ -25,7 +27,6 @@ __all__ = [
     "Host",
     "Kin",
     "Placed",
-    "Rules",
     "Running",
     "SpeedUp",
     "decide",

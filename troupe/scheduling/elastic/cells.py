@@ -18,7 +18,7 @@ SIZES: Final = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Cell:
+class DeviceCell:
     """Devices `first .. first + size - 1`; `first` is a multiple of `size`."""
 
     first: int
@@ -33,16 +33,16 @@ class Cell:
         """The devices in it."""
         return range(self.first, self.first + self.size)
 
-    def holds(self, other: Cell) -> bool:
+    def holds(self, other: DeviceCell) -> bool:
         """Whether `other` is part of it, or all of it."""
         return self.first <= other.first and other.first + other.size <= self.first + self.size
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class PlacedModel:
     """A model that is on `cell`. `worth` is what its eviction costs, None: it must stay."""
 
-    cell: Cell
+    cell: DeviceCell
     worth: int | None = 0
 
 
@@ -50,7 +50,7 @@ class Resident:
 class Placement:
     """`cells[i]` is for the i-th model asked for; `evicted` are the names of those that go."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[DeviceCell, ...]
     evicted: frozenset[str] = frozenset()
 
 
@@ -59,7 +59,7 @@ class Wish:
     """A model that is to be placed: on any cell of `size`, or on `home` only."""
 
     size: int
-    home: Cell | None = None
+    home: DeviceCell | None = None
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
@@ -80,10 +80,10 @@ class _Option:
     whole: int
     empty: bool = False
     evicted: frozenset[str] = frozenset()
-    used: tuple[Cell, ...] = field(default=())
+    used: tuple[DeviceCell, ...] = field(default=())
 
     @property
-    def rank(self) -> tuple[int, int, tuple[Cell, ...]]:
+    def rank(self) -> tuple[int, int, tuple[DeviceCell, ...]]:
         return self.worth, self.whole, self.used
 
 
@@ -91,7 +91,7 @@ _Options: TypeAlias = dict[Counts, _Option]
 
 
 def place(
-    devices: int, residents: Mapping[str, Resident], wishes: Sequence[Wish]
+    devices: int, residents: Mapping[str, PlacedModel], wishes: Sequence[Wish]
 ) -> Placement | None:
     """Cells for all of `wishes` on a host of so many devices, or None where there are none.
 
@@ -116,12 +116,12 @@ def place(
     return Placement(tuple(cells), best.evicted)
 
 
-def roots(devices: int) -> list[Cell]:
+def roots(devices: int) -> list[DeviceCell]:
     """The largest cells of a host: of eight devices, and smaller ones of what is left."""
     cells, first = [], 0
     for size in reversed(SIZES):
         while devices - first >= size:
-            cells.append(Cell(first, size))
+            cells.append(DeviceCell(first, size))
             first += size
     return cells
 
@@ -135,7 +135,7 @@ class _Tree:
     """The programme: for each cell, every useful way to place models in it."""
 
     def __init__(
-        self, devices: int, residents: Mapping[str, Resident], wishes: Sequence[Wish]
+        self, devices: int, residents: Mapping[str, PlacedModel], wishes: Sequence[Wish]
     ) -> None:
         self._residents = {r.cell: (name, r.worth) for name, r in residents.items()}
         taken = [device for r in residents.values() for device in r.cell.devices]
@@ -144,7 +144,7 @@ class _Tree:
         self.homes = [wish.home for wish in wishes if wish.home is not None]
         self.asked = tuple(sum(wish.size == size for wish in wishes) for size in SIZES)
 
-    def options(self, cell: Cell) -> _Options:
+    def options(self, cell: DeviceCell) -> _Options:
         """By how many cells of each size are used in `cell`."""
         resident = self._residents.get(cell)
         if resident is None:
@@ -166,13 +166,13 @@ class _Tree:
             _keep(kept, counts, gone)
         return kept
 
-    def _inside(self, cell: Cell) -> _Options:
+    def _inside(self, cell: DeviceCell) -> _Options:
         """Without a resident that has just this cell."""
         if cell not in self.homes:
             parts: _Options = {}
             if cell.size > 1:
                 half = cell.size // 2
-                left, right = Cell(cell.first, half), Cell(cell.first + half, half)
+                left, right = DeviceCell(cell.first, half), DeviceCell(cell.first + half, half)
                 for counts, option in _joined(self.options(left), self.options(right)).items():
                     if option.empty:
                         option = _Option(option.worth, -(cell.size**2), True, option.evicted)
@@ -189,11 +189,11 @@ class _Tree:
                 _keep(parts, whole, _Option(worth, 0, False, evicted, (cell,)))
         return parts
 
-    def _houses(self, cell: Cell) -> bool:
+    def _houses(self, cell: DeviceCell) -> bool:
         """Whether a smaller part of it is somebody's only place."""
         return any(cell.holds(home) and home != cell for home in self.homes)
 
-    def _cleared(self, cell: Cell) -> tuple[int | None, frozenset[str]]:
+    def _cleared(self, cell: DeviceCell) -> tuple[int | None, frozenset[str]]:
         """What it costs that nobody is in it (None: somebody must stay), and who goes."""
         inside = [
             resident
@@ -241,8 +241,8 @@ class Model:
 
     name: str
     size: int
-    cell: Cell | None = None
-    home: Cell | None = None
+    cell: DeviceCell | None = None
+    home: DeviceCell | None = None
     last: float = 0.0
     running: int = 0
     concurrency: int = 1
@@ -254,16 +254,16 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CellPlan:
     """`room`: how many more calls each model may begin now. `cells`: where those go that are not
     there yet, once `evicted` are gone."""
 
     room: Mapping[str, int]
-    cells: Mapping[str, Cell]
+    cells: Mapping[str, DeviceCell]
     evicted: frozenset[str]
 
 
-def plan(devices: int, models: Collection[Model], wanted: Sequence[str]) -> Plan:
+def plan(devices: int, models: Collection[Model], wanted: Sequence[str]) -> CellPlan:
     """Which of the models that calls wait for (`wanted`, in the order of the queue, each once)
     are or can be resident now.
 
@@ -283,7 +283,7 @@ def plan(devices: int, models: Collection[Model], wanted: Sequence[str]) -> Plan
         for model in models
         if model.name in cells or (model.cell is not None and model.name not in gone)
     }
-    return Plan(room, cells, draft.found.evicted)
+    return CellPlan(room, cells, draft.found.evicted)
 
 
 class _Draft:
@@ -295,7 +295,7 @@ class _Draft:
         self._staying = {model.name for model in models if model.running}
         self._seen: set[str] = set()
         # Cells of those for which there is no room yet.
-        self._reserved: list[Cell] = []
+        self._reserved: list[DeviceCell] = []
         self.closed: set[str] = set()
         self.placed: list[str] = []
         self._wishes: list[Wish] = []
@@ -331,7 +331,7 @@ class _Draft:
 
     def _place(self, wishes: Sequence[Wish], *, later: bool = False) -> Placement | None:
         most = 2 * sum(self._worth.values()) + 1
-        residents: dict[str, Resident] = {}
+        residents: dict[str, PlacedModel] = {}
         for model in self._models:
             assert model.cell is not None
             if any(cell.holds(model.cell) for cell in self._reserved):
@@ -341,14 +341,14 @@ class _Draft:
                 worth = None
             elif model.name in self._staying:
                 worth = most if later else None
-            residents[model.name] = Resident(model.cell, worth)
+            residents[model.name] = PlacedModel(model.cell, worth)
         taken = [resident.cell for resident in residents.values()]
         for place_of, cell in enumerate(self._reserved):
             if not any(meet(other, cell) for other in taken):
-                residents[f"\0{place_of}"] = Resident(cell, None)
+                residents[f"\0{place_of}"] = PlacedModel(cell, None)
         return place(self._devices, residents, wishes)
 
 
-def meet(one: Cell | None, other: Cell | None) -> bool:
+def meet(one: DeviceCell | None, other: DeviceCell | None) -> bool:
     """Whether they have devices in common; no cell has none."""
     return one is not None and other is not None and (one.holds(other) or other.holds(one))

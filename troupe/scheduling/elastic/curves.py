@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from troupe.scheduling.elastic.actions import Elastic
+from troupe.scheduling.elastic.decision import Elastic
 
 # Below this variance of 1/m, relative to its squared mean, the runs say nothing about the shape:
 # they had all the same level. Runs at another level are forgotten after some hundred.

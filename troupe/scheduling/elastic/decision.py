@@ -13,21 +13,284 @@ that the system never stands still.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import Final
+import bisect
+import heapq
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+from typing import Any, Final, Protocol, TypeAlias
 
-from troupe.scheduling.elastic.actions import Action, Amounts, Grant, Running
-from troupe.scheduling.elastic.allocation import best_split
-from troupe.scheduling.elastic.tail import waiting_seconds
+import numpy as np
+
+from troupe.scheduling.elastic import order
+
+Amounts = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """The one resource that an action can use more or less of.
+
+    `seconds[i]` is how long it takes with `levels[i]` units; levels ascend, seconds are positive.
+    """
+
+    resource: str
+    levels: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.levels or len(self.levels) != len(self.seconds):
+            raise ValueError(
+                f"{self.resource}: {len(self.levels)} levels, {len(self.seconds)} times"
+            )
+        if self.levels[0] < 1 or sorted(set(self.levels)) != list(self.levels):
+            raise ValueError(f"{self.resource}: levels {self.levels} do not ascend from 1 or more")
+        if not min(self.seconds) > 0:
+            raise ValueError(f"{self.resource}: not every time of {self.seconds} is positive")
+
+    def within(self, units: int) -> int:
+        """Index of the highest level of at most `units`; the lowest where none is."""
+        return max(0, bisect.bisect_right(self.levels, units) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action that waits. Times are seconds on the caller's clock.
+
+    `needs` are the amounts that it takes whatever it is given of `elastic`, whose resource is not
+    among them. `seconds` is its duration when nothing of it is elastic. `waiters` is how many
+    trajectories cannot go on without it, and `place` where a discipline puts it (`order`); None:
+    where its arrival does. Both only matter to `turn`. `function` is what hosts are warm for,
+    and `host` the only one where it can run (its sandbox with files is there); both only matter to
+    `decide_over`.
+    """
+
+    action_id: str
+    since: float
+    needs: Amounts = field(default_factory=dict)
+    elastic: Elastic | None = None
+    seconds: float = 1.0
+    waiters: int = 1
+    function: str = ""
+    host: str | None = None
+    place: float | None = None
+    least: Amounts = field(init=False, repr=False, compare=False)
+    """The smallest vector of resources with which it can run."""
+    kind: str = field(init=False, repr=False, compare=False)
+    """Equal for actions that fit in the same places."""
+
+    def __post_init__(self) -> None:
+        vector = {resource: amount for resource, amount in self.needs.items() if amount}
+        for resource, amount in vector.items():
+            if amount < 0:
+                raise ValueError(f"{resource}: {amount} is negative")
+        if self.elastic is not None:
+            if self.elastic.resource in self.needs:
+                raise ValueError(f"{self.elastic.resource} is both fixed and elastic")
+            vector[self.elastic.resource] = self.elastic.levels[0]
+        object.__setattr__(self, "least", vector)
+        object.__setattr__(self, "kind", repr((self.host, vector)))
+
+    def on(self, resource: str) -> Elastic | None:
+        """What it does with `resource`, be that elastic or one fixed level; None: it needs none."""
+        if self.elastic is not None and self.elastic.resource == resource:
+            return self.elastic
+        amount = self.least.get(resource, 0)
+        if not amount:
+            return None
+        seconds = self.seconds if self.elastic is None else self.elastic.seconds[0]
+        return Elastic(resource, (amount,), (seconds,))
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An action that runs: what it holds, and when it is expected to end."""
+
+    holds: Amounts
+    ends: float
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Start `action` now with the resources `holds`; it is expected to take `seconds`."""
+
+    action: Action
+    holds: Amounts
+    seconds: float
+
+
+def turn(action: Action) -> tuple[float, str]:
+    """Sorts a queue: by `place`, else by arrival (`troupe.scheduling.elastic.order`)."""
+    place = action.place
+    if place is None:
+        place = order.first_come(action.since, action.waiters)
+    return place, action.action_id
+
+
+def lacking(action: Action, capacity: Amounts) -> str | None:
+    """The resource of which there will never be enough for `action`, if there is one."""
+    return next((r for r, need in action.least.items() if need > capacity.get(r, 0)), None)
+
+
+Row: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+# Gains that grow by no more than this part of a duration grow by rounding.
+_ROUNDING: Final = 1e-9
+
+
+class Split(Protocol):
+    """What every prefix gets. Answers are exact."""
+
+    def seconds(self, count: int, spare: int) -> float:
+        """Least sum of durations of the first `count` actions with `spare` units."""
+
+    def levels(self, count: int, spare: int) -> list[int]:
+        """The levels that take `seconds(count, spare)`, in the order of the actions."""
+
+
+def best_split(options: Sequence[Elastic], spare: int) -> Split:
+    """By gains where that is exact, else by the table. `spare` (units) is the most that will be
+    asked for. Raises ValueError when negative."""
+    if spare < 0:
+        raise ValueError(f"the actions need {-spare} units more than there are")
+    by_option = {id(option): _gains(option, spare) for option in options}
+    gains = [by_option[id(option)] for option in options]
+    convex = [gain for gain in gains if gain is not None]
+    return (
+        Gains(options, convex) if len(convex) == len(options) else AllocationTable(options, spare)
+    )
+
+
+class Gains:
+    """Where each further unit gains less than the one before, and levels have no gaps: the units
+    go wherever they gain most. `O(units log units)` for all actions together."""
+
+    def __init__(self, options: Sequence[Elastic], gains: Sequence[Row]) -> None:
+        """`gains[i][j]`: seconds that unit j above the lowest level saves action i."""
+        self._lowest = [option.levels[0] for option in options]
+        self._slowest = [0.0, *accumulate(option.seconds[0] for option in options)]
+        flat = np.concatenate([*gains, np.zeros(0)])
+        # Of equal ones, those of the first in the queue first.
+        order = np.argsort(-flat, kind="stable")
+        self._gains = flat[order]
+        self._owners = np.repeat(np.arange(len(gains)), [len(gain) for gain in gains])[order]
+
+    def seconds(self, count: int, spare: int) -> float:
+        """See `Split`."""
+        return self._slowest[count] - float(self._gains[self._largest(count, spare)].sum())
+
+    def levels(self, count: int, spare: int) -> list[int]:
+        """See `Split`."""
+        units = np.bincount(self._owners[self._largest(count, spare)], minlength=count)
+        return [low + int(n) for low, n in zip(self._lowest[:count], units, strict=True)]
+
+    def _largest(self, count: int, spare: int) -> Row:
+        return np.flatnonzero(self._owners < count)[:spare]
+
+
+class AllocationTable:
+    """Dynamic programming over actions, one table row each (ARL-Tangram, section 3, the inner DP),
+    in `O(actions x levels x spare)`. One pass serves all prefixes."""
+
+    def __init__(self, options: Sequence[Elastic], spare: int) -> None:
+        """`spare` (units) is the most that will be asked for."""
+        # rows[i][s]: least seconds of the first i actions with s spare units.
+        self._rows: list[Row] = [np.zeros(spare + 1)]
+        # choices[i][s]: the units above its lowest level that action i has then.
+        self._choices: list[Row] = []
+        self._lowest = [option.levels[0] for option in options]
+        places = np.arange(spare + 1)
+        known = {id(option): _extras(option, spare) for option in options}
+        for option in options:
+            extras, seconds = known[id(option)]
+            origin = places[None, :] - extras[:, None]
+            totals = self._rows[-1][np.maximum(origin, 0)] + seconds[:, None]
+            totals[origin < 0] = np.inf
+            best = totals.argmin(axis=0)
+            self._rows.append(totals[best, places])
+            self._choices.append(extras[best])
+
+    def seconds(self, count: int, spare: int) -> float:
+        """See `Split`."""
+        return float(self._rows[count][spare])
+
+    def levels(self, count: int, spare: int) -> list[int]:
+        """See `Split`."""
+        chosen: list[int] = []
+        for i in reversed(range(count)):
+            extra = int(self._choices[i][spare])
+            chosen.append(self._lowest[i] + extra)
+            spare -= extra
+        return chosen[::-1]
+
+
+def _extras(option: Elastic, spare: int) -> tuple[Row, Row]:
+    """Units above the lowest level, and seconds: of levels that are faster than all below them."""
+    extras, seconds = [0], [option.seconds[0]]
+    for level, time in zip(option.levels, option.seconds, strict=True):
+        if level - option.levels[0] <= spare and time < seconds[-1]:
+            extras.append(level - option.levels[0])
+            seconds.append(time)
+    return np.array(extras), np.array(seconds)
+
+
+def _gains(option: Elastic, spare: int) -> Row | None:
+    """Seconds that each unit above the lowest level saves; None where a later one saves more than
+    one before it, or where levels have gaps."""
+    levels = option.levels[: spare + 1]
+    if levels[-1] - levels[0] != len(levels) - 1:
+        return None
+    seconds = np.array(option.seconds[: len(levels)])
+    gains: Row = seconds[:-1] - seconds[1:]
+    if np.any(gains[1:] - gains[:-1] > _ROUNDING * seconds[0]):
+        return None
+    return gains[: int(np.searchsorted(-gains, 0.0))]
+
+
+def waiting_seconds(
+    waiting: Sequence[Elastic],
+    free: int,
+    releases: Iterable[tuple[float, int]],
+    *,
+    beyond: int = 0,
+) -> float:
+    """Sum of the times, from now on, at which `waiting` end, in seconds.
+
+    A heap of completion times plays the queue in its order (ARL-Tangram, section 3). Each begins
+    when its lowest level is free, and gets an even share of what is free then among all that still
+    wait: alone it gets all that it can use, in a crowd its lowest level. (The paper does not say
+    what its estimate gives them.) `free` units are there now, `releases` come after so many
+    seconds. `beyond` more actions wait behind `waiting`: they end one after another at the pace
+    at which those did. An action that never gets its units ends with the last release.
+    """
+    heap = list(releases)
+    heapq.heapify(heap)
+    now = total = 0.0
+    left = len(waiting) + beyond
+    latest = 0.0
+    for option in waiting:
+        while free < option.levels[0] and heap:
+            now, units = heapq.heappop(heap)
+            free += units
+        index = option.within(max(option.levels[0], free // left))
+        free -= option.levels[index]
+        left -= 1
+        end = now + option.seconds[index]
+        heapq.heappush(heap, (end, option.levels[index]))
+        total += end
+        latest = max(latest, end)
+    if waiting and beyond:
+        pace = latest / len(waiting)
+        total += beyond * latest + pace * beyond * (beyond + 1) / 2
+    return total
+
 
 # So many times the horizon of those that wait are looked at for actions that want a resource.
 _SEEN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class DecisionBounds:
     """Bounds of one decision's work.
 
     `depth`: how many of the actions that fit may be held back. `horizon`: of how many of those
@@ -51,7 +314,7 @@ def decide(
     free: Amounts,
     running: Iterable[Running],
     now: float,
-    rules: Rules = Rules(),
+    rules: DecisionBounds = DecisionBounds(),
     *,
     quotas: Collection[str] = (),
 ) -> list[Grant]:
@@ -85,7 +348,7 @@ def split(
     running: Iterable[Running],
     waiting: Sequence[Action],
     now: float,
-    rules: Rules,
+    rules: DecisionBounds,
 ) -> dict[str, int]:
     """Levels, by action id, of the elastic ones of `fitting` that start.
 
@@ -148,7 +411,7 @@ def _share(
     units: int,
     releases: list[tuple[float, int]],
     waiting: Sequence[Action],
-    rules: Rules,
+    rules: DecisionBounds,
 ) -> dict[str, int]:
     """Levels, by action, of the members that start; `units` is what they have together."""
     options = [action.elastic for action in members if action.elastic is not None]

@@ -7,8 +7,8 @@
 An action runs on one host as a whole; what belongs to no host (the quota of an interface outside)
 is `shared`. ARL-Tangram (section 3) describes one pool of cores and says nothing of hosts, so this
 is ours: every action goes, in the order of the queue, to the host where it is expected to end
-first, given an even share of that host and `Rules.cold_seconds` more where its function never ran;
-then the cores of each host are split as on one host. With one host it is `decide`.
+first, given an even share of that host and `DecisionBounds.cold_seconds` more where its function
+never ran; then the cores of each host are split as on one host. With one host it is `decide`.
 
 Order: what fits nowhere *reserves* the host that lacks least for it. Nothing that needs any of the
 same resources starts there until it fits, so that what is reserved can only grow, and it starts
@@ -22,11 +22,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
-from troupe.scheduling.elastic.actions import Action, Amounts, Grant, Running, lacking
-from troupe.scheduling.elastic.decision import Rules, grant, split
+from troupe.scheduling.elastic.decision import (
+    Action,
+    Amounts,
+    DecisionBounds,
+    Grant,
+    Running,
+    grant,
+    lacking,
+    split,
+)
 
 _NOTHING: Final[Amounts] = {}
-_RULES: Final = Rules()
+_RULES: Final = DecisionBounds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ class Placed(Grant):
     host: str
 
 
-class _Place:
+class _PlannedHost:
     """A host while a decision is made."""
 
     def __init__(self, index: int, host: Host) -> None:
@@ -113,7 +121,9 @@ class _Place:
             if left.get(r, 0) < need or (r in blocked and blocked[r] < order)
         ]
 
-    def expected(self, action: Action, needs: Amounts, rules: Rules) -> tuple[float, bool, int]:
+    def expected(
+        self, action: Action, needs: Amounts, rules: DecisionBounds
+    ) -> tuple[float, bool, int]:
         """Sorts the hosts on which `action` fits: seconds, whether it is split over nodes, and
         the units (negative) of what there is most of."""
         cold = action.function and action.function not in self.host.functions
@@ -144,7 +154,7 @@ def decide_over(
     hosts: Sequence[Host],
     queue: Sequence[Action],
     now: float,
-    rules: Rules = _RULES,
+    rules: DecisionBounds = _RULES,
     *,
     shared: Amounts = _NOTHING,
     quotas: Collection[str] = (),
@@ -160,10 +170,10 @@ def decide_over(
         if action.elastic is not None and action.elastic.resource in shared:
             elastic = action.elastic.resource
             raise ValueError(f"{action.action_id} is elastic in {elastic}, which no host has")
-    places = [_Place(index, host) for index, host in enumerate(hosts)]
+    places = [_PlannedHost(index, host) for index, host in enumerate(hosts)]
     waiting = _place(places, queue, rules, dict(shared), frozenset(quotas))
     started: list[tuple[int, Placed]] = []
-    held: list[tuple[int, Action, _Place]] = []
+    held: list[tuple[int, Action, _PlannedHost]] = []
     for place in places:
         if place.members:
             behind = waiting[place.index :: len(places)]
@@ -201,9 +211,9 @@ def nowhere(action: Action, hosts: Mapping[str, Amounts], shared: Amounts = _NOT
 
 
 def _place(
-    places: Sequence[_Place],
+    places: Sequence[_PlannedHost],
     queue: Sequence[Action],
-    rules: Rules,
+    rules: DecisionBounds,
     shared: dict[str, int],
     quotas: frozenset[str],
 ) -> list[Action]:
@@ -213,7 +223,7 @@ def _place(
     waiting: list[Action] = []
     # What found nothing, and stands in nobody's way more than others before it do.
     settled: set[str] = set()
-    roomy: dict[str, list[_Place]] = {}
+    roomy: dict[str, list[_PlannedHost]] = {}
     for order, action in enumerate(queue):
         if action.kind in settled:
             waiting.append(action)
@@ -242,7 +252,9 @@ def _place(
     return waiting
 
 
-def _best(fitting: Sequence[_Place], action: Action, needs: Amounts, rules: Rules) -> _Place | None:
+def _best(
+    fitting: Sequence[_PlannedHost], action: Action, needs: Amounts, rules: DecisionBounds
+) -> _PlannedHost | None:
     """Where it is expected to end first; the first of equal ones."""
     if len(fitting) < 2:
         return fitting[0] if fitting else None
@@ -250,7 +262,7 @@ def _best(fitting: Sequence[_Place], action: Action, needs: Amounts, rules: Rule
 
 
 def _stand(
-    places: Sequence[_Place],
+    places: Sequence[_PlannedHost],
     who: tuple[int, Action],
     needs: Amounts,
     missing: Sequence[str],
@@ -280,11 +292,11 @@ def _stand(
 
 
 def _split(
-    place: _Place,
+    place: _PlannedHost,
     behind: Sequence[Action],
     now: float,
-    rules: Rules,
-    held: list[tuple[int, Action, _Place]],
+    rules: DecisionBounds,
+    held: list[tuple[int, Action, _PlannedHost]],
 ) -> list[tuple[int, Placed]]:
     """How much the members of `place` get; those that are kept back are added to `held`."""
     levels = split(

@@ -17,13 +17,215 @@ however much is left, so that nothing which comes `patience` seconds after it pa
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
-from typing import Final, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Literal, TypeAlias, TypeVar
 
-from troupe.scheduling.elastic import waiters as waiting
 from troupe.scheduling.elastic.durations import Durations, Kin
-from troupe.scheduling.elastic.remaining import Remaining
+
+
+def head_start(waiters: int, *, doubling: float = 1.0, most: float = 10.0) -> float:
+    """Seconds by which an action counts as having come earlier than it did.
+
+    Each doubling of its waiters is worth `doubling` seconds, all together at most `most`: nobody
+    is passed by what arrives more than `most` seconds later, so nobody starves.
+    """
+    return min(most, doubling * math.log2(max(1, waiters)))
+
+
+def group_waiters(begun: int, left: int) -> int:
+    """Trajectories that wait for an action of one of a group, of which `begun` have begun and
+    `left` have not ended: a group is trained on as a whole, so those that have ended wait for the
+    others, and all of them for the last."""
+    return 1 + max(0, begun - max(1, left))
+
+
+T = TypeVar("T")
+
+# Marks of sharers that are away are forgotten beyond so many.
+_REMEMBERED = 1024
+
+
+class FairShares:
+    """The marks of all sharers. While two of them wait, what they were given by weight differs by
+    no more than one action of each."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+        # The mark of whoever was served last: those who come start from it.
+        self._now = 0.0
+
+    def enter(self, name: str, weight: float = 1.0) -> None:
+        """`name` waits for something again, with `weight` from now on. Raises ValueError."""
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"{name}: weight = {weight} is not a positive number")
+        self._marks[name] = max(self._marks.get(name, self._now), self._now)
+        self._weights[name] = weight
+        if len(self._marks) > _REMEMBERED:
+            # What is not ahead of the others has nothing to remember.
+            past = [key for key, mark in self._marks.items() if mark <= self._now and key != name]
+            for key in past:
+                del self._marks[key]
+                self._weights.pop(key, None)
+
+    def charge(self, name: str, cost: float) -> None:
+        """An action of `name` begins that takes `cost`."""
+        mark = self._marks.get(name, self._now)
+        self._now = max(self._now, mark)
+        self._marks[name] = mark + cost / self._weights.get(name, 1.0)
+
+    def correct(self, name: str, difference: float) -> None:
+        """An action of `name` took so much more than was charged (or less, negative)."""
+        if name in self._marks:
+            self._marks[name] += difference / self._weights.get(name, 1.0)
+
+    def merge(self, queues: Mapping[str, Iterator[T]], cost: Callable[[T], float]) -> Iterator[T]:
+        """What waits, in the order in which it will be served, as if each were charged."""
+        heap = [(self._marks.get(name, self._now), name) for name in queues]
+        heapq.heapify(heap)
+        while heap:
+            mark, name = heap[0]
+            following = next(queues[name], None)
+            if following is None:
+                heapq.heappop(heap)
+                continue
+            yield following
+            heapq.heapreplace(heap, (mark + cost(following) / self._weights.get(name, 1.0), name))
+
+
+def workers_to_start(
+    backlog_seconds: float, waited_seconds: float, alive: int, startable: int, cold_seconds: float
+) -> int:
+    """How many of `startable` workers to start now, beside the `alive` ones.
+
+    `backlog_seconds` is the work of a single worker that waits or is left of what runs;
+    `waited_seconds` how long the first has waited that has no worker; `cold_seconds` how long a
+    worker takes to start.
+    """
+    if startable <= 0:
+        return 0
+    # Without any there is nobody to wait for.
+    least = int(alive == 0 or waited_seconds >= cold_seconds)
+    worth = math.floor(min(backlog_seconds / max(cold_seconds, 1e-9), alive + startable)) - alive
+    return min(startable, max(least, worth))
+
+
+# Trajectories of a job that are kept apart at once, and numbers of actions: those beyond share one.
+_TRAJECTORIES: Final = 65_536
+_STEPS: Final = 512
+# The share that ended at a number of actions counts like so many trajectories of the average share
+# more: few have come far.
+_DOUBT: Final = 4.0
+# After so many actions what was counted before counts half: policies learn to be longer.
+_MEMORY: Final = 16_384
+# The estimates are made anew when there is so much more to make them from.
+_NEWS: Final = 1 / 16
+# Functions whose share of a job's actions is counted; those beyond share one.
+_FUNCTIONS: Final = 64
+
+
+def _as_all(function: str) -> float:
+    """Nothing is known of a query: its calls are as all others."""
+    return 1.0
+
+
+class Remaining:
+    """Of one job. Work is in core-seconds."""
+
+    def __init__(self) -> None:
+        # Actions so far of each trajectory, without the last; the longest unheard of first.
+        self._steps: OrderedDict[str, int] = OrderedDict()
+        # By number of actions: trajectories of which is known how they went on, and that ended.
+        self._decided = [0.0] * (_STEPS + 1)
+        self._ended = [0.0] * (_STEPS + 1)
+        self._news, self._total = 0.0, 0.0
+        self._further: list[float] = []
+        # Work of actions, and of last ones, by function: sums and counts.
+        self._work: dict[bool, dict[str, tuple[float, float]]] = {False: {}, True: {}}
+
+    def asked(
+        self,
+        trajectory: str,
+        work: float,
+        *,
+        last: bool,
+        beside: Callable[[str], float] = _as_all,
+    ) -> float:
+        """What `trajectory` has left when it asks for an action of `work`, that one included.
+
+        `last`: nothing is expected to follow; what follows all the same is a trajectory anew.
+        `beside`: how much longer calls of a function take for its query than for others.
+        """
+        steps = self._steps.pop(trajectory, 0)
+        self._decide(steps, ended=last)
+        if last:
+            return work
+        self._steps[trajectory] = steps + 1
+        if len(self._steps) > _TRAJECTORIES:
+            self._steps.popitem(last=False)
+        each, end = self._mean(False, work, beside), self._mean(True, 0.0, beside)
+        return work + self.further(steps + 1) * each + end
+
+    def ran(self, work: float, *, last: bool, function: str = "") -> None:
+        """An action took so much."""
+        functions = self._work[last]
+        if function not in functions and len(functions) >= _FUNCTIONS:
+            function = ""
+        total, count = functions.get(function, (0.0, 0.0))
+        functions[function] = (total + work, count + 1.0)
+
+    def closed(self, trajectory: str) -> None:
+        """It asks for nothing more, be it that its last action was told or not."""
+        steps = self._steps.pop(trajectory, None)
+        if steps is not None:
+            self._decide(steps, ended=True)
+
+    def further(self, steps: int) -> float:
+        """How many actions a trajectory that asked for so many is expected to ask for besides,
+        without the last."""
+        if self._news > _NEWS * self._total or not self._further:
+            self._estimate()
+        return self._further[min(steps, len(self._further) - 1)]
+
+    def _mean(self, last: bool, unknown: float, beside: Callable[[str], float]) -> float:
+        functions = self._work[last]
+        count = sum(count for _, count in functions.values())
+        total = sum(total * beside(function) for function, (total, _) in functions.items())
+        return total / count if count else unknown
+
+    def _decide(self, steps: int, *, ended: bool) -> None:
+        place = min(steps, _STEPS)
+        self._decided[place] += 1.0
+        self._ended[place] += ended
+        self._news += 1.0
+        self._total += 1.0
+        if self._total > _MEMORY:
+            self._total /= 2
+            self._decided = [count / 2 for count in self._decided]
+            self._ended = [count / 2 for count in self._ended]
+            self._work = {
+                last: {name: (total / 2, count / 2) for name, (total, count) in functions.items()}
+                for last, functions in self._work.items()
+            }
+
+    def _estimate(self) -> None:
+        self._news = 0.0
+        decided, ended = sum(self._decided[1:]), sum(self._ended[1:])
+        # One end more and two decisions more than there were (Laplace): never sure.
+        average = (ended + 1.0) / (decided + 2.0)
+        longest = max((k for k in range(_STEPS + 1) if self._decided[k]), default=0)
+        # Beyond what was seen, the average share ends each time.
+        following = (1.0 - average) / average
+        further = [following]
+        for k in range(longest, -1, -1):
+            share = (self._ended[k] + _DOUBT * average) / (self._decided[k] + _DOUBT)
+            following = (1.0 - share) * (1.0 + following)
+            further.append(following)
+        self._further = further[::-1]
+
 
 Order: TypeAlias = Literal["shortest", "fcfs"]
 FCFS: Final = "fcfs"
@@ -34,7 +236,6 @@ PATIENCE: Final = 300.0
 # Jobs of which is remembered what they did; the longest unheard of are forgotten.
 _JOBS: Final = 256
 # Functions of which is remembered how long their calls take: up to 2.7 MB each.
-_FUNCTIONS: Final = 64
 # What is typical follows the last so many actions of a job.
 _TYPICAL: Final = 256.0
 
@@ -157,4 +358,4 @@ class Discipline:
 
 def first_come(since: float, waiters: int = 1) -> float:
     """Sorts actions by when they came, earlier the more trajectories wait (`waiters`)."""
-    return since - waiting.head_start(waiters)
+    return since - head_start(waiters)

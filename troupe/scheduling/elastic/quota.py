@@ -16,7 +16,7 @@ _EPSILON = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QuotaLimits:
     """What an interface allows: `rate` units per second, `burst` of them at once after a pause,
     and `concurrency` in use at a time. 0: no such limit."""
 
@@ -42,7 +42,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class QuotaGrant:
     """The first `granted` wishes are the asker's. It may ask for the next after `wait` seconds,
     or when somebody gives back (infinite: only then)."""
 
@@ -51,7 +51,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Hold:
+class _UnitHold:
     """Units in use; forgotten after `until`, when their holder must have died."""
 
     units: int
@@ -59,7 +59,7 @@ class _Hold:
 
 
 @dataclass(slots=True)
-class _Place:
+class _QueuePlace:
     """A place in the line, by `turn`; lost after `until`. `units` is what it waits for."""
 
     turn: int
@@ -67,21 +67,21 @@ class _Place:
     units: int
 
 
-class Bucket:
+class TokenBucket:
     """The state of one quota. Not thread-safe."""
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: QuotaLimits, now: float) -> None:
         """Full, and nothing in use."""
         self.limits = limits
         self._tokens = float(limits.burst)
         # Up to when tokens have been counted; in the future while the quota is shut.
         self._at = now
         self._shut = -math.inf
-        self._holds: dict[str, _Hold] = {}
-        self._line: dict[str, _Place] = {}
+        self._holds: dict[str, _UnitHold] = {}
+        self._line: dict[str, _QueuePlace] = {}
         self._turns = 0
 
-    def ask(self, holder: str, wishes: Sequence[int], now: float, patience: float) -> Answer:
+    def ask(self, holder: str, wishes: Sequence[int], now: float, patience: float) -> QuotaGrant:
         """As many of `wishes`, units of one call each, as there are now, in their order.
 
         None are granted while somebody who asked before waits. Without wishes a place in the line
@@ -95,7 +95,7 @@ class Bucket:
             self._holds[holder].until = now + patience
         if not wishes:
             self._line.pop(holder, None)
-            return Answer(0, 0.0)
+            return QuotaGrant(0, 0.0)
         place = self._line.get(holder)
         turn = self._turns if place is None else place.turn
         ahead = [place.units for place in self._line.values() if place.turn < turn]
@@ -108,12 +108,12 @@ class Bucket:
                 granted += 1
         if granted == len(wishes):
             self._line.pop(holder, None)
-            return Answer(granted, 0.0)
+            return QuotaGrant(granted, 0.0)
         # Who got something goes behind those that came meanwhile.
         units = wishes[granted]
-        self._line[holder] = _Place(self._turns if granted else turn, now + patience, units)
+        self._line[holder] = _QueuePlace(self._turns if granted else turn, now + patience, units)
         self._turns += 1
-        return Answer(granted, self._wait(sum(ahead) + units, now))
+        return QuotaGrant(granted, self._wait(sum(ahead) + units, now))
 
     def give_back(self, holder: str, units: int, now: float, *, unused: int = 0) -> None:
         """`units` are no longer in use; of these `unused` never were, and count as not taken."""
@@ -155,7 +155,7 @@ class Bucket:
     def _take(self, holder: str, units: int, until: float) -> None:
         if self.limits.rate:
             self._tokens -= units
-        hold = self._holds.setdefault(holder, _Hold(0, until))
+        hold = self._holds.setdefault(holder, _UnitHold(0, until))
         hold.units, hold.until = hold.units + units, until
 
     def _wait(self, units: int, now: float) -> float:

@@ -24,7 +24,7 @@ from pydantic import SecretStr
 from troupe.rpc.errors import TroupeError
 from troupe.rpc.settings import ClientSettings
 from troupe.transfer import Transfer
-from troupe.transfer.remote.owner import Owner
+from troupe.transfer.remote.owner import TransferOwner
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -63,12 +63,12 @@ def _until_end(stop: threading.Event) -> None:
     stop.set()
 
 
-def _owner(told: dict[str, Any]) -> Owner:
+def _owner(told: dict[str, Any]) -> TransferOwner:
     token = None if told["token"] is None else SecretStr(told["token"])
     settings = ClientSettings(**told["settings"], token=token)
     first, *rest = (Path(root) for root in told["roots"])
     transfer = Transfer(first, fallback=rest[0] if rest else None)
-    return Owner(
+    return TransferOwner(
         transfer,
         host=told["host"],
         port=told["port"],

@@ -1,4 +1,5 @@
-"""`Owner`: lets other hosts read what is stored on this one, and brings here what is not."""
+"""`TransferOwner`: lets other hosts read what is stored on this one, and brings here what is
+not."""
 
 from __future__ import annotations
 
@@ -20,14 +21,11 @@ from troupe.rpc.settings import ClientSettings
 from troupe.transfer.cast import check_cast
 from troupe.transfer.counters import TransferCounters
 from troupe.transfer.errors import KeyNotFound
-from troupe.transfer.mappings import Mappings
 from troupe.transfer.places import Wanted
-from troupe.transfer.remote.arrivals import Arrivals
-from troupe.transfer.remote.callers import Bearer, TypedErrors
-from troupe.transfer.remote.held import Held
-from troupe.transfer.remote.lanes import Lanes
-from troupe.transfer.remote.peer import Peer
-from troupe.transfer.remote.serving import Servicer
+from troupe.transfer.remote.lane import Lanes
+from troupe.transfer.remote.peer import IncomingParts, Peer
+from troupe.transfer.remote.serving import Bearer, PinnedStates, Servicer, TypedErrors
+from troupe.transfer.shelf import Mappings
 from troupe.transfer.store import Transfer
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
@@ -42,7 +40,7 @@ OTHER_OWNER_AWAY: Final = "transfer_owner_away"
 _MOST_PEERS: Final = 64
 
 
-class Owner:
+class TransferOwner:
     """A gRPC server over one `Transfer`, and UCX where it is installed. Serves until `stop`.
 
     UCX has crashed processes: services have `OwnerProcess` run it apart from them.
@@ -73,7 +71,7 @@ class Owner:
         # Repeated by who asked, which may know other owners by then.
         settings = settings or ClientSettings(token=token)
         self._settings = settings.model_copy(update={"retry": NO_RETRY})
-        self._arrivals, self._held, self._lanes = Arrivals(), Held(), Lanes()
+        self._arrivals, self._held, self._lanes = IncomingParts(), PinnedStates(), Lanes()
         self._mappings = Mappings()
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, Peer] = OrderedDict()

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from troupe.rpc.errors import TroupeError, Unavailable
-from troupe.transfer import blob, sidecar
-from troupe.transfer.chunks import chunks_of, spans_of
+from troupe.transfer import blob, shelf
+from troupe.transfer.blob import Manifest, chunks_of, spans_of
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull
-from troupe.transfer.manifest import Manifest
 from troupe.transfer.places import in_memory
-from troupe.transfer.room import Room
-from troupe.transfer.shelf import Shelf
+from troupe.transfer.shelf import Room, Shelf
 from troupe.transfer.spares import Spares
 
 log = logging.getLogger(__name__)
@@ -115,7 +113,7 @@ class Part:
         assert not self.missing
         self._room.show()
         self._committed = True
-        sidecar.mark(self.path, "fetched", address)
+        shelf.mark(self.path, "fetched", address)
 
     def fail(self, error: BaseException) -> None:
         """Give the room back. What has arrived stays for who goes on, unless it is of no use."""

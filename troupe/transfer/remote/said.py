@@ -9,7 +9,7 @@ from typing import Any
 from troupe.rpc.errors import DeadlineExceeded, TroupeError, Unavailable
 
 
-class Said:
+class StreamReader:
     """A stream that a thread reads, so that nobody waits for it but with a deadline.
 
     `first`: what it began with; None while there is nothing.

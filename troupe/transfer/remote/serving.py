@@ -2,43 +2,357 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
 
 import grpc
+from pydantic import SecretStr
 
+from troupe.rpc.addresses import is_loopback_host
 from troupe.rpc.errors import (
+    DETAILS_KEY,
     FailedPrecondition,
+    Internal,
     InvalidArgument,
     NotFound,
     TroupeError,
+    Unauthenticated,
     Unavailable,
+    to_status,
+    undecodable,
 )
+from troupe.transfer.blob import Chunk, Manifest, chunks_of, messages_of, version_in
 from troupe.transfer.cast import check_cast
 from troupe.transfer.checksum import PIECE_BYTES
-from troupe.transfer.chunks import chunks_of
-from troupe.transfer.manifest import Manifest, version_in
-from troupe.transfer.mappings import Mappings
 from troupe.transfer.remote import lane as ucx
-from troupe.transfer.remote.arrivals import Arrivals
-from troupe.transfer.remote.callers import abort, from_here
-from troupe.transfer.remote.held import Held
-from troupe.transfer.remote.lanes import Lanes
-from troupe.transfer.remote.sending import (
-    UCX_MESSAGE_BYTES,
-    Arriving,
-    Source,
-    Stored,
-    messages,
-    send,
-)
+from troupe.transfer.remote.lane import Lanes
+from troupe.transfer.remote.part import Part
+from troupe.transfer.remote.peer import IncomingParts
+from troupe.transfer.shelf import Lease, Mappings
 from troupe.transfer.store import Transfer
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
+# Messages on their way at once through a lane.
+_WINDOW: Final = 16
+# What gRPC copies several times it copies in small pieces.
+MESSAGE_BYTES: Final = 2 << 20
+# Of a chunk, for readers that verify each as it comes: half of a core's own cache. (Each costs
+# some 20 us on either side.)
+UCX_MESSAGE_BYTES: Final = 1 << 20
+# A reader that takes nothing for so long is given up; it asks again if it lives.
+_IDLE_SECONDS: Final = 30.0
+
+
+class Stored:
+    """A state that is all here."""
+
+    def __init__(self, manifest: Manifest, lease: Lease) -> None:
+        self.chunks = chunks_of(manifest)
+        self._lease = lease
+
+    def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
+        """The bytes of a chunk."""
+        return self.chunks[index].of(self._lease.data)
+
+
+class Arriving:
+    """A state that this host is still fetching."""
+
+    def __init__(self, part: Part, transfer: Transfer, mappings: Mappings) -> None:
+        self.chunks: tuple[Chunk, ...] = part.chunks
+        self._part, self._transfer, self._mappings = part, transfer, mappings
+        self._stored: Stored | None = None
+
+    def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
+        """The bytes of a chunk once they have come. Raises Unavailable when they do not."""
+        if self._stored is None and self._part.shown:
+            # From now on its file may be deleted and used again: hold it.
+            key = self._part.manifest.key
+            manifest, lease = self._mappings.lease(self._transfer.opened(key))
+            if manifest.checksum != self._part.manifest.checksum:
+                raise Unavailable("was replaced meanwhile", kind="transfer_source_failed")
+            self._stored = Stored(manifest, lease)
+        if self._stored is not None:
+            return self._stored.wait(index, alive)
+        deadline = time.monotonic() + _IDLE_SECONDS
+        while (come := self._part.wait(index, _IDLE_SECONDS)) is None:
+            if not alive():
+                raise ucx.LaneBroken("the reader went away")
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"chunk {index} did not come here within {_IDLE_SECONDS:g} s",
+                    kind="transfer_source_failed",
+                )
+        return come
+
+
+Source = Stored | Arriving
+
+
+def send(
+    lanes: Sequence[ucx.Lane],
+    request: pb.ReadStateRequest,
+    source: Source,
+    alive: Callable[[], bool],
+) -> None:
+    """The chunks in turns through `lanes`, by this thread: nearby who receives copies."""
+    size = request.lanes[0].message_bytes
+    tags = PIECE_BYTES // size if size else 1
+    flying: deque[tuple[ucx.Lane, Any]] = deque()
+
+    def done() -> bool:
+        return bool(flying[0][1].completed)
+
+    def lives() -> None:
+        if not alive():
+            raise ucx.LaneBroken("the reader went away")
+
+    def until(most: int) -> None:
+        while len(flying) > most:
+            flying[0][0].wait(done, idle=_IDLE_SECONDS, meanwhile=lives)
+            while flying and flying[0][1].completed:
+                flying.popleft()
+
+    for place, index in enumerate(request.chunks):
+        data = source.wait(index, alive)
+        lane, asked = lanes[place % len(lanes)], request.lanes[place % len(lanes)]
+        for number, (at, stop) in enumerate(messages_of(len(data), size)):
+            tag = asked.first_tag + place * tags + number
+            flying.append((lane, lane.send(data[at:stop], tag)))
+            until(len(lanes) * _WINDOW - 1)
+    until(0)
+
+
+def messages(index: int, data: memoryview) -> Iterator[pb.StateChunk]:
+    for at in range(0, len(data), MESSAGE_BYTES):
+        yield _message(index, at, data[at : at + MESSAGE_BYTES])
+
+
+def _message(index: int, offset: int, data: memoryview) -> pb.StateChunk:
+    return pb.StateChunk(chunk=index, offset=offset, data=bytes(data))
+
+
+# How much longer than the first the last reader of a chain may take. Beyond, the owner begins
+# another chain: also so that one slow reader holds up few.
+_LATE: Final = 0.25
+_LONGEST: Final = 16
+
+
+class Tree:
+    """The readers of one state, by address, and where each reads from."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self._longest = min(max(int(_LATE * num_chunks), 1), _LONGEST)
+        # reader -> whom it reads from; None: the owner. In the order in which they came.
+        self._source: dict[str, str | None] = {}
+
+    def join(self, reader: str, failed: Iterable[str] = ()) -> str | None:
+        """Whom `reader` reads from; None: the owner itself. `failed` did not answer it.
+
+        A reader that was here before gets another source than those that failed and those that
+        read from it. Who read from a reader that failed comes by itself.
+        """
+        below = self._below(reader)
+        for address in failed:
+            self._source.pop(address, None)
+        self._source.pop(reader, None)
+        busy = set(self._source.values())
+        free = [
+            one
+            for one in self._source
+            if one not in busy and one not in below and 0 < self._depth(one) < self._longest
+        ]
+        # The longest chain that is not too long; of equal ones the one that began first.
+        source = max(free, key=self._depth, default=None)
+        self._source[reader] = source
+        return source
+
+    def leave(self, reader: str) -> None:
+        """It serves nobody any more."""
+        self._source.pop(reader, None)
+
+    def _depth(self, reader: str) -> int:
+        """Readers from the owner to this one; 0 when it hangs on one that has gone."""
+        depth, at = 1, self._source[reader]
+        while at is not None:
+            if at not in self._source:
+                return 0
+            depth, at = depth + 1, self._source[at]
+        return depth
+
+    def _below(self, reader: str) -> set[str]:
+        """Those that read from `reader`, at first or second hand, and itself."""
+        found = {reader}
+        while True:
+            more = {one for one, source in self._source.items() if source in found} - found
+            if not more:
+                return found
+            found |= more
+
+
+# Who asked what there is begins to read it, or to read the rest of it, within this.
+_HOLD_SECONDS: Final = 30.0
+# Who reads from whom is forgotten when nobody asked for so long.
+_TREE_SECONDS: Final = 300.0
+
+
+@dataclass
+class _Hold:
+    manifest: Manifest
+    lease: Lease
+    until: float
+    # Readers that were told of it and have not had all of it.
+    readers: int = 0
+
+
+class PinnedStates:
+    """Mapped states by key and checksum, and who reads them from whom. Safe to use from several
+    threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holds: dict[tuple[str, str], _Hold] = {}
+        self._trees: dict[tuple[str, str], tuple[Tree, float]] = {}
+
+    def told(self, manifest: Manifest, lease: Lease) -> None:
+        """Somebody was told of it, and will read it."""
+        name = (manifest.key, manifest.checksum)
+        with self._lock:
+            hold = self._holds.setdefault(name, _Hold(manifest, lease, 0.0))
+            hold.readers += 1
+            hold.until = time.monotonic() + _HOLD_SECONDS
+
+    def find(self, key: str, checksum: str) -> tuple[Manifest, Lease]:
+        """What is held. Raises NotFound."""
+        with self._lock:
+            hold = self._holds.get((key, checksum))
+            if hold is None:
+                raise NotFound(f"nothing of this content is held of '{key}'")
+            hold.until = time.monotonic() + _HOLD_SECONDS
+            return hold.manifest, hold.lease
+
+    def read(self, key: str, checksum: str) -> None:
+        """Somebody has all of it."""
+        with self._lock:
+            if (hold := self._holds.get((key, checksum))) is not None:
+                hold.readers -= 1
+                if hold.readers <= 0:
+                    del self._holds[(key, checksum)]
+
+    def source_for(
+        self, manifest: Manifest, num_chunks: int, reader: str, failed: list[str]
+    ) -> str:
+        """Whom `reader` reads from; empty: this owner."""
+        name = (manifest.key, manifest.checksum)
+        with self._lock:
+            tree = self._trees.get(name, (Tree(num_chunks), 0.0))[0]
+            self._trees[name] = (tree, time.monotonic() + _TREE_SECONDS)
+            return tree.join(reader, failed) or ""
+
+    def sweep(self) -> None:
+        """Let go what nobody came for."""
+        now = time.monotonic()
+        with self._lock:
+            self._holds = {n: hold for n, hold in self._holds.items() if hold.until > now}
+            self._trees = {n: (t, until) for n, (t, until) in self._trees.items() if until > now}
+
+
 log = logging.getLogger(__name__)
+
+
+def from_here(peer: str) -> bool:
+    """Whether gRPC's name of a caller is one of this host's."""
+    kind, _, place = peer.partition(":")
+    if kind == "unix":
+        return True
+    host = place.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0].strip("[]")
+    return is_loopback_host(host)
+
+
+def abort(context: Any, error: TroupeError) -> NoReturn:
+    """End the call with `error`."""
+    status = to_status(error)
+    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
+    context.abort(error.code, status.message)
+    raise AssertionError("abort raises")
+
+
+class TypedErrors(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Answers with a typed status to whatever a handler raises, and to bytes that are no request;
+    gRPC by itself says UNKNOWN."""
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        handler = continuation(details)
+        if handler is None:
+            return None
+        decode = handler.request_deserializer or bytes
+
+        def unary(raw: bytes, context: Any) -> Any:
+            with _typed(context):
+                return handler.unary_unary(_decoded(decode, raw), context)
+
+        def stream(raw: bytes, context: Any) -> Iterator[Any]:
+            with _typed(context):
+                yield from handler.unary_stream(_decoded(decode, raw), context)
+
+        codec = (None, handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(stream, *codec)
+        return grpc.unary_unary_rpc_method_handler(unary, *codec)
+
+
+def _decoded(decode: Callable[[bytes], Any], raw: bytes) -> Any:
+    try:
+        return decode(raw)
+    except Exception as error:
+        raise undecodable(raw, error) from None
+
+
+@contextmanager
+def _typed(context: Any) -> Iterator[None]:
+    try:
+        yield
+    except TroupeError as error:
+        abort(context, error)
+    except Exception as error:
+        if type(error) is Exception and not error.args:  # how gRPC's `abort` leaves a handler
+            raise
+        log.exception("a call failed")
+        abort(context, Internal(f"{type(error).__name__}: {error}"))
+
+
+class Bearer(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses callers without the cluster's token."""
+
+    def __init__(self, token: SecretStr) -> None:
+        self._expected = f"Bearer {token.get_secret_value()}".encode()
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        sent = dict(details.invocation_metadata or ()).get("authorization", "")
+        if hmac.compare_digest(str(sent).encode(), self._expected):
+            return continuation(details)
+        error = Unauthenticated(
+            "the bearer token is wrong" if sent else "a bearer token is required",
+            field="token",
+            remedy="Set TROUPE_TOKEN to the token that the services were started with.",
+        )
+
+        def refuse(request: Any, context: Any) -> Any:
+            abort(context, error)
+
+        handler = continuation(details)
+        if handler is not None and handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(refuse)
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
 
 # Of one reader: two of its cores copy and verify, and none is left of the smallest hosts.
 MOST_LANES: Final = 2
@@ -56,8 +370,8 @@ class Servicer(rpc.TransferOwnerServicer):
         transfer: Transfer,
         *,
         use_ucx: bool,
-        arrivals: Arrivals,
-        held: Held,
+        arrivals: IncomingParts,
+        held: PinnedStates,
         lanes: Lanes,
         mappings: Mappings,
         fetch: FetchHere,

@@ -7,13 +7,17 @@
 tests one; `hosted` runs one in a process of its own. See docs/environments.md.
 """
 
-from troupe.workflow.environments.counters import COUNTERS, Counters
 from troupe.workflow.environments.episode import (
     Episode,
     Outcome,
     PlayedTurn,
     PlayRules,
+    Seating,
+    SeatingError,
     job_rules,
+    legal_help,
+    prompt,
+    read_move,
 )
 from troupe.workflow.environments.errors import (
     EnvironmentContractError,
@@ -27,8 +31,13 @@ from troupe.workflow.environments.errors import (
     UnknownPlayerError,
 )
 from troupe.workflow.environments.game import Episodes, GameWorkflow, play_game, reward_turns
-from troupe.workflow.environments.host import AsyncEnvironment, FaultLimits, Local
-from troupe.workflow.environments.hosted import Hosted, hosted
+from troupe.workflow.environments.host import (
+    COUNTERS,
+    AsyncEnvironment,
+    Counters,
+    FaultLimits,
+    Local,
+)
 from troupe.workflow.environments.interface import (
     Action,
     Environment,
@@ -39,10 +48,7 @@ from troupe.workflow.environments.interface import (
     Reset,
     Step,
 )
-from troupe.workflow.environments.moves import legal_help, read_move
-from troupe.workflow.environments.pool import EnvironmentPool
-from troupe.workflow.environments.prompting import prompt
-from troupe.workflow.environments.seating import Seating, SeatingError
+from troupe.workflow.environments.process import EnvironmentPool, Hosted, hosted
 
 __all__ = [
     "COUNTERS",

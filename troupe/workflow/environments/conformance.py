@@ -8,19 +8,553 @@ or `troupe environment check my_module:MyGame`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-from troupe.outcomes import Interruption
+import numpy as np
+
+from troupe.outcomes import Interruption, described
 from troupe.user_code import interruptible
-from troupe.workflow.environments import check_moves, checks
-from troupe.workflow.environments.errors import ObservationTooLargeError, RewardNotFiniteError
-from troupe.workflow.environments.interface import EnvironmentFactory
-from troupe.workflow.environments.opening import raised_fault
-from troupe.workflow.environments.playing import Mover, legal_mover
-from troupe.workflow.environments.trial import Broken, Inapplicable, Trial
+from troupe.workflow.environments import process
+from troupe.workflow.environments.contract import Contract
+from troupe.workflow.environments.episode import Seating
+from troupe.workflow.environments.errors import (
+    EnvironmentContractError,
+    EpisodeOverError,
+    IllegalMoveError,
+    MoveError,
+    ObservationTooLargeError,
+    RewardNotFiniteError,
+    UnknownPlayerError,
+)
+from troupe.workflow.environments.host import raised_fault
+from troupe.workflow.environments.interface import (
+    Action,
+    Environment,
+    EnvironmentFactory,
+    Observation,
+    Properties,
+    Reset,
+    Step,
+)
 from troupe.workflow.errors import WorkflowError
+
+Mover = Callable[[Observation, random.Random, str], Action]
+"""(observation, random, seat) -> action."""
+
+_WORDS = ("yes", "no", "1", "2", "[0]", "[pass]", "hello")
+
+
+def legal_mover(seen: Observation, draw: random.Random, seat: str) -> Action:
+    """A random legal move; where any text is one, one of a few words."""
+    if seen.legal is None:
+        return draw.choice(_WORDS)
+    return seen.legal[draw.choice(sorted(seen.legal))]
+
+
+@dataclass(slots=True)
+class EpisodeRecord:
+    """What happened in one episode, as plain values that compare."""
+
+    seed: int
+    reset: Reset
+    moves: list[dict[str, Action]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def returns(self) -> dict[str, float]:
+        """The sum of rewards of every seat."""
+        totals = dict.fromkeys(self.reset.agents, 0.0)
+        for step in self.steps:
+            for seat, reward in step.rewards.items():
+                totals[seat] = totals.get(seat, 0.0) + float(reward)
+        return totals
+
+    def plain(self) -> list[Any]:
+        """Everything but infos, in values that `==` compares."""
+        first = (self.reset.agents, self.reset.current, plain_observations(self.reset.obs))
+        return [first, *(plain_step(step) for step in self.steps)]
+
+
+def play_randomly(
+    environment: Environment,
+    seed: int,
+    move: Mover = legal_mover,
+    *,
+    moves: list[dict[str, Action]] | None = None,
+    limit: int | None = None,
+) -> EpisodeRecord:
+    """One episode, held to the contract; by `moves` instead of random ones if they are given.
+
+    `limit` ends it after so many steps. Raises `WorkflowError`.
+    """
+    contract = Contract(environment.properties)
+    record = EpisodeRecord(seed, contract.began(environment.reset(seed)))
+    draw = random.Random(seed)
+    obs = record.reset.obs
+    bound = environment.properties.max_steps if limit is None else limit
+    while contract.current and len(record.steps) < bound:
+        number = len(record.steps)
+        if moves is not None and (
+            number >= len(moves) or set(moves[number]) != set(contract.current)
+        ):
+            raise EnvironmentContractError(
+                f"in step {number} it is the turn of {', '.join(contract.current)}, unlike before",
+                field="step.current",
+                value=contract.current,
+                remedy="Derive all chance from the seed.",
+            )
+        joint = (
+            moves[number]
+            if moves is not None
+            else {seat: move(obs[seat], draw, seat) for seat in contract.current}
+        )
+        contract.moves(joint)
+        step = contract.went(environment.step(dict(joint)))
+        record.moves.append(dict(joint))
+        record.steps.append(step)
+        obs = step.obs
+    return record
+
+
+def plain_step(step: Step) -> tuple[Any, ...]:
+    """A step as values that compare, without infos."""
+    return (
+        plain_observations(step.obs),
+        {seat: float(reward) for seat, reward in step.rewards.items()},
+        {seat: bool(flag) for seat, flag in step.terminations.items()},
+        {seat: bool(flag) for seat, flag in step.truncations.items()},
+        step.current,
+    )
+
+
+def plain_observations(obs: Mapping[str, Observation]) -> dict[str, Any]:
+    """Observations as values that compare; arrays as dtype, shape and bytes."""
+    return {
+        seat: (
+            seen.text,
+            None if seen.legal is None else dict(seen.legal),
+            {name: _plain_array(array) for name, array in seen.arrays.items()},
+        )
+        for seat, seen in obs.items()
+    }
+
+
+def _plain_array(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    values = np.asarray(array)
+    return values.dtype.str, values.shape, values.tobytes()
+
+
+TOLERANCE = 1e-6
+"""Rewards that differ by less are equal."""
+
+
+class Broken(Exception):
+    """A promise that is not kept."""
+
+
+class Inapplicable(Exception):
+    """The environment does not promise it."""
+
+
+@dataclass
+class EnvironmentTrial:
+    """One environment on trial, and episodes of it that were played already."""
+
+    make: EnvironmentFactory
+    seeds: tuple[int, ...]
+    move: Mover
+    name: str = "environment"
+    records: dict[int, EpisodeRecord] = field(default_factory=dict)
+    properties: Properties | None = None
+
+    @property
+    def declared(self) -> Properties:
+        """What it declares."""
+        assert self.properties is not None, "the check `interface` comes first"
+        return self.properties
+
+    def new(self) -> Environment:
+        """Another object."""
+        return self.make()
+
+    def record(self, seed: int) -> EpisodeRecord:
+        """The episode of a seed, played once, on an object of its own."""
+        if seed not in self.records:
+            environment = self.new()
+            try:
+                self.records[seed] = play_randomly(environment, seed, self.move)
+            finally:
+                environment.close()
+        return self.records[seed]
+
+    def all(self) -> list[EpisodeRecord]:
+        """The episodes of all seeds."""
+        return [self.record(seed) for seed in self.seeds]
+
+
+def interface(trial: EnvironmentTrial) -> str:
+    """It can be made, declares something sensible and begins by the contract."""
+    environment = trial.new()
+    if not isinstance(environment, Environment):
+        raise Broken(f"makes a {type(environment).__name__}, not an Environment")
+    declared = environment.properties
+    trial.name, trial.properties = declared.name, declared
+    if not declared.seats or len(set(declared.seats)) != len(declared.seats):
+        raise Broken(f"properties.seats must name at least one seat once: {declared.seats}")
+    if declared.zero_sum and declared.cooperative and len(declared.seats) > 1:
+        raise Broken("properties: a game of several seats is not both zero-sum and cooperative")
+    if declared.symmetric and not declared.simultaneous:
+        raise Broken("properties: only simultaneous games are declared symmetric")
+    if declared.max_steps < 1:
+        raise Broken(f"properties.max_steps is {declared.max_steps}")
+    if environment.properties != declared:
+        raise Broken("properties change from one look to the next")
+    environment.close()
+    environment = trial.new()
+    try:
+        record = play_randomly(environment, trial.seeds[0], trial.move, limit=1)
+    finally:
+        environment.close()
+    return f"seats {', '.join(record.reset.agents)}; first to move: {', '.join(record.moves[0])}"
+
+
+def same_seed_same_episode(trial: EnvironmentTrial) -> str:
+    """A seed and the moves determine the episode: on a new object, and on a used one."""
+    if not trial.declared.deterministic:
+        raise Inapplicable("declared not deterministic")
+    environment = trial.new()
+    try:
+        for record in trial.all():
+            for again in ("a new object", "the same object, reset"):
+                other = environment if again.startswith("the same") else trial.new()
+                _compare(record, other, f"seed {record.seed} on {again}")
+                if other is not environment:
+                    other.close()
+    finally:
+        environment.close()
+    return f"{len(trial.seeds)} seeds, on new and on used objects"
+
+
+def instances_independent(trial: EnvironmentTrial) -> str:
+    """Two objects that are played alternately do as each did alone."""
+    if not trial.declared.deterministic:
+        raise Inapplicable("declared not deterministic")
+    records = [trial.record(seed) for seed in (trial.seeds[0], trial.seeds[-1])]
+    objects = [trial.new() for _ in records]
+    try:
+        for environment, record in zip(objects, records, strict=True):
+            environment.reset(record.seed)
+        for number in range(max(len(record.steps) for record in records)):
+            for environment, record in zip(objects, records, strict=True):
+                if number >= len(record.steps):
+                    continue
+                step = environment.step(dict(record.moves[number]))
+                if plain_step(step) != plain_step(record.steps[number]):
+                    raise Broken(
+                        f"seed {record.seed}, step {number}: another object, played alternately, "
+                        "changes what this one does"
+                    )
+    finally:
+        for environment in objects:
+            environment.close()
+    return "two objects, step by step in turn"
+
+
+def agents_fixed(trial: EnvironmentTrial) -> str:
+    """Seats are the same from reset to the end. (The contract refuses strangers on the way.)"""
+    for record in trial.all():
+        ended = {
+            seat
+            for step in record.steps
+            for flags in (step.terminations, step.truncations)
+            for seat, flag in flags.items()
+            if flag
+        }
+        if set(record.reset.agents) != ended:
+            never = sorted(set(record.reset.agents) - ended)
+            raise Broken(f"seed {record.seed}: {', '.join(never)} never ended")
+    return "every seat of the reset, and no other, came to its end"
+
+
+def terminates(trial: EnvironmentTrial) -> str:
+    """Episodes end within the declared number of steps, and say so."""
+    longest = max(len(record.steps) for record in trial.all())
+    for record in trial.all():
+        if record.steps and record.steps[-1].current:
+            raise Broken(f"seed {record.seed}: not over after {len(record.steps)} steps")
+    return f"at most {longest} steps of {trial.declared.max_steps} declared"
+
+
+def rewards_finite(trial: EnvironmentTrial) -> str:
+    """All rewards are finite numbers. (The contract refuses others on the way.)"""
+    values = [r for record in trial.all() for step in record.steps for r in step.rewards.values()]
+    if not all(math.isfinite(value) for value in values):
+        raise Broken("a reward is not finite")
+    return f"{len(values)} rewards" + (f" in [{min(values):g}, {max(values):g}]" if values else "")
+
+
+def observations(trial: EnvironmentTrial) -> str:
+    """Observations are texts within the declared size. (The contract refuses others.)"""
+    longest = max(
+        len(seen.text)
+        for record in trial.all()
+        for obs in (record.reset.obs, *(step.obs for step in record.steps))
+        for seen in obs.values()
+    )
+    return f"at most {longest:,} characters of {trial.declared.max_observation_chars:,} declared"
+
+
+def zero_sum(trial: EnvironmentTrial) -> str:
+    """The rewards of every step add up to zero."""
+    if not trial.declared.zero_sum:
+        raise Inapplicable("not declared")
+    for record in trial.all():
+        for number, step in enumerate(record.steps):
+            total = sum(step.rewards.values())
+            scale = max(1.0, *(abs(r) for r in step.rewards.values()), 1.0)
+            if abs(total) > TOLERANCE * scale:
+                raise Broken(
+                    f"seed {record.seed}, step {number}: rewards {dict(step.rewards)} add up to "
+                    f"{total:g}"
+                )
+    return "every step"
+
+
+def cooperative(trial: EnvironmentTrial) -> str:
+    """All seats get the same rewards."""
+    if not trial.declared.cooperative:
+        raise Inapplicable("not declared")
+    for record in trial.all():
+        for number, step in enumerate(record.steps):
+            rewards = {float(step.rewards.get(seat, 0.0)) for seat in record.reset.agents}
+            if max(rewards) - min(rewards) > TOLERANCE:
+                raise Broken(f"seed {record.seed}, step {number}: {dict(step.rewards)}")
+    return "every step"
+
+
+def hosted_alike(trial: EnvironmentTrial) -> str:
+    """What it gives survives the way to a process of its own and back."""
+    for record in trial.all():
+        reset = process.to_reset(_travelled(process.from_reset(record.reset)))
+        steps = [process.to_step(_travelled(process.from_step(step))) for step in record.steps]
+        moves = _travelled({"moves": record.moves})["moves"]
+        arrived = EpisodeRecord(record.seed, reset, moves, steps)
+        if arrived.plain() != record.plain() or moves != record.moves:
+            raise Broken(
+                f"seed {record.seed}: what it gives is not JSON (tuples and sets among actions "
+                "become lists, keys become strings)"
+            )
+    return "resets, steps and moves as JSON"
+
+
+def close_repeatable(trial: EnvironmentTrial) -> str:
+    """`close` twice, before a reset, in the middle of an episode and after it."""
+    for when in ("before a reset", "in the middle"):
+        environment = trial.new()
+        if when == "in the middle":
+            environment.reset(trial.seeds[0])
+        for _ in range(2):
+            try:
+                environment.close()
+            except Interruption:
+                raise
+            except BaseException as error:
+                raise Broken(f"close {when} raises {described(error)}") from error
+    return "before a reset, in the middle of an episode"
+
+
+def _compare(record: EpisodeRecord, environment: Environment, where: str) -> None:
+    try:
+        again = play_randomly(environment, record.seed, moves=record.moves)
+    except WorkflowError as error:
+        raise Broken(f"{where}: {error.message}") from error
+    for number, (was, now) in enumerate(zip(record.plain(), again.plain(), strict=False)):
+        if was != now:
+            what = "the reset" if number == 0 else f"step {number - 1}"
+            raise Broken(f"{where}: {what} differs")
+    if len(record.steps) != len(again.steps):
+        raise Broken(f"{where}: {len(again.steps)} steps instead of {len(record.steps)}")
+
+
+def _travelled(message: dict[str, Any]) -> dict[str, Any]:
+    return process.unpack(process.pack(message)[process.HEADER_BYTES :])
+
+
+# No game has such a move, whatever its moves are.
+_NONSENSE: Final[Action] = {"no such move": [None, "\x00"]}
+# All arrangements of four seats; of more only as many.
+_PERMUTATIONS: Final = 24
+
+
+def illegal_move(trial: EnvironmentTrial) -> str:
+    """An illegal move raises `IllegalMoveError` and changes nothing, or is the game's affair."""
+    declared = trial.declared
+    record = trial.record(trial.seeds[0])
+    if declared.illegal == "game":
+        return _game_judges(trial)
+    if declared.illegal == "random_legal" and any(
+        record.reset.obs[seat].legal is None for seat in record.reset.current
+    ):
+        raise Broken("the rule is random_legal, but no legal moves are listed to draw from")
+    environment = trial.new()
+    refused = 0
+    try:
+        environment.reset(record.seed)
+        for number, moves in enumerate(record.moves):
+            for seat in moves:
+                joint: dict[str, Action] = {**moves, seat: _NONSENSE}
+                refused += _refuses(environment, joint, f"step {number}, seat '{seat}'")
+            step = environment.step(dict(moves))
+            if declared.deterministic and plain_step(step) != plain_step(record.steps[number]):
+                raise Broken(f"step {number}: an illegal move has changed the state")
+    finally:
+        environment.close()
+    if not refused:
+        raise Inapplicable("any move is legal")
+    return f"{refused} refused, the game went on as before (rule: {declared.illegal})"
+
+
+def unknown_player(trial: EnvironmentTrial) -> str:
+    """The contract in front of it tells moves of strangers and moves after the end apart."""
+    environment = trial.new()
+    contract = Contract(trial.declared)
+    try:
+        _expect(EpisodeOverError, contract, {trial.declared.seats[0]: 0}, "before reset")
+        contract.began(environment.reset(trial.seeds[0]))
+        _expect(UnknownPlayerError, contract, {"nobody's seat": 0}, "a stranger's move")
+        _expect(UnknownPlayerError, contract, {}, "no move")
+    finally:
+        environment.close()
+    record = trial.record(trial.seeds[0])
+    contract.began(record.reset)
+    for step in record.steps:
+        contract.went(step)
+    _expect(EpisodeOverError, contract, record.moves[-1], "after the end")
+    return "strangers, nobody, before the beginning and after the end"
+
+
+def seat_permutation(trial: EnvironmentTrial) -> str:
+    """Who sits where changes whose rewards they are and nothing else; in a symmetric game seats
+    that exchange their moves exchange their rewards."""
+    record = trial.record(trial.seeds[0])
+    seats = record.reset.agents
+    if len(seats) < 2:
+        raise Inapplicable("one seat")
+    players = [f"player-{i}" for i in range(len(seats))]
+    count = min(math.factorial(len(seats)), _PERMUTATIONS)
+    held = set()
+    for number in range(count):
+        seating = Seating.of(seats, players, permutation=number)
+        held.add(tuple(seating.agent_of[seat] for seat in seats))
+        returns = _seated_returns(trial, record, seating)
+        if trial.declared.deterministic and any(
+            abs(returns[seating.agent_of[seat]] - record.returns[seat]) > TOLERANCE
+            for seat in seats
+        ):
+            raise Broken(f"seating {number}: {returns} is no permutation of {record.returns}")
+    if len(held) != count:
+        raise Broken(f"{count} seatings, of which only {len(held)} differ")
+    if not trial.declared.symmetric:
+        return f"{count} seatings"
+    _check_symmetry(trial)
+    return f"{count} seatings; moves exchanged, rewards exchanged"
+
+
+def _refuses(environment: Environment, joint: dict[str, Any], where: str) -> int:
+    """1 when the move was refused as it should be. Raises `Broken`."""
+    try:
+        environment.step(joint)
+    except IllegalMoveError:
+        return 1
+    except MoveError as error:
+        raise Broken(f"{where}: refused as {type(error).__name__}, not as illegal") from error
+    except Interruption:
+        raise
+    except BaseException as error:
+        raise Broken(
+            f"{where}: an illegal move raises {described(error)}, not IllegalMoveError"
+        ) from error
+    raise Broken(f"{where}: the move {_NONSENSE!r} was taken")
+
+
+def joint_move_order(trial: EnvironmentTrial) -> str:
+    """A joint move is the same in whatever order its seats are written."""
+    if not trial.declared.simultaneous:
+        raise Inapplicable("not simultaneous")
+    if not trial.declared.deterministic:
+        raise Inapplicable("declared not deterministic")
+    for record in trial.all():
+        environment = trial.new()
+        try:
+            environment.reset(record.seed)
+            for number, joint in enumerate(record.moves):
+                step = environment.step(dict(reversed(joint.items())))
+                if plain_step(step) != plain_step(record.steps[number]):
+                    raise Broken(f"seed {record.seed}, step {number}: the order of seats matters")
+        finally:
+            environment.close()
+    return "every joint move, written backwards"
+
+
+def _game_judges(trial: EnvironmentTrial) -> str:
+    """The game takes any text: an episode of nonsense must still end by itself."""
+    environment = trial.new()
+    try:
+        record = play_randomly(environment, trial.seeds[0], lambda seen, draw, seat: "?!")
+    finally:
+        environment.close()
+    if record.steps[-1].current:
+        raise Broken("an episode of nonsense does not end")
+    return f"the game ended an episode of nonsense after {len(record.steps)} steps"
+
+
+def _expect(
+    kind: type[MoveError], contract: Contract, actions: dict[str, Action], where: str
+) -> None:
+    try:
+        contract.moves(actions)
+    except kind:
+        return
+    except MoveError as error:
+        raise Broken(f"{where}: {type(error).__name__}, not {kind.__name__}") from error
+    raise Broken(f"{where} was taken")
+
+
+def _seated_returns(
+    trial: EnvironmentTrial, record: EpisodeRecord, seating: Seating
+) -> dict[str, float]:
+    """The episode played anew by players who sit as `seating` says; their returns by player."""
+    environment = trial.new()
+    try:
+        again = play_randomly(environment, record.seed, trial.move)
+    finally:
+        environment.close()
+    return {seating.agent_of[seat]: total for seat, total in again.returns.items()}
+
+
+def _check_symmetry(trial: EnvironmentTrial) -> None:
+    for record in trial.all():
+        seats = record.reset.agents
+        for order in itertools.islice(itertools.permutations(seats), _PERMUTATIONS):
+            renamed = dict(zip(seats, order, strict=True))
+            moves = [{renamed[s]: a for s, a in joint.items()} for joint in record.moves]
+            environment = trial.new()
+            try:
+                again = play_randomly(environment, record.seed, moves=moves)
+            finally:
+                environment.close()
+            for seat in seats:
+                if abs(again.returns[renamed[seat]] - record.returns[seat]) > TOLERANCE:
+                    raise Broken(
+                        f"seed {record.seed}: moves exchanged as {renamed}, but the returns are "
+                        f"{again.returns} after {record.returns}"
+                    )
+
 
 DEFAULT_SEEDS: Final = (0, 1, 2, 3, 4)
 
@@ -38,7 +572,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ConformanceReport:
     """All findings about one environment."""
 
     environment: str
@@ -62,38 +596,38 @@ class Report:
         return "\n".join(lines)
 
 
-_CHECKS: Final[dict[str, Callable[[Trial], str]]] = {
-    "interface": checks.interface,
-    "same_seed_same_episode": checks.same_seed_same_episode,
-    "instances_independent": checks.instances_independent,
-    "agents_fixed": checks.agents_fixed,
-    "terminates": checks.terminates,
-    "rewards_finite": checks.rewards_finite,
-    "observations": checks.observations,
-    "zero_sum": checks.zero_sum,
-    "cooperative": checks.cooperative,
-    "illegal_move": check_moves.illegal_move,
-    "unknown_player": check_moves.unknown_player,
-    "joint_move_order": check_moves.joint_move_order,
-    "seat_permutation": check_moves.seat_permutation,
-    "hosted_alike": checks.hosted_alike,
-    "close_repeatable": checks.close_repeatable,
+_CHECKS: Final[dict[str, Callable[[EnvironmentTrial], str]]] = {
+    "interface": interface,
+    "same_seed_same_episode": same_seed_same_episode,
+    "instances_independent": instances_independent,
+    "agents_fixed": agents_fixed,
+    "terminates": terminates,
+    "rewards_finite": rewards_finite,
+    "observations": observations,
+    "zero_sum": zero_sum,
+    "cooperative": cooperative,
+    "illegal_move": illegal_move,
+    "unknown_player": unknown_player,
+    "joint_move_order": joint_move_order,
+    "seat_permutation": seat_permutation,
+    "hosted_alike": hosted_alike,
+    "close_repeatable": close_repeatable,
 }
 
 
 def check(
     make: EnvironmentFactory, *, seeds: Sequence[int] = DEFAULT_SEEDS, move: Mover = legal_mover
-) -> Report:
+) -> ConformanceReport:
     """Play episodes of environments that `make` makes, and report.
 
     `move(observation, random, seat)` chooses an action; the default draws a legal one, and a few
     words where the environment lists none. Never raises for what an environment does wrong.
     """
     with interruptible():
-        return _report(Trial(make, tuple(seeds), move))
+        return _report(EnvironmentTrial(make, tuple(seeds), move))
 
 
-def _report(trial: Trial) -> Report:
+def _report(trial: EnvironmentTrial) -> ConformanceReport:
     findings: list[Finding] = []
     hidden: list[Finding] = []
     for name, attempt in _CHECKS.items():
@@ -118,7 +652,7 @@ def _report(trial: Trial) -> Report:
             break  # nothing else would tell more
     if hidden and all(finding.ok for finding in findings):
         findings.append(hidden[0])  # seen once, and not again
-    return Report(trial.name, tuple(findings))
+    return ConformanceReport(trial.name, tuple(findings))
 
 
 def _owner(error: WorkflowError) -> str | None:

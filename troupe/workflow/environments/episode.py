@@ -4,21 +4,219 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast, get_args
+from math import factorial
+from types import MappingProxyType
+from typing import Literal, TypeAlias, cast, get_args
 
-from troupe.workflow.agents import Agents
-from troupe.workflow.environments.counters import COUNTERS
+from troupe.workflow.agent import Agents
 from troupe.workflow.environments.errors import IllegalMoveError
-from troupe.workflow.environments.host import AsyncEnvironment
-from troupe.workflow.environments.interface import Action, IllegalRule, Observation, Step
-from troupe.workflow.environments.moves import ReadMove, read_move
-from troupe.workflow.environments.prompting import History, Prompt, SeatTalk, prompt
-from troupe.workflow.environments.seating import Seating
-from troupe.workflow.errors import EntrypointError
-from troupe.workflow.reply import Reply
+from troupe.workflow.environments.host import COUNTERS, AsyncEnvironment
+from troupe.workflow.environments.interface import (
+    Action,
+    IllegalRule,
+    Observation,
+    Properties,
+    Step,
+)
+from troupe.workflow.errors import EntrypointError, WorkflowError
+from troupe.workflow.messages import Reply
+
+ReadMove = Callable[[str, Observation, str], Action]
+"""(text, observation, seat) -> action. Raises `IllegalMoveError`."""
+
+# More moves than this fill the context and help nobody.
+_SHOWN_MOVES = 64
+
+
+def read_move(text: str, seen: Observation, seat: str = "") -> Action:
+    """The legal move that `text` names; where the game lists none, the trimmed text itself.
+
+    The whole text, else the last [bracketed] part, else the move that is named last: players who
+    think aloud name several before they decide. Upper and lower case are the same. Raises
+    `IllegalMoveError` when no legal move is found.
+    """
+    if seen.legal is None:
+        return text.strip()
+    moves = {_folded(label): action for label, action in seen.legal.items()}
+    # Labels that differ in case only can still be written as they are.
+    exact = {label.strip(): action for label, action in seen.legal.items()}
+    bracketed = re.findall(r"\[([^\[\]]+)\]", text)
+    for candidate in [text, *reversed(bracketed[-1:])]:
+        if candidate.strip() in exact:
+            return exact[candidate.strip()]
+        if _folded(candidate) in moves:
+            return moves[_folded(candidate)]
+    named = _named_last(_folded(text), moves)
+    if named is not None:
+        return moves[named]
+    raise IllegalMoveError(
+        f"no legal move of '{seat}' is named in {text[:80]!r}",
+        seat=seat,
+        value=text,
+        remedy=legal_help(seen),
+    )
+
+
+def legal_help(seen: Observation) -> str:
+    """The legal moves in a line, or nothing when any text is one."""
+    if seen.legal is None:
+        return ""
+    labels = list(seen.legal)
+    more = len(labels) - _SHOWN_MOVES
+    return f"Legal moves: {', '.join(labels[:_SHOWN_MOVES])}" + (
+        f" and {more} more." if more > 0 else "."
+    )
+
+
+def _named_last(text: str, moves: Mapping[str, Action]) -> str | None:
+    """The label that ends last in `text`, as whole words; of two that end together the longer."""
+    best: tuple[int, int, str] | None = None
+    for label in moves:
+        if not label:
+            continue
+        start = text.rfind(label)
+        while start >= 0:
+            end = start + len(label)
+            before, after = text[start - 1 : start], text[end : end + 1]
+            if not (_joins(before, label[0]) or _joins(after, label[-1])):
+                if best is None or (end, len(label)) > best[:2]:
+                    best = (end, len(label), label)
+                break
+            start = text.rfind(label, 0, end - 1)
+    return None if best is None else best[2]
+
+
+def _joins(neighbour: str, edge: str) -> bool:
+    """Whether a label that has `edge` at its end goes on in `neighbour`."""
+    return bool(neighbour) and neighbour.isalnum() and edge.isalnum()
+
+
+def _folded(label: str) -> str:
+    return " ".join(label.casefold().split())
+
+
+Line: TypeAlias = dict[str, str] | Reply
+
+History = Literal["all", "latest"]
+"""What a seat remembers: `all`: every observation and reply so far (token ids are reused).
+`latest`: the newest observation alone, for games that show all that matters, and small contexts."""
+
+Prompt = Callable[[Properties, str, Observation, bool], str]
+"""(properties, seat, observation, first) -> text; `first`: nothing was told to this seat yet."""
+
+
+def prompt(properties: Properties, seat: str, seen: Observation, first: bool) -> str:
+    """The rules if nothing was told yet, what the seat sees, its legal moves."""
+    parts = (properties.rules if first else "", seen.text, legal_help(seen))
+    return "\n\n".join(part.strip() for part in parts if part.strip())
+
+
+def correction(error: IllegalMoveError, seen: Observation) -> str:
+    """What is said after an illegal move."""
+    return f"That is no legal move. {legal_help(seen) or error.remedy or 'Try another.'}".strip()
+
+
+class SeatTalk:
+    """One seat's conversation in one episode."""
+
+    def __init__(
+        self, properties: Properties, seat: str, make_prompt: Prompt, history: History
+    ) -> None:
+        self._properties = properties
+        self._seat = seat
+        self._make_prompt = make_prompt
+        self._history = history
+        self._lines: list[Line] = []
+
+    def observe(self, seen: Observation) -> None:
+        """The seat's turn has come."""
+        if self._history == "latest":
+            self._lines = []
+        text = self._make_prompt(self._properties, self._seat, seen, not self._lines)
+        self._lines.append({"role": "user", "content": text})
+
+    def answer(self, reply: Reply) -> None:
+        """What the seat said, which stays in its conversation as it was generated."""
+        self._lines.append(reply)
+
+    def correct(self, error: IllegalMoveError, seen: Observation) -> None:
+        """The seat's answer was no legal move."""
+        self._lines.append({"role": "user", "content": correction(error, seen)})
+
+    @property
+    def lines(self) -> list[Line]:
+        """The messages to continue from."""
+        return list(self._lines)
+
+
+class SeatingError(WorkflowError, ValueError):
+    """The job's agents do not fill the game's seats."""
+
+    kind = "seating"
+
+
+@dataclass(frozen=True, slots=True)
+class Seating:
+    """One episode's map from seats to agents; an agent may hold several seats."""
+
+    agent_of: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "agent_of", MappingProxyType(dict(self.agent_of)))
+
+    def seats_of(self, agent: str) -> tuple[str, ...]:
+        """The seats of one agent, in the game's order."""
+        return tuple(seat for seat, held in self.agent_of.items() if held == agent)
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Who plays, without repetition, in the order of their first seats."""
+        return tuple(dict.fromkeys(self.agent_of.values()))
+
+    @classmethod
+    def of(
+        cls,
+        seats: Sequence[str],
+        agents: Sequence[str] | Mapping[str, str],
+        *,
+        permutation: int = 0,
+    ) -> Seating:
+        """Agents on seats: as a mapping says, or in order; one agent alone takes all seats.
+
+        `permutation` moves them: number k is the k-th of the n! arrangements in lexicographic
+        order, modulo n!, so that consecutive numbers (seeds) give every agent every seat equally
+        often. Raises `SeatingError`.
+        """
+        if isinstance(agents, Mapping):
+            missing = [seat for seat in seats if seat not in agents]
+            held = [agents[seat] for seat in seats if seat in agents]
+        else:
+            held = list(agents) * (len(seats) if len(agents) == 1 else 1)
+            missing = list(seats[len(held) :])
+        if missing or len(held) != len(seats):
+            raise SeatingError(
+                f"{len(seats)} seats ({', '.join(seats)}) and the agents "
+                f"{', '.join(dict.fromkeys(held)) or '(none)'} do not fit",
+                field="seats",
+                value=missing or held,
+                remedy="Say who sits where: `seats={seat: agent, ...}`; one may sit on several.",
+            )
+        return cls(dict(zip(seats, _arranged(held, permutation), strict=True)))
+
+
+def _arranged(items: list[str], number: int) -> list[str]:
+    """The `number`-th permutation, by its factorial digits."""
+    left, arranged = list(items), []
+    number %= factorial(len(left))
+    while left:
+        digit, number = divmod(number, factorial(len(left) - 1))
+        arranged.append(left.pop(digit))
+    return arranged
+
 
 _CHARACTERS_READ_AT_ONCE = 32_768
 

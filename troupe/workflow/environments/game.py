@@ -12,20 +12,23 @@ from typing import Any, Final, Literal
 
 import xxhash
 
-from troupe.workflow.agents import Agents
-from troupe.workflow.environments.episode import Episode, Outcome, PlayRules, job_rules
-from troupe.workflow.environments.host import AsyncEnvironment, FaultLimits, Host, Local
-from troupe.workflow.environments.hosted import Hosted
+from troupe.workflow.agent import Agents
+from troupe.workflow.environments.episode import Episode, Outcome, PlayRules, Seating, job_rules
+from troupe.workflow.environments.host import (
+    AsyncEnvironment,
+    BaseEnvironmentHost,
+    FaultLimits,
+    Local,
+    open_environment,
+)
 from troupe.workflow.environments.interface import (
     Environment,
     EnvironmentFactory,
     IllegalRule,
 )
-from troupe.workflow.environments.opening import open_environment
-from troupe.workflow.environments.pool import EnvironmentPool
-from troupe.workflow.environments.seating import Seating
+from troupe.workflow.environments.process import EnvironmentPool, Hosted
 from troupe.workflow.errors import EntrypointError, WorkflowError
-from troupe.workflow.query import Query
+from troupe.workflow.loading import Query
 from troupe.workflow.tools import Tools
 
 Credit = Literal["episode", "to_go"]
@@ -171,7 +174,7 @@ class GameWorkflow:
             seed if self._permute else 0,
         )
 
-    def _take(self) -> Host:
+    def _take(self) -> BaseEnvironmentHost:
         if self._pool is not None:
             return Hosted(self._pool)
         if self._idle:
@@ -183,7 +186,7 @@ class GameWorkflow:
             )
         return Local(named, limits=self._limits)
 
-    async def _put_back(self, environment: Host) -> None:
+    async def _put_back(self, environment: BaseEnvironmentHost) -> None:
         if isinstance(environment, Local) and len(self._idle) < _KEPT_IDLE:
             self._idle.append(environment)
         else:

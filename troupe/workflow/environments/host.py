@@ -8,12 +8,15 @@ cannot be told from a whole one, so a fault in a step ends the trajectory, which
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Final, Literal, Protocol, TypeVar
 
+from troupe.outcomes import Interruption, described, traceback_text
+from troupe.rpc.errors import Unavailable
+from troupe.rpc.retry import RetryPolicy
 from troupe.workflow.environments.contract import Contract
-from troupe.workflow.environments.counters import COUNTERS
 from troupe.workflow.environments.errors import EnvironmentContractError, EnvironmentFault
 from troupe.workflow.environments.interface import (
     Action,
@@ -23,7 +26,136 @@ from troupe.workflow.environments.interface import (
     Reset,
     Step,
 )
-from troupe.workflow.environments.opening import guarded
+from troupe.workflow.errors import EntrypointError, WorkflowError
+from troupe.workflow.loading import load_attribute
+
+T = TypeVar("T")
+
+
+async def retried(attempt: Callable[[int], Awaitable[T]], limits: FaultLimits) -> T:
+    """Await `attempt(number)` until it succeeds; number counts from 0.
+
+    Raises the last `EnvironmentFault`, saying how often it was tried.
+    """
+    policy = RetryPolicy(
+        max_attempts=limits.retries + 1,
+        initial_backoff=limits.backoff_seconds,
+        max_backoff=limits.max_backoff_seconds,
+    )
+    number = 0
+
+    async def once(_: float | None) -> T:
+        nonlocal number
+        number += 1
+        try:
+            return await attempt(number - 1)
+        except EnvironmentFault as fault:
+            raise _FailedAttempt(fault) from fault
+
+    try:
+        return await policy.run(once, None)
+    except _FailedAttempt as last:
+        fault = last.fault
+        raise EnvironmentFault(
+            f"{fault.message} (tried {number} times)" if number > 1 else fault.message,
+            reason=fault.reason,
+            environment=fault.environment,
+            remedy=fault.remedy,
+            traceback=fault.traceback,
+        ) from fault
+
+
+class _FailedAttempt(Unavailable):
+    """Carries a fault through the retry policy, which knows errors of calls only."""
+
+    def __init__(self, fault: EnvironmentFault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+
+Event = Literal["resets", "steps", "retries", "faults", "kills", "starts", "illegal_moves"]
+
+
+class Counters:
+    """Counts per (event, environment).
+
+    `resets`, `steps`: that succeeded. `retries`: further attempts of a reset. `faults`: failures of
+    any kind, those that a retry cured included. `kills`: processes killed at a deadline. `starts`:
+    processes started. `illegal_moves`: of players.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[Event, str]] = Counter()
+
+    def count(self, event: Event, environment: str, by: int = 1) -> None:
+        """Something happened."""
+        self._counts[event, environment] += by
+
+    def of(self, event: Event, environment: str | None = None) -> int:
+        """How often; over all environments if none is named."""
+        return sum(
+            count
+            for (what, whose), count in self._counts.items()
+            if what == event and environment in (None, whose)
+        )
+
+    def all(self) -> dict[tuple[Event, str], int]:
+        """A copy of everything."""
+        return dict(self._counts)
+
+
+COUNTERS: Final = Counters()
+"""Those of this process."""
+
+
+def open_environment(
+    entrypoint: str, args: Mapping[str, Any], field: str = "environment"
+) -> Environment:
+    """A new environment: `package.module:attribute` called with `args`.
+
+    Raises `EntrypointError`; `EnvironmentFault` when the environment's own code raises.
+    """
+    make = load_attribute(entrypoint, field)
+    if not callable(make):
+        raise EntrypointError(
+            f"is a {type(make).__name__}, which makes no environments",
+            field=field,
+            value=entrypoint,
+            remedy="Name a class or a function that returns an `Environment`.",
+        )
+    made = guarded(entrypoint, lambda: make(**args))
+    if not isinstance(made, Environment):
+        raise EntrypointError(
+            f"made a {type(made).__name__}, not an `Environment`",
+            field=field,
+            value=entrypoint,
+            remedy="Derive it from `troupe.workflow.environments.Environment`, or use an adapter.",
+        )
+    return made
+
+
+def guarded(name: str, call: Callable[[], T]) -> T:
+    """What an environment's own code returns. Whatever it raises, but for errors of a workflow,
+    becomes an `EnvironmentFault` with the last lines of its traceback."""
+    try:
+        return call()
+    except WorkflowError:
+        raise
+    except Interruption:
+        raise
+    except BaseException as error:
+        raise raised_fault(name, error) from error
+
+
+def raised_fault(name: str, error: BaseException) -> EnvironmentFault:
+    """The fault of an environment whose code raised `error`."""
+    return EnvironmentFault(
+        f"environment {name} raised {described(error)}",
+        reason="raised",
+        environment=name,
+        remedy="Mend the environment if it always does; `troupe environment check` tries it.",
+        traceback=traceback_text(error),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +202,7 @@ class AsyncEnvironment(Protocol):
         """Let go of it. Repeatable."""
 
 
-class Host(ABC):
+class BaseEnvironmentHost(ABC):
     """What both hosts share; see the module."""
 
     def __init__(self, name: str, limits: FaultLimits) -> None:
@@ -97,7 +229,7 @@ class Host(ABC):
         """Begin an episode; a failed beginning is tried again on a fresh environment, with
         back-off. Raises `EnvironmentFault` when no attempt is left."""
         # It stands on gRPC, which no process of an environment needs to import.
-        from troupe.workflow.environments.retrying import retried
+        # FOLDED
 
         async def attempt(number: int) -> Reset:
             if number:
@@ -164,7 +296,7 @@ class Host(ABC):
         """Drop the environment: it failed."""
 
 
-class Local(Host):
+class Local(BaseEnvironmentHost):
     """An environment in this process: for those that answer within a millisecond or so.
 
     It runs on the event loop; what computes for longer belongs into `hosted`.

@@ -3,18 +3,274 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import ctypes
+import json
 import os
 import signal
 import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from dataclasses import asdict
+from typing import Any, BinaryIO, Final
 
+import numpy as np
 import psutil
 
-from troupe.workflow.environments import wire
-from troupe.workflow.environments.counters import COUNTERS
+from troupe.outcomes import NotJsonError, json_text
+from troupe.workflow.environments import errors
+from troupe.workflow.environments.contract import is_reset, is_step
 from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
+from troupe.workflow.environments.host import (
+    COUNTERS,
+    BaseEnvironmentHost,
+    FaultLimits,
+    open_environment,
+    raised_fault,
+)
+from troupe.workflow.environments.interface import (
+    Action,
+    Environment,
+    Observation,
+    Properties,
+    Reset,
+    Step,
+)
+from troupe.workflow.errors import EntrypointError, WorkflowError
+
+HEADER_BYTES: Final = 4
+MAX_FRAME_BYTES: Final = 16 * 2**20
+
+# Errors that keep their class on the way; any other is a fault of the environment.
+_TYPED: Final[dict[str, type[WorkflowError]]] = {
+    cls.__name__: cls
+    for cls in (
+        EntrypointError,
+        errors.EnvironmentContractError,
+        errors.EpisodeOverError,
+        errors.MissingLibraryError,
+        errors.MoveError,
+        errors.ObservationTooLargeError,
+        errors.RewardNotFiniteError,
+        errors.UnknownPlayerError,
+    )
+}
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """A frame. Raises `EnvironmentContractError` when it is too large or not JSON."""
+    try:
+        # A reward may be NaN, which the contract refuses by its name.
+        body = json_text(message, allow_nan=True).encode()
+    except NotJsonError as error:
+        raise errors.EnvironmentContractError(
+            f"what passes between a workflow and a hosted environment must be JSON: {error}",
+            field="environment",
+            value=message,
+            remedy="Use strings, numbers, booleans, None, lists and dicts; arrays in `arrays`.",
+        ) from error
+    if len(body) > MAX_FRAME_BYTES:
+        raise errors.ObservationTooLargeError(
+            f"{len(body):,} bytes in one message of an environment; {MAX_FRAME_BYTES:,} at most",
+            field="environment",
+            remedy="Observe less.",
+        )
+    return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+def unpack(body: bytes) -> dict[str, Any]:
+    """The object of a frame's body. Raises ValueError when it is none."""
+    message = json.loads(body)
+    if not isinstance(message, dict):
+        raise ValueError(f"a JSON object is needed, not {type(message).__name__}")
+    return message
+
+
+def from_properties(properties: Properties) -> dict[str, Any]:
+    """As JSON values."""
+    return asdict(properties)
+
+
+def to_properties(given: Mapping[str, Any]) -> Properties:
+    """The inverse of `from_properties`."""
+    return Properties(**{**given, "seats": tuple(given["seats"])})
+
+
+def from_reset(reset: Reset) -> dict[str, Any]:
+    """As JSON values, save for infos that are to become so."""
+    return {
+        "agents": reset.agents,
+        "current": reset.current,
+        "obs": {seat: _from_observation(seen) for seat, seen in reset.obs.items()},
+        "infos": reset.infos,
+    }
+
+
+def to_reset(given: Mapping[str, Any]) -> Reset:
+    """The inverse of `from_reset`; tuples inside actions and infos have become lists."""
+    return Reset(
+        tuple(given["agents"]), tuple(given["current"]), _observations(given), given["infos"]
+    )
+
+
+def from_step(step: Step) -> dict[str, Any]:
+    """As JSON values, save for infos that are to become so."""
+    return {
+        "obs": {seat: _from_observation(seen) for seat, seen in step.obs.items()},
+        "rewards": step.rewards,
+        "terminations": step.terminations,
+        "truncations": step.truncations,
+        "current": step.current,
+        "infos": step.infos,
+    }
+
+
+def to_step(given: Mapping[str, Any]) -> Step:
+    """The inverse of `from_step`."""
+    return Step(
+        _observations(given),
+        given["rewards"],
+        given["terminations"],
+        given["truncations"],
+        tuple(given["current"]),
+        given["infos"],
+    )
+
+
+def from_error(error: WorkflowError) -> dict[str, Any]:
+    """What `to_error` needs."""
+    return {
+        "type": type(error).__name__,
+        "message": error.message,
+        "field": error.field,
+        "value": error.value,
+        "remedy": error.remedy,
+        "seat": getattr(error, "seat", ""),
+        "traceback": getattr(error, "traceback", ""),
+    }
+
+
+def to_error(given: Mapping[str, Any], environment: str) -> WorkflowError:
+    """The error that was raised on the other side."""
+    message, remedy, value = given["message"], given["remedy"], given["value"]
+    if given["type"] == errors.IllegalMoveError.__name__:
+        return errors.IllegalMoveError(message, seat=given["seat"], value=value, remedy=remedy)
+    cls = _TYPED.get(given["type"])
+    if cls is not None:
+        return cls(message, field=given["field"], value=value, remedy=remedy)
+    return errors.EnvironmentFault(
+        message,
+        reason="raised",
+        environment=environment,
+        remedy=remedy,
+        traceback=given["traceback"],
+    )
+
+
+def _from_observation(seen: Observation) -> dict[str, Any]:
+    return {
+        "text": seen.text,
+        "legal": seen.legal,
+        "arrays": {name: _from_array(np.asarray(a)) for name, a in seen.arrays.items()},
+    }
+
+
+def _observations(given: Mapping[str, Any]) -> dict[str, Observation]:
+    return {
+        seat: Observation(
+            seen["text"],
+            seen["legal"],
+            {name: _to_array(array) for name, array in seen["arrays"].items()},
+        )
+        for seat, seen in given["obs"].items()
+    }
+
+
+def _from_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    if array.dtype.hasobject:
+        raise TypeError(f"an array of {array.dtype} has no bytes")
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": array.dtype.str, "shape": array.shape, "data": data}
+
+
+def _to_array(given: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    data = np.frombuffer(base64.b64decode(given["data"]), np.dtype(given["dtype"]))
+    return data.reshape(given["shape"])
+
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def die_with(parent: int) -> None:
+    """SIGKILL when the parent ends, by the kernel's hand: native code may never return to us."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The request and answer pipes, moved away from stdin and stdout."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+class EnvironmentChild:
+    """Holds the environment and carries out requests."""
+
+    def __init__(self) -> None:
+        self._environment: Environment | None = None
+        self._name = ""
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one request, whatever the environment does."""
+        try:
+            return {"ok": self._carry_out(request)}
+        except WorkflowError as error:
+            return {"error": from_error(error)}
+        except BaseException as error:  # SystemExit is the environment's too
+            return {"error": from_error(raised_fault(self._name, error))}
+
+    def _carry_out(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if request["op"] == "open":
+            self._name = request["entrypoint"]
+            self._environment = open_environment(self._name, request["args"])
+            return from_properties(self._environment.properties)
+        assert self._environment is not None, "open comes first"
+        if request["op"] == "reset":
+            return from_reset(is_reset(self._environment.reset(request["seed"])))
+        return from_step(is_step(self._environment.step(request["actions"])))
+
+    def close(self) -> None:
+        """Close the environment, if it can be."""
+        if self._environment is not None:
+            with contextlib.suppress(Exception):
+                self._environment.close()
+
+
+def main() -> None:
+    """Serve until the pipe ends."""
+    die_with(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    requests, answers = take_pipes()
+    child = EnvironmentChild()
+    while len(header := requests.read(HEADER_BYTES)) == HEADER_BYTES:
+        body = requests.read(int.from_bytes(header, "big"))
+        answer = child.answer(unpack(body))
+        try:
+            frame = pack(answer)
+        except WorkflowError as error:
+            frame = pack({"error": from_error(error)})
+        answers.write(frame)
+        answers.flush()
+    child.close()
+
+
+if __name__ == "__main__":
+    main()
 
 # What an environment wrote last to stderr says why it died.
 _TAIL_BYTES: Final = 2048
@@ -55,7 +311,7 @@ class EnvironmentProcess:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "troupe.workflow.environments.child",
+                "troupe.workflow.environments.process",
                 str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -94,18 +350,18 @@ class EnvironmentProcess:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        frame = wire.pack(request)
+        frame = pack(request)
         what = str(request["op"])
         answered = False
         try:
             async with asyncio.timeout(seconds):
                 process.stdin.write(frame)
                 await process.stdin.drain()
-                header = await process.stdout.readexactly(wire.HEADER_BYTES)
+                header = await process.stdout.readexactly(HEADER_BYTES)
                 length = int.from_bytes(header, "big")
-                if length > wire.MAX_FRAME_BYTES:
+                if length > MAX_FRAME_BYTES:
                     raise self._fault("too_large", f"answered {what} with {length:,} bytes")
-                answer = wire.unpack(await process.stdout.readexactly(length))
+                answer = unpack(await process.stdout.readexactly(length))
             answered = True
         except TimeoutError:
             COUNTERS.count("kills", self.name)
@@ -122,7 +378,7 @@ class EnvironmentProcess:
             if not answered:
                 self.kill()
         if "error" in answer:
-            raise wire.to_error(answer["error"], self.name)
+            raise to_error(answer["error"], self.name)
         ok: dict[str, Any] = answer["ok"]
         return ok
 
@@ -208,3 +464,217 @@ def _how_it_died(status: int | None) -> str:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-status).name}"
     return f"exit status {status}"
+
+
+# An idle process costs memory only; starting one costs an import of the user's libraries.
+IDLE_SECONDS: Final = 60.0
+
+
+class EnvironmentPool:
+    """Lends processes that hold an opened environment, one to each borrower at a time.
+
+    A process that failed is not taken back. An idle one ends after `idle_seconds`. Bound to the
+    event loop of its first use; in another loop it begins empty.
+    """
+
+    def __init__(
+        self,
+        entrypoint: str,
+        args: Mapping[str, Any] | None = None,
+        *,
+        processes: int = 16,
+        limits: FaultLimits | None = None,
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
+        self.entrypoint = entrypoint
+        self.limits = limits or FaultLimits()
+        self._args = dict(args or {})
+        self._processes = max(1, processes)
+        self._idle_seconds = idle_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(self._processes)
+        self._idle: list[_Idle] = []
+        self._lent: set[EnvironmentProcess] = set()
+        # Killed, and perhaps not gone yet.
+        self._ending: list[EnvironmentProcess] = []
+
+    @property
+    def idle(self) -> int:
+        """Processes that wait for a borrower."""
+        return len(self._idle)
+
+    @property
+    def lent(self) -> int:
+        """Processes in use."""
+        return len(self._lent)
+
+    async def borrow(self) -> tuple[EnvironmentProcess, Properties]:
+        """A process with an opened environment. Raises `EnvironmentFault`, and `EntrypointError`
+        when the environment cannot be made at all."""
+        self._bind()
+        try:
+            async with asyncio.timeout(self.limits.wait_seconds):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise EnvironmentFault(
+                f"none of the {self._processes} processes of {self.entrypoint} was free within "
+                f"{self.limits.wait_seconds:g} s",
+                reason="no_process",
+                environment=self.entrypoint,
+                remedy="Allow more `processes`, or fewer concurrent trajectories.",
+            ) from None
+        try:
+            while self._idle:
+                idle = self._idle.pop()
+                idle.timer.cancel()
+                if idle.process.alive:
+                    self._lent.add(idle.process)
+                    return idle.process, idle.properties
+            return await self._start()
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def give_back(self, process: EnvironmentProcess, properties: Properties) -> None:
+        """The borrower is done; its environment is not in the middle of a request."""
+        if process not in self._lent:
+            return  # of a loop that has ended
+        self._lent.discard(process)
+        self._slots.release()
+        if process.alive:
+            timer = asyncio.get_running_loop().call_later(self._idle_seconds, self._retire, process)
+            self._idle.append(_Idle(process, properties, timer))
+        else:
+            self._end(process)
+
+    def drop(self, process: EnvironmentProcess) -> None:
+        """The borrower's process failed."""
+        self._end(process)
+        if process in self._lent:
+            self._lent.discard(process)
+            self._slots.release()
+
+    async def close(self) -> None:
+        """Kill all processes, lent ones included. Repeatable."""
+        for idle in self._idle:
+            idle.timer.cancel()
+            self._end(idle.process)
+        self._idle.clear()
+        for process in list(self._lent):
+            self.drop(process)
+        while self._ending:
+            await self._ending.pop().ended()
+
+    async def _start(self) -> tuple[EnvironmentProcess, Properties]:
+        process = EnvironmentProcess(self.entrypoint)
+        self._lent.add(process)
+        try:
+            await process.start()
+            request = {"op": "open", "entrypoint": self.entrypoint, "args": self._args}
+            opened = await process.ask(request, self.limits.start_seconds)
+        except BaseException:
+            self._end(process)
+            self._lent.discard(process)
+            raise
+        return process, to_properties(opened)
+
+    def _retire(self, process: EnvironmentProcess) -> None:
+        self._idle = [idle for idle in self._idle if idle.process is not process]
+        self._end(process)
+
+    def _end(self, process: EnvironmentProcess) -> None:
+        process.kill()
+        self._ending = [other for other in self._ending if not other.gone] + [process]
+
+    def _bind(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        # The former loop's processes cannot be asked from here; they are no longer ours to use.
+        for process in [*(idle.process for idle in self._idle), *self._lent]:
+            process.abandon()
+        self._loop = loop
+        self._slots = asyncio.Semaphore(self._processes)
+        self._idle, self._lent, self._ending = [], set(), []
+
+
+class _Idle:
+    def __init__(
+        self, process: EnvironmentProcess, properties: Properties, timer: asyncio.TimerHandle
+    ) -> None:
+        self.process = process
+        self.properties = properties
+        self.timer = timer
+
+
+class Hosted(BaseEnvironmentHost):
+    """Plays in a process borrowed from a pool from its first `reset` on until `close`.
+
+    A process that passes the deadline of a reset or step is killed with all that it started; nobody
+    else waits for it. `close` gives the process back.
+    """
+
+    def __init__(self, pool: EnvironmentPool, *, owns_pool: bool = False) -> None:
+        super().__init__(pool.entrypoint, pool.limits)
+        self._pool = pool
+        self._owns_pool = owns_pool
+        self._process: EnvironmentProcess | None = None
+        self._opened: Properties | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process that it plays in now."""
+        return self._process.pid if self._process is not None else None
+
+    async def close(self) -> None:
+        """Give the process back. Repeatable."""
+        await super().close()
+        process, self._process = self._process, None
+        if process is not None:
+            assert self._opened is not None
+            self._pool.give_back(process, self._opened)
+        if self._owns_pool:
+            await self._pool.close()
+
+    async def _open(self) -> Properties:
+        if self._process is None or not self._process.alive:
+            await self._discard()
+            self._process, self._opened = await self._pool.borrow()
+        assert self._opened is not None
+        return self._opened
+
+    async def _reset(self, seed: int) -> Reset:
+        assert self._process is not None
+        request = {"op": "reset", "seed": seed}
+        return to_reset(await self._process.ask(request, self._limits.reset_seconds))
+
+    async def _step(self, actions: Mapping[str, Action]) -> Step:
+        if self._process is None:
+            raise EnvironmentFault(
+                f"{self._name} failed before or was closed",
+                reason="died",
+                environment=self._name,
+                remedy="Call `reset(seed)`.",
+            )
+        request = {"op": "step", "actions": dict(actions)}
+        return to_step(await self._process.ask(request, self._limits.step_seconds))
+
+    async def _discard(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            self._pool.drop(process)
+
+
+def hosted(
+    entrypoint: str,
+    args: Mapping[str, Any] | None = None,
+    *,
+    limits: FaultLimits | None = None,
+) -> Hosted:
+    """An environment `package.module:attribute`, called with `args` (JSON values), in a process of
+    its own, which ends with `close` or with this process.
+
+    Many trajectories share an `EnvironmentPool` instead, as `GameWorkflow` does.
+    """
+    pool = EnvironmentPool(entrypoint, args, processes=1, limits=limits)
+    return Hosted(pool, owns_pool=True)

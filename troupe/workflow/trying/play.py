@@ -11,19 +11,16 @@ from troupe.functions.definitions import definition_of
 from troupe.outcomes import json_text, safe_text
 from troupe.user_code import await_contained
 from troupe.workflow import scoring
-from troupe.workflow.agent import Agent
-from troupe.workflow.agents import Agents
+from troupe.workflow.agent import Agent, Agents, Role, TurnRecord
 from troupe.workflow.backend import Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import WorkflowError
-from troupe.workflow.loading import Workflow
-from troupe.workflow.query import Query
+from troupe.workflow.loading import Query, Workflow
 from troupe.workflow.samples import GroupBy, SampleRow, metrics_of, rows_of
 from troupe.workflow.tools import Tools
 from troupe.workflow.trying.functions import Function, LocalFunctions
 from troupe.workflow.trying.policies import Policy, PolicyBackend, RandomPolicy
 from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
-from troupe.workflow.turns import Role, Turn
 
 # Longer than any agent's name in a job.
 _NAME_CHARS: Final = 200
@@ -35,7 +32,7 @@ class Played:
     """A trajectory that ended well."""
 
     query: Query
-    turns: list[Turn]
+    turns: list[TurnRecord]
     rewards: dict[str, float]
     """Per agent (and `team`), as a job would report them."""
     samples: list[SampleRow]

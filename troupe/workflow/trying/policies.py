@@ -15,13 +15,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from troupe.workflow.agent import Agent
-from troupe.workflow.agents import Agents
+from troupe.workflow.agent import Agent, Agents, TurnRecord, digest_of
 from troupe.workflow.backend import Endpoint, EndpointOptions, Sampling, Span
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError, shown
 from troupe.workflow.messages import Message
-from troupe.workflow.turns import Turn, digest_of
 
 if TYPE_CHECKING:
     from troupe.endpoint.server import Doors, EndpointServer
@@ -131,7 +129,7 @@ class ScriptedPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ScriptedGeneration:
     """A `Generation` that no engine made."""
 
     token_ids: Sequence[int]
@@ -189,7 +187,9 @@ class PolicyBackend:
             doors.close()
             await server.stop()
 
-    async def generate(self, agent: str, prompt_ids: Sequence[int], sampling: Sampling) -> Said:
+    async def generate(
+        self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> ScriptedGeneration:
         """What the agent's policy says, cut to `max_new_tokens` and to the room that the prompt
         leaves. Raises `TurnError`, and `ContextOverflowError` where it leaves none."""
         assert self.agents is not None
@@ -214,7 +214,7 @@ class PolicyBackend:
         if stopped:
             ids.append(stops[0])
             logprobs.append(0.0)
-        return Said(ids[:room], logprobs[:room], "stop" if stopped else "length")
+        return ScriptedGeneration(ids[:room], logprobs[:room], "stop" if stopped else "length")
 
     def _room(self, policy: str, prompt_tokens: int) -> int:
         context = self._contexts.get(policy)
@@ -245,7 +245,7 @@ class PolicyBackend:
             ) from None
 
 
-def _prompt(turn: Turn) -> Prompt:
+def _prompt(turn: TurnRecord) -> Prompt:
     greedy = turn.sampling.temperature == 0
     seed = digest_of(turn.prompt_ids) if greedy else turn.sampling.seed
     return Prompt(

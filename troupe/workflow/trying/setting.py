@@ -15,6 +15,7 @@ from troupe.functions import declaration_of
 from troupe.functions.costs import DEFAULTS
 from troupe.job import FunctionSpec, JobSpec, load_job
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
+from troupe.workflow.agent import Role
 from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import EntrypointError
@@ -30,7 +31,6 @@ from troupe.workflow.loading import (
 )
 from troupe.workflow.samples import GroupBy
 from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
-from troupe.workflow.turns import Role
 
 JOB_SUFFIXES = (".yaml", ".yml", ".json")
 _REMEDY = "Give a job file, `FILE.py`, `FILE.py:attribute` or `package.module:attribute`."

@@ -17,14 +17,12 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from services.rollout.engines.adapted import add_adapter
-from services.rollout.engines.apart import frames, memory
+from services.rollout.engines.apart import batcher
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.continuous import PASS_SECONDS
-from services.rollout.engines.models import load_config, skeleton
-from services.rollout.engines.shelves import Slot
-from services.rollout.engines.slotted import SlotBatcher
-from services.rollout.engines.turns import Turn
+from services.rollout.engines.front import EngineTurn
+from services.rollout.engines.slotted import KVSlot, SlotBatcher
+from services.rollout.engines.weights import add_adapter, load_config, skeleton
 from troupe.job import LoraSpec, ModelSpec
 from troupe.memory import keep_freed_memory
 
@@ -35,14 +33,14 @@ _LONGEST_HOLD_SECONDS: Final = 10 * PASS_SECONDS
 class _Reporting(SlotBatcher):
     """Tells of every pass; turns are named by their numbers."""
 
-    def __init__(self, *args: Any, outbox: frames.Outbox, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, outbox: batcher.Outbox, **kwargs: Any) -> None:
         super().__init__(*args, drew=lambda count: None, **kwargs)
         self._outbox = outbox
-        self._turns: dict[int, Turn] = {}
+        self._turns: dict[int, EngineTurn] = {}
         # Of the pass that is being recorded.
-        self._over: list[Turn] = []
+        self._over: list[EngineTurn] = []
 
-    def take(self, number: int, turn: Turn) -> None:
+    def take(self, number: int, turn: EngineTurn) -> None:
         """Serve `turn`, whose request id is the number."""
         self._turns[number] = turn
         if self._gate.enter(turn):
@@ -53,7 +51,7 @@ class _Reporting(SlotBatcher):
         if (turn := self._turns.pop(number, None)) is not None:
             self.cancel(turn)
 
-    def _record(self, slots: Sequence[Slot], logits: torch.Tensor) -> None:
+    def _record(self, slots: Sequence[KVSlot], logits: torch.Tensor) -> None:
         before = [(slot.turn, len(slot.turn.versions)) for slot in slots if slot.turn is not None]
         super()._record(slots, logits)
         over = [int(turn.request_id) for turn in self._over]
@@ -69,7 +67,7 @@ class _Reporting(SlotBatcher):
                     first.append((number, turn.read_tokens, turn.started_at))
         self._outbox.put("drew", self._version, drew, first, over)
 
-    def _report(self, turns: Sequence[Turn]) -> None:
+    def _report(self, turns: Sequence[EngineTurn]) -> None:
         super()._report(turns)
         self._over = list(turns)
 
@@ -79,16 +77,16 @@ class _Server:
 
     def __init__(self, connection: Connection, descriptor: int) -> None:
         self._connection = connection
-        self._outbox = frames.Outbox(connection, lambda: _exit(1))
+        self._outbox = batcher.Outbox(connection, lambda: _exit(1))
         # Standstills that wait for `go`, and what it said.
         self._going: dict[int, tuple[threading.Event, list[bool]]] = {}
-        ((about,),) = frames.receive(connection)
+        ((about,),) = batcher.receive(connection)
         torch.set_num_threads(about["threads"])
         source = ModelSpec.model_validate(about["model"])
         model = skeleton(load_config(source, about["policy"]), source.dtype, about["policy"])
         lora = about["lora"]
         add_adapter(model, None if lora is None else LoraSpec.model_validate(lora))
-        memory.settle(model, descriptor)
+        batcher.settle(model, descriptor)
         self._batcher = _Reporting(
             model,
             max_running=about["max_running"],
@@ -102,7 +100,7 @@ class _Server:
         self._batcher.start()
         self._outbox.put("ready")
         while True:
-            for what, *rest in frames.receive(self._connection):
+            for what, *rest in batcher.receive(self._connection):
                 if what == "stop":
                     return
                 getattr(self, f"_on_{what}")(*rest)
@@ -120,7 +118,7 @@ class _Server:
         sampling = SamplingParams(
             temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=most, drawn=drawn
         )
-        turn = Turn(
+        turn = EngineTurn(
             str(number), prompt, sampling, max_new_tokens=most, stop_ids=frozenset(stops), seed=seed
         )
         self._batcher.take(number, turn)
@@ -184,7 +182,7 @@ def main(arguments: Sequence[str]) -> None:
     except (EOFError, OSError):
         _exit(0)
     except Exception as error:
-        frames.send(connection, [["ended", repr(error)]])
+        batcher.send(connection, [["ended", repr(error)]])
         raise
     _exit(0)
 

@@ -11,8 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
+import math
+import mmap
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -23,14 +27,104 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final, Literal, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.apart import frames, memory
+from services.rollout.engines.base import EngineStartFailed
 from services.rollout.engines.continuous import PASS_SECONDS, Ended
-from services.rollout.engines.endings import tell
-from services.rollout.engines.errors import EngineStartFailed
-from services.rollout.engines.turns import Turn
+from services.rollout.engines.front import EngineTurn
+from services.rollout.engines.slotted import tell
 from troupe.job import LoraSpec, ModelSpec
+
+Message = list[Any]
+
+
+def send(connection: Connection, messages: list[Message]) -> None:
+    """Blocking. Raises OSError when the other side is gone."""
+    connection.send_bytes(json.dumps(messages, separators=(",", ":")).encode())
+
+
+def receive(connection: Connection) -> list[Message]:
+    """Blocking. Raises EOFError or OSError when the other side is gone."""
+    messages: list[Message] = json.loads(connection.recv_bytes())
+    return messages
+
+
+class Outbox:
+    """Sends from a thread of its own, so that nobody waits for the other side; what was put while
+    it sent goes together."""
+
+    def __init__(self, connection: Connection, lost: Callable[[], None]) -> None:
+        """`lost` is called when the other side is gone."""
+        self._connection = connection
+        self._lost = lost
+        self._queue: queue.SimpleQueue[list[Message] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="engine-outbox")
+        self._thread.start()
+
+    def put(self, *message: Any) -> None:
+        """Send it, after what was put before."""
+        self._queue.put([list(message)])
+
+    def put_all(self, messages: list[Message]) -> None:
+        """Send them together, after what was put before."""
+        self._queue.put(messages)
+
+    def close(self, seconds: float) -> None:
+        """Send what was put, then end."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while True:
+            found = [self._queue.get()]
+            while not self._queue.empty():
+                found.append(self._queue.get())
+            messages = [message for some in found if some is not None for message in some]
+            try:
+                if messages:
+                    send(self._connection, messages)
+            except OSError:
+                self._lost()
+                return
+            if None in found:
+                return
+
+
+# Kernels load whole vectors.
+_ALIGNMENT = 64
+
+
+def reserve(model: torch.nn.Module) -> int:
+    """A file descriptor of memory for all weights of `model`; it has no name, so nothing stays."""
+    size = max((end for _, _, end in _places(model)), default=0)
+    descriptor = os.memfd_create("troupe-weights")
+    os.ftruncate(descriptor, max(size, mmap.PAGESIZE))
+    return descriptor
+
+
+def settle(model: torch.nn.Module, descriptor: int) -> None:
+    """Move the weights of `model` into that memory. What they held is not kept: where another
+    process has settled a model of the same configuration they are that one's."""
+    pages = mmap.mmap(descriptor, 0)
+    for slot, start, _ in _places(model):
+        if slot.numel():
+            flat = torch.frombuffer(pages, dtype=slot.dtype, count=slot.numel(), offset=start)
+            slot.data = flat.view(slot.shape)
+
+
+def _places(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Every tensor that weights are loaded into, once, with its first byte and the one after."""
+    seen: set[int] = set()
+    at = 0
+    for slot in model.state_dict(keep_vars=True).values():
+        if id(slot) in seen:  # tied to one before it
+            continue
+        seen.add(id(slot))
+        end = at + slot.numel() * slot.dtype.itemsize
+        yield slot, at, end
+        at = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
+
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,7 +133,7 @@ _KILLED_SECONDS: Final = 5.0
 
 
 @dataclass
-class _Hold:
+class _Standstill:
     """A standstill that was asked for."""
 
     number: int
@@ -48,8 +142,8 @@ class _Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    turn: Turn
+class _WaitingRequest:
+    turn: EngineTurn
     loop: asyncio.AbstractEventLoop
     ended: Ended
 
@@ -86,13 +180,13 @@ class ApartBatcher:
         self._drew, self._exited = drew, exited
         self._numbers = itertools.count()
         # Of the event loop.
-        self._posts: list[frames.Message] = []
+        self._posts: list[Message] = []
         self._standing = threading.Lock()
         self._state = threading.Condition()
         # Guarded by `_state`.
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _WaitingRequest] = {}
         self._by_turn: dict[int, int] = {}
-        self._hold: _Hold | None = None
+        self._hold: _Standstill | None = None
         self._ready = self._gone = self._stopping = False
         self._reason = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -101,9 +195,9 @@ class ApartBatcher:
         """Start the process, and wait until it serves. Raises `EngineStartFailed`, also when it is
         stopped before; the process has ended then."""
         ours, theirs = socket.socketpair()
-        weights = memory.reserve(self._model)
+        weights = reserve(self._model)
         try:
-            memory.settle(self._model, weights)
+            settle(self._model, weights)
             passed = (theirs.fileno(), weights)
             process = subprocess.Popen(
                 [sys.executable, "-m", __package__, *map(str, passed)],
@@ -114,7 +208,7 @@ class ApartBatcher:
             theirs.close()
             os.close(weights)  # what is mapped stays
         self._connection = Connection(ours.detach())
-        self._outbox = frames.Outbox(self._connection, self._lost)
+        self._outbox = Outbox(self._connection, self._lost)
         self._outbox.put(self._about)
         threading.Thread(target=self._read, daemon=True, name="engine-reader").start()
         with self._state:
@@ -144,22 +238,22 @@ class ApartBatcher:
             and not self._stopping
         )
 
-    def submit(self, turn: Turn, ended: Ended) -> None:
+    def submit(self, turn: EngineTurn, ended: Ended) -> None:
         """Serve `turn`; `ended(turn, error)` is called in this event loop when it is over."""
         number = next(self._numbers)
         with self._state:
-            self._waiting[number] = _Waiting(turn, asyncio.get_running_loop(), ended)
+            self._waiting[number] = _WaitingRequest(turn, asyncio.get_running_loop(), ended)
             self._by_turn[id(turn)] = number
         s = turn.sampling
         how = [s.temperature, s.top_p, s.top_k, s.drawn]
         stops = sorted(turn.stop_ids)
         self._post("turn", number, turn.prompt_ids, how, turn.max_new_tokens, stops, turn.seed)
 
-    def resubmit(self, turn: Turn, ended: Ended) -> None:
+    def resubmit(self, turn: EngineTurn, ended: Ended) -> None:
         """As `submit`; nothing calls it, since `swap` keeps its turns."""
         self.submit(turn, ended)
 
-    def cancel(self, turn: Turn) -> None:
+    def cancel(self, turn: EngineTurn) -> None:
         """Stop working on `turn`; its `ended` is not called."""
         turn.closed = True
         with self._state:
@@ -169,7 +263,7 @@ class ApartBatcher:
             del self._waiting[number]
         self._post("cancel", number)
 
-    def swap(self, change: Callable[[], None], version: int) -> tuple[float, list[Turn]]:
+    def swap(self, change: Callable[[], None], version: int) -> tuple[float, list[EngineTurn]]:
         """Run `change`, which loads weights, between two passes; see `SlotBatcher.swap`."""
         with self._standstill(version):
             began = time.monotonic()
@@ -211,7 +305,7 @@ class ApartBatcher:
             raise RuntimeError("the serving process hangs")
         fine = False
         try:
-            hold = self._hold = _Hold(next(self._numbers))
+            hold = self._hold = _Standstill(next(self._numbers))
             self._outbox.put("hold", hold.number, version)
             try:
                 self._until(hold, "held")
@@ -226,7 +320,7 @@ class ApartBatcher:
             self._hold = None
             self._standing.release()
 
-    def _until(self, hold: _Hold, stage: str) -> None:
+    def _until(self, hold: _Standstill, stage: str) -> None:
         def come() -> bool:
             return hold.stage in (stage, "over") or self._gone or self._stopping
 
@@ -251,12 +345,12 @@ class ApartBatcher:
     def _read(self) -> None:
         try:
             while True:
-                for what, *rest in frames.receive(self._connection):
+                for what, *rest in receive(self._connection):
                     self._hear(what, rest)
         except (EOFError, OSError):
             self._lost()
 
-    def _hear(self, what: str, rest: frames.Message) -> None:
+    def _hear(self, what: str, rest: Message) -> None:
         if what == "drew":
             self._drawn(*rest)
             return
@@ -278,7 +372,7 @@ class ApartBatcher:
         began: list[tuple[int, int, float]],
         over: list[int],
     ) -> None:
-        told: dict[asyncio.AbstractEventLoop, list[tuple[Ended, Turn]]] = {}
+        told: dict[asyncio.AbstractEventLoop, list[tuple[Ended, EngineTurn]]] = {}
         with self._state:
             # Cancelled ones are not there any more.
             for number, read, at in began:

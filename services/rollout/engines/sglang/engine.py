@@ -6,30 +6,121 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
-from services.rollout.engines.adapted import Adapted, check_base, check_published
-from services.rollout.engines.base import Adapter, EngineLoad, Generation, Memory
-from services.rollout.engines.errors import EngineDied, EngineStartFailed, UpdateFailed
-from services.rollout.engines.front import Tensors
-from services.rollout.engines.sglang.adapters import Adapters
-from services.rollout.engines.sglang.client import BrokenReply, Refused, ServerGone
-from services.rollout.engines.sglang.faults import broken, refused
+from services.rollout.engines.base import (
+    AdapterWeights,
+    BadTurn,
+    EngineDied,
+    EngineLoad,
+    EngineResponse,
+    EngineStartFailed,
+    Memory,
+    ReplyBroken,
+    ScoreRefused,
+    ScoreRequest,
+    UpdateFailed,
+)
+from services.rollout.engines.front import EngineFront, EngineTurn, Tensors
+from services.rollout.engines.sglang.adapters import Adapters, AdapterVersions, ServedAdapter
+from services.rollout.engines.sglang.client import (
+    BrokenReply,
+    Refused,
+    ServerGone,
+    broken,
+    parse,
+    prompt_logprobs,
+    refused,
+    sampling_of,
+)
 from services.rollout.engines.sglang.features import ServerLoad
-from services.rollout.engines.sglang.health import Health
-from services.rollout.engines.sglang.replies import parse, sampling_of
-from services.rollout.engines.sglang.scoring import ScoresPrompts
-from services.rollout.engines.sglang.server import Server
-from services.rollout.engines.sglang.versions import AdapterVersions, Served
-from services.rollout.engines.turns import Turn
-from services.rollout.engines.weights import untied
+from services.rollout.engines.sglang.server import Health, Server
+from services.rollout.engines.weights import Adapted, check_base, check_published, untied
 from troupe.job import PolicySpec
 from troupe.rpc.errors import FailedPrecondition
+from troupe.rpc.ids import new_id
 from troupe.v1 import common_pb2 as pb
+
+# Continuations that the server is given at once.
+_AT_ONCE: Final = 64
+_BAD_REQUEST: Final = 400
+# Nothing is to be drawn.
+_SAMPLING: Final[dict[str, Any]] = {"max_new_tokens": 0, "temperature": 1.0}
+
+
+class ScoresPrompts(EngineFront):
+    """`_score` of an engine that is a server. Log-probs are at temperature 1, whatever it samples
+    with: servers divide by the temperature only what they draw."""
+
+    _server: Server
+    _versions: AdapterVersions
+    _open: asyncio.Event
+    _loaded: int | None
+    _updates: int
+
+    async def _lost(self, error: Exception) -> EngineDied | None:
+        """The connection broke: is the server gone, or only this answer?"""
+        raise NotImplementedError
+
+    async def _score(
+        self, asked: Sequence[ScoreRequest], temperature: float
+    ) -> tuple[list[list[float]], int] | None:
+        if temperature != 1.0:
+            raise ScoreRefused(
+                "SGLang reports the log-probs of given tokens at temperature 1",
+                field="temperature",
+                value=temperature,
+                remedy="Ask for temperature 1, or serve the policy with `kind: embedded`.",
+            )
+        await self._open.wait()
+        # Nothing is awaited in between: it is this version that answers, or an update is seen.
+        served, updates, loaded = self._versions.begin(None), self._updates, self._loaded
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(item: ScoreRequest) -> list[float]:
+            async with places:
+                return await self._of(item, served)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                rows = [tasks.create_task(one(item)) for item in asked]
+        except* (ServerGone, BrokenReply, Refused) as errors:
+            raise await self._broken(errors.exceptions[0]) from errors
+        finally:
+            self._versions.ended(served)
+        version = loaded if served.version is None else served.version
+        if version is None or updates != self._updates:
+            return None
+        return [row.result() for row in rows], version
+
+    async def _of(self, asked: ScoreRequest, served: ServedAdapter) -> list[float]:
+        meta = await self._server.client.generate(
+            new_id("score"),
+            [*asked.prompt_ids, *asked.ids],
+            _SAMPLING,
+            logprobs_from=len(asked.prompt_ids) - 1,
+            adapter=served.name,
+        )
+        found = prompt_logprobs(meta)
+        if len(found) != len(asked.ids):
+            raise BrokenReply(f"{len(found)} log-probs for {len(asked.ids)} tokens")
+        return found
+
+    async def _broken(self, error: BaseException) -> Exception:
+        if isinstance(error, ServerGone) and (died := await self._lost(error)) is not None:
+            return died
+        if isinstance(error, Refused) and error.status == _BAD_REQUEST:  # too long, for example
+            return BadTurn(
+                f"the server refuses to score it: {error.message}",
+                field="prompts",
+                remedy="Shorten prompt and continuation, or what the message says.",
+            )
+        return ReplyBroken(self.engine_id, "score", str(error))
+
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +163,7 @@ class SglangEngine(ScoresPrompts):
         self._adapters = Adapters(policy, self._server)
         # Of a policy that trains an adapter: its versions, which are adapters of ours.
         self._versions = AdapterVersions(spec, self._server, self._adapters)
-        self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._waiting: dict[str, asyncio.Future[EngineResponse]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._aborting: set[str] = set()
@@ -169,7 +260,7 @@ class SglangEngine(ScoresPrompts):
         """Names of the LoRA adapters that turns may use."""
         return self._adapters.names
 
-    async def load_adapter(self, name: str, source: Path | Adapter) -> None:
+    async def load_adapter(self, name: str, source: Path | AdapterWeights) -> None:
         """Load a LoRA adapter; see `base.Engine.load_adapter`."""
         async with self._changing:
             self._require_alive()
@@ -193,8 +284,8 @@ class SglangEngine(ScoresPrompts):
             await asyncio.wait(self._background, timeout=_ABORT_SECONDS)
         await self._server.down(for_good=True)
 
-    async def _serve(self, turn: Turn) -> Generation:
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+    async def _serve(self, turn: EngineTurn) -> EngineResponse:
+        future: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
         self._waiting[turn.request_id] = future
         self._tasks[turn.request_id] = asyncio.create_task(self._run(turn, future))
         try:
@@ -204,7 +295,7 @@ class SglangEngine(ScoresPrompts):
             self._aborting.discard(turn.request_id)
             self._tasks.pop(turn.request_id).cancel()
 
-    def _drop(self, turn: Turn) -> None:
+    def _drop(self, turn: EngineTurn) -> None:
         turn.closed = True
         task = self._tasks.get(turn.request_id)
         if task is not None:
@@ -330,8 +421,8 @@ class SglangEngine(ScoresPrompts):
             self._open.clear()
             self._give_back(ref)
 
-    async def _run(self, turn: Turn, future: asyncio.Future[Generation]) -> None:
-        outcome: Generation | Exception
+    async def _run(self, turn: EngineTurn, future: asyncio.Future[EngineResponse]) -> None:
+        outcome: EngineResponse | Exception
         try:
             outcome = await self._converse(turn)
         except ServerGone as error:
@@ -349,7 +440,7 @@ class SglangEngine(ScoresPrompts):
         else:
             future.set_result(outcome)
 
-    async def _converse(self, turn: Turn) -> Generation:
+    async def _converse(self, turn: EngineTurn) -> EngineResponse:
         """Ask until the response is complete: an update may make that more than once."""
         served = self._versions.begin(turn.adapter)
         try:
@@ -357,7 +448,7 @@ class SglangEngine(ScoresPrompts):
         finally:
             self._versions.ended(served)
 
-    async def _ask(self, turn: Turn, served: Served) -> Generation:
+    async def _ask(self, turn: EngineTurn, served: ServedAdapter) -> EngineResponse:
         while True:
             await self._open.wait()
             asked_of, updates = self._loaded, self._updates

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from services.rollout.engines.errors import EngineStartFailed
+from services.rollout.engines.base import EngineStartFailed
 from troupe.adapters import linear_layers
 from troupe.job import PolicySpec
 

@@ -22,8 +22,8 @@ from typing import Final
 import torch
 
 from services.rollout.engines.sglang.client import Refused, SglangClient
-from services.rollout.engines.sglang.loading import Loader
-from services.rollout.engines.sglang.proof import (
+from services.rollout.engines.sglang.loading import (
+    Loader,
     Plain,
     largest_difference,
     served_logprobs,

@@ -4,33 +4,317 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
-from collections.abc import Collection
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from services.rollout.engines.errors import EngineStartFailed
-from services.rollout.engines.models import load_config, skeleton, stop_ids
-from services.rollout.engines.sglang import launch
-from services.rollout.engines.sglang.claims import claim, release
-from services.rollout.engines.sglang.client import (
-    BrokenReply,
-    Refused,
-    ServerGone,
-    SglangClient,
-)
+from services.rollout.engines.base import EngineStartFailed
+from services.rollout.engines.sglang.client import BrokenReply, Refused, ServerGone, SglangClient
 from services.rollout.engines.sglang.features import Features, ServerLoad
-from services.rollout.engines.sglang.inspection import inspect
 from services.rollout.engines.sglang.loading import DiskLoader, choose_loader
-from services.rollout.engines.sglang.lora import check_server, target_names
-from services.rollout.engines.sglang.process import ServerProcess, free_port
+from services.rollout.engines.sglang.lora import arguments, check_server, target_names
 from services.rollout.engines.sglang.update import Updater
-from troupe.job import PolicySpec
+from services.rollout.engines.weights import load_config, skeleton, stop_ids
+from troupe.job import ModelSpec, PolicySpec
+from troupe.job.policy import server_of
 from troupe.scratch import Scratch
+
+# Until SGLang has ended its own children; then the whole group is killed.
+TERM_SECONDS: Final = 10.0
+_TAIL_BYTES: Final = 4096
+# Asks the kernel for SIGTERM when the rollout process dies, however it dies, then becomes the
+# server: a server left behind would hold its memory and its port for ever.
+_STUB: Final = """
+import ctypes, os, sys
+try:
+    ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+except Exception:
+    pass
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the rollout process is gone")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def free_port() -> int:
+    """A loopback port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """One launched server in a process group of its own, writing to `log_path`."""
+
+    def __init__(self, command: list[str], log_path: Path) -> None:
+        self.command = command
+        self.log_path = log_path
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start it. Raises OSError when the program or the log cannot be opened."""
+        environment = dict(os.environ)
+        # Beside other processes more threads spin instead of working; users override it.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                _STUB,
+                str(os.getpid()),
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether the server's process exists."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, also of the group."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._process.returncode if self._process is not None else None
+
+    def tail(self) -> str:
+        """The last lines of its log, for error messages."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(0, os.SEEK_END)
+                log.seek(max(0, log.tell() - _TAIL_BYTES))
+                text = log.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.strip().splitlines()[-8:])
+
+    async def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL if it is still there after `TERM_SECONDS`. Repeatable."""
+        process = self._process
+        if process is None:
+            return
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), TERM_SECONDS)
+        # Its children share the group and may have outlived it.
+        self._signal(signal.SIGKILL)
+        await asyncio.wait_for(process.wait(), TERM_SECONDS)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+
+# Kernels whose results do not depend on the batch, and sampling by each request's own seed.
+DETERMINISTIC: Final = "--enable-deterministic-inference"
+
+
+def write_config(config: PretrainedConfig, architecture: str, directory: Path) -> Path:
+    """A directory that SGLang takes for a model without weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config.architectures = [architecture]
+    config.save_pretrained(directory)
+    return directory
+
+
+def launch_command(
+    spec: PolicySpec,
+    source: str,
+    port: int,
+    max_context: int,
+    *,
+    deterministic: bool = False,
+    name: str = "",
+    targets: Sequence[str] = (),
+) -> list[str]:
+    """Arguments to launch a server of `spec` on loopback with the model at `source`.
+
+    Random weights (`dummy`): the engine is STALE until the first update in any case. No
+    tokenizer: token ids travel end to end. `name`: what the server calls itself. `targets`:
+    layers of the policy's adapter. The job's own `launch` arguments come last and win.
+    """
+    engine = spec.engine
+    revision = ["--revision", spec.language_model.revision] if spec.language_model.revision else []
+    return [
+        engine.python or sys.executable,
+        "-m",
+        "sglang.launch_server",
+        *("--model-path", source),
+        *revision,
+        *("--host", "127.0.0.1"),
+        *("--port", str(port)),
+        *("--dtype", spec.language_model.dtype),
+        *("--load-format", "dummy"),
+        *("--context-length", str(max_context)),
+        *("--max-running-requests", str(engine.max_running)),
+        "--skip-tokenizer-init",
+        *(["--served-model-name", name] if name else []),
+        *([DETERMINISTIC] if deterministic else []),
+        *arguments(spec, targets),
+        *engine.launch,
+    ]
+
+
+# Letters, digits, white space and signs beyond ASCII: tokenizers that agree here agree.
+_TEXT: Final = "Troupe: 3 agents, x = 17.5 + y\n\tcaf\u00e9 \u2192 \u4e2d\u6587 isn't it?"
+
+
+async def inspect(
+    client: SglangClient,
+    policy: str,
+    config: PretrainedConfig,
+    *,
+    deterministic: bool,
+    tokenizer: ModelSpec | None = None,
+) -> tuple[Features, dict[str, Any]]:
+    """What the server can do and its own description.
+
+    Raises `EngineStartFailed` naming `engine.urls` when it is no SGLang server, cannot be updated,
+    or serves another model than `config`: another type, another vocabulary or, where `tokenizer` is
+    given and the server has one, another tokenizer.
+    """
+
+    def refused(reason: str, remedy: str) -> EngineStartFailed:
+        return EngineStartFailed(
+            reason, field=f"policies.{policy}.engine.urls", value=client.url, remedy=remedy
+        )
+
+    try:
+        features = await _features(client)
+        info = await client.server_info()
+        model_type = (await client.model_info()).get("model_type")
+        # Releases that cannot retract may not look at the ids of a bias before they use them.
+        vocabulary = await client.vocabulary() if features.retract else None
+        theirs = await client.tokenize(_TEXT) if tokenizer else None
+    except (ServerGone, BrokenReply, Refused) as error:
+        raise refused(
+            f"this is no usable SGLang server: {error}",
+            "Give the address of an SGLang server, 0.4.6 or later.",
+        ) from error
+    if info.get("dp_size", 1) != 1:
+        raise refused(
+            "its weights cannot be updated: it runs data-parallel",
+            "Run one server per replica, with --dp-size 1.",
+        )
+    if deterministic and not info.get("enable_deterministic_inference"):
+        raise refused(
+            "it was not started for deterministic inference, which `pipeline.deterministic` "
+            "asks for",
+            f"Start it with {DETERMINISTIC} (releases from 0.5.3).",
+        )
+    if model_type is not None and model_type != config.model_type:
+        raise refused(
+            f"it serves a '{model_type}', the policy is a '{config.model_type}'",
+            "Start it with the policy's model.",
+        )
+    ours = config.get_text_config().vocab_size
+    if vocabulary is not None and vocabulary != ours:
+        raise refused(
+            f"it has a vocabulary of {vocabulary} tokens, the policy one of {ours}",
+            "Start it with the policy's model.",
+        )
+    if theirs is not None and tokenizer is not None:
+        expected = await asyncio.to_thread(_ids, tokenizer)
+        if expected is not None and theirs != expected:
+            raise refused(
+                "it has another tokenizer than the policy: the same text gives other ids",
+                "Start it with the policy's model and tokenizer.",
+            )
+    return features, info
+
+
+async def _features(client: SglangClient) -> Features:
+    try:
+        return await client.features()
+    except Refused:  # served without its documentation: assume the oldest
+        return Features.of({})
+
+
+def _ids(model: ModelSpec) -> list[int] | None:
+    """The policy's own ids of the text; None when its tokenizer cannot be loaded here."""
+    try:
+        loaded = AutoTokenizer.from_pretrained(model.tokenizer_source, revision=model.revision)
+    except (OSError, ValueError):
+        return None
+    ids: list[int] = loaded.encode(_TEXT, add_special_tokens=False)
+    return ids
+
+
+# Without an answered turn for this long a server is asked for a real token, when nothing else is
+# asked of it or when turns that it should have room for do not end.
+PROBE_AFTER_SECONDS: Final = 15.0
+STALL_SECONDS: Final = 60.0
+
+
+class Health:
+    """One server's, since it was brought up. `max_running`: turns that it runs at once."""
+
+    def __init__(self, client: SglangClient, max_running: int) -> None:
+        self._client = client
+        self._max_running = max_running
+        self._answered_at = time.monotonic()
+
+    async def well(self, answered: int, in_hand: int, *, serves: bool) -> bool:
+        """Whether it generates. `answered`: turns since the last question, which are proof enough.
+
+        A server that is busy passes `/health_generate` with any sign of life, and a page in front
+        of a dead one may answer anything: so an ordinary request is sent when it is idle, or when
+        it has room and still ends nothing. `in_hand`: turns that it has now.
+        """
+        if answered:
+            self._answered_at = time.monotonic()
+            return True
+        if not await self._client.healthy():
+            return False
+        silent = time.monotonic() - self._answered_at
+        # A full server may let the probe wait behind long turns: that is no fault.
+        idle = not in_hand and silent > PROBE_AFTER_SECONDS
+        stuck = 0 < in_hand < self._max_running and silent > STALL_SECONDS
+        if not (idle or stuck) or not serves:
+            return True
+        if not await self._client.probe():
+            return False
+        self._answered_at = time.monotonic()
+        return True
+
+
+_LOCK = threading.Lock()
+_HOLDERS: dict[str, Hashable] = {}
+
+
+def claim(url: str, holder: Hashable) -> bool:
+    """Take `url` for `holder`; False when another one has it. Repeatable."""
+    with _LOCK:
+        return _HOLDERS.setdefault(server_of(url), holder) == holder
+
+
+def release(holder: Hashable) -> None:
+    """Give back all that `holder` has. Repeatable."""
+    with _LOCK:
+        for url in [url for url, who in _HOLDERS.items() if who == holder]:
+            del _HOLDERS[url]
+
 
 _POLL_SECONDS: Final = 0.25
 # Turns that were aborted leave the server within this time.
@@ -198,11 +482,11 @@ class Server:
         source = spec.language_model.path
         if source is None:
             architecture = type(self.layout).__name__
-            directory = launch.write_config(config, architecture, self._directory / "model")
+            directory = write_config(config, architecture, self._directory / "model")
             source = str(directory)
         port = free_port()
         self._name = f"troupe-{secrets.token_hex(6)}"
-        command = launch.command(
+        command = launch_command(
             spec,
             source,
             port,

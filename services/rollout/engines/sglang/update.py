@@ -10,12 +10,11 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.errors import UpdateFailed
+from services.rollout.engines.base import UpdateFailed
 from services.rollout.engines.sglang.client import Refused, SglangClient
 from services.rollout.engines.sglang.features import Features
-from services.rollout.engines.sglang.loading import Loader
+from services.rollout.engines.sglang.loading import Loader, Plain, Proof, update_failed
 from services.rollout.engines.sglang.names import NamesCheck
-from services.rollout.engines.sglang.proof import Plain, Proof, update_failed
 from troupe.job import ModelSpec
 from troupe.v1 import common_pb2 as pb
 

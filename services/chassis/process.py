@@ -1,0 +1,111 @@
+"""Taking the ports, and saying clearly why one cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from services.chassis.settings import ServiceSettings
+from troupe.rpc import InvalidArgument
+from troupe.rpc.channel import channel_options
+from troupe.rpc.errors import port_error
+
+_PERIOD_SECONDS = 0.5
+# After this long the orderly stop has failed: nobody is left who would end this process.
+_GIVE_UP_SECONDS = 30.0
+
+
+def watch_parent(pid: int, gone: Callable[[], None]) -> None:
+    """Call `gone()` from a thread once the process `pid` has ended."""
+    try:
+        parent = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        gone()
+        return
+    threading.Thread(target=_watch, args=(parent, gone), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent: psutil.Process, gone: Callable[[], None]) -> None:
+    # A zombie parent still "runs"; its children have been given to another one by then.
+    direct = os.getppid() == parent.pid
+    while parent.is_running() and (not direct or os.getppid() == parent.pid):
+        time.sleep(_PERIOD_SECONDS)
+    gone()
+    time.sleep(_GIVE_UP_SECONDS)
+    os._exit(1)
+
+
+def server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
+    """gRPC server arguments: those of a channel, and what a server tolerates of its clients."""
+    return [
+        *channel_options(settings.max_message_mib),
+        # Without it two servers share one port and each answers half of the calls.
+        ("grpc.so_reuseport", 0),
+        # Clients ping every 20 s, also between calls.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
+    """Make `server` listen where `settings` say; returns the port. Raises `TroupeError`."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    _probe(settings.host, settings.port, "TROUPE_PORT")
+    credentials = _credentials(settings)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(f"{host}:{settings.port}")
+        return server.add_secure_port(f"{host}:{settings.port}", credentials)
+    except RuntimeError as error:  # someone was quicker between the probe and here
+        raise port_error(settings.host, settings.port, "TROUPE_PORT", error) from error
+
+
+def _probe(host: str, port: int, variable: str) -> None:
+    """Raise the reason why `port` cannot be bound, which gRPC would not tell."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise port_error(host, port, variable, error) from None
+
+
+def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
+    if settings.tls_cert is None and settings.tls_key is None:
+        return None
+    key = read_pem(settings.tls_key, "tls_key")
+    certificate = read_pem(settings.tls_cert, "tls_cert")
+    authority = read_pem(settings.tls_ca, "tls_ca") if settings.tls_client_auth else None
+    return grpc.ssl_server_credentials(
+        [(key, certificate)],
+        root_certificates=authority,
+        require_client_auth=settings.tls_client_auth,
+    )
+
+
+def read_pem(path: Path | None, field: str) -> bytes:
+    """Content of the PEM file that the setting `field` names. Raises InvalidArgument."""
+    try:
+        if path is None:
+            raise FileNotFoundError(errno.ENOENT, "not set")
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(
+            f"cannot be read: {error.strerror}",
+            field=field,
+            value=path,
+            remedy=f"Set TROUPE_{field.upper()} to a readable PEM file.",
+        ) from error

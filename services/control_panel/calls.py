@@ -1,0 +1,167 @@
+"""The panel's one connection: the orchestrator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from services.control_panel.views import Problem
+from troupe.job.loading import problem_of
+from troupe.outcomes import described
+from troupe.rpc import ClientSettings, connect
+from troupe.rpc.errors import TroupeError
+from troupe.v1 import orchestrator_pb2_grpc, reward_pb2_grpc
+
+HTTP_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 422,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.FAILED_PRECONDITION: 409,
+    grpc.StatusCode.ABORTED: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+}
+
+
+def answer(problem: Problem, retry_after_ms: int | None = None) -> JSONResponse:
+    """The HTTP response of a problem."""
+    headers = {"Retry-After": str(-(-retry_after_ms // 1000))} if retry_after_ms else None
+    return JSONResponse(
+        _sayable(problem.model_dump(exclude_none=True)),
+        status_code=problem.status,
+        media_type="application/problem+json",
+        headers=headers,
+    )
+
+
+def of_error(error: TroupeError) -> Problem:
+    """The problem that a failed call of a service is."""
+    return Problem(
+        title=error.kind,
+        status=HTTP_STATUS.get(error.code, 500),
+        detail=error.message,
+        field=error.field,
+        value=error.value,
+        remedy=error.remedy,
+    )
+
+
+def _sayable(fields: dict[str, Any]) -> dict[str, Any]:
+    """Texts of requests may hold halves of surrogate pairs, which JSON can say and UTF-8 not."""
+    return {
+        name: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Make `app` answer every error as a problem."""
+
+    @app.exception_handler(TroupeError)
+    async def _typed(_: Request, error: TroupeError) -> JSONResponse:
+        return answer(of_error(error), error.retry_after_ms)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where, *location = first["loc"]
+        if first["type"] == "json_invalid":
+            return answer(_no_json(first))
+        found = problem_of(
+            first, tuple(location), _body_of(request), "See docs/rest-api.md or /docs."
+        )
+        return answer(
+            Problem(
+                title="invalid_argument",
+                status=422,
+                detail=found.message,
+                field=".".join([where, *map(str, location)]),
+                value=found.value or None,
+                remedy=found.remedy,
+            )
+        )
+
+    @app.exception_handler(UnicodeEncodeError)
+    async def _half_a_pair(_: Request, error: UnicodeEncodeError) -> JSONResponse:
+        half = error.object[error.start].encode("unicode-escape").decode()
+        return answer(
+            Problem(
+                title="invalid_argument",
+                status=422,
+                detail=f"{half} alone is no character: half of a surrogate pair",
+                remedy="Send, and return, text that UTF-8 can say.",
+            )
+        )
+
+    @app.exception_handler(Exception)
+    async def _fault(request: Request, error: Exception) -> JSONResponse:
+        # Starlette writes the traceback into the log, then.
+        return answer(
+            Problem(
+                title="internal",
+                status=500,
+                detail=described(error),
+                remedy="This is a fault of Troupe; the panel's log has the traceback.",
+            )
+        )
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        title = "not_found" if error.status_code == 404 else "http_error"
+        return answer(
+            Problem(
+                title=title,
+                status=error.status_code,
+                detail=f"{request.method} {request.url.path}: {error.detail}",
+                remedy="See /docs for the calls there are.",
+            )
+        )
+
+
+def _no_json(fault: Mapping[str, Any]) -> Problem:
+    """The body is not JSON; `fault` has the place in it and the parser's words."""
+    place, why = fault["loc"][-1], fault.get("ctx", {}).get("error", fault["msg"])
+    return Problem(
+        title="invalid_argument",
+        status=422,
+        detail=f"the body is not JSON: {why} at character {place}",
+        field="body",
+        remedy="Mend the JSON syntax there.",
+    )
+
+
+def _body_of(request: Request) -> type[BaseModel] | None:
+    """The model of the body that the called address takes."""
+    route = request.scope.get("route")
+    taken = route.dependant.body_params if isinstance(route, APIRoute) else []
+    found = taken[0].field_info.annotation if taken else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+
+
+class Upstream:
+    """Channel and stubs of the orchestrator at `address`; reconnects by itself."""
+
+    def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
+        self.address = address
+        self._channel = connect(address, settings)
+        self.stub: orchestrator_pb2_grpc.OrchestratorAsyncStub = (
+            orchestrator_pb2_grpc.OrchestratorStub(self._channel)  # type: ignore[assignment]
+        )
+        # The orchestrator answers the reward service's calls, too.
+        self.functions: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(self._channel)  # type: ignore[assignment]
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close(None)

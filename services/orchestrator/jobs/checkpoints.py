@@ -1,0 +1,107 @@
+"""Checkpoints on disk: what there is, and its files as a stream.
+
+The trainer writes them as `{data_dir}/{job}/checkpoints/{policy}/v{version}`, complete or not at
+all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+from services.chassis.folders import FileChunk, files_below, read_folder, write_folder
+from services.orchestrator.context import JobContext
+from services.orchestrator.placement.workers import WorkerHandle
+from services.orchestrator.state.records import timestamp
+from troupe.checkpoints.kept import none_such, prune, versions_of_all
+from troupe.rpc import Aborted, ResourceExhausted
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import trainer_pb2 as tr
+
+
+async def at_hand(
+    job: JobContext,
+    worker: WorkerHandle,
+    request: tr.SaveCheckpointRequest,
+    saved: tr.SaveCheckpointResponse,
+    seconds: float,
+) -> tr.SaveCheckpointResponse:
+    """`saved`, in a directory of this host.
+
+    Raises `TroupeError`: what the worker raises, or `ResourceExhausted` of kind "storage_full"
+    when there is no room here.
+    """
+    target = job.directory / "checkpoints" / request.policy / f"v{request.version}"
+    if await asyncio.to_thread(target.is_dir):
+        return saved
+    read = tr.ReadCheckpointRequest(
+        job_id=request.job_id, policy=request.policy, version=request.version
+    )
+
+    async def chunks() -> AsyncIterator[FileChunk]:
+        async for one in worker.trainer.ReadCheckpoint(read, timeout=seconds):
+            yield FileChunk(one.path, one.data, one.end_of_file, one.checksum)
+
+    try:
+        size = await write_folder(target, chunks())
+    except OSError as error:
+        raise ResourceExhausted(
+            f"{target} cannot be written: {error.strerror}",
+            kind="storage_full",
+            field="data_dir",
+            value=job.directory,
+            remedy="Free space on the orchestrator's host, or set TROUPE_DATA_DIR elsewhere.",
+        ) from error
+    await asyncio.to_thread(prune, target.parent, job.spec.checkpoint.keep)
+    return tr.SaveCheckpointResponse(path=str(target), num_bytes=size)
+
+
+def list_checkpoints(directory: Path) -> list[orch.Checkpoint]:
+    """The checkpoints of the job that lives in `directory`, by policy, oldest version first."""
+    found = []
+    for policy, versions in versions_of_all(directory).items():
+        for version, path in versions:
+            with suppress(FileNotFoundError):  # older ones are removed at any time
+                found.append(
+                    orch.Checkpoint(
+                        policy=policy,
+                        version=version,
+                        path=str(path),
+                        num_bytes=sum(file.stat().st_size for file in files_below(path)),
+                        saved_at=timestamp(path.stat().st_mtime),
+                    )
+                )
+    return found
+
+
+def find_checkpoint(directory: Path, policy: str, version: int | None) -> orch.Checkpoint:
+    """A checkpoint of a policy, by default the newest. Raises `NotFound`, naming what there is."""
+    every = list_checkpoints(directory)
+    found = [one for one in every if one.policy == policy and version in (None, one.version)]
+    if found:
+        return found[-1]
+    raise none_such(policy, version, [f"{one.policy}@{one.version}" for one in every])
+
+
+async def export(checkpoint: orch.Checkpoint) -> AsyncIterator[orch.ExportCheckpointResponse]:
+    """The files of a checkpoint in chunks; the last chunk of each carries its xxh3-64.
+
+    Raises `Aborted` when the checkpoint is removed meanwhile, since newer ones took its place.
+    """
+    try:
+        async for chunk in read_folder(Path(checkpoint.path)):
+            yield orch.ExportCheckpointResponse(
+                path=chunk.path,
+                data=chunk.data,
+                end_of_file=chunk.end_of_file,
+                checksum=chunk.checksum,
+            )
+    except FileNotFoundError as error:
+        raise Aborted(
+            f"the checkpoint {checkpoint.policy}@{checkpoint.version} was removed meanwhile",
+            field="version",
+            value=checkpoint.version,
+            remedy="Export a newer one, or raise `checkpoint.keep`.",
+        ) from error

@@ -1,0 +1,376 @@
+"""Jobs as users handle them: submit, pause, resume, cancel; and a runner for each that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+from weakref import WeakValueDictionary
+
+import structlog
+
+from services.orchestrator.cluster import delete_states, drop_tables
+from services.orchestrator.context import Shared
+from services.orchestrator.crash_loops import LaunchGuard
+from services.orchestrator.jobs.runner import JobRunner
+from services.orchestrator.state.job_store import Superseded, same_submission
+from services.orchestrator.state.records import JobRecord
+from services.orchestrator.state.redis import StateUnavailable
+from troupe.job import JobSpec, JobSpecError, parse_job
+from troupe.job.compatibility import Difference, differences, incompatible
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+
+_log = structlog.get_logger(__name__)
+_JOB_ID: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}")
+# What else an embedded cluster keeps in the data directory, beside the jobs' directories.
+_RESERVED: Final = frozenset({"logs", "redis", "transfer"})
+# Characters of an answer's list of problems.
+_LONGEST_LIST: Final = 2000
+# A runner whose Redis is away looks again this often.
+_RETRY_SECONDS: Final = 2.0
+_RESUMABLE: Final = (pb.JOB_STATE_PAUSED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED)
+_RUNS: Final = (pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING)
+
+
+class Jobs:
+    """All jobs of this orchestrator. Every change of state is durable before it is carried out."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        guard: LaunchGuard,
+        check: Callable[[JobSpec], Awaitable[None]] | None = None,
+    ) -> None:
+        """`check` raises for a specification that cannot be carried out here."""
+        self._shared = shared
+        self._guard = guard
+        self._apart: asyncio.Task[None] | None = None
+        self._check = check
+        self._runners: dict[str, JobRunner] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        # While somebody has or waits for them: anything can be asked for, and there are many jobs.
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+        self._stopping = False
+
+    def lock(self, job_id: str) -> asyncio.Lock:
+        """Held by whoever changes a job's state or binds its policies."""
+        return self._locks.setdefault(job_id, asyncio.Lock())
+
+    async def submit(self, text: str, request_id: str, job_id: str) -> JobRecord:
+        """Store a job and start it. Repeating it with the same ids finds the same job.
+
+        Raises `InvalidArgument` naming every fault of the specification, or `AlreadyExists` when
+        `job_id` is another job's.
+        """
+        spec = await _parse(text)
+        if self._check is not None:
+            await self._check(spec)
+        job_id = job_id or job_id_of(spec.name, request_id or new_id())
+        if not _JOB_ID.fullmatch(job_id):
+            raise InvalidArgument(
+                "is not a job id",
+                field="job_id",
+                value=job_id,
+                remedy="Use lower-case letters, digits, '-' and '_', at most 128 of them.",
+            )
+        if job_id in _RESERVED:
+            raise InvalidArgument(
+                "names a directory of the cluster itself",
+                field="job_id",
+                value=job_id,
+                remedy="Choose another.",
+            )
+        record = JobRecord(
+            job_id=job_id,
+            request_id=request_id,
+            spec_json=spec.model_dump_json(),
+            directory=(self._shared.settings.data_dir / job_id).absolute(),
+            created_at=time.time(),
+        )
+        _check_viewable(record)
+        async with self.lock(job_id):
+            if not await self._shared.store.create(record):
+                found = await self._whole(job_id)
+                same_submission(found, record)
+                self._launch_if_left(found)
+                return found
+            await self._guard.begin(job_id)
+            self.launch(job_id)
+        return record
+
+    async def pause(self, job_id: str) -> JobRecord:
+        """Let the job stop after the step in flight. Pausing a paused job changes nothing."""
+        async with self.lock(job_id):
+            record = await self._whole(job_id)
+            if record.state == pb.JOB_STATE_PAUSED:
+                return record
+            record = await self._shared.store.move(job_id, pb.JOB_STATE_PAUSING)
+            if (runner := self._runners.get(job_id)) is not None:
+                runner.pause()
+            else:
+                self.launch(job_id)
+            return record
+
+    async def resume(self, job_id: str, text: str = "") -> JobRecord:
+        """Continue a paused, failed or cancelled job from its last committed step; under the
+        specification `text`, if there is one.
+
+        Raises `FailedPrecondition` naming every difference that makes it another job,
+        `InvalidArgument` naming every fault of the specification.
+        """
+        spec = await _parse(text) if text.strip() else None
+        async with self.lock(job_id):
+            record = await self._whole(job_id)
+            if spec is not None:
+                _check_viewable(replace(record, spec_json=spec.model_dump_json()))
+            changes = [] if spec is None else check_compatible(record, spec)
+            if record.state in _RUNS:
+                if changes:
+                    raise FailedPrecondition(
+                        f"job {job_id} is {record.state_name}: its specification cannot change now",
+                        kind="job_active",
+                        field="spec",
+                        value=changes[0].path,
+                        remedy="Pause the job, then resume it with the new specification.",
+                    )
+                self._launch_if_left(record)
+                return record
+            record = await self._shared.store.move(
+                job_id,
+                pb.JOB_STATE_SUBMITTED,
+                sources=_RESUMABLE,
+                spec_json=spec.model_dump_json() if spec is not None and changes else None,
+            )
+            if changes:
+                text = "; ".join(map(str, changes))
+                await self._shared.log.notice(
+                    job_id,
+                    orch.Notice.SEVERITY_INFO,
+                    f"goes on under another specification: {text}",
+                )
+            await self._runner_before(job_id)
+            await self._guard.clear(job_id)
+            await self._guard.begin(job_id)
+            self.launch(job_id)
+            return record
+
+    async def cancel(self, job_id: str, reason: str) -> JobRecord:
+        """End the job now; what is committed and saved stays."""
+        async with self.lock(job_id):
+            record = await self._whole(job_id)
+            if record.state == pb.JOB_STATE_CANCELLED:
+                return record
+            record = await self._shared.store.move(job_id, pb.JOB_STATE_CANCELLING)
+            if reason:
+                await self._shared.log.notice(
+                    job_id, orch.Notice.SEVERITY_INFO, f"cancelled: {reason}"
+                )
+            if (runner := self._runners.get(job_id)) is not None:
+                runner.cancel()
+            else:
+                self.launch(job_id)
+            return record
+
+    async def forget(self, job_id: str) -> JobRecord:
+        """Delete what the cluster's memory holds of an ended job; its directory stays. Returns what
+        its record was.
+
+        Raises `FailedPrecondition` while the job has not ended.
+        """
+        async with self.lock(job_id):
+            record = await self._shared.store.get(job_id)
+            if not record.terminal:
+                raise FailedPrecondition(
+                    f"job {job_id} is {record.state_name}: what is stored of it is needed",
+                    kind="job_active",
+                    field="job_id",
+                    value=job_id,
+                    remedy="Cancel it first.",
+                )
+            await self._runner_before(job_id)
+            with suppress(NotFound):  # it ended before it had any
+                await drop_tables(self._shared, job_id, purge_log=True)
+            await delete_states(self._shared, job_id)
+            await self._shared.store.delete(job_id)
+            await self._guard.clear(job_id)
+            return record
+
+    async def _whole(self, job_id: str) -> JobRecord:
+        """The record of a job. Raises `FailedPrecondition` when it cannot be read."""
+        record = await self._shared.store.get(job_id)
+        if record.broken:
+            assert record.problem is not None, "it says what is broken"
+            raise FailedPrecondition(
+                record.problem.message,
+                kind=record.problem.kind,
+                field="job_id",
+                value=job_id,
+                remedy=record.problem.remedy,
+            )
+        return record
+
+    def launch(self, job_id: str) -> None:
+        """Run the job from wherever it is."""
+        if self._stopping:
+            return
+        runner = self._runners[job_id] = JobRunner(self._shared, job_id)
+        task = self._tasks[job_id] = asyncio.create_task(self._run(job_id, runner))
+        task.add_done_callback(lambda done: self._forget(job_id, runner, done))
+
+    def launch_apart(self, job_ids: Sequence[str]) -> None:
+        """Launch these one at a time, each when the orchestrator has survived the one before."""
+
+        async def one_by_one() -> None:
+            for job_id in job_ids:
+                async with self.lock(job_id):
+                    if job_id in self._tasks:  # its user has cancelled or paused it
+                        continue
+                    try:
+                        await self._guard.begin(job_id)
+                    except StateUnavailable:
+                        await self._wait_for_redis()
+                    self.launch(job_id)
+                await asyncio.sleep(self._guard.seconds)
+
+        if job_ids:
+            self._apart = asyncio.create_task(one_by_one())
+
+    async def set_aside(self, job_id: str, deaths: int) -> None:
+        """Fail a job that ended the orchestrator `deaths` times when it was launched."""
+        async with self.lock(job_id):
+            error = FailedPrecondition(
+                f"the orchestrator died {deaths} times, each time within {self._guard.seconds:g} s "
+                "after it had launched this job; the job is set aside",
+                kind="orchestrator_keeps_dying",
+                field="job_id",
+                value=job_id,
+                remedy="Look into the orchestrator's log for what ended it (a sink such as Weights "
+                "& Biases, too little memory), mend it, then resume the job.",
+            )
+            await self._shared.store.move(job_id, pb.JOB_STATE_FAILED, problem=error.to_problem())
+            await self._guard.clear(job_id)
+
+    def running(self) -> list[str]:
+        """Ids of the jobs that have a runner here."""
+        return sorted(self._runners)
+
+    async def stop(self) -> None:
+        """Stop all runners and leave their jobs as they are, to be continued."""
+        self._stopping = True
+        tasks = list(self._tasks.values())
+        if self._apart is not None:
+            tasks.append(self._apart)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, job_id: str, runner: JobRunner) -> None:
+        while True:
+            try:
+                return await runner.run()
+            except Superseded as error:
+                _log.warning("job taken over", job_id=job_id, error=str(error))
+                here = self._shared.store.instance
+                with suppress(TroupeError):
+                    await self._shared.log.notice(
+                        job_id, orch.Notice.SEVERITY_WARNING, f"{here} stops: {error}"
+                    )
+                return None
+            except StateUnavailable as error:
+                _log.error("job waits for Redis", job_id=job_id, error=str(error))
+                await self._wait_for_redis()
+                # What the old runner had in memory may be older than what Redis has.
+                runner = self._runners[job_id] = JobRunner(self._shared, job_id)
+
+    async def _runner_before(self, job_id: str) -> None:
+        """Wait for the runner that wrote the job's last state; it has nothing left to do."""
+        if (task := self._tasks.get(job_id)) is not None:
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _launch_if_left(self, record: JobRecord) -> None:
+        """Run a job whose submission, or resume, was cut off before it was launched."""
+        if record.state == pb.JOB_STATE_SUBMITTED and record.job_id not in self._tasks:
+            self.launch(record.job_id)
+
+    async def _wait_for_redis(self) -> None:
+        while True:
+            await asyncio.sleep(_RETRY_SECONDS)
+            try:
+                return await self._shared.store.ping()
+            except TroupeError:
+                continue
+
+    def _forget(self, job_id: str, runner: JobRunner, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(job_id) is task:
+            del self._tasks[job_id]
+            self._runners.pop(job_id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("runner ended with a fault", job_id=job_id, error=repr(error))
+
+
+def job_id_of(name: str, request_id: str) -> str:
+    """The id of a job submitted by `request_id`: the same whenever the request is repeated."""
+    digest = hashlib.blake2s(f"{name}/{request_id}".encode(), digest_size=4).hexdigest()
+    return f"{name}-{digest}"
+
+
+def _check_viewable(record: JobRecord) -> None:
+    """Raises `InvalidArgument` for what could be stored and never be shown."""
+    try:
+        record.check_viewable()
+    except Exception as error:
+        raise InvalidArgument(
+            f"could be stored, but not be shown: {type(error).__name__}: {error}",
+            kind="invalid_job",
+            field="spec",
+        ) from error
+
+
+async def _parse(text: str) -> JobSpec:
+    try:
+        # In a thread: YAML takes its time, and other calls should not have to.
+        return await asyncio.to_thread(parse_job, text)
+    except JobSpecError as error:
+        raise _explain(error) from error
+
+
+def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
+    """How `spec` differs from what the job ran under. Raises `FailedPrecondition` when it is not
+    the same job any more."""
+    old = record.spec()
+    if bad := incompatible(old, spec, steps_done=record.step):
+        raise FailedPrecondition(
+            f"this is not the specification of the same job ({record.step} steps are done): "
+            + "; ".join(map(str, bad)),
+            kind="spec_incompatible",
+            field=bad[0].path,
+            value=bad[0].new,
+            remedy="Take these back, or submit it as a new job.",
+        )
+    return differences(old, spec)
+
+
+def _explain(error: JobSpecError) -> InvalidArgument:
+    """All faults in the message; field, value and remedy of the first."""
+    first = error.problems[0]
+    if len(error.problems) == 1:
+        message = first.message
+    else:
+        listed = "; ".join(str(problem) for problem in error.problems)
+        if len(listed) > _LONGEST_LIST:  # it goes into a header of the answer
+            listed = f"{listed[:_LONGEST_LIST]}..."
+        message = f"{first.message}. All {len(error.problems)} problems: {listed}"
+    return InvalidArgument(
+        message,
+        kind="invalid_job",
+        field=first.field,
+        value=first.value or None,
+        remedy=first.remedy,
+    )

@@ -1,0 +1,151 @@
+"""One evaluation on the held-out split, and the bound on failed trajectories of any batch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from services.orchestrator.context import JobContext
+from services.orchestrator.errors import Deadline
+from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, add_in_parts
+from services.orchestrator.pipeline.metrics import Tally
+from troupe.rpc import ResourceExhausted
+from troupe.scheduling import admission
+from troupe.v1 import rollout_pb2 as ro
+
+NO_TURNS_REMEDY: Final = (
+    "The client answered from a cache of its own, or asked another model: switch its cache off "
+    "(DSPy: `cache=False`; LangChain: `set_llm_cache(None)`) and give it the endpoint's base_url."
+)
+
+
+class EvaluationRunner:
+    """One evaluation: the same held-out queries each time, nothing stored, nothing trained."""
+
+    def __init__(self, job: JobContext, dispatch: Dispatch, step: int) -> None:
+        self._job = job
+        self._dispatch = dispatch
+        self._step = step
+        self._name = f"the evaluation after {step} steps"
+        self._plan: Sequence[admission.QueryPlan] = ()
+        self.tally = Tally(job.spec.agents, {})
+        self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=True)
+
+    async def run(self) -> dict[str, float]:
+        """The evaluation's metrics, `evaluation/...`; `tally.scores()` compares."""
+        began = time.monotonic()
+        # In a thread: the loop has others to serve.
+        self._plan = await asyncio.to_thread(
+            admission.plan_evaluation,
+            job_seed=self._job.spec.seed,
+            step=self._step,
+            queries=self._job.spec.evaluation.queries,
+        )
+        patience = Deadline(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
+        batch = TicketBatch(self._step, patience, self._on_end)
+        ticker = asyncio.create_task(self._tick())
+        try:
+            tickets = ([evaluation_ticket(query)] for query in self._plan)
+            await add_in_parts(self._dispatch, batch, tickets)
+            batch.seal()
+            await batch.finished(lambda: self._dispatch.describe(batch))
+        finally:
+            # Those of a pause run for nobody.
+            self._dispatch.withdraw(batch, [query.query_id for query in self._plan], "cancelled")
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+            await self._recent.flush()
+        await report_failures(self._job, self._name, self.tally, len(self._plan))
+        values = self.tally.values(time.monotonic() - began)
+        return {f"evaluation/{name}": value for name, value in values.items()}
+
+    def _on_end(self, event: ro.TrajectoryEvent) -> None:
+        self.tally.add(event)
+        self._recent.add(event)
+        check_failures(self._job, self._name, self.tally, len(self._plan))
+
+    async def _tick(self) -> None:
+        while True:
+            self._job.show(
+                f"evaluating: {self.tally.ended} of {len(self._plan)} held-out queries",
+                step=self._step,
+                done=self.tally.ended,
+                total=len(self._plan),
+            )
+            await asyncio.sleep(self._job.shared.settings.activity_seconds)
+
+
+def evaluation_ticket(query: admission.QueryPlan) -> ro.Ticket:
+    """The ticket of a held-out query."""
+    return ro.Ticket(
+        query_id=query.query_id,
+        trajectory_id=query.trajectory_ids[0],
+        split="held_out",
+        index=query.index,
+        seed=query.seeds[0],
+        purpose=ro.Ticket.PURPOSE_EVALUATE,
+    )
+
+
+def check_failures(
+    job: JobContext, name: str, tally: Tally, total: int, *, forgiven: int = 0
+) -> None:
+    """Raise, as soon as it is certain, when more trajectories failed than the job allows.
+
+    `total` have been begun; `forgiven` of the failed ones in `tally` are not of these.
+    """
+    limit = job.spec.limits.max_failed_fraction
+    failed = tally.failed - forgiven
+    if admission.too_many_failed(failed, total, limit):
+        raise ResourceExhausted(
+            f"{name}: {failed} of {total} trajectories failed (at most {limit:.0%} may), "
+            f"most of them so: {tally.most_common_reason}",
+            kind="too_many_failed_trajectories",
+            field="limits.max_failed_fraction",
+            value=limit,
+            remedy="Mend the cause (the panel and `job.trajectories()` show what failed), then "
+            "resume the job.",
+        )
+
+
+async def report_failures(job: JobContext, name: str, tally: Tally, total: int) -> None:
+    """Say that some trajectories failed, though not too many, or completed with a remark: the first
+    time, the 2nd, 4th, ..."""
+    if tally.failed:
+        reason = tally.most_common_reason
+        await _complain(
+            job,
+            reason.partition(":")[0],
+            f"{name}: {tally.failed} of {total} trajectories failed{{again}}, "
+            f"most of them so: {reason}",
+        )
+    count, remark = tally.remark
+    if count:
+        await _complain(
+            job,
+            remark.partition(":")[0],
+            f"{name}: {count} of {total} trajectories completed with a remark{{again}}, "
+            f"most of them with this: {remark}",
+        )
+
+
+async def report_unused_endpoints(job: JobContext, name: str, tally: Tally) -> None:
+    """Say that trajectories opened an endpoint and made no turn: the first time, the 2nd, ..."""
+    if tally.without_turns:
+        await _complain(
+            job,
+            "endpoint_unused",
+            f"{name}: {tally.without_turns} of {tally.completed} trajectories opened an endpoint "
+            f"and were rewarded{{again}}, but made no turn. {NO_TURNS_REMEDY}",
+        )
+
+
+async def _complain(job: JobContext, kind: str, text: str) -> None:
+    """Warn of a `kind` of trouble the first time, the 2nd, 4th, ...; `text` says {again}."""
+    job.complaints[kind] += 1
+    count = job.complaints[kind]
+    if count & (count - 1) == 0:
+        again = f" (for the {count}th time)" if count > 2 else " (again)" if count == 2 else ""
+        await job.warn(text.replace("{again}", again))

@@ -1,0 +1,266 @@
+"""What a batch of trajectories adds up to: rewards, lengths, speeds, failures."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from troupe.states import UNUSED_ENDPOINT
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import rollout_pb2 as ro
+
+# Why the experience store ends trajectories whose group is complete without them.
+REDUNDANT: Final = "redundant"
+
+
+class Redundancy:
+    """Counts ended trajectories of a job that starts more per query than count.
+
+    Taking the first to complete favours short ones. By how much, the means say: of the kept ones
+    over their whole length, of the cancelled ones as far as they came. Those would have become
+    longer: where they are the longer ones already, the bias is at least that.
+    """
+
+    def __init__(self, redundant: int) -> None:
+        self._redundant = redundant
+        self._kept = _Lengths()
+        self._cancelled = _Lengths()
+        # Cancelled before it began: it has no length.
+        self._unstarted = 0
+        self._failed: Counter[str] = Counter()
+
+    def add(self, event: ro.TrajectoryEvent) -> None:
+        """Count an ended trajectory."""
+        if event.state == pb.TRAJECTORY_STATE_COMPLETED:
+            self._kept.add(event)
+        elif event.state == pb.TRAJECTORY_STATE_FAILED:
+            self._failed[event.query_id] += 1
+        elif event.reason.partition(":")[0] == REDUNDANT:
+            if event.seconds > 0:
+                self._cancelled.add(event)
+            else:
+                self._unstarted += 1
+
+    def values(self) -> dict[str, float]:
+        """Metrics, `redundancy/...`; none where nothing is redundant. Lengths are means per
+        trajectory: generated tokens, turns, seconds."""
+        if not self._redundant:
+            return {}
+        # A query has so many to spare; what fails beyond that makes its group smaller.
+        replaced = sum(min(count, self._redundant) for count in self._failed.values())
+        found = {
+            "redundancy/cancelled": float(self._cancelled.count + self._unstarted),
+            "redundancy/unstarted": float(self._unstarted),
+            "redundancy/failures_replaced": float(replaced),
+        }
+        for name, lengths in (("kept", self._kept), ("cancelled", self._cancelled)):
+            if lengths.count:
+                found[f"redundancy/{name}_tokens"] = lengths.tokens / lengths.count
+                found[f"redundancy/{name}_turns"] = lengths.turns / lengths.count
+                found[f"redundancy/{name}_seconds"] = lengths.seconds / lengths.count
+        return found
+
+
+class _Lengths:
+    """Sums over trajectories."""
+
+    __slots__ = ("count", "seconds", "tokens", "turns")
+
+    def __init__(self) -> None:
+        self.count = self.tokens = self.turns = 0
+        self.seconds = 0.0
+
+    def add(self, event: ro.TrajectoryEvent) -> None:
+        self.count += 1
+        self.tokens += sum(turn.response_tokens for turn in event.turns)
+        self.turns += len(event.turns)
+        self.seconds += event.seconds
+
+
+# A reward of this name belongs to no agent: it says how the team did.
+TEAM: Final = "team"
+# A trajectory's metric: how often it was begun anew since its environment or a tool failed; and how
+# reasons begin that name these.
+RETRIES: Final = "environment_retries"
+_FAULTS: Final = ("environment_", "tool_")
+# Metrics of a step that its job is judged by when it ends.
+COMPLETED: Final = "trajectories/completed"
+WITHOUT_TURNS: Final = "trajectories/without_turns"
+
+
+class Tally:
+    """Counts ended trajectories as they come; `values` names the metrics as the field does.
+
+    A mean is over those trajectories that have the value: a failed one has no reward.
+    """
+
+    def __init__(self, agents: Iterable[str], versions: Mapping[str, int]) -> None:
+        self._agents = frozenset(agents)
+        self._versions = versions
+        self.completed = 0
+        self.failed = 0
+        # Ended because nobody needs them any more.
+        self.aborted = 0
+        # Completed ones that opened an endpoint and were rewarded, and at which nobody spoke.
+        self.without_turns = 0
+        self._reasons: Counter[str] = Counter()
+        # What was said of those that completed all the same.
+        self._remarks: Counter[str] = Counter()
+        # Attempts that were made again, and trajectories that failed for good, because of their
+        # environment or a tool.
+        self._retries = 0.0
+        self._faults = 0
+        self._rewards: defaultdict[str, _RunningMean] = defaultdict(_RunningMean)
+        self._team_metrics: defaultdict[str, _RunningMean] = defaultdict(_RunningMean)
+        self._lengths: defaultdict[str, _RunningMean] = defaultdict(_RunningMean)
+        self._reward = _RunningMean()
+        self._team = _RunningMean()
+        self._staleness = _RunningMean()
+        self._queue = _RunningMean()
+        self._turn_seconds: list[float] = []
+        self._tokens = 0
+
+    @property
+    def ended(self) -> int:
+        """Trajectories counted."""
+        return self.completed + self.failed + self.aborted
+
+    @property
+    def most_common_reason(self) -> str:
+        """Why most of the failed ones failed."""
+        return self._reasons.most_common(1)[0][0] if self._reasons else ""
+
+    def add(self, event: ro.TrajectoryEvent, *, timed: bool = True) -> None:
+        """Count one ended trajectory; `timed` if it ended in the seconds that `values` gets."""
+        for turn in event.turns:
+            self._tokens += turn.response_tokens if timed else 0
+            self._lengths[turn.agent].add(turn.response_tokens)
+            self._turn_seconds.append(turn.queue_seconds + turn.generate_seconds)
+            self._queue.add(turn.queue_seconds)
+            if turn.versions and turn.policy in self._versions:
+                oldest = min(span.version for span in turn.versions)
+                self._staleness.add(self._versions[turn.policy] - oldest)
+        self._retries += event.metrics.get(RETRIES, 0.0)
+        unused = event.metrics.get(UNUSED_ENDPOINT, 0.0) > 0
+        if event.state == pb.TRAJECTORY_STATE_ABORTED:
+            self.aborted += 1
+            return
+        if event.state != pb.TRAJECTORY_STATE_COMPLETED:
+            self.failed += 1
+            self._reasons[event.reason or "no reason given"] += 1
+            self._faults += event.reason.startswith(_FAULTS)
+            return
+        self.completed += 1
+        self.without_turns += unused
+        if event.reason:
+            self._remarks[event.reason] += 1
+        rewards = dict(event.rewards)
+        if TEAM not in self._agents and (team := rewards.pop(TEAM, None)) is not None:
+            self._team.add(team)
+        for agent, reward in rewards.items():
+            self._rewards[agent].add(reward)
+        if rewards:
+            self._reward.add(sum(rewards.values()) / len(rewards))
+        for name, value in event.metrics.items():
+            if name != UNUSED_ENDPOINT:
+                self._team_metrics[name].add(value)
+
+    @property
+    def remark(self) -> tuple[int, str]:
+        """Trajectories that completed with a remark, and the most common one."""
+        if not self._remarks:
+            return 0, ""
+        return self._remarks.total(), self._remarks.most_common(1)[0][0]
+
+    def scores(self) -> dict[str, float]:
+        """How well it went, for comparing before and after: `reward/<agent>`, `team_success`."""
+        found = {f"reward/{agent}": mean.value for agent, mean in sorted(self._rewards.items())}
+        if self._team.count:
+            found["team_success"] = self._team.value
+        if self.failed:
+            found["trajectories/failed"] = float(self.failed)
+        return found
+
+    def values(self, seconds: float) -> dict[str, float]:
+        """All metrics; `seconds` is what the trajectories took together, by the clock."""
+        found = {
+            COMPLETED: float(self.completed),
+            "trajectories/failed": float(self.failed),
+        }
+        if self.without_turns:
+            found[WITHOUT_TURNS] = float(self.without_turns)
+        if self.aborted:
+            found["trajectories/aborted"] = float(self.aborted)
+        if self._retries or self._faults:
+            found["environment/retries"] = self._retries
+            found["environment/failed"] = float(self._faults)
+        found |= {f"reward/{agent}/mean": mean.value for agent, mean in self._rewards.items()}
+        found |= {f"response_length/{name}": mean.value for name, mean in self._lengths.items()}
+        found |= {f"trajectory/{name}": mean.value for name, mean in self._team_metrics.items()}
+        optional = {
+            "reward/mean": self._reward,
+            "team/mean": self._team,
+            "staleness/mean": self._staleness,
+            "rollout/queue_seconds/mean": self._queue,
+        }
+        found |= {name: mean.value for name, mean in optional.items() if mean.count}
+        if seconds > 0:
+            found["rollout/seconds"] = seconds
+            found["rollout/tokens_per_second"] = self._tokens / seconds
+        if self._turn_seconds:
+            found["rollout/turn_seconds/mean"] = sum(self._turn_seconds) / len(self._turn_seconds)
+            found["rollout/turn_seconds/p95"] = percentile(self._turn_seconds, 0.95)
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def commit_metrics(commits: Iterable[es.StepCommit]) -> dict[str, float]:
+    """The trainers' metrics, under the name of their policy."""
+    found: dict[str, float] = {}
+    for commit in commits:
+        for name, value in commit.metrics.items():
+            if math.isfinite(value):
+                found[f"{commit.policy}/{name}"] = value
+        found[f"{commit.policy}/samples"] = float(commit.num_samples)
+        found[f"{commit.policy}/skipped"] = float(commit.outcome == es.STEP_OUTCOME_SKIPPED)
+    return found
+
+
+def staleness(commits: Iterable[es.StepCommit]) -> dict[str, float]:
+    """How many versions older than the one they trained the samples of a step were, over all
+    policies: mean over samples, and max. Empty when no trainer says."""
+    told = [one for one in commits if one.num_samples and "staleness/mean" in one.metrics]
+    samples = sum(one.num_samples for one in told)
+    found: dict[str, float] = {}
+    if samples:
+        total = sum(one.metrics["staleness/mean"] * one.num_samples for one in told)
+        found["staleness/mean"] = total / samples
+    if worst := [one.metrics["staleness/max"] for one in told if "staleness/max" in one.metrics]:
+        found["staleness/max"] = max(worst)
+    return found
+
+
+def percentile(values: list[float], fraction: float) -> float:
+    """The smallest of `values` that at least `fraction` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+
+class _RunningMean:
+    """A mean that grows."""
+
+    __slots__ = ("_sum", "count")
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        self._sum += value
+        self.count += 1
+
+    @property
+    def value(self) -> float:
+        return self._sum / self.count if self.count else math.nan

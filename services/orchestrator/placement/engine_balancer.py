@@ -1,0 +1,208 @@
+"""Moves a job's engines from idle policies to busy ones.
+
+What the workers' heartbeats say goes to `troupe.scheduling.balancing`; what that decides, workers
+carry out. A trajectory stays on its worker, so each worker's engines are balanced by themselves.
+
+Nothing here must survive: an orchestrator that comes back finds every engine where the heartbeats
+say that it is, and one that was on its way arrives without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from services.orchestrator.context import JobContext
+from services.orchestrator.placement.workers import WorkerHandle
+from troupe.rpc import TroupeError, new_id
+from troupe.scheduling import balancing
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import rollout_pb2 as ro
+
+_log = structlog.get_logger(__name__)
+# The weights of the target are to be published again, then the move may succeed.
+WEIGHTS_GONE: Final = frozenset({"weights_not_found", "weights_missing"})
+
+
+@dataclass
+class _Pool:
+    """The engines of one worker."""
+
+    memory: balancing.Memory = field(default_factory=balancing.Memory)
+    # By engine: the policy that it goes to.
+    moving: dict[str, str] = field(default_factory=dict)
+    # By engine: the policy that has it, and since when. An older heartbeat does not know.
+    moved: dict[str, tuple[str, float]] = field(default_factory=dict)
+    seen: float = 0.0
+
+
+class Balancer:
+    """One per running job."""
+
+    def __init__(
+        self,
+        job: JobContext,
+        workers: Callable[[], Iterable[WorkerHandle]],
+        republish: Callable[[str], Awaitable[None]],
+        *,
+        start_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`workers`: those that are prepared for the job. `start_seconds`: what an engine may take
+        to come up with other weights. `clock` is that of the workers' registry."""
+        self._job = job
+        self._workers = workers
+        self._republish = republish
+        self._clock = clock
+        section = job.spec.balancing
+        self._section, self._rules = section, section.rules
+        self._barred = section.barred(job.spec.policies)
+        # A worker answers when the engine serves, or is back.
+        self._seconds = section.drain_seconds + 2 * start_seconds
+        self._pools: dict[WorkerHandle, _Pool] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Since the values were asked for last.
+        self._moves = self._failures = self._looks = 0
+        self._disparity = self._seconds_moving = 0.0
+
+    async def run(self) -> None:
+        """Look at every heartbeat once, until cancelled. Returns at once if nothing may move.
+
+        Raises what keeps events from being recorded, or weights from being published again.
+        """
+        if not self._job.spec.balances:
+            return
+        pause = self._job.shared.settings.heartbeat_seconds / 2
+        try:
+            while True:
+                await asyncio.sleep(pause)
+                for task in [task for task in self._tasks if task.done()]:
+                    self._tasks.discard(task)
+                    task.result()
+                self.look()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def look(self) -> None:
+        """Decide for each worker that has something new to say."""
+        workers = [worker for worker in self._workers() if worker.usable]
+        self._pools = {worker: self._pools.get(worker) or _Pool() for worker in workers}
+        for worker, pool in self._pools.items():
+            if worker.seen > pool.seen:
+                pool.seen = worker.seen
+                self._decide(worker, pool)
+
+    def values(self) -> dict[str, float]:
+        """Metrics since they were asked for last; none where nothing may move."""
+        if not self._looks:
+            return {}
+        found = {
+            "balancing/moves": float(self._moves),
+            "balancing/disparity": self._disparity / self._looks,
+        }
+        if self._moves:
+            found["balancing/move_seconds"] = self._seconds_moving / self._moves
+        if self._failures:
+            found["balancing/moves_failed"] = float(self._failures)
+        self._moves = self._failures = self._looks = 0
+        self._disparity = self._seconds_moving = 0.0
+        return found
+
+    def _decide(self, worker: WorkerHandle, pool: _Pool) -> None:
+        pool.moved = {one: at for one, at in pool.moved.items() if at[1] >= worker.seen}
+        demands, seats = self._picture(worker, pool)
+        if len(demands) < 2:
+            return
+        self._looks += 1
+        disparity = balancing.disparity(demands, seats)
+        self._disparity += disparity if disparity < float("inf") else 0.0
+        moves, pool.memory = balancing.decide(
+            self._rules, pool.memory, demands, seats, self._clock(), barred=self._barred
+        )
+        for move in moves:
+            pool.moving[move.engine_id] = move.target
+            self._tasks.add(asyncio.create_task(self._move(worker, pool, move)))
+
+    def _picture(
+        self, worker: WorkerHandle, pool: _Pool
+    ) -> tuple[list[balancing.Demand], list[balancing.EngineAssignment]]:
+        """The worker's policies and engines, as of its last heartbeat and what we know better."""
+        tokens = self._section.measure == "tokens"
+        demands = [
+            balancing.Demand(
+                load.policy,
+                float(load.outstanding_tokens if tokens else load.waiting + load.in_flight),
+                self._section.minimum_of(load.policy),
+            )
+            for load in worker.beat.loads
+            if load.job_id == self._job.job_id
+        ]
+        seats = []
+        for engine in worker.beat.engines:
+            if engine.job_id != self._job.job_id:
+                continue
+            healthy = engine.state == pb.ENGINE_STATE_HEALTHY
+            target = pool.moving.get(engine.engine_id)
+            arrived = pool.moved.get(engine.engine_id)
+            seats.append(
+                balancing.EngineAssignment(
+                    engine.engine_id,
+                    target or (arrived[0] if arrived else engine.policy),
+                    serving=arrived is not None or (healthy and target is None),
+                    moving=target is not None,
+                    work=float(engine.running + engine.waiting),
+                )
+            )
+        return demands, seats
+
+    async def _move(self, worker: WorkerHandle, pool: _Pool, move: balancing.Move) -> None:
+        what = f"engine {move.engine_id}"
+        request = ro.MoveEngineRequest(
+            request_id=new_id("move"),
+            job_id=self._job.job_id,
+            engine_id=move.engine_id,
+            policy=move.target,
+        )
+        try:
+            async with worker.while_alive():
+                reply = await worker.rollout.MoveEngine(request, timeout=self._seconds)
+        except TroupeError as error:
+            self._failures += 1
+            pool.memory = balancing.failed(pool.memory, move.source, move.target, self._clock())
+            if not worker.alive:
+                return  # others say so
+            count, _ = pool.memory.failures[move.source, move.target]
+            text = f"{what} did not move from {move.source} to {move.target}: {error}"
+            _log.warning("an engine did not move", engine=move.engine_id, error=str(error))
+            if count & (count - 1) == 0:  # what lasts must not flood the log
+                await self._job.warn(text)
+            if error.kind in WEIGHTS_GONE and error.field:
+                await self._republish(error.field)
+        else:
+            self._moves += 1
+            self._seconds_moving += reply.seconds
+            pool.moved[move.engine_id] = (move.target, self._clock())
+            pool.memory = balancing.succeeded(pool.memory, move.source, move.target)
+            await self._job.info(_told(what, move, reply))
+        finally:
+            pool.moving.pop(move.engine_id, None)
+
+
+def _told(what: str, move: balancing.Move, reply: ro.MoveEngineResponse) -> str:
+    text = f"{what} moved from {move.source} to {move.target} in {reply.seconds:.1f} s"
+    if reply.rebuilt:
+        text += ", made anew"
+    if reply.handed_back:
+        text += f"; {reply.handed_back} turns went on elsewhere"
+    return f"{text} (backlogs per engine differed by {_number(move.before)})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}" if value < float("inf") else "infinitely much: it had no engine"

@@ -1,0 +1,262 @@
+"""A job's engines: on every rollout worker, at the versions of the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from services.orchestrator.context import JobContext
+from services.orchestrator.crash_loops import CrashLoopGuard
+from services.orchestrator.errors import Deadline, RetryBackoff, is_transient, together
+from services.orchestrator.placement.engine_balancer import WEIGHTS_GONE, Balancer
+from services.orchestrator.placement.workers import WorkerHandle
+from troupe.rpc import TroupeError, Unavailable, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
+
+# Loading weights and the like, beyond the start of the engines themselves.
+_MARGIN_SECONDS: Final = 60.0
+
+
+class Engines:
+    """Brings the job to every rollout worker that joins, and every new version to all of them.
+
+    A worker is `ready` while its engines serve exactly the versions wanted: a worker that lags, or
+    came back with nothing, gets no query. Fatal faults end `run`.
+    """
+
+    def __init__(
+        self,
+        job: JobContext,
+        weights: dict[str, pb.WeightsRef],
+        republish: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._job = job
+        self._wanted = weights
+        self._republish = republish
+        # Prepared workers, and the version that each policy has there.
+        self._served: dict[WorkerHandle, dict[str, int]] = {}
+        self._troubles: dict[WorkerHandle, str] = {}
+        self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # What updates took since it was asked for last.
+        self._swaps: dict[str, float] = {}
+        self._changed = asyncio.Event()
+        self._victims = CrashLoopGuard(
+            job.shared.workers,
+            job.shared.deaths,
+            job.job_id,
+            job.spec.limits.worker_deaths,
+            "prepared engines",
+            "policies",
+            "Look into the rollout workers' logs for what ended them: a model too large for the "
+            "memory, a workflow's module that crashes. Then resume the job.",
+        )
+        limits = [policy.engine.start_timeout_seconds for policy in job.spec.policies.values()]
+        # What a worker may take to have all engines up.
+        self.prepare_seconds = max(limits) + _MARGIN_SECONDS
+        self._balancer = Balancer(
+            job, lambda: self._served, republish, start_seconds=self.prepare_seconds
+        )
+
+    def ready(self, floors: Mapping[str, int] | None = None) -> list[WorkerHandle]:
+        """The workers to which queries may go now: those that serve the newest versions, or any
+        from `floors` on for the policies that it names."""
+        wanted = {policy: ref.version for policy, ref in self._wanted.items()} | dict(floors or {})
+        return [
+            worker
+            for worker, versions in self._served.items()
+            if worker.usable
+            and versions.keys() == wanted.keys()
+            and all(versions[policy] >= version for policy, version in wanted.items())
+        ]
+
+    async def change(self) -> None:
+        """Wait until `ready` may have changed."""
+        await self._changed.wait()
+
+    def lost_job(self, worker: WorkerHandle) -> None:
+        """The worker says that it does not know the job: prepare it again."""
+        if self._served.pop(worker, None) is not None:
+            self._notify()
+
+    async def wait_ready(self, patience: Deadline) -> None:
+        """Wait for at least one ready worker. Raises `DeadlineExceeded`, saying what is wrong."""
+        while not self.ready():
+            workers = self._job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+            troubles = "; ".join(
+                f"{worker}: {self._troubles[worker]}"
+                for worker in workers
+                if worker in self._troubles
+            )
+            waiting = "preparing engines" if workers else "waiting for a rollout worker"
+            patience.say(f"{waiting} ({troubles})" if troubles else waiting)
+            await patience.wait(self.change())
+
+    async def run(self) -> None:
+        """Keep every rollout worker prepared and its engines balanced, until cancelled."""
+        await together(self._keep_all(), self._balancer.run())
+
+    def values(self) -> dict[str, float]:
+        """Metrics since they were asked for last."""
+        swaps, self._swaps = self._swaps, {}
+        return self._balancer.values() | swaps
+
+    async def _keep_all(self) -> None:
+        """One task per rollout worker that prepares it."""
+        keepers: dict[WorkerHandle, asyncio.Task[None]] = {}
+        workers = self._job.shared.workers
+        try:
+            while True:
+                for worker in workers.usable(orch.WORKER_KIND_ROLLOUT):
+                    if worker not in keepers:
+                        keepers[worker] = asyncio.create_task(self._keep(worker))
+                joined = asyncio.ensure_future(workers.change())
+                try:
+                    await asyncio.wait(
+                        {joined, *keepers.values()}, return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    joined.cancel()
+                for worker, task in list(keepers.items()):
+                    if task.done():
+                        task.result()
+                        del keepers[worker]
+                self._notify()
+        finally:
+            for task in keepers.values():
+                task.cancel()
+            await asyncio.gather(*keepers.values(), return_exceptions=True)
+
+    async def update(self, weights: pb.WeightsRef, patience: Deadline) -> None:
+        """Bring a policy to a version on every prepared worker, and wait until they serve it.
+
+        A worker that is lost meanwhile, or has lost the job, is left to `run`.
+        """
+        if self._wanted[weights.policy].version == weights.version:
+            return
+        self._wanted[weights.policy] = weights
+        # Commits may come faster than engines load: one version after another, in order.
+        async with self._loading[weights.policy]:
+            workers = list(self._served)
+            swaps: list[ro.UpdateWeightsResponse] = []
+            await together(*(self._update(worker, weights, patience, swaps) for worker in workers))
+            self._note(weights.policy, swaps)
+        self._notify()
+
+    async def release(self, seconds: float) -> None:
+        """Tell every rollout worker that the job is over; who does not answer is left."""
+        request = ro.ReleaseJobRequest(request_id=new_id("release"), job_id=self._job.job_id)
+        workers = self._job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+        self._served.clear()
+        await asyncio.gather(
+            *(worker.rollout.ReleaseJob(request, timeout=seconds) for worker in workers),
+            return_exceptions=True,
+        )
+
+    async def _keep(self, worker: WorkerHandle) -> None:
+        """Prepare the worker, and again whenever it lost the job, until it is gone."""
+        attempts = RetryBackoff(Deadline(f"preparing {worker}", math.inf, ""))
+        while worker.alive:
+            if worker in self._served:
+                await self._changed.wait()
+                continue
+            try:
+                async with worker.while_alive():
+                    await self._job.shared.deaths.turn(self._job.job_id)
+                    await self._prepare(worker)
+                attempts.reset()
+                self._victims.clear()
+                self._troubles.pop(worker, None)
+                self._notify()
+            except TroupeError as error:
+                if isinstance(error, Unavailable):
+                    self._victims.note(worker)
+                if not worker.alive:
+                    break
+                self._troubles[worker] = str(error)
+                if error.kind in WEIGHTS_GONE and error.field:
+                    await self._republish(error.field)
+                    error = Unavailable(str(error))
+                await attempts.failed(error)
+                if attempts.worth_a_notice:
+                    await self._job.warn(f"{worker} could not be prepared: {error}")
+                self._notify()
+        if self._served.pop(worker, None) is not None:
+            await self._job.warn(f"{worker} was lost")
+        self._troubles.pop(worker, None)
+        self._victims.check()
+
+    async def _prepare(self, worker: WorkerHandle) -> None:
+        """PrepareJob, and then whatever versions moved in the meantime."""
+        wanted = dict(self._wanted)
+        request = ro.PrepareJobRequest(
+            request_id=new_id("prepare"),
+            job_id=self._job.job_id,
+            spec_json=self._job.spec_json,
+            weights=wanted.values(),
+        )
+        await worker.rollout.PrepareJob(request, timeout=self.prepare_seconds)
+        versions = {policy: ref.version for policy, ref in wanted.items()}
+        behind = [ref for ref in self._wanted.values() if versions[ref.policy] != ref.version]
+        while behind:
+            for ref in behind:
+                await self._call_update(worker, ref, self.prepare_seconds)
+                versions[ref.policy] = ref.version
+            behind = [ref for ref in self._wanted.values() if versions[ref.policy] != ref.version]
+        self._served[worker] = versions
+
+    def _note(self, policy: str, swaps: list[ro.UpdateWeightsResponse]) -> None:
+        """Hosts fetch at the same time: the slowest counts. Engines are lost to turns one by one:
+        they are added up."""
+        if not swaps:
+            return
+        found = {
+            "exposed_seconds": sum(swap.exposed_seconds for swap in swaps),
+            "transfer_seconds": max(swap.transfer_seconds for swap in swaps),
+        }
+        for name, value in found.items():
+            name = f"{policy}/weights/{name}"
+            self._swaps[name] = self._swaps.get(name, 0.0) + value
+
+    async def _update(
+        self,
+        worker: WorkerHandle,
+        ref: pb.WeightsRef,
+        patience: Deadline,
+        swaps: list[ro.UpdateWeightsResponse],
+    ) -> None:
+        """One worker; who cannot be reached is left to its keeper, and nobody waits for it."""
+        attempts = RetryBackoff(patience)
+        while worker in self._served and worker.alive:
+            try:
+                async with worker.while_alive():
+                    seconds = min(patience.left, self.prepare_seconds)
+                    swaps.append(await self._call_update(worker, ref, seconds))
+                if (versions := self._served.get(worker)) is not None:
+                    versions[ref.policy] = ref.version
+                return
+            except TroupeError as error:
+                if error.kind not in WEIGHTS_GONE:
+                    if not is_transient(error):
+                        raise
+                    await self._job.warn(
+                        f"{worker} could not load {ref.policy}@{ref.version}: {error}"
+                    )
+                    self.lost_job(worker)
+                    return
+                await self._republish(ref.policy)
+                await attempts.failed(Unavailable(str(error)))
+
+    async def _call_update(
+        self, worker: WorkerHandle, ref: pb.WeightsRef, seconds: float
+    ) -> ro.UpdateWeightsResponse:
+        request = ro.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)
+        return await worker.rollout.UpdateWeights(request, timeout=seconds)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

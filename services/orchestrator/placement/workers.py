@@ -1,0 +1,245 @@
+"""The registry of rollout and trainer workers, as their heartbeats tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import structlog
+
+from services.orchestrator.errors import Deadline
+from services.orchestrator.settings import OrchestratorSettings
+from troupe.rpc import AlreadyExists, ClientSettings, RetryPolicy, Unavailable, connect
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2_grpc, trainer_pb2_grpc
+
+_log = structlog.get_logger(__name__)
+# Who calls a worker decides itself where to go when it is away: do not insist for long.
+_RETRY: Final = RetryPolicy(max_attempts=2)
+# Workers that are gone stay visible for a while.
+_REMEMBER_SECONDS: Final = 120.0
+# Not bound: states in which a heartbeat's binding holds no device.
+AWAY: Final = frozenset({pb.BINDING_STATE_RELEASED, pb.BINDING_STATE_SUSPENDED})
+NAMES: Final = {orch.WORKER_KIND_ROLLOUT: "rollout", orch.WORKER_KIND_TRAINER: "trainer"}
+
+
+class WorkerHandle:
+    """One worker process: its newest heartbeat and a channel to it."""
+
+    def __init__(self, beat: orch.HeartbeatRequest, client: ClientSettings, now: float) -> None:
+        self.worker_id = beat.worker_id
+        self.kind = beat.kind
+        self.address = beat.address
+        self.beat = beat
+        self.seen = now
+        self.alive = True
+        # What runs only as long as it lives.
+        self._scopes: set[asyncio.Timeout] = set()
+        self._channel = connect(beat.address, client)
+        self.rollout = rollout_pb2_grpc.RolloutStub(self._channel)
+        self.trainer = trainer_pb2_grpc.TrainerStub(self._channel)
+
+    @asynccontextmanager
+    async def while_alive(self) -> AsyncIterator[None]:
+        """Runs its body until the worker is lost: then it is cancelled and `Unavailable` raised."""
+        if not self.alive:
+            raise self._gone()
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._scopes.add(scope)
+                try:
+                    yield
+                finally:
+                    self._scopes.discard(scope)
+        except TimeoutError:
+            if scope.expired():
+                raise self._gone() from None
+            raise
+
+    def lose(self) -> None:
+        """It is gone, for good: a worker that comes back is another `WorkerHandle`."""
+        self.alive = False
+        now = asyncio.get_running_loop().time()
+        for scope in list(self._scopes):
+            scope.reschedule(now)
+
+    def _gone(self) -> Unavailable:
+        return Unavailable(f"{self} at {self.address} was lost", kind="worker_lost")
+
+    @property
+    def usable(self) -> bool:
+        """Whether new work may go there."""
+        return self.alive and not self.beat.draining
+
+    @property
+    def holds(self) -> set[tuple[str, str]]:
+        """The policies that are on its device, by job and name, as it told last."""
+        return {(one.job_id, one.policy) for one in self.beat.bindings if one.state not in AWAY}
+
+    def __str__(self) -> str:
+        return f"{NAMES.get(self.kind, 'unknown')} worker {self.worker_id}"
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close(None)
+
+
+class WorkerRegistry:
+    """Knows the workers that report. LOST after missed beats, or when the process at its address
+    has become another."""
+
+    def __init__(
+        self, settings: OrchestratorSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._client = settings.client(retry=_RETRY)
+        self._clock = clock
+        self._workers: dict[str, WorkerHandle] = {}
+        # By the id of a worker that seemed to be gone: who was heard from at its address since.
+        self._replaced: dict[str, WorkerHandle] = {}
+        self._changed = asyncio.Event()
+        # How many jobs wait for the first worker of a kind.
+        self._awaited: Counter[orch.WorkerKind.ValueType] = Counter()
+        self._watch: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def beat(self, beat: orch.HeartbeatRequest) -> float:
+        """Take a heartbeat in; returns seconds until the next is due.
+
+        Raises `AlreadyExists` for a worker that cannot be told from another one that lives.
+        """
+        now = self._clock()
+        known = self._workers.get(beat.worker_id)
+        if known is not None and known.alive and known.address == beat.address:
+            before = known.usable, known.holds
+            known.beat, known.seen = beat, now
+            if before != (known.usable, known.holds):
+                self._notify()
+        else:
+            self._refuse_doubles(beat)
+            worker = WorkerHandle(beat, self._client, now)
+            for other in list(self._workers.values()):
+                if other.address == beat.address or other.worker_id == beat.worker_id:
+                    if other.alive:
+                        self._replaced[other.worker_id] = worker
+                    self._lose(other, "another process has taken its place")
+                    self._forget(other)
+            self._workers[beat.worker_id] = worker
+            _log.info("worker joined", worker=str(worker), address=worker.address)
+            self._notify()
+        return self._settings.heartbeat_seconds
+
+    def all(self) -> list[WorkerHandle]:
+        """Every worker known, lost ones included for a while, by id."""
+        return sorted(self._workers.values(), key=lambda worker: worker.worker_id)
+
+    def usable(self, kind: orch.WorkerKind.ValueType) -> list[WorkerHandle]:
+        """The workers of a kind that take work, by id."""
+        return [worker for worker in self.all() if worker.kind == kind and worker.usable]
+
+    def age(self, worker: WorkerHandle) -> float:
+        """Seconds since the worker reported."""
+        return self._clock() - worker.seen
+
+    def change(self) -> Coroutine[Any, Any, object]:
+        """Wait until a worker joins, leaves, starts draining, or tells of other policies on its
+        device: from this call on, not only from when it is awaited."""
+        return self._changed.wait()
+
+    async def wait_for(
+        self, kinds: Iterable[orch.WorkerKind.ValueType], patience: Deadline
+    ) -> None:
+        """Wait until there is a usable worker of every kind. Raises `DeadlineExceeded`."""
+        while missing := [kind for kind in kinds if not self.usable(kind)]:
+            patience.say(f"waiting for a {' and a '.join(NAMES[one] for one in missing)} worker")
+            self._awaited.update(missing)
+            try:
+                await patience.wait(self.change())
+            finally:
+                self._awaited.subtract(missing)
+
+    def awaited(self, kind: orch.WorkerKind.ValueType) -> bool:
+        """Whether somebody waits for the first worker of a kind."""
+        return self._awaited[kind] > 0
+
+    def start(self) -> None:
+        """Begin to notice missing heartbeats."""
+        self._watch = asyncio.create_task(self._look())
+
+    async def close(self) -> None:
+        """Stop noticing and close every channel."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        for worker in list(self._workers.values()):
+            self._forget(worker)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def _look(self) -> None:
+        interval = self._settings.heartbeat_seconds / 2
+        woke = self._clock()
+        while True:
+            await asyncio.sleep(interval)
+            now = self._clock()
+            # If this process itself was stopped, beats wait unread: count from now.
+            stalled = now - woke > 2 * interval + self._settings.heartbeat_seconds
+            woke = now
+            for worker in list(self._workers.values()):
+                if stalled and worker.alive:
+                    worker.seen = now
+                self._judge(worker, now - worker.seen)
+
+    def _refuse_doubles(self, beat: orch.HeartbeatRequest) -> None:
+        known = self._workers.get(beat.worker_id)
+        if known is not None and known.alive and known.address != beat.address:
+            raise AlreadyExists(
+                f"a worker of this id lives at {known.address}, this one is at {beat.address}",
+                kind="worker_id_taken",
+                field="worker_id",
+                value=beat.worker_id,
+                remedy="Give every process a TROUPE_WORKER_ID of its own, also one that is "
+                "started again.",
+            )
+        self._replaced = {one: by for one, by in self._replaced.items() if by.alive}
+        other = self._replaced.get(beat.worker_id)
+        if other is not None and other.address == beat.address:
+            # It is not gone after all: both would take each other's place for ever.
+            raise AlreadyExists(
+                f"{other} reports from the same address",
+                kind="worker_address_taken",
+                field="address",
+                value=beat.address,
+                remedy="Give every process a TROUPE_ADVERTISE_ADDRESS at which it is reached.",
+            )
+
+    def _judge(self, worker: WorkerHandle, age: float) -> None:
+        # Half a beat of grace: the last one may be on its way.
+        limit = (self._settings.lost_after_beats + 0.5) * self._settings.heartbeat_seconds
+        if worker.alive and age > limit:
+            self._lose(worker, f"no heartbeat for {age:.1f} s")
+        elif not worker.alive and age > limit + _REMEMBER_SECONDS:
+            self._forget(worker)
+
+    def _lose(self, worker: WorkerHandle, why: str) -> None:
+        if not worker.alive:
+            return
+        worker.lose()
+        _log.warning("worker lost", worker=str(worker), address=worker.address, reason=why)
+        self._notify()
+
+    def _forget(self, worker: WorkerHandle) -> None:
+        del self._workers[worker.worker_id]
+        task = asyncio.create_task(worker.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _notify(self) -> None:
+        # Whoever waits now is woken; who comes later waits for the next change.
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,130 @@
+"""The event log of a job: a Redis stream, and what wakes those who follow it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Final
+
+from services.orchestrator.state.records import TERMINAL, timestamp
+from services.orchestrator.state.redis import JobKeys, RedisAccess
+from troupe.rpc.ids import check_event_id
+from troupe.v1 import orchestrator_pb2 as orch
+
+_PAGE: Final = 256
+# The log is written through this process, which wakes its followers; looking again without
+# having been woken is for what another orchestrator wrote.
+_LOOK_AGAIN_SECONDS: Final = 15.0
+_CAP: Final = 50_000
+
+
+class EventLog:
+    """Appends events, remembers the newest activity, and lets anyone follow a job.
+
+    A follower holds a position in the log and nothing else, so a slow one costs no memory: it
+    reads the next page when it has sent the last, and of activities only ever the newest.
+    """
+
+    def __init__(self, redis: RedisAccess, clock: Callable[[], float] = time.time) -> None:
+        self._redis = redis
+        self._clock = clock
+        self._activities: dict[str, orch.JobEvent] = {}
+        self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+
+    async def notice(
+        self, job_id: str, severity: orch.Notice.Severity.ValueType, text: str
+    ) -> None:
+        """Log something that a person should know."""
+        event = orch.JobEvent(
+            at=timestamp(self._clock()), notice=orch.Notice(severity=severity, text=text)
+        )
+        await self._redis.call(
+            "XADD",
+            JobKeys(job_id).events,
+            "MAXLEN",
+            "~",
+            _CAP,
+            "*",
+            "e",
+            event.SerializeToString(),
+        )
+        self.wake(job_id)
+
+    def show(self, job_id: str, activity: orch.Activity) -> None:
+        """Tell followers what the job does now; not kept."""
+        last = self._activities.get(job_id)
+        if last is not None and last.activity == activity:
+            return
+        self._activities[job_id] = orch.JobEvent(at=timestamp(self._clock()), activity=activity)
+        self.wake(job_id)
+
+    def activity(self, job_id: str) -> str:
+        """What the job does now, for people; empty when nothing is known."""
+        event = self._activities.get(job_id)
+        return "" if event is None else event.activity.text
+
+    def forget(self, job_id: str) -> None:
+        """The job is not running here any more."""
+        self._activities.pop(job_id, None)
+
+    def wake(self, job_id: str) -> None:
+        """The log of `job_id` has grown."""
+        for event in self._waiting.get(job_id, ()):
+            event.set()
+
+    async def page(self, job_id: str, after: str, count: int = _PAGE) -> list[orch.JobEvent]:
+        """At most `count` events after the event id `after` ("": from the first)."""
+        start = f"({after}" if after else "-"
+        entries = await self._redis.call(
+            "XRANGE", JobKeys(job_id).events, start, "+", "COUNT", count
+        )
+        events = []
+        for event_id, fields in entries or ():
+            payload = fields[b"e"] if isinstance(fields, dict) else fields[1]
+            event = orch.JobEvent.FromString(payload)
+            event.event_id = event_id.decode()
+            events.append(event)
+        return events
+
+    async def follow(
+        self, job_id: str, after: str, ended: Callable[[], Awaitable[bool]]
+    ) -> AsyncIterator[orch.JobEvent]:
+        """Replay the log from `after`, then go on until the job ends.
+
+        `ended` is awaited once the log is read to its end without a state in it: whether the job
+        has ended already. Raises `InvalidArgument` when `after` is not an event id.
+        """
+        check_event_id(after)
+        woken = asyncio.Event()
+        self._waiting[job_id].add(woken)
+        shown: orch.JobEvent | None = None
+        over: bool | None = None
+        try:
+            while True:
+                woken.clear()
+                events = await self.page(job_id, after)
+                for event in events:
+                    after = event.event_id
+                    if event.HasField("state"):
+                        over = event.state.state in TERMINAL
+                    yield event
+                if len(events) == _PAGE:
+                    continue
+                if over is None:
+                    over = await ended()
+                if over:
+                    return
+                newest = self._activities.get(job_id)
+                if newest is not None and newest is not shown:
+                    shown = newest
+                    yield newest
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_AGAIN_SECONDS):
+                        await woken.wait()
+        finally:
+            self._waiting[job_id].discard(woken)
+            if not self._waiting[job_id]:
+                del self._waiting[job_id]

@@ -1,0 +1,433 @@
+"""The durable part of jobs: records, the state machine, the ledger of versions, metrics."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from services.orchestrator.state.event_log import EventLog
+from services.orchestrator.state.records import MAX_JOB_ID, JobRecord, problem_field, timestamp
+from services.orchestrator.state.redis import INDEX, STATES, JobKeys, RedisAccess, Value
+from services.orchestrator.state.weight_versions import entries_of
+from troupe import states
+from troupe.rpc import (
+    Aborted,
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+)
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+
+# The event log is bounded; a step logs about one event, so this is months of steps.
+_LOG_CAP = 50_000
+# Jobs whose state is looked at at once, for a list of those in one state.
+_SCANNED: Final = 500
+_SCORE: Final = re.compile(r"[0-9]{1,20}\.[0-9]{1,20}")
+# What to do about a move that a job's state forbids.
+_REMEDIES = {
+    pb.JOB_STATE_SUBMITTED: "Only a paused, failed or cancelled job can go on.",
+    pb.JOB_STATE_PAUSING: "Only a job that is starting or running can be paused.",
+    pb.JOB_STATE_CANCELLING: "It has ended: there is nothing to cancel.",
+}
+
+
+class Superseded(Aborted):
+    """Another orchestrator has taken the job over: stop, and write no more."""
+
+    default_kind = "superseded"
+
+
+@dataclass(frozen=True)
+class StoredJob:
+    """A job as lists show it."""
+
+    record: JobRecord
+    versions: Mapping[str, int]
+    metrics: Mapping[str, float]
+
+
+class JobStore:
+    """Jobs in Redis. Whatever must not be half done is one Lua script."""
+
+    def __init__(
+        self,
+        redis: RedisAccess,
+        log: EventLog,
+        clock: Callable[[], float] = time.time,
+        *,
+        data_dir: Path | None = None,
+    ) -> None:
+        """Directories of jobs are kept relative to `data_dir`, which may be moved."""
+        self._redis = redis
+        self._log = log
+        self._clock = clock
+        self._data_dir = data_dir
+        # Which orchestrator this is, for people that look for the other one.
+        self.instance = f"{socket.gethostname()}, process {os.getpid()}"
+
+    @property
+    def address(self) -> str:
+        """Where the Redis is, without its password."""
+        return self._redis.address
+
+    async def ping(self) -> None:
+        """Raise `RedisUnavailable` unless Redis answers."""
+        await self._redis.ping()
+
+    async def create(self, record: JobRecord) -> bool:
+        """Store a new job. False when the id is taken; the record there stays as it is."""
+        keys = JobKeys(record.job_id)
+        event = self._event(state=orch.StateChanged(state=record.state))
+        kept = record.to_hash()
+        if self._data_dir is not None and record.directory.is_relative_to(self._data_dir):
+            kept["directory"] = str(record.directory.relative_to(self._data_dir))
+        fields = [part for pair in kept.items() for part in pair]
+        made = await self._redis.run("create", [keys.record, keys.events], [event, *fields])
+        # Repeated after a crash between the two: the index is a set.
+        await self._redis.call("ZADD", INDEX, "NX", record.created_at, record.job_id)
+        self._log.wake(record.job_id)
+        return bool(made)
+
+    async def get(self, job_id: str) -> JobRecord:
+        """The record, which may be `broken`. Raises `NotFound`."""
+        [found] = await self._redis.call_each([("HGETALL", JobKeys(job_id).record)])
+        if not found and await self._redis.call("ZSCORE", INDEX, job_id) is None:
+            raise self._unknown(job_id)
+        return self._read(job_id, found)
+
+    def _directory(self, kept: Path) -> Path:
+        """The directory of a job, wherever the data directory is by now."""
+        if self._data_dir is None or not kept.name:
+            return kept
+        if kept.is_absolute() and not kept.is_relative_to(self._data_dir):
+            return self._data_dir / kept.name  # of an older release
+        return self._data_dir / kept
+
+    async def ids(self) -> list[str]:
+        """All job ids, oldest first."""
+        found = await self._redis.call("ZRANGE", INDEX, 0, -1)
+        return [job_id.decode(errors="backslashreplace") for job_id in found]
+
+    async def page(
+        self, size: int, token: str = "", state: pb.JobState.ValueType | None = None
+    ) -> tuple[list[str], str]:
+        """Ids of up to `size` jobs (in `state`), newest first, after the one that `token` names;
+        the token of the next page, empty on the last.
+
+        Raises `InvalidArgument` for what is no token of this list.
+        """
+        highest, last = _parse_page(token)
+        found: list[tuple[float, str]] = []
+        skip, count = 0, size + 2 if state is None else _SCANNED
+        while len(found) <= size:
+            rows = await self._redis.call(
+                *("ZREVRANGEBYSCORE", INDEX, repr(highest), "-inf"),
+                *("WITHSCORES", "LIMIT", skip, count),
+            )
+            pairs = _scored(rows)
+            skip += len(pairs)
+            # Jobs of one moment are sorted by id; those down to `last` were on pages before.
+            fresh = [one for one in pairs if not last or one < (highest, last)]
+            found += fresh if state is None else await self._in_state(fresh, state)
+            if len(pairs) < count:
+                break
+        page, more = found[:size], len(found) > size
+        after = f"{page[-1][0]!r}:{page[-1][1]}" if page and more else ""
+        return [job_id for _, job_id in page], after
+
+    async def _in_state(
+        self, jobs: Sequence[tuple[float, str]], state: pb.JobState.ValueType
+    ) -> list[tuple[float, str]]:
+        states = await self._redis.call_each(
+            [("HGET", JobKeys(job_id).record, "state") for _, job_id in jobs]
+        )
+        wanted = str(int(state)).encode()
+        return [job for job, found in zip(jobs, states, strict=True) if found == wanted]
+
+    async def views(self, job_ids: Sequence[str]) -> list[StoredJob]:
+        """What lists show of jobs, in one round trip. One that cannot be read, whatever it is of
+        it, is broken: it must not keep people from seeing the others."""
+        keys = [JobKeys(job_id) for job_id in job_ids]
+        replies = await self._redis.call_each(
+            [("HGETALL", key) for one in keys for key in (one.record, one.ledger, one.latest)]
+        )
+        return [
+            self._view(job_id, *replies[3 * number : 3 * number + 3])
+            for number, job_id in enumerate(job_ids)
+        ]
+
+    def _view(self, job_id: str, record: Any, ledger: Any, latest: Any) -> StoredJob:
+        read = self._read(job_id, record)
+        if read.broken:
+            return StoredJob(read, {}, {})
+        try:
+            entries = entries_of(_mapping(ledger))
+            versions = {policy: one.weights.version for policy, one in entries.items()}
+            return StoredJob(read, versions, _numbers(_mapping(latest)))
+        except (DecodeError, ValueError) as error:
+            return StoredJob(JobRecord.unreadable(job_id, str(error), str(read.directory)), {}, {})
+
+    def _read(self, job_id: str, found: Any) -> JobRecord:
+        """The record of a job that is listed, from what Redis answered."""
+        if isinstance(found, Exception):
+            return JobRecord.unreadable(job_id, str(found))
+        if not found:
+            return JobRecord.unreadable(job_id, "it is listed, and there is no record of it")
+        record = JobRecord.read(job_id, found)
+        return replace(record, directory=self._directory(record.directory))
+
+    async def delete(self, job_id: str) -> None:
+        """Forget the job, with all that Redis holds of it. Repeatable."""
+        await self._redis.call("UNLINK", *JobKeys(job_id).all)
+        # The index last: what a crash leaves is still listed, and can be forgotten again.
+        await self._redis.call("ZREM", INDEX, job_id)
+        self._log.wake(job_id)
+
+    async def note_states(self, job_id: str) -> None:
+        """From now on hosts may hold published weights of the job."""
+        await self._redis.call("SADD", STATES, job_id)
+
+    async def note_no_states(self, job_id: str) -> None:
+        """No host holds any."""
+        await self._redis.call("SREM", STATES, job_id)
+
+    async def with_states(self) -> list[str]:
+        """The jobs of which hosts may hold published weights."""
+        return sorted(one.decode() for one in await self._redis.call("SMEMBERS", STATES))
+
+    async def move(
+        self,
+        job_id: str,
+        target: pb.JobState.ValueType,
+        *,
+        epoch: int | None = None,
+        problem: pb.Problem | None = None,
+        sources: Sequence[pb.JobState.ValueType] | None = None,
+        spec_json: str | None = None,
+    ) -> JobRecord:
+        """Move the state machine and log it, at once; already there: nothing happens.
+        With the move the specification becomes `spec_json`, if that is given.
+
+        A runner passes its `epoch`. Of the sources that the table allows, `sources` keeps a part.
+        Raises `FailedPrecondition` for a move that is not allowed, `Superseded`, `NotFound`.
+        """
+        keys = JobKeys(job_id)
+        allowed = [
+            source
+            for source in states.JOB
+            if states.allowed(states.JOB, source, target) and (sources is None or source in sources)
+        ]
+        change = orch.StateChanged(state=target)
+        if problem is not None:
+            change.problem.CopyFrom(problem)
+        outcome, before = await self._redis.run(
+            "move",
+            [keys.record, keys.events],
+            [
+                str(int(target)),
+                "," + ",".join(str(source) for source in allowed) + ",",
+                "" if epoch is None else str(epoch),
+                self._event(state=change),
+                _LOG_CAP,
+                *self._fields_of(target, problem),
+                *(() if spec_json is None else ("spec_json", spec_json)),
+            ],
+        )
+        await self._raise_if_superseded(job_id, outcome)
+        if outcome == b"refused":
+            source = pb.JobState.ValueType(int(before))
+            raise FailedPrecondition(
+                f"job {job_id} is {_name(source)}: it cannot become {_name(target)}",
+                kind="illegal_transition",
+                field="job_id",
+                value=job_id,
+                remedy=_REMEDIES.get(target),
+            )
+        self._log.wake(job_id)
+        return await self.get(job_id)
+
+    async def adopt(self, job_id: str) -> int:
+        """Take the job over: the epoch with which the new runner writes. Older ones are fenced."""
+        return int(await self._redis.run("adopt", [JobKeys(job_id).record], [self.instance]))
+
+    async def finish_step(
+        self, job_id: str, epoch: int, step: int, values: Mapping[str, float]
+    ) -> bool:
+        """Step `step` (from 0) is over: count it and log its metrics, once."""
+        return await self._record(
+            job_id, epoch, ("step", str(step)), step + 1, values, {"step": str(step + 1)}
+        )
+
+    async def log_evaluation(
+        self,
+        job_id: str,
+        epoch: int,
+        previous: int,
+        step: int,
+        values: Mapping[str, float],
+        fields: Mapping[str, str],
+    ) -> bool:
+        """An evaluation after `step` steps is done; the one before was after `previous`."""
+        update = {"evaluated": str(step), **fields}
+        return await self._record(job_id, epoch, ("evaluated", str(previous)), step, values, update)
+
+    async def note_checkpoint(
+        self, job_id: str, epoch: int, step: int, problem: pb.Problem | None
+    ) -> None:
+        """The checkpoints after `step` steps were written; or could not be, because of `problem`:
+        whoever takes the job over at this step tries again."""
+        await self.check_epoch(job_id, epoch)
+        done = () if problem else ("checkpointed", str(step))
+        fields = (*done, "checkpoint_problem", problem_field(problem))
+        await self._redis.call("HSET", JobKeys(job_id).record, *fields)
+
+    async def check_epoch(self, job_id: str, epoch: int) -> None:
+        """Raise `Superseded` unless `epoch` is the newest."""
+        now = await self._redis.call("HGET", JobKeys(job_id).record, "epoch")
+        if now is None or int(now) != epoch:
+            await self._raise_if_superseded(job_id, b"superseded" if now else b"missing")
+
+    async def metrics(self, job_id: str, start: int = 0) -> list[orch.MetricsLogged]:
+        """The rows from number `start` on, oldest first."""
+        rows = await self._redis.call("LRANGE", JobKeys(job_id).rows, start, -1)
+        return [orch.MetricsLogged.FromString(row) for row in rows]
+
+    async def latest(self, job_id: str) -> dict[str, float]:
+        """Newest value of every metric."""
+        return _numbers(await self._redis.call("HGETALL", JobKeys(job_id).latest))
+
+    async def _record(
+        self,
+        job_id: str,
+        epoch: int,
+        guard: tuple[str, str],
+        step: int,
+        values: Mapping[str, float],
+        fields: Mapping[str, str],
+    ) -> bool:
+        keys = JobKeys(job_id)
+        row = orch.MetricsLogged(step=step, values=values)
+        pairs: list[Value] = [part for pair in values.items() for part in (pair[0], repr(pair[1]))]
+        outcome = await self._redis.run(
+            "record",
+            [keys.record, keys.events, keys.rows, keys.latest],
+            [
+                str(epoch),
+                *guard,
+                row.SerializeToString(),
+                self._event(metrics=row),
+                _LOG_CAP,
+                len(values),
+                *pairs,
+                *(part for pair in fields.items() for part in pair),
+            ],
+        )
+        await self._raise_if_superseded(job_id, outcome)
+        self._log.wake(job_id)
+        return bool(outcome == b"written")
+
+    def _fields_of(self, target: pb.JobState.ValueType, problem: pb.Problem | None) -> list[Value]:
+        now = repr(self._clock())
+        fields: list[Value] = ["problem", problem_field(problem)]
+        if target == pb.JOB_STATE_SUBMITTED:
+            fields += ["ended_at", "0.0"]
+        elif target == pb.JOB_STATE_STARTING:
+            # The first time: a job that is taken over has not begun anew.
+            fields += ["?started_at", now]
+        elif target in (
+            pb.JOB_STATE_SUCCEEDED,
+            pb.JOB_STATE_FAILED,
+            pb.JOB_STATE_CANCELLED,
+        ):
+            fields += ["ended_at", now]
+        return fields
+
+    def _event(
+        self,
+        *,
+        state: orch.StateChanged | None = None,
+        metrics: orch.MetricsLogged | None = None,
+    ) -> bytes:
+        at = timestamp(self._clock())
+        return orch.JobEvent(at=at, state=state, metrics=metrics).SerializeToString()
+
+    async def _raise_if_superseded(self, job_id: str, outcome: bytes) -> None:
+        if outcome == b"missing":
+            raise self._unknown(job_id)
+        if outcome == b"superseded":
+            epoch, owner = await self._redis.call("HMGET", JobKeys(job_id).record, "epoch", "owner")
+            raise Superseded(
+                f"another orchestrator ({(owner or b'unknown').decode()}) has taken job {job_id} "
+                f"over, as number {int(epoch or 0)}; this one stops running it",
+                field="epoch",
+                value=int(epoch or 0),
+                remedy="Run one orchestrator per Redis.",
+            )
+
+    def _unknown(self, job_id: str) -> NotFound:
+        return NotFound(
+            f"there is no job {job_id}",
+            field="job_id",
+            value=job_id,
+            remedy="`troupe jobs list` shows the jobs.",
+        )
+
+
+def same_submission(found: JobRecord, record: JobRecord) -> None:
+    """Raise `AlreadyExists` unless `found` is what `record` would have been."""
+    if found.spec_json != record.spec_json:
+        raise AlreadyExists(
+            f"job {record.job_id} exists with another specification",
+            field="job_id",
+            value=record.job_id,
+            remedy="Choose another job_id or request_id.",
+        )
+
+
+def _mapping(found: Any) -> Mapping[bytes, bytes]:
+    """The hash that Redis answered with. Raises ValueError where the key is of another type."""
+    if isinstance(found, Exception):
+        raise ValueError(str(found)) from found
+    answer: Mapping[bytes, bytes] = found
+    return answer
+
+
+def _numbers(fields: Mapping[bytes, bytes]) -> dict[str, float]:
+    return {name.decode(): float(value) for name, value in fields.items()}
+
+
+def _scored(rows: Sequence[Any]) -> list[tuple[float, str]]:
+    """Members with their scores, as either protocol of Redis tells them."""
+    if rows and not isinstance(rows[0], bytes):
+        return [(float(score), member.decode()) for member, score in rows]
+    return [(float(rows[i + 1]), rows[i].decode()) for i in range(0, len(rows), 2)]
+
+
+def _parse_page(token: str) -> tuple[float, str]:
+    """Score and id of the last job of a page; of no page, what is before all jobs."""
+    if not token:
+        return math.inf, ""
+    score, _, job_id = token.partition(":")
+    if not _SCORE.fullmatch(score) or not job_id or len(job_id) > MAX_JOB_ID:
+        raise InvalidArgument(
+            "is not a page of this list",
+            field="page_token",
+            value=token,
+            remedy="Start from the first page.",
+        )
+    return float(score), job_id
+
+
+def _name(state: pb.JobState.ValueType) -> str:
+    return pb.JobState.Name(state).removeprefix("JOB_STATE_")

@@ -1,0 +1,236 @@
+"""The durable record of a job, and its two other forms: a Redis hash and the `Job` message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from pydantic import ValidationError
+
+from troupe.job import JobSpec
+from troupe.job.loading import explained
+from troupe.rpc import FailedPrecondition
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+
+TERMINAL: Final = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
+MODES: Final[Mapping[str, pb.PipelineMode.ValueType]] = {
+    "serial": pb.PIPELINE_MODE_SERIAL,
+    "sync": pb.PIPELINE_MODE_SYNC,
+    "micro_batch": pb.PIPELINE_MODE_MICRO_BATCH,
+    "async": pb.PIPELINE_MODE_ASYNC,
+}
+# Characters of the longest job id.
+MAX_JOB_ID: Final = 128
+# Value of `evaluated` and `checkpointed` before the first time.
+NEVER: Final = -1
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What the orchestrator knows of a job after a restart. Times are seconds since the epoch."""
+
+    job_id: str
+    request_id: str
+    spec_json: str
+    directory: Path
+    created_at: float
+    state: pb.JobState.ValueType = pb.JOB_STATE_SUBMITTED
+    # Counts the runners that took the job over; only the newest may write.
+    epoch: int = 0
+    # Steps whose commits are in and served.
+    step: int = 0
+    # The step count at which evaluation and checkpoints were last done.
+    evaluated: int = NEVER
+    checkpointed: int = NEVER
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    problem: pb.Problem | None = None
+    # Why the newest checkpoint is missing, if it is.
+    checkpoint_problem: pb.Problem | None = None
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+    # What Redis has cannot be read; the record has only what could be, and says so as a problem.
+    broken: bool = False
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the job has ended (a failed or cancelled one may be resumed)."""
+        return self.state in TERMINAL
+
+    @property
+    def state_name(self) -> str:
+        """The state as people say it: RUNNING."""
+        return pb.JobState.Name(self.state).removeprefix("JOB_STATE_")
+
+    def spec(self) -> JobSpec:
+        """The specification, as validated when the job was submitted.
+
+        Raises `FailedPrecondition` for a job of an older release that this one cannot run.
+        """
+        try:
+            return JobSpec.model_validate_json(self.spec_json)
+        except ValidationError as error:
+            first = explained(error, JobSpec)[0]
+            raise FailedPrecondition(
+                f"this release does not take the job's specification: {first.message}",
+                kind="spec_outdated",
+                field=first.field,
+                value=first.value or None,
+                remedy="Submit a new job; the old one's checkpoints are where they were.",
+            ) from error
+
+    def to_hash(self) -> dict[str, str | bytes]:
+        """The fields of the Redis hash."""
+        return {
+            "job_id": self.job_id,
+            "request_id": self.request_id,
+            "spec_json": self.spec_json,
+            "directory": str(self.directory),
+            "created_at": repr(self.created_at),
+            "state": str(int(self.state)),
+            "epoch": str(self.epoch),
+            "step": str(self.step),
+            "evaluated": str(self.evaluated),
+            "checkpointed": str(self.checkpointed),
+            "started_at": repr(self.started_at),
+            "ended_at": repr(self.ended_at),
+            "problem": problem_field(self.problem),
+            "checkpoint_problem": problem_field(self.checkpoint_problem),
+            "before": json.dumps(dict(self.before)),
+            "after": json.dumps(dict(self.after)),
+        }
+
+    @staticmethod
+    def read(job_id: str, fields: Mapping[bytes, bytes]) -> JobRecord:
+        """The record that `to_hash` wrote; one that is broken if that cannot be read."""
+        try:
+            # By what it is listed as, whatever it says.
+            return replace(JobRecord.from_hash(fields), job_id=job_id)
+        except Exception as error:
+            directory = fields.get(b"directory", b"").decode(errors="replace")
+            return JobRecord.unreadable(job_id, f"{type(error).__name__}: {error}", directory)
+
+    @staticmethod
+    def unreadable(job_id: str, why: str, directory: str = "") -> JobRecord:
+        """The job in place of one whose record cannot be read, because of `why`."""
+        return JobRecord(
+            job_id=job_id,
+            request_id="",
+            spec_json="{}",
+            directory=Path(directory),
+            created_at=0.0,
+            state=pb.JOB_STATE_FAILED,
+            problem=_broken(why),
+            broken=True,
+        )
+
+    @staticmethod
+    def from_hash(fields: Mapping[bytes, bytes]) -> JobRecord:
+        """The record that `to_hash` wrote. Raises whatever reading another one comes to."""
+
+        def text(name: str) -> str:
+            return fields[name.encode()].decode()
+
+        def problem(name: str) -> pb.Problem | None:
+            data = fields[name.encode()]
+            return pb.Problem.FromString(data) if data else None
+
+        return JobRecord(
+            job_id=text("job_id"),
+            request_id=text("request_id"),
+            spec_json=text("spec_json"),
+            directory=Path(text("directory")),
+            created_at=float(text("created_at")),
+            # Raises for a number that is no state.
+            state=pb.JobState.Value(pb.JobState.Name(pb.JobState.ValueType(int(text("state"))))),
+            epoch=int(text("epoch")),
+            step=int(text("step")),
+            evaluated=int(text("evaluated")),
+            checkpointed=int(text("checkpointed")),
+            started_at=float(text("started_at")),
+            ended_at=float(text("ended_at")),
+            problem=problem("problem"),
+            checkpoint_problem=problem("checkpoint_problem"),
+            before=json.loads(text("before")),
+            after=json.loads(text("after")),
+        )
+
+    def to_message(
+        self,
+        *,
+        versions: Mapping[str, int],
+        metrics: Mapping[str, float],
+        activity: str,
+    ) -> orch.Job:
+        """The job as users see it. What cannot be shown of it is said to be broken: one job must
+        not keep people from seeing the others."""
+        try:
+            return self._message(versions, metrics, activity)
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"
+            job = orch.Job(job_id=self.job_id, state=self.state, directory=str(self.directory))
+            job.problem.CopyFrom(_broken(why))
+            return job
+
+    def check_viewable(self) -> None:
+        """Raise ValueError (or its kin) unless the record can be shown: before it is stored."""
+        self._message({}, {}, "").SerializeToString()
+        JobRecord.from_hash({key.encode(): _bytes(value) for key, value in self.to_hash().items()})
+
+    def _message(
+        self, versions: Mapping[str, int], metrics: Mapping[str, float], activity: str
+    ) -> orch.Job:
+        # Not validated: this may be a job of an older release.
+        spec = json.loads(self.spec_json)
+        pipeline = spec.get("pipeline", {})
+        job = orch.Job(
+            job_id=self.job_id,
+            name=spec.get("name", ""),
+            state=self.state,
+            mode=MODES.get(pipeline.get("mode", ""), pb.PIPELINE_MODE_UNSPECIFIED),
+            step=self.step,
+            total_steps=pipeline.get("steps", 0),
+            versions=versions,
+            spec_json=self.spec_json,
+            metrics=metrics,
+            directory=str(self.directory),
+            before=self.before,
+            after=self.after,
+            activity=activity,
+            created_at=timestamp(self.created_at),
+        )
+        if self.started_at:
+            job.started_at.CopyFrom(timestamp(self.started_at))
+        if self.ended_at:
+            job.ended_at.CopyFrom(timestamp(self.ended_at))
+        if self.problem is not None:
+            job.problem.CopyFrom(self.problem)
+        return job
+
+
+def _broken(why: str) -> pb.Problem:
+    return pb.Problem(
+        kind="record_broken",
+        message=f"what is stored of this job cannot be read: {why[:200]}",
+        remedy="`troupe jobs forget JOB_ID` removes it; its files stay where they are.",
+    )
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()
+
+
+def problem_field(problem: pb.Problem | None) -> bytes:
+    """A problem as a field of the hash; empty: none."""
+    return b"" if problem is None else problem.SerializeToString()
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Seconds since the epoch as a protobuf timestamp (whole nanoseconds)."""
+    whole, nanos = divmod(round(seconds * 1e9), 10**9)
+    return Timestamp(seconds=whole, nanos=nanos)

@@ -1,0 +1,141 @@
+"""The ledger: which version each policy of a job has, and every version it ever had.
+
+It is the only place where a version moves, one step at a time, or back to the first weights under
+the next number (`restart`). It remembers one checksum per version: the same number with other
+content is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from services.orchestrator.state.records import timestamp
+from services.orchestrator.state.redis import JobKeys, RedisAccess
+from troupe.rpc import FailedPrecondition, NotFound
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import orchestrator_pb2 as orch
+
+
+@dataclass(frozen=True)
+class VersionEntry:
+    """Where one policy is: steps done, and the weights that it has since."""
+
+    done: int
+    weights: pb.WeightsRef
+
+
+class WeightVersions:
+    """The ledgers of all jobs, in Redis."""
+
+    def __init__(self, redis: RedisAccess, clock: Callable[[], float] = time.time) -> None:
+        self._redis = redis
+        self._clock = clock
+
+    async def entries(self, job_id: str) -> dict[str, VersionEntry]:
+        """The newest entry of every policy that has one."""
+        return entries_of(await self._redis.call("HGETALL", JobKeys(job_id).ledger))
+
+    async def versions(self, job_id: str, policy: str = "") -> list[orch.PolicyVersion]:
+        """Every entry that the ledger held, oldest first; of one policy or of all."""
+        rows = await self._redis.call("LRANGE", JobKeys(job_id).versions, 0, -1)
+        versions = [orch.PolicyVersion.FromString(row) for row in rows]
+        return [one for one in versions if policy in ("", one.weights.policy)]
+
+    async def open(self, job_id: str, weights: pb.WeightsRef) -> VersionEntry:
+        """The first entry of a policy: its weights before any step. Repeatable."""
+        return await self._move(job_id, 0, weights, es.STEP_OUTCOME_UNSPECIFIED)
+
+    async def commit(self, job_id: str, commit: es.StepCommit) -> VersionEntry:
+        """Move a policy by the commit of its next step. Repeating it, or reporting an older
+        commit again, changes nothing.
+
+        Raises `FailedPrecondition` when a step is left out, or when the version is known with
+        another checksum; `NotFound` for an unknown job.
+        """
+        weights = commit.weights
+        if not weights.policy:  # a step without an update may leave them out
+            known = (await self.entries(job_id)).get(commit.policy)
+            weights = pb.WeightsRef(policy=commit.policy) if known is None else known.weights
+        return await self._move(job_id, commit.step + 1, weights, commit.outcome)
+
+    async def restart(self, job_id: str, done: int, weights: pb.WeightsRef) -> VersionEntry:
+        """Move a policy that has `done` steps to its next version without one: `weights`, which
+        are its first ones again. Repeating it, or a step later, changes nothing.
+
+        Raises as `commit`.
+        """
+        return await self._move(job_id, done, weights, es.STEP_OUTCOME_UNSPECIFIED, restarted=True)
+
+    async def _move(
+        self,
+        job_id: str,
+        done: int,
+        weights: pb.WeightsRef,
+        outcome: es.StepOutcome.ValueType,
+        *,
+        restarted: bool = False,
+    ) -> VersionEntry:
+        keys = JobKeys(job_id)
+        entry = orch.PolicyVersion(
+            weights=weights,
+            step=done,
+            published_at=timestamp(self._clock()),
+            outcome=outcome,
+            restarted=restarted,
+        )
+        verdict, stored = await self._redis.run(
+            "ledger",
+            [keys.record, keys.ledger, keys.versions],
+            [
+                weights.policy,
+                done,
+                str(weights.version),
+                weights.checksum,
+                entry.SerializeToString(),
+                int(restarted),
+            ],
+        )
+        if verdict == b"missing":
+            raise NotFound(f"there is no job {job_id}", field="job_id", value=job_id)
+        newest = orch.PolicyVersion.FromString(stored)
+        if verdict == b"conflict":
+            raise FailedPrecondition(
+                f"version {weights.version} of policy {weights.policy} is known with another "
+                f"checksum than {weights.checksum}",
+                kind="checksum_conflict",
+                field="weights.checksum",
+                value=weights.checksum,
+                remedy="The training state of that version was lost or changed; submit a new job.",
+            )
+        if verdict == b"gap" and restarted:
+            raise FailedPrecondition(
+                f"policy {weights.policy} has done {newest.step} steps and is at version "
+                f"{newest.weights.version}; after {done} steps it cannot begin again as version "
+                f"{weights.version}",
+                kind="ledger_gap",
+                field="weights.version",
+                value=weights.version,
+            )
+        if verdict == b"gap":
+            raise FailedPrecondition(
+                f"policy {weights.policy} has done {newest.step} steps; a commit for step "
+                f"{done - 1} cannot follow",
+                kind="ledger_gap",
+                field="commit.step",
+                value=done - 1,
+            )
+        return VersionEntry(done=newest.step, weights=newest.weights)
+
+
+def entries_of(fields: Mapping[bytes, bytes]) -> dict[str, VersionEntry]:
+    """The newest entry of every policy, from the hash of a job's ledger."""
+    found: dict[str, VersionEntry] = {}
+    for name, value in fields.items():
+        policy, _, kind = name.decode().rpartition(":")
+        if kind == "entry":
+            version = orch.PolicyVersion.FromString(value)
+            found[policy] = VersionEntry(done=version.step, weights=version.weights)
+    return found

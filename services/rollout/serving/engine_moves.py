@@ -1,0 +1,215 @@
+"""Engines of one job that go from one policy to another.
+
+Out of the router -> drained -> (the other policy's, or made anew for it) -> weights loaded and
+verified -> into the other router. All the time an engine is listed with exactly one policy; what
+fails on the way leads back to where it came from, and its keeper there brings it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from services.rollout.engines.base import ServingEngine
+from services.rollout.serving.policy import ServedPolicy
+from services.rollout.serving.supervision import EngineKeeper
+from troupe.job import JobSpec
+from troupe.job.balancing import exchange
+from troupe.rpc.errors import FailedPrecondition, NotFound, Unavailable
+from troupe.v1 import common_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+# Versions that may come, one after another, while an engine loads.
+_UPDATES = 10
+
+Remake = Callable[[str, str], ServingEngine]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a move was. `seconds` from the last turn that the engine could take to the first; of
+    these `drain_seconds` until its turns had ended, `handed_back` of which went on elsewhere."""
+
+    source: str
+    seconds: float = 0.0
+    drain_seconds: float = 0.0
+    handed_back: int = 0
+    rebuilt: bool = False
+
+
+class EngineMoves:
+    """Carries out what the orchestrator decides (`troupe.scheduling.balancing`)."""
+
+    def __init__(self, spec: JobSpec, policies: Mapping[str, ServedPolicy], remake: Remake) -> None:
+        """`remake(engine_id, policy)` makes an engine anew, for another policy; not started."""
+        self._spec = spec
+        self._policies = policies
+        self._remake = remake
+        self._running: dict[str, tuple[str, asyncio.Task[Moved]]] = {}
+        self._closed = False
+
+    async def move(
+        self, engine_id: str, target: ServedPolicy, *, drain_seconds: float | None = None
+    ) -> Moved:
+        """Have the engine serve `target`. Harmless when it does already, or is on its way.
+
+        Goes on to its end when the caller is cancelled. Raises `NotFound`, `FailedPrecondition` of
+        kind `engine_moving` (elsewhere), `engine_not_movable`, `engine_not_serving` or
+        `policy_at_minimum`, and what the engine raises that does not come up with `target`: it is
+        back where it was then, and brought up there.
+        """
+        if engine_id not in self._running:
+            source = self._holder(engine_id)
+            if source is target:
+                return Moved(source.name)
+            self._check(engine_id, source, target)
+            # From here to the first await nothing can come between.
+            engine = source.part_with(engine_id)
+            seconds = self._spec.balancing.drain_seconds if drain_seconds is None else drain_seconds
+            task = asyncio.create_task(
+                self._carry(engine, source, target, seconds), name=f"move-{engine_id}"
+            )
+            self._running[engine_id] = (target.name, task)
+            task.add_done_callback(lambda _: self._running.pop(engine_id, None))
+        going_to, task = self._running[engine_id]
+        if going_to != target.name:
+            raise FailedPrecondition(
+                f"the engine is on its way to policy '{going_to}'",
+                kind="engine_moving",
+                field="engine_id",
+                value=engine_id,
+                remedy="Wait until it has arrived.",
+            )
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Stop moving. Engines on their way stay listed with a policy, which stops them."""
+        self._closed = True
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _holder(self, engine_id: str) -> ServedPolicy:
+        for policy in self._policies.values():
+            if policy.keeper(engine_id) is not None:
+                return policy
+        raise NotFound(
+            "the job has no such engine here",
+            kind="engine_not_found",
+            field="engine_id",
+            value=engine_id,
+            remedy="ListEngines tells which there are.",
+        )
+
+    def _check(self, engine_id: str, source: ServedPolicy, target: ServedPolicy) -> None:
+        if self._closed:
+            raise FailedPrecondition("the job is being released", kind="job_released")
+        balancing = self._spec.balancing
+        if (source.name, target.name) in balancing.barred(self._spec.policies):
+            raise FailedPrecondition(
+                f"an engine of policy '{source.name}' cannot serve '{target.name}': their models "
+                "or engine settings differ",
+                kind="engine_not_movable",
+                field="policy",
+                value=target.name,
+                remedy="Set balancing.rebuild, unless the server is an attached one.",
+            )
+        keeper = source.keeper(engine_id)
+        assert keeper is not None  # its holder
+        if keeper.busy or not keeper.may_serve:
+            state = pb.EngineState.Name(keeper.engine.state).removeprefix("ENGINE_STATE_")
+            raise FailedPrecondition(
+                f"the engine is {state}" + (" and changing" if keeper.busy else ""),
+                kind="engine_not_serving",
+                field="engine_id",
+                value=engine_id,
+                remedy="Move one that serves, or wait.",
+            )
+        minimum = balancing.minimum_of(source.name)
+        if source.serving - 1 < minimum:
+            raise FailedPrecondition(
+                f"policy '{source.name}' has {source.serving} serving engines and keeps {minimum}",
+                kind="policy_at_minimum",
+                field="engine_id",
+                value=engine_id,
+                remedy="Lower balancing.minimum, or take an engine of another policy.",
+            )
+
+    async def _carry(
+        self,
+        engine: ServingEngine,
+        source: ServedPolicy,
+        target: ServedPolicy,
+        drain_seconds: float,
+    ) -> Moved:
+        began = time.monotonic()
+        policies = self._spec.policies
+        rebuilt = exchange(policies[source.name], policies[target.name]) == "rebuild"
+        handed_back = 0
+        try:
+            if engine.state != pb.ENGINE_STATE_DEAD:  # it died just now: its turns have left
+                handed_back = await engine.drain(
+                    f"goes to policy '{target.name}'", deadline_seconds=drain_seconds
+                )
+            drained = time.monotonic()
+            engine = await self._convert(engine, target, rebuilt)
+            keeper = target.adopt(engine)
+            source.forget(engine.engine_id)
+            await self._arrive(keeper)
+            target.open_to_turns(engine.engine_id)
+        except Exception as error:
+            log.warning(
+                "an engine goes back",
+                engine=engine.engine_id,
+                policy=source.name,
+                target=target.name,
+                reason=str(error),
+            )
+            await self._take_back(engine, source, target, rebuilt)
+            raise
+        done = time.monotonic()
+        log.info("an engine has moved", engine=engine.engine_id, policy=target.name)
+        return Moved(source.name, done - began, drained - began, handed_back, rebuilt)
+
+    async def _convert(
+        self, engine: ServingEngine, policy: ServedPolicy, rebuilt: bool
+    ) -> ServingEngine:
+        if not rebuilt:
+            engine.assign(policy.name)
+            return engine
+        await engine.stop()
+        # In a thread: it may import an engine's libraries.
+        return await asyncio.to_thread(self._remake, engine.engine_id, policy.name)
+
+    async def _arrive(self, keeper: EngineKeeper) -> None:
+        for _ in range(_UPDATES):  # newer versions may come meanwhile
+            await keeper.reach_target()
+            if keeper.serves_target:
+                return
+        engine = keeper.engine
+        raise Unavailable(
+            f"engine {engine.engine_id} does not serve '{engine.policy}' after {_UPDATES} updates",
+            kind="engine_not_serving",
+        )
+
+    async def _take_back(
+        self, engine: ServingEngine, source: ServedPolicy, target: ServedPolicy, rebuilt: bool
+    ) -> None:
+        # Listed with the policy that has it until it is the other's again.
+        target.set_aside(engine.engine_id)
+        try:
+            back = await self._convert(engine, source, rebuilt)
+        except Exception as error:
+            # It is in no state to be handed over: what comes back is an engine all the same.
+            log.warning("an engine is made anew", engine=engine.engine_id, reason=str(error))
+            back = await self._convert(engine, source, rebuilt=True)
+        target.forget(back.engine_id)
+        source.forget(back.engine_id)
+        source.adopt(back)
+        source.open_to_turns(back.engine_id)

@@ -1,0 +1,240 @@
+"""What is kept of a trajectory's turns: rows for the store, a transcript for people."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import structlog
+
+from troupe.experience import ExperienceWriter
+from troupe.job.algorithm import TEAM_COLUMN
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from troupe.rpc.ids import new_id
+from troupe.tensors import to_proto
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import rollout_pb2 as rollout
+from troupe.workflow import TurnRecord
+from troupe.workflow.samples import SampleRow
+
+# Larger values would fill the store's memory, which is Redis', with what is read once.
+INLINE_BYTES: Final = 256 * 1024
+
+
+@dataclass
+class LargeColumns:
+    """Columns of one trajectory. Those that are too large for a row wait here to be `put`."""
+
+    transfer: Transfer
+    job_id: str
+    large: dict[str, Any] = field(default_factory=dict)
+    """Arrays by the key that a row refers to."""
+
+    def columns_of(self, sample_id: str, values: Mapping[str, Any]) -> dict[str, store.Column]:
+        """The columns of one sample as messages."""
+        return {name: self._column(sample_id, name, value) for name, value in values.items()}
+
+    async def put(self) -> None:
+        """Make the large values readable, before anybody can know their keys.
+
+        Raises `TransferError`. Putting a trajectory's values again, as when it is run again,
+        replaces them.
+        """
+        for key, value in self.large.items():
+            await asyncio.to_thread(self.transfer.set, key, {"value": _as_tensor(value)})
+
+    async def discard(self) -> None:
+        """Nobody will read the large values."""
+        await asyncio.to_thread(self._delete, list(self.large))
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.transfer.delete(key)
+
+    def _column(self, sample_id: str, name: str, value: Any) -> store.Column:
+        if not hasattr(value, "dtype"):
+            return store.Column(json=json.dumps(value, allow_nan=False))
+        if value.nbytes <= INLINE_BYTES:
+            return store.Column(tensor=to_proto(value))
+        key = f"{self.job_id}/columns/{sample_id}/{name}"
+        self.large[key] = value
+        return store.Column(ref=key)
+
+
+def _as_tensor(value: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+log = structlog.get_logger(__name__)
+
+State: TypeAlias = common.TrajectoryState.ValueType
+_FAILED = common.TRAJECTORY_STATE_FAILED
+_ABORTED = common.TRAJECTORY_STATE_ABORTED
+
+
+@dataclass(frozen=True)
+class RowDestination:
+    """Where a trajectory's ending goes. `seconds`: how long the store may keep us waiting: it may
+    be restarting, or full until a step is committed."""
+
+    job_id: str
+    step: int
+    query_id: str
+    trajectory_id: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class End:
+    """How a trajectory ended, and why. `group_complete`: its group has all its members, and the
+    redundant trajectories of its query were ended. `repeated`: it had ended before."""
+
+    state: State
+    reason: str = ""
+    group_complete: bool = False
+    repeated: bool = False
+
+
+class TrajectoryLog:
+    """Writes endings; those of about the same time travel together (troupe.experience). The store
+    keeps the first one of a trajectory.
+
+    All raise `TroupeError` when the store could not be asked within `RowDestination.seconds`, or
+    does not know the step.
+    """
+
+    def __init__(self, writer: ExperienceWriter) -> None:
+        self._writer = writer
+
+    async def complete(self, at: RowDestination, samples: Sequence[store_pb.Sample]) -> End:
+        """Store the rows of a completed trajectory, all or none.
+
+        Rows that the store can never take (larger than a message or a row may be) end it as
+        FAILED. One whose query has left its step, or has a complete group without it, ends as
+        ABORTED.
+        """
+        try:
+            return await self._end(at, common.TRAJECTORY_STATE_COMPLETED, "", samples)
+        except (ResourceExhausted, InvalidArgument) as error:
+            if error.kind not in ("message_too_large", "row_too_large"):
+                raise
+            return await self.fail(at, f"rows_too_large: {error.message}")
+
+    async def fail(self, at: RowDestination, reason: str) -> End:
+        """Store that the trajectory has no rows, and why."""
+        return await self._end(at, _FAILED, reason)
+
+    async def abort(self, at: RowDestination, reason: str) -> bool:
+        """Store that the trajectory was aborted. False when it had ended already, by itself."""
+        try:
+            return not (await self._end(at, _ABORTED, reason)).repeated
+        except (FailedPrecondition, NotFound) as error:
+            # Who drops a query, or a whole job, does so before he aborts what runs of it.
+            log.info("nothing to abort in the store", error=str(error))
+            return True
+
+    async def _end(
+        self, at: RowDestination, state: State, reason: str, samples: Sequence[store_pb.Sample] = ()
+    ) -> End:
+        response = await self._writer.append(
+            store_pb.AppendTrajectoryRequest(
+                request_id=new_id("append"),
+                job_id=at.job_id,
+                step=at.step,
+                query_id=at.query_id,
+                trajectory_id=at.trajectory_id,
+                state=state,
+                reason=reason,
+                samples=samples,
+            ),
+            at.seconds,
+        )
+        if response.step != at.step:
+            log.info("its query was carried over", asked=at.step, step=response.step)
+        if response.drop_reason:
+            # Its query has left the step, or its group was complete without it.
+            reason = reason if state == _ABORTED else response.drop_reason
+            return End(_ABORTED, reason, response.group_complete)
+        if not response.accepted:
+            log.info("the trajectory had ended before")
+        return End(state, reason, response.group_complete, repeated=not response.accepted)
+
+
+def samples_of(
+    rows: Sequence[SampleRow], *, ticket: rollout.Ticket, shelf: LargeColumns
+) -> list[store.Sample]:
+    """The rows of a trajectory as messages. Columns too large for a row are left on `shelf`."""
+    samples = []
+    for row in rows:
+        turn, reply = row.turn, row.turn.reply
+        assert reply is not None  # it would be no row
+        columns = dict(reply.columns)
+        if row.context is not None:
+            columns[TEAM_COLUMN] = np.array(row.context, np.int32)
+        samples.append(
+            store.Sample(
+                sample_id=row.sample_id,
+                policy=turn.role.policy,
+                query_id=ticket.query_id,
+                trajectory_id=ticket.trajectory_id,
+                agent=turn.role.name,
+                turn=turn.position,
+                group_id=row.group_id,
+                prompt_ids=to_proto(np.array(turn.prompt_ids, np.int32)),
+                response_ids=to_proto(np.array(reply.token_ids, np.int32)),
+                logprobs=to_proto(np.array(reply.logprobs, np.float32)),
+                versions=_spans(turn),
+                reward=row.reward,
+                finish_reason=reply.finish_reason,
+                temperature=turn.sampling.temperature,
+                columns=shelf.columns_of(row.sample_id, columns),
+                chain=row.chain,
+                own_reward=row.own_reward,
+                earned=row.earned,
+                final_reward=row.final,
+            )
+        )
+    return samples
+
+
+def transcript_of(turns: Sequence[TurnRecord]) -> list[rollout.Turn]:
+    """The turns as events carry them."""
+    shown = []
+    for turn in turns:
+        reply, generation = turn.reply, turn.generation
+        if reply is None or generation is None:
+            continue
+        messages = turn.messages or (("prompt", turn.role.tokenizer.transcript(turn.prompt_ids)),)
+        shown.append(
+            rollout.Turn(
+                agent=turn.role.name,
+                policy=turn.role.policy,
+                turn=turn.position,
+                messages=[pb.ChatMessage(role=r, content=c) for r, c in messages],
+                response=reply.text,
+                prompt_tokens=len(turn.prompt_ids),
+                response_tokens=len(reply.token_ids),
+                cached_tokens=generation.cached_tokens,
+                versions=_spans(turn),
+                finish_reason=reply.finish_reason,
+                queue_seconds=generation.queue_seconds,
+                generate_seconds=generation.generate_seconds,
+                reward=reply.reward,
+            )
+        )
+    return shown
+
+
+def _spans(turn: TurnRecord) -> list[pb.VersionSpan]:
+    spans = turn.generation.versions if turn.generation else ()
+    return [pb.VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans]

@@ -1,0 +1,497 @@
+"""One trajectory: one run of the workflow on one query, with its own task and deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Final
+
+import structlog
+
+from services.rollout.prepared import PreparedJob
+from services.rollout.rewards import TrajectoryTools
+from services.rollout.trajectories import records
+from services.rollout.trajectories.clock import TrajectoryClock
+from services.rollout.trajectories.early_start import Ahead
+from services.rollout.trajectories.records import End, LargeColumns, RowDestination, TrajectoryLog
+from services.rollout.trajectories.turn_backend import TurnBackend
+from services.rollout.trajectories.watchdog import IN_WORKFLOW, WorkflowBlockedError, blocked_note
+from troupe.endpoint.server import EndpointServer
+from troupe.outcomes import described, safe_text
+from troupe.rpc import RetryPolicy
+from troupe.rpc.errors import Internal, InvalidArgument, TroupeError, Unavailable
+from troupe.states import TRAJECTORY, UNUSED_ENDPOINT, check, is_terminal
+from troupe.user_code import await_contained
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import rollout_pb2 as rollout
+from troupe.workflow import (
+    Agents,
+    Query,
+    ToolError,
+    Tools,
+    TurnError,
+    TurnRecord,
+    Workflow,
+    WorkflowError,
+    scoring,
+)
+from troupe.workflow.environments.errors import EnvironmentFault
+from troupe.workflow.errors import is_own
+from troupe.workflow.samples import metrics_of, rows_of
+
+log = structlog.get_logger(__name__)
+
+# A workflow that does not end when it is cancelled is closed, and then left behind.
+GRACE_SECONDS: Final = 2.0
+# Faults of the job's own code or configuration: the next trajectory would end the same way.
+FATAL: Final = frozenset(
+    {
+        "chat_template",
+        "entrypoint",
+        "reward_bad_type",
+        "reward_missing",
+        "reward_not_importable",
+        "reward_unknown_agent",
+        "seating",
+        "tool_not_importable",
+        "tool_unknown_tool",
+        "turn_not_awaited",
+        "unknown_agent",
+    }
+)
+# The event loop keeps only weak references to tasks.
+abandoned: set[asyncio.Future[Any]] = set()
+
+
+async def call_workflow(
+    workflow: Workflow, trajectory_id: str, query: Query, agents: Agents, tools: Tools
+) -> Any:
+    """Run the user's function; whatever it raises becomes a `WorkflowError`."""
+    IN_WORKFLOW.set(trajectory_id)
+    agents.enter()
+    try:
+        return await workflow(query, agents, tools)
+    except WorkflowBlockedError as error:
+        raise WorkflowError(
+            f"it {error}",
+            kind="workflow_blocked",
+            field="workflow",
+            remedy="Await instead of blocking; put heavy work into a tool or asyncio.to_thread.",
+        ) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise failure_of(error) from error
+    except BaseException as error:
+        if _is_the_worlds(error):
+            raise
+        raise failure_of(error) from error
+
+
+def _is_the_worlds(error: BaseException) -> bool:
+    """Whether it says itself why a trajectory failed: it is Troupe's, and no fault of the
+    workflow's code, or one that the next trajectory would meet, too."""
+    if not is_own(error):
+        return False
+    assert isinstance(error, WorkflowError)
+    # The workflow did not catch what the world did to it.
+    if isinstance(error, ToolError):
+        error.kind = f"tool_{error.kind}"
+    elif isinstance(error, EnvironmentFault):
+        error.kind = f"environment_{error.reason}"
+    return isinstance(error, TurnError | ToolError | EnvironmentFault) or error.kind in FATAL
+
+
+def failure_of(error: BaseException) -> WorkflowError:
+    """Why a trajectory failed that raised `error`: any exception, also one whose class or text is
+    the user's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # The innermost frame outside of Troupe is where its author has to look.
+    own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]
+    at = f" ({own[0].filename.rsplit('/', 1)[-1]}:{own[0].lineno} in {own[0].name})" if own else ""
+    return WorkflowError(f"{described(error)}{at}", kind="workflow_raised")
+
+
+async def bounded(
+    work: Awaitable[Any], clock: TrajectoryClock, late: Callable[[], WorkflowError]
+) -> Any:
+    """Result of `work`. When `clock` has run out raises `late()`, which is asked before anything is
+    cancelled; also when `work` refuses to be: then it is left behind."""
+    task = asyncio.ensure_future(await_contained(work))
+    error: WorkflowError | None = None
+    try:
+        while True:
+            await asyncio.wait({task}, timeout=max(0.0, clock.left))
+            if task.done():
+                break
+            if clock.left <= 0:  # a clock may have stood still
+                error = late()
+                break
+    finally:
+        if not task.done():
+            task.cancel()
+            await _let_go(task)
+    try:
+        if error is not None:
+            raise error
+        if task.cancelled():  # by itself: we have not
+            message = "CancelledError: the workflow cancelled itself"
+            raise WorkflowError(message, kind="workflow_raised")
+        return task.result()
+    finally:
+        # What is raised refers to this frame; the other way round, too, and all that was said would
+        # be there until the collector comes.
+        del task, error
+
+
+async def _let_go(task: asyncio.Future[Any]) -> None:
+    """Wait for a cancelled task a little; one that does not end is closed where it stands."""
+    await asyncio.wait({task}, timeout=GRACE_SECONDS)
+    if not task.done():
+        log.warning("a workflow does not end when cancelled")
+        assert isinstance(task, asyncio.Task)
+        with contextlib.suppress(Exception):  # it refuses even this; or said so
+            task.get_coro().close()
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_SECONDS)
+    if task.done():
+        if not task.cancelled():
+            task.exception()  # seen
+        return
+    log.error("a workflow catches everything that could end it; it is left behind")
+    abandoned.add(task)
+    task.add_done_callback(abandoned.discard)
+
+
+_BACKOFF: Final = RetryPolicy(initial_backoff=0.2, max_backoff=5.0)
+# Name of the trajectory's metric that counts them.
+RETRIES: Final = "environment_retries"
+
+
+class TrajectoryAttempts:
+    """The attempts of one trajectory, `limits.trajectory_retries` after the first, all of them by
+    one clock. Each has the trajectory's seed, so that it differs only in what the world does."""
+
+    def __init__(self, retries: int, clock: TrajectoryClock, seed: int) -> None:
+        self._left = retries
+        self._clock = clock
+        self._jitter = random.Random(seed)
+        self.made = 0
+        """Attempts that failed and were followed by another."""
+
+    async def again(self, error: WorkflowError) -> bool:
+        """Pause before the next attempt. There is none when `error` is not the environment's, and
+        when attempts or time are spent; then it says how often it was tried."""
+        if not is_environments(error):
+            return False
+        pause = _BACKOFF.backoff(self.made + 1, Unavailable(error.message), self._jitter)
+        if self._left == 0 or pause >= self._clock.left:
+            if self.made:
+                error.message += f" (tried {self.made + 1} times)"
+            return False
+        self._left -= 1
+        self.made += 1
+        log.info("a trajectory begins anew", attempt=self.made + 1, reason=str(error))
+        with self._clock.elsewhere():
+            await asyncio.sleep(pause)
+        return True
+
+
+def is_environments(error: WorkflowError) -> bool:
+    """Whether the world that a workflow acts in failed it, and not the workflow itself, nor what
+    every attempt would meet again."""
+    return isinstance(error, ToolError | EnvironmentFault) and error.kind not in FATAL
+
+
+Emit = Callable[[rollout.TrajectoryEvent], None]
+
+_REASON_LIMIT = 1000
+_DOMAIN_LIMIT = 200
+
+
+class RunningTrajectory:
+    """Runs once. Whatever the workflow does, it ends: completed, failed or aborted for a reason, or
+    cancelled from outside, in which case nothing of it is stored and it may be run again."""
+
+    def __init__(
+        self,
+        job: PreparedJob,
+        ticket: rollout.Ticket,
+        step: int,
+        store: TrajectoryLog,
+        emit: Emit,
+        endpoints: EndpointServer,
+        ahead: Ahead,
+    ) -> None:
+        """`ahead`: what its turns and its end wait for."""
+        self._job = job
+        self._ahead = ahead
+        self._ticket = ticket
+        self._store = store
+        self._place = RowDestination(
+            job.job_id,
+            step,
+            ticket.query_id,
+            ticket.trajectory_id,
+            job.spec.limits.step_seconds,
+        )
+        self._emit = emit
+        self._endpoints = endpoints
+        self.state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_PENDING
+        self._turns: Sequence[TurnRecord] = ()
+        self._rewards: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self._shelf = LargeColumns(job.transfer, job.job_id)
+        # What is said of one that completes.
+        self._note = ""
+        self._began: float | None = None
+        self._start_versions: dict[str, int] = {}
+        # The end that was sent to the store; whether it came through is known when it answers.
+        self._sent: tuple[pb.TrajectoryState.ValueType, str] | None = None
+        self._group_complete = False
+
+    async def run(self) -> None:
+        """Play, score, store, report. Raises `TroupeError` when the store cannot be reached."""
+        ticket = self._ticket
+        structlog.contextvars.bind_contextvars(
+            job_id=self._job.job_id, trajectory_id=ticket.trajectory_id
+        )
+        async with self._job.gate.enter(ticket.query_id):
+            self._began = time.monotonic()
+            self._move(pb.TRAJECTORY_STATE_RUNNING)
+            self._emit(self._event())
+            problem = None
+            try:
+                samples = await self._play()
+                await self._ahead.wait()
+            except WorkflowError as error:
+                await self._ahead.wait()
+                state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_FAILED
+                reason = f"{safe_text(error.kind, 60)}: {safe_text(error.message, _REASON_LIMIT)}"
+                problem = _problem(error) if error.kind in FATAL else None
+                log.info("a trajectory failed", reason=reason)
+                if self._stored:
+                    self._sent = state, reason
+                    state, reason = self._ended(await self._store.fail(self._place, reason))
+            else:
+                state, reason = pb.TRAJECTORY_STATE_COMPLETED, self._note
+                if self._stored:
+                    await self._shelf.put()
+                    self._sent = state, reason
+                    state, reason = self._ended(await self._store.complete(self._place, samples))
+                    if state == pb.TRAJECTORY_STATE_ABORTED:
+                        await self._shelf.discard()
+                    elif state == pb.TRAJECTORY_STATE_COMPLETED:
+                        reason = self._note
+            self._move(state)
+            self._emit(self._event(reason=reason, problem=problem))
+
+    async def abort(self, reason: str) -> None:
+        """Store and report that it was aborted, after `run` was cancelled. Raises `TroupeError`."""
+        log.info("a trajectory was aborted", reason=reason)
+        state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_ABORTED
+        if self._stored and not await self._store.abort(self._place, reason) and self._sent:
+            # It was cancelled while it waited to hear that its end was stored.
+            state, reason = self._sent
+        if state == pb.TRAJECTORY_STATE_ABORTED:
+            await self._shelf.discard()
+        self._move(state)
+        self._emit(self._event(reason=reason))
+
+    def _ended(self, end: End) -> tuple[pb.TrajectoryState.ValueType, str]:
+        self._group_complete = end.group_complete
+        return end.state, end.reason
+
+    @property
+    def _stored(self) -> bool:
+        return self._ticket.purpose == rollout.Ticket.PURPOSE_TRAIN
+
+    async def _play(self) -> list[Any]:
+        """Rows of the trajectory. Raises `WorkflowError`: it failed, `kind` and message say why."""
+        limits = self._job.spec.limits
+        clock = TrajectoryClock(
+            limits.trajectory_seconds,
+            longest=limits.step_seconds,
+            patient=self._job.spec.pipeline.deterministic,
+        )
+        attempts = TrajectoryAttempts(limits.trajectory_retries, clock, self._ticket.seed)
+        while True:
+            try:
+                return await self._attempt(clock, attempts.made)
+            except WorkflowError as error:
+                if not await attempts.again(error):
+                    raise
+            except TroupeError:
+                raise
+            except Exception as error:  # what was played made our own code fail: not the next one's
+                log.exception("a trajectory failed outside of its workflow")
+                raise failure_of(error) from error
+            finally:
+                if limits.trajectory_retries:
+                    self._metrics = self._metrics | {RETRIES: float(attempts.made)}
+
+    async def _attempt(self, clock: TrajectoryClock, number: int) -> list[Any]:
+        """Rows of one attempt, of which the first has `number` 0."""
+        job, ticket = self._job, self._ticket
+        limits = job.spec.limits
+        evaluating = ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
+        # Engines may still be ending the turns of the attempt before, and the reward service its
+        # sandboxes.
+        name = f"{ticket.trajectory_id}~{number}" if number else ticket.trajectory_id
+        cast = job.casts.of(ticket.cast)
+        backend = TurnBackend(
+            name,
+            cast.policy_of,
+            turn_seconds=limits.turn_seconds,
+            clock=clock,
+            began=self._turn_began,
+            endpoints=self._endpoints,
+            query_id=ticket.query_id,
+            left=job.groups.left,
+            ahead=self._ahead,
+        )
+        roles = cast.evaluation_roles if evaluating else cast.roles
+        waiters = partial(job.groups.waiters, ticket.query_id)
+        tools = TrajectoryTools(job.functions, name, clock, waiters, ticket.query_id)
+        seat = None if job.lockstep is None or not self._stored else job.lockstep.seat(clock)
+        agents = Agents(roles, seat.backend(backend) if seat else backend, seed=ticket.seed)
+        waits_for = "its query"
+
+        async def play() -> Any:
+            nonlocal waits_for
+            assert job.queries is not None, "language models play"
+            assert job.workflow is not None, "language models play"
+            data = await job.queries.get(ticket.split, ticket.index)
+            query = Query(ticket.query_id, ticket.split, ticket.index, data)
+            backend.domain = safe_text(data.get("domain", ""), _DOMAIN_LIMIT)
+            waits_for = "the workflow"
+            toolbox = Tools(
+                job.spec.tools, seat.tools(tools) if seat else tools, job.functions.definitions
+            )
+            given = await call_workflow(job.workflow, ticket.trajectory_id, query, agents, toolbox)
+            return query, given
+
+        def late() -> WorkflowError:
+            message = (
+                f"not done within limits.trajectory_seconds = {limits.trajectory_seconds:g} s; "
+                f"after {len(agents.turns)} turns it was waiting for {waits_for}"
+            )
+            if pending := backend.pending:
+                message += f", which was waiting for {', '.join(pending)}"
+            elif seat and seat.waiting:
+                message += ", which was waiting for other trajectories (pipeline.rollout: batch)"
+            return WorkflowError(message + blocked_note(clock.began), kind="deadline")
+
+        try:
+            with seat or nullcontext():
+                query, given = await bounded(play(), clock, late)
+            self._turns = agents.close()
+            self._metrics = query.metrics
+            self._note_unawaited(agents)
+            self._move(pb.TRAJECTORY_STATE_SCORING)
+            self._emit(self._event())
+            waits_for = "its reward functions"
+            rewards = scoring.check_rewards(given, roles.keys(), "the workflow")
+            parts = await bounded(
+                scoring.call_functions(
+                    list(job.spec.rewards), tools, query, self._turns, rewards, roles.keys()
+                ),
+                clock,
+                late,
+            )
+        finally:
+            self._turns = agents.close()
+            backend.close()
+            tools.close()
+        total = scoring.add_up([rewards, *parts])
+        scoring.check_complete(total, self._turns, job.trained)
+        self._rewards = scoring.with_turn_rewards(total, self._turns)
+        if backend.opened_endpoint and total and not self._turns:
+            # A framework's cache answered, or another model did: nothing here can be trained on.
+            self._metrics = self._metrics | {UNUSED_ENDPOINT: 1.0}
+        if not self._stored:
+            return []
+        rows = rows_of(
+            self._turns,
+            query_id=ticket.query_id,
+            trajectory_id=ticket.trajectory_id,
+            trained=job.trained.intersection(ticket.learners or job.trained),
+            rewards=total,
+            group_by=job.spec.algorithm.group_by,
+            team_tokens=job.spec.algorithm.team_tokens,
+        )
+        return records.samples_of(rows, ticket=ticket, shelf=self._shelf)
+
+    def _note_unawaited(self, agents: Agents) -> None:
+        """Whether such a turn ends in time to count is chance. Raises `WorkflowError` where chance
+        was ruled out."""
+        self._note = ""
+        if not (left := agents.unawaited):
+            return
+        whose = ", ".join(f"{count} of {name}" for name, count in sorted(left.items()))
+        said = f"{left.total()} turns were asked for and never awaited ({whose})"
+        self._metrics = self._metrics | agents.unawaited_metric
+        if self._job.spec.pipeline.deterministic:
+            raise WorkflowError(
+                f"{said}, and what a step consists of would depend on time "
+                "(pipeline.deterministic)",
+                kind="turn_not_awaited",
+                field="workflow",
+                remedy="Await every `chat` and `generate`, and every task that calls one.",
+            )
+        log.warning("a workflow does not await its turns", said=said)
+        self._note = f"turn_not_awaited: {said}"
+
+    def _move(self, target: pb.TrajectoryState.ValueType) -> None:
+        check(TRAJECTORY, self.state, target)
+        self.state = target
+
+    def _turn_began(self, policy: str, version: int) -> None:
+        """Note the oldest version of each policy; whoever bounds staleness hears of it at once."""
+        known = self._start_versions.get(policy)
+        if known is not None and known <= version:
+            return
+        self._start_versions[policy] = version
+        if self._job.spec.pipeline.mode == "async" and self.state == pb.TRAJECTORY_STATE_RUNNING:
+            self._emit(self._event())
+
+    def _event(
+        self, *, reason: str = "", problem: pb.Problem | None = None
+    ) -> rollout.TrajectoryEvent:
+        event = rollout.TrajectoryEvent(
+            query_id=self._ticket.query_id,
+            trajectory_id=self._ticket.trajectory_id,
+            state=self.state,
+            reason=reason,
+            problem=problem,
+            start_versions=self._start_versions,
+            group_complete=self._group_complete,
+        )
+        if is_terminal(TRAJECTORY, self.state):
+            began = self._began
+            event.seconds = 0.0
+            if began is not None:
+                event.seconds = time.monotonic() - began - self._ahead.seconds
+            event.rewards.update(self._rewards)
+            event.metrics.update(metrics_of(self._turns))
+            event.metrics.update(self._metrics)
+            event.turns.extend(records.transcript_of(self._turns))
+        return event
+
+
+def _problem(error: WorkflowError) -> pb.Problem:
+    cls: type[TroupeError] = Internal if error.field is None else InvalidArgument
+    return cls(
+        error.message,
+        kind=error.kind,
+        field=error.field,
+        value=error.value,
+        remedy=error.remedy,
+    ).to_problem()

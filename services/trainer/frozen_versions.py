@@ -1,0 +1,131 @@
+"""Members of populations: versions that are kept for as long as somebody may play against them.
+
+`{data_dir}/{job}/members/{policy}/v{version}/`: a checkpoint as any other, and the very bytes that
+were published where the checkpoint's own differ from them (tied or adapted weights). Engines load
+what the ledger's checksum names, whenever that was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from services.chassis.transfer import HostTransfer
+from services.trainer.binding import PolicyBinding
+from services.trainer.state.checkpoint import PUBLISHED
+from services.trainer.versions import Publication
+from troupe.checkpoints.kept import remove
+from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound
+from troupe.transfer import Corrupt, KeyNotFound, checksum_of
+from troupe.v1 import common_pb2 as pb
+
+# Where the published tensors may be, the exact ones first.
+_FILES = (PUBLISHED, "model.safetensors", "adapter_model.safetensors")
+
+
+class FrozenVersions:
+    """The members that this worker's data directory has. Blocking, in any thread."""
+
+    def __init__(self, transfer: HostTransfer, data_dir: Path) -> None:
+        self._transfer = transfer
+        self._data_dir = data_dir
+
+    def path(self, job_id: str, policy: str, version: int) -> Path:
+        """Where a member is, or would be. Raises InvalidArgument for names that lead elsewhere."""
+        for field, name in (("job_id", job_id), ("policy", policy)):
+            if name in {".", ".."} or "/" in name or "\0" in name:
+                raise InvalidArgument(
+                    "is no name", field=field, value=name, remedy="Send that of a bound policy."
+                )
+        return self._data_dir / job_id / "members" / policy / f"v{version}"
+
+    def keep(self, binding: PolicyBinding, version: int, checksum: str) -> tuple[str, int]:
+        """Freeze a version of a bound policy: path and bytes. One that is kept stays as it is.
+
+        Raises FailedPrecondition of kind "version_not_kept", ResourceExhausted of kind
+        "storage_full".
+        """
+        path = self.path(binding.job_id, binding.policy, version)
+        if not path.is_dir():
+            key = Publication(self._transfer, binding.job_id, binding.policy).key(version)
+            try:
+                tensors, _ = self._transfer.get(key, expected_checksum=checksum)
+            except (KeyNotFound, Corrupt) as error:
+                raise FailedPrecondition(
+                    f"version {version} of policy {binding.policy} is published no more: "
+                    f"{error.message}",
+                    kind="version_not_kept",
+                    field="version",
+                    value=version,
+                    remedy="Bind the policy again, which publishes its newest version.",
+                ) from error
+            binding.checkpoints.write(path, version, published=tensors)
+        return str(path), sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+
+    def publish(self, job_id: str, policy: str, version: int, checksum: str) -> pb.WeightsRef:
+        """Have a kept member's weights in the transfer layer. Repeatable.
+
+        Raises NotFound of kind "member_gone", DataLoss of kind "member_corrupt", StorageFull.
+        """
+        key = _key(job_id, policy, version)
+        try:
+            manifest = self._transfer.manifest(key)
+            if manifest.checksum != checksum:
+                raise Corrupt(key, "holds another content")
+            self._transfer.get(key, expected_checksum=checksum)
+        except (KeyNotFound, Corrupt):
+            tensors = self._read(job_id, policy, version, checksum)
+            metadata = {"job_id": job_id, "policy": policy}
+            manifest = self._transfer.set(key, tensors, metadata=metadata)
+        return pb.WeightsRef(
+            job_id=job_id,
+            policy=policy,
+            version=version,
+            key=key,
+            checksum=checksum,
+            num_bytes=manifest.num_bytes,
+            holders=self._transfer.holders,
+        )
+
+    def drop(self, job_id: str, policy: str, version: int, *, files: bool) -> None:
+        """Take a member out of the transfer layer; with `files` it is gone for good."""
+        path = self.path(job_id, policy, version)
+        self._transfer.delete(_key(job_id, policy, version))
+        if files:
+            remove(path)
+
+    def _read(
+        self, job_id: str, policy: str, version: int, checksum: str
+    ) -> dict[str, torch.Tensor]:
+        path = self.path(job_id, policy, version)
+        found = next((path / name for name in _FILES if (path / name).is_file()), None)
+        if found is None:
+            raise NotFound(
+                f"the weights of member {policy}@{version} are gone: there is nothing in {path}",
+                kind="member_gone",
+                field="member",
+                value=f"{policy}@{version}",
+                remedy="Restore the directory, or give all trainer workers the same data_dir "
+                "(TROUPE_DATA_DIR).",
+            )
+        try:
+            tensors: dict[str, torch.Tensor] = load_file(found)
+            if (content := checksum_of(tensors)) != checksum:
+                raise ValueError(f"it has checksum {content}, and {checksum} was frozen")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise DataLoss(
+                f"member {policy}@{version} in {path} cannot be used: {error}",
+                kind="member_corrupt",
+                field="member",
+                value=f"{policy}@{version}",
+                remedy="Restore the directory.",
+            ) from error
+        return tensors
+
+
+def _key(job_id: str, policy: str, version: int) -> str:
+    # Each is the only version of its name: who has read a newer one still needs those before.
+    return f"{job_id}/{policy}/members/{version}@0"

@@ -1,0 +1,111 @@
+"""Which learner a policy gets."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from services.trainer.compute import memory_of
+from services.trainer.gang.gang import Gangs
+from services.trainer.gang.learner import GangLearner
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.model import (
+    check_tokenizer,
+    load_adapted,
+    load_model,
+    load_tokenizer,
+    outline,
+)
+from services.trainer.settings import TrainerSettings
+from troupe.job import JobSpec
+from troupe.rpc import FailedPrecondition
+
+if TYPE_CHECKING:
+    from services.trainer.networks.learner import NetworkLearner
+
+
+AnyLearner: TypeAlias = "Learner | GangLearner | NetworkLearner"
+
+
+def make_learner(
+    job_id: str,
+    policy: str,
+    spec: JobSpec,
+    settings: TrainerSettings,
+    device: torch.device,
+    gangs: Gangs | None,
+) -> tuple[AnyLearner, Any]:
+    """A learner with the policy's first weights, and its tokenizer, which a network has not.
+    Blocking.
+
+    Raises InvalidArgument for a model or tokenizer that cannot be used, FailedPrecondition of kind
+    "policy_too_large", "gang_too_large" or "gang_uneven".
+    """
+    source = spec.policies[policy]
+    if source.network is not None:
+        return _network_learner(spec, policy), None
+    paced = source.paced is not None
+    gang = source.trainable and not paced and source.trainer.gang > 1
+    model: Any
+    if paced:
+        # By name: the testbed is no part of the product.
+        testbed = importlib.import_module("testbed.simulated_learner")
+        model = testbed.stand_in(policy, spec)
+    elif gang:
+        model = outline(policy, source)
+    elif source.lora is not None:
+        model = load_adapted(policy, source, spec.seed, device)
+    else:
+        model = load_model(policy, source, spec.seed)
+    ranks = source.trainer.gang if gang else 1
+    room = memory_of(device, settings.trainer_memory_bytes)
+    _check_size(policy, model, source.trainable, room, ranks)
+    tokenizer = load_tokenizer(policy, source)
+    check_tokenizer(policy, source, tokenizer, model)
+    if paced:
+        where = settings.paced_trace_dir
+        return testbed.PacedLearner(model, spec, policy, settings.worker_id, where), tokenizer
+    options: dict[str, Any] = {
+        "forward_tokens": settings.trainer_forward_tokens,
+        "share_prefixes": settings.trainer_share_prefixes,
+        "skip_zero_advantages": settings.trainer_skip_zero_advantages,
+    }
+    if gang:
+        assert gangs is not None, "a worker has them"
+        return GangLearner(gangs, f"{job_id}/{policy}", spec, policy, options), tokenizer
+    return Learner(model, spec, policy, device=device, **options), tokenizer
+
+
+def _network_learner(spec: JobSpec, policy: str) -> NetworkLearner:
+    try:  # imports TorchRL, which takes seconds
+        from services.trainer.networks.learner import NetworkLearner
+    except ModuleNotFoundError as error:
+        raise FailedPrecondition(
+            f"this trainer cannot train networks: {error}",
+            kind="networks_not_installed",
+            field=f"policies.{policy}.network",
+            remedy="Install troupe[networks] where the trainer runs.",
+        ) from error
+    return NetworkLearner(spec, policy)
+
+
+def _check_size(policy: str, model: Any, trainable: bool, room: int, ranks: int) -> None:
+    """Before any of it is on the devices, which have `room` bytes each; 0: not bounded."""
+    sizes = [(p.nbytes, p.requires_grad) for p in model.parameters()]
+    # Gradients and both moments of what is trained.
+    needed = sum(size * (4 if trained and trainable else 1) for size, trained in sizes)
+    needed = -(-needed // ranks)
+    each = f" on each of {ranks} devices" if ranks > 1 else ""
+    if room and needed > room:
+        raise FailedPrecondition(
+            f"policy {policy} needs {needed:,} bytes for its training state{each}; this trainer "
+            f"has {room:,}",
+            kind="policy_too_large",
+            field=f"policies.{policy}.model",
+            value=needed,
+            remedy="Use a smaller model, an adapter (`lora`) or a larger gang (`trainer.gang`), or "
+            "add a trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES says how much it may "
+            "use).",
+        )

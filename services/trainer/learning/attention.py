@@ -1,0 +1,355 @@
+"""Attention over packed sequences, as an attention function of transformers.
+
+What is cheapest depends on the device. On a CPU a dense mask over all T tokens would cost T^2;
+so rows of similar lengths are laid side by side for attention alone (packing.py). A GPU has a
+kernel for sequences of any lengths, in half precision; else it does as a CPU does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from services.trainer.learning.packing import Block, Packing
+
+# Keys of a row: more of them, and the kernel that keeps no weights is as fast.
+_LONGEST: Final = 128
+_TYPES: Final = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Heads of queries, and those of keys and values, each of which `queries // keys` share."""
+
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """Where rows and heads are, in states as [token and head, D] and in the blocks' order.
+
+    A block's queries are [n, G, H / G, Q], its keys [n, G, K], one block behind the other.
+    """
+
+    # int64: of each query and each key of the blocks, its token and head.
+    queries: torch.Tensor
+    keys: torch.Tensor
+    # int64 [T * H]: of each token and head, its query in the blocks.
+    places: torch.Tensor
+    # int64: queries that stand where rows are shorter; none has a place.
+    idle: torch.Tensor
+    # By block, float32 [n or 1, 1, 1, Q, K]: 0 where a query attends to a key, else -inf.
+    biases: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, packing: Packing, heads: _Heads, window: int | None) -> _Gather:
+        by_query, by_key = torch.arange(heads.queries), torch.arange(heads.keys)
+        queries, keys, slots = [], [], []
+        offset = 0
+        for block in packing.blocks:
+            n, width, length = block.shape
+            own = block.queries.view(n, 1, width) * heads.queries + by_query[:, None]
+            queries.append(own.reshape(-1))
+            keys.append((block.keys.view(n, 1, length) * heads.keys + by_key[:, None]).reshape(-1))
+            # [n * Q, H]: where in the output the heads of the block's queries are.
+            found = torch.arange(offset, offset + own.numel()).view(n, heads.queries, width)
+            slots.append(found.transpose(1, 2).reshape(n * width, heads.queries))
+            offset += own.numel()
+        joined = torch.cat(slots)
+        places = (joined if packing.place is None else joined[packing.place]).reshape(-1)
+        used = torch.zeros(offset, dtype=torch.bool)
+        used[places] = True
+        return cls(
+            torch.cat(queries),
+            torch.cat(keys),
+            places,
+            torch.nonzero(~used)[:, 0],
+            tuple(_bias(block, window) for block in packing.blocks),
+        )
+
+
+def is_short(packing: Packing, query: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether attention among these states is computed faster here than by a kernel."""
+    plain = all(t.device.type == "cpu" and t.dtype in _TYPES for t in (query, *others))
+    return plain and all(block.shape[2] <= _LONGEST for block in packing.blocks)
+
+
+def short_attention(
+    packing: Packing,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Output [1, T, H, E] of queries [1, H, T, D], keys [1, G, T, D], values [1, G, T, E], in the
+    type of the values.
+
+    `window`: tokens that a token looks back on, itself included; None: all before it.
+    """
+    heads = _Heads(query.shape[1], key.shape[1])
+    gather = packing.made.get((heads, window))
+    if gather is None:
+        gather = packing.made[heads, window] = _Gather.of(packing, heads, window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    shapes = [block.shape for block in packing.blocks]
+    with torch.autocast("cpu", enabled=False):
+        output: torch.Tensor = _ShortAttention.apply(  # type: ignore[no-untyped-call]
+            # All of it views, forward and back: [T, heads, D].
+            *(states.squeeze(0).transpose(0, 1) for states in (query, key, value)),
+            gather,
+            heads,
+            shapes,
+            scale,
+        )
+    return output.unsqueeze(0)
+
+
+class _ShortAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gather: _Gather,
+        heads: _Heads,
+        shapes: Sequence[tuple[int, int, int]],
+        scale: float,
+    ) -> torch.Tensor:
+        queries = _chosen(query, gather.queries).mul_(scale)
+        keys = _chosen(key, gather.keys)
+        values = _chosen(value, gather.keys)
+        outputs = values.new_empty(len(queries), value.shape[-1])
+        weights: list[torch.Tensor] = []
+        for part, bias in zip(_parts(shapes, heads), gather.biases, strict=True):
+            scores = torch.bmm(part.queries(queries), part.keys(keys).transpose(1, 2))
+            n, width, length = part.shape
+            apart = scores.view(n, heads.keys, -1, width, length).add_(bias)
+            weights.append(torch.softmax(apart, -1).view_as(scores))
+            torch.bmm(weights[-1], part.keys(values), out=part.queries(outputs))
+        ctx.save_for_backward(queries, keys, values, *weights)
+        ctx.gather, ctx.heads, ctx.shapes, ctx.scale = gather, heads, shapes, scale
+        ctx.types = [t.dtype for t in (query, key, value)]
+        found = outputs.index_select(0, gather.places).to(value.dtype)
+        return found.view(len(query), heads.queries, -1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        queries, keys, values, *weights = ctx.saved_tensors
+        gather: _Gather = ctx.gather
+        heads: _Heads = ctx.heads
+        tokens = len(grad)
+        slopes = _chosen(grad, gather.queries)
+        slopes.index_fill_(0, gather.idle, 0.0)
+        by_query, by_key, by_value = (torch.empty_like(t) for t in (queries, keys, values))
+        with torch.autocast("cpu", enabled=False):
+            for part, own in zip(_parts(ctx.shapes, heads), weights, strict=True):
+                slope = part.queries(slopes)
+                torch.bmm(own.transpose(1, 2), slope, out=part.keys(by_value))
+                by_weight = torch.bmm(slope, part.keys(values).transpose(1, 2))
+                by_score = torch._softmax_backward_data(by_weight, own, -1, own.dtype)
+                torch.bmm(by_score, part.keys(keys), out=part.queries(by_query))
+                torch.bmm(by_score.transpose(1, 2), part.queries(queries), out=part.keys(by_key))
+        found = [by_query.index_select(0, gather.places).mul_(ctx.scale)]
+        for each in (by_key, by_value):
+            total = each.new_zeros(tokens * heads.keys, each.shape[-1])
+            found.append(total.index_add_(0, gather.keys, each))
+        typed = (t.to(kind) for t, kind in zip(found, ctx.types, strict=True))
+        return *(t.view(tokens, -1, t.shape[-1]) for t in typed), None, None, None, None
+
+
+@dataclass(frozen=True)
+class _BlockRows:
+    """Where a block's rows are among those of all blocks."""
+
+    shape: tuple[int, int, int]
+    heads: _Heads
+    first_query: int
+    first_key: int
+
+    def queries(self, states: torch.Tensor) -> torch.Tensor:
+        """[n * G, H / G * Q, D], a view."""
+        n, width, _ = self.shape
+        count = n * self.heads.queries * width
+        own = states[self.first_query : self.first_query + count]
+        return own.view(n * self.heads.keys, -1, states.shape[-1])
+
+    def keys(self, states: torch.Tensor) -> torch.Tensor:
+        """[n * G, K, D], a view."""
+        n, _, length = self.shape
+        count = n * self.heads.keys * length
+        own = states[self.first_key : self.first_key + count]
+        return own.view(n * self.heads.keys, length, states.shape[-1])
+
+
+def _parts(shapes: Sequence[tuple[int, int, int]], heads: _Heads) -> list[_BlockRows]:
+    found, queries, keys = [], 0, 0
+    for n, width, length in shapes:
+        found.append(_BlockRows((n, width, length), heads, queries, keys))
+        queries += n * heads.queries * width
+        keys += n * heads.keys * length
+    return found
+
+
+def _chosen(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """float32 [n, D]: of states [T, heads, D] those of so many tokens and heads."""
+    table = states.reshape(-1, states.shape[-1])  # a view of what a projection returned
+    return table.index_select(0, index).float()
+
+
+def _bias(block: Block, window: int | None) -> torch.Tensor:
+    _, width, length = block.shape
+    mask = block.mask if window is None else block.mask_within(window)
+    if mask is None:
+        mask = torch.ones(1, 1, width, length, dtype=torch.bool).tril()
+    # An idle query may be behind the window of all keys: nothing is made of it, but no NaN either.
+    hidden = ~mask & mask.any(-1, keepdim=True)
+    return torch.zeros(mask.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+
+
+# Name in `config._attn_implementation`: one for all of a process, in which an engine's may be too.
+PACKED = "troupe_packed_rows"
+# What some models ask of attention besides.
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+# Dimensions of a head that the GPU kernel takes.
+_LARGEST_HEAD = 256
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packing: Packing | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention output [B, T, H, D] of queries [B, H, T, D], keys and values [B, G, T, D].
+
+    Without `packing` plain causal attention, whose rows have no padding in front. Raises
+    ValueError for what it cannot do; then the model is not packed (forward.py).
+    """
+    if packing is None:
+        if attention_mask is None and sliding_window is not None:
+            attention_mask = _band(query.shape[2], sliding_window, query.device)
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+        return output, None
+    odd = sorted(name for name in _UNKNOWN if kwargs.get(name) is not None)
+    if odd or dropout or attention_mask is not None or len(query) != 1:
+        raise ValueError(f"packed attention knows no {odd or 'dropout, mask or batch'}")
+    if is_short(packing, query, key, value):
+        return short_attention(packing, query, key, value, scaling, sliding_window), None
+    if torch.is_autocast_enabled(query.device.type):  # here, where it halves what is gathered
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if _has_kernel(query, value):
+        return _any_lengths(packing, query, key, value, scaling, sliding_window), None
+    outputs = [
+        _attend(block, query, key, value, scaling, sliding_window) for block in packing.blocks
+    ]
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if packing.place is not None:
+        joined = joined.index_select(0, packing.place)
+    return joined.unsqueeze(0), None
+
+
+def _attend(
+    block: Block,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Output [n * Q, H, D] of a block."""
+    n, width, length = block.shape
+    mask = block.mask if window is None else block.mask_within(window)
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and mask is not None and query.is_cuda:  # no fast kernel takes both
+        times = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(times, 1) for t in (key, value))
+        grouped = False
+    output = scaled_dot_product_attention(
+        _rows(query, block.queries, block.start, n, width),
+        _rows(key, block.keys, block.start, n, length),
+        _rows(value, block.keys, block.start, n, length),
+        attn_mask=mask,
+        scale=scaling,
+        is_causal=mask is None,
+        enable_gqa=grouped,
+    )
+    return output.transpose(1, 2).reshape(n * width, *output.shape[1::2])
+
+
+def _rows(
+    states: torch.Tensor, index: torch.Tensor, start: int | None, n: int, length: int
+) -> torch.Tensor:
+    """[n, heads, length, D] of [1, heads, T, D]; a view where tokens lie side by side."""
+    if start is None:
+        chosen = states[0].index_select(1, index)
+    else:
+        chosen = states[0, :, start : start + n * length]
+    return chosen.view(len(chosen), n, length, -1).transpose(0, 1)
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and half and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
+
+
+def _any_lengths(
+    packing: Packing,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts, ends = packing.cumulative
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if packing.query_lengths != packing.key_lengths:
+        keys, values = (t.index_select(0, packing.paths) for t in (keys, values))
+    # Fewer queries than keys: they are a row's last tokens.
+    output = varlen_attn(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        starts,
+        ends,
+        max(packing.query_lengths),
+        max(packing.key_lengths),
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, torch.Tensor)
+    return output.unsqueeze(0)
+
+
+def _band(length: int, window: int, device: torch.device) -> torch.Tensor | None:
+    """bool [1, 1, length, length] of a sliding window, None where it does not matter."""
+    if length <= window:
+        return None
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return (ones.tril() & ones.triu(1 - window))[None, None]
+
+
+AttentionInterface.register(PACKED, packed_attention)

@@ -1,0 +1,256 @@
+"""The LoRA adapter of one policy (PEFT's layers) in a model over a shared base."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from services.trainer.learning.lora_bases import FrozenBase
+from services.trainer.named import Tensors
+from troupe.adapters import AdapterContent, linear_layers, output_layer
+from troupe.adapters.content import PREFIX
+from troupe.checkpoints.format import CheckpointFormat
+from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
+from troupe.checkpoints.verifying import Lineage, verify
+from troupe.job import LoraSpec
+from troupe.rpc import DataLoss, InvalidArgument
+
+# PEFT's name of the only adapter in a model.
+_NAME = "default"
+_INFIX = f".{_NAME}.weight"
+
+
+class Adapter:
+    """What of a model is trained: A and B of every adapted layer, in float32."""
+
+    def __init__(self, module: Any, base: FrozenBase, content: AdapterContent) -> None:
+        """`content`: without tensors; these are the module's."""
+        self.base = base
+        self._about = content
+        self._parameters: dict[str, torch.nn.Parameter] = {
+            f"{PREFIX}{name.removesuffix(_INFIX)}.weight": parameter
+            for name, parameter in module.named_parameters()
+            if ".lora_" in name
+        }
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """In the model's order."""
+        return list(self._parameters.values())
+
+    def weights(self) -> Tensors:
+        """By PEFT's names; not copies."""
+        return {name: p.detach() for name, p in self._parameters.items()}
+
+    def content(self, dtype: torch.dtype) -> AdapterContent:
+        """As it is published: tensors in `dtype`, and what they belong to."""
+        about = self._about
+        return AdapterContent(
+            about.base,
+            about.rank,
+            about.alpha,
+            about.target_modules,
+            about.transposed,
+            {name: t.to(dtype) for name, t in self.weights().items()},
+        )
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy what `weights` gave. Raises ValueError when it is not this adapter's."""
+        found, own = ({n: t.shape for n, t in one.items()} for one in (weights, self._parameters))
+        if wrong := shape_difference(found, own):
+            raise TensorsDoNotFit(f"the weights are not this adapter's: {wrong}")
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+
+    def frozen(self, weights: Mapping[str, torch.Tensor]) -> Any:
+        """A module that computes what `weights` of this adapter would, which no gradient reaches.
+
+        It shares the base's tensors; an adapter that changes nothing (B = 0) is left out.
+        """
+        module = self.base.twin()
+        if any(bool(t.any()) for name, t in weights.items() if ".lora_B." in name):
+            other = _inject(module, self._about, 0.0, self.base)
+            other.load(weights)
+        return module.requires_grad_(False)
+
+
+class _Dropout(torch.nn.Module):
+    """Drops while gradients are computed and never else: models stay in evaluation mode."""
+
+    def __init__(self, fraction: float) -> None:
+        super().__init__()
+        self.fraction = fraction
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(inputs, self.fraction, torch.is_grad_enabled())
+
+
+def adapted_model(policy: str, lora: LoraSpec, base: FrozenBase, seed: int) -> Any:
+    """A model over `base` with an adapter, at `troupe_adapter`: A random by `seed`, B = 0.
+
+    Raises InvalidArgument of kind "lora_invalid", naming the field.
+    """
+    module = base.twin()
+    shapes, unknown = linear_layers(module, lora.target_modules)
+    if unknown or not shapes:
+        raise _unknown_layers(policy, module, unknown)
+    width = int(module.config.get_text_config().hidden_size)
+    if lora.rank > width:
+        raise InvalidArgument(
+            f"the model's hidden size is {width}",
+            kind="lora_invalid",
+            field=f"policies.{policy}.lora.rank",
+            value=lora.rank,
+            remedy=f"Choose a rank up to {width}; 8 to 64 is usual.",
+        )
+    about = AdapterContent(
+        base.checksum,
+        lora.rank,
+        lora.alpha,
+        tuple(sorted({name.rpartition(".")[2] for name in shapes})),
+        any(type(module.get_submodule(name)).__name__ == "Conv1D" for name in shapes),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module.troupe_adapter = _inject(module, about, lora.dropout, base)
+    return module
+
+
+def adapter_of(module: Any) -> Adapter | None:
+    """The adapter of a model that `adapted_model` made; None for any other."""
+    found: Adapter | None = getattr(module, "troupe_adapter", None)
+    return found
+
+
+def _inject(module: Any, about: AdapterContent, dropout: float, base: FrozenBase) -> Adapter:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=about.rank,
+        lora_alpha=about.alpha,
+        target_modules=list(about.target_modules),
+        # A layer of the same name as an adapted one may be the output layer.
+        exclude_modules=[output_layer(module)],
+        fan_in_fan_out=about.transposed,
+        bias="none",
+    )
+    with warnings.catch_warnings():  # it speaks of what we do not use
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(config, module, adapter_name=_NAME)
+    for layer in module.modules():
+        if hasattr(layer, "lora_A"):
+            # In the base's type small steps would round to nothing.
+            layer.lora_A[_NAME].float()
+            layer.lora_B[_NAME].float()
+            if dropout:
+                layer.lora_dropout[_NAME] = _Dropout(dropout)
+    module.eval()
+    return Adapter(module, base, about)
+
+
+def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgument:
+    known, _ = linear_layers(module, "all-linear")
+    leaves = sorted({name.rpartition(".")[2] for name in known})
+    reason = "the model has no such linear layer" if unknown else "the model has no linear layer"
+    stored = CheckpointFormat(module, torch.float32).layout
+    if any(key.endswith(f".experts.0.{name}.weight") for name in unknown for key in stored):
+        reason = (
+            "these are projections of experts, which the model holds stacked in one tensor: an "
+            "adapter sits on linear layers alone"
+        )
+    return InvalidArgument(
+        reason,
+        kind="lora_invalid",
+        field=f"policies.{policy}.lora.target_modules",
+        value=", ".join(unknown) or "all-linear",
+        remedy=f"Choose among: {', '.join(leaves) or 'none'}; the output layer is not adapted.",
+    )
+
+
+# What our adapters never are, by the field of PEFT that says so.
+_FOREIGN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
+
+
+def begin_with(policy: str, lora: LoraSpec, model: Any) -> None:
+    """Load the adapter at `lora.path` into `model`, which has one of that shape.
+
+    Raises InvalidArgument of kind "adapter_unusable", naming the field at fault.
+    """
+    adapter = adapter_of(model)
+    assert adapter is not None  # adapted_model made it
+    assert lora.path is not None  # the caller looked
+    folder = Path(lora.path)
+    field = f"policies.{policy}.lora"
+    _compare(lora, folder, adapter, field)
+    tensors = _tensors(folder, field)
+    try:
+        adapter.load({name: t.to(torch.float32) for name, t in tensors.items()})
+    except ValueError as error:
+        raise _unusable(
+            f"it was made for another model: {error}",
+            f"{field}.path",
+            lora.path,
+            f"Give its base as policies.{policy}.model.path.",
+        ) from error
+
+
+def _compare(lora: LoraSpec, folder: Path, adapter: Adapter, field: str) -> None:
+    """Is it what the job says, and of this base?"""
+    path = f"{field}.path"
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        found = (config["peft_type"], int(config["r"]), float(config["lora_alpha"]))
+        kind, rank, alpha = found
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        missing = "there is no adapter_config.json that can be read"
+        remedy = "Give a directory that PEFT's save_pretrained or `troupe export --adapter` wrote."
+        raise _unusable(missing, path, folder, remedy) from error
+    if kind != "LORA" or any(config.get(name) for name in _FOREIGN):
+        told = kind if kind != "LORA" else next(n for n in _FOREIGN if config.get(n))
+        remedy = "Only plain LoRA adapters can be trained on."
+        raise _unusable(f"it is not plain LoRA ({told})", path, folder, remedy)
+    for name, ours, theirs in (("rank", lora.rank, rank), ("alpha", lora.alpha, alpha)):
+        if ours != theirs:
+            raise _unusable(
+                f"the adapter at {folder} has {name} {theirs:g}",
+                f"{field}.{name}",
+                ours,
+                f"Set it to {theirs:g}.",
+            )
+    lineage = Lineage.read(folder)
+    told = lineage.base_checksum if lineage is not None else ""
+    if told and told != adapter.base.checksum:
+        raise _unusable(
+            f"it was trained on a base with checksum {told}; this one has {adapter.base.checksum}",
+            path,
+            folder,
+            "Give the model (and `dtype`) that the adapter was trained on.",
+        )
+
+
+def _tensors(folder: Path, field: str) -> dict[str, torch.Tensor]:
+    try:
+        verify(folder, ".safetensors")
+        tensors: dict[str, torch.Tensor] = load_file(folder / "adapter_model.safetensors")
+    except (OSError, SafetensorError, DataLoss) as error:
+        raise _unusable(
+            f"adapter_model.safetensors cannot be read: {error}",
+            f"{field}.path",
+            folder,
+            "Save the adapter again.",
+        ) from error
+    return tensors
+
+
+def _unusable(message: str, field: str, value: object, remedy: str) -> InvalidArgument:
+    return InvalidArgument(
+        message, kind="adapter_unusable", field=field, value=value, remedy=remedy
+    )

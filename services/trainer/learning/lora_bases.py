@@ -1,0 +1,104 @@
+"""Frozen weights that the adapters of several policies share: each content once in a process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.trainer.named import distinct_tensors
+from troupe.checkpoints.format import CheckpointFormat, in_float32, keep_float32
+from troupe.job import ModelSpec
+from troupe.transfer import DeferredTensors, checksum_of
+
+Source = tuple[str, ...]
+
+
+class FrozenBase:
+    """A model that is never trained, in the type that engines load, on one device."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._format = CheckpointFormat(module, next(module.parameters()).dtype)
+        # Of `weights()`, which engines of every policy over it load once.
+        self.checksum = checksum_of(self.weights())
+
+    def weights(self) -> DeferredTensors:
+        """What engines load, as a checkpoint has it; made when it is read."""
+        return self._format.of(distinct_tensors(self.module))
+
+    def twin(self) -> Any:
+        """A module of its own over the same tensors: what is put into it changes no other."""
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+
+
+class Bases:
+    """Bases that somebody uses. What nobody uses any more leaves memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_source: weakref.WeakValueDictionary[Source, FrozenBase] = (
+            weakref.WeakValueDictionary()
+        )
+        self._by_content: weakref.WeakValueDictionary[Source, FrozenBase] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def get(
+        self, model: ModelSpec, seed: int, device: torch.device, load: Callable[[], Any]
+    ) -> FrozenBase:
+        """The base that `load` makes of `model`, or the one that is here already.
+
+        `seed` counts for random weights only. Raises what `load` raises.
+        """
+        source = (*_source(model, seed), model.dtype, str(device))
+        with self._lock:
+            known = self._by_source.get(source)
+            if known is None:
+                fresh = FrozenBase(_cast(load(), getattr(torch, model.dtype), device))
+                # Two paths may lead to the same weights.
+                content = (fresh.checksum, _architecture(fresh.module), str(device))
+                known = self._by_content.get(content)
+                if known is None:
+                    known = self._by_content[content] = fresh
+                self._by_source[source] = known
+            return known
+
+
+def _cast(module: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    exact = in_float32(module, dtype)
+    module = module.to(device=device, dtype=dtype).requires_grad_(False)
+    keep_float32(module, exact)
+    return module
+
+
+def _source(model: ModelSpec, seed: int) -> Source:
+    if model.path is not None:
+        return "path", model.path, model.revision or "", *_files(Path(model.path))
+    return "config", json.dumps(model.config, sort_keys=True), str(seed)
+
+
+def _files(directory: Path) -> list[str]:
+    """What changes when other weights are put where a base came from; nothing for a hub's id."""
+    if not directory.is_dir():
+        return []
+    found = sorted((file.name, file.stat()) for file in directory.iterdir() if file.is_file())
+    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found]
+
+
+def _architecture(module: Any) -> str:
+    """The configuration, but for where it came from."""
+    config = {n: v for n, v in module.config.to_dict().items() if not n.startswith("_")}
+    return json.dumps(config, sort_keys=True, default=str)
+
+
+# One per process: the worker's policies are bound one by one.
+BASES = Bases()

@@ -1,0 +1,263 @@
+"""A policy's model and tokenizer, from a directory, a hub id or a configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.trainer.learning.lora import adapted_model, begin_with
+from services.trainer.learning.lora_bases import BASES
+from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
+from troupe.checkpoints.verifying import verify
+from troupe.job import PolicySpec, no_directory
+from troupe.rpc import InvalidArgument
+
+# In the place of a policy's name: random weights that several policies share.
+_BASE = "base"
+_HUB_REMEDY = (
+    "Give an existing directory with config.json and weights, or a hub id ('owner/name') "
+    "that this machine can reach or has in its cache. Relative paths start where the services run."
+)
+
+
+def import_transformers() -> None:
+    """Take the seconds that this needs before the first policy is waited for.
+
+    The Auto classes import by themselves next to nothing: what every architecture needs comes
+    with the first model otherwise.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    for module in ("modeling_utils", "modeling_layers", "activations", "masking_utils"):
+        with contextlib.suppress(ImportError):  # another release: it comes with the model
+            importlib.import_module(f"transformers.{module}")
+
+
+def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
+    """The model of `policy` with its first weights: float32, evaluation mode, on the CPU.
+
+    Random weights depend only on `seed` and the policy's name. Raises InvalidArgument of
+    kind "model_not_found", "model_unreadable", "model_mismatch" (a tensor is missing, superfluous
+    or of another shape), "model_is_adapter" or "model_config_invalid", naming the field.
+    """
+    return _load(policy, spec, policy_seed(seed, policy))
+
+
+def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device) -> Any:
+    """The model of a policy that trains an adapter, over the base that it shares with others of
+    this process: evaluation mode, on `device`.
+
+    A base with random weights depends on `seed` and its configuration alone, the adapter on `seed`
+    and the policy's name. Raises as `load_model`, and InvalidArgument of kind "lora_invalid" or
+    "adapter_unusable".
+    """
+    assert spec.lora is not None  # the caller's choice
+    base = BASES.get(
+        spec.language_model, seed, device, lambda: _load(policy, spec, policy_seed(seed, _BASE))
+    )
+    model = adapted_model(policy, spec.lora, base, policy_seed(seed, policy))
+    if spec.lora.path is not None:
+        begin_with(policy, spec.lora, model)
+    return model
+
+
+def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # standard error carries structured logs
+    source = spec.language_model
+    if source.config is not None:
+        model = _from_config(policy, source.config, seed)
+    else:
+        _refuse_adapter(policy, source.path)
+        assert source.path is not None  # spec: exactly one of path and config
+        try:
+            verify(Path(source.path), ".safetensors")
+            model = load_causal_lm(source.path, revision=source.revision, dtype=torch.float32)
+        except Exception as error:
+            raise _explain(policy, source.path, error) from error
+    model.eval()  # dropout would make every token off-policy
+    return model
+
+
+def load_config(policy: str, spec: PolicySpec) -> Any:
+    """The transformers configuration of `policy`, without any weights. Raises as `load_model`."""
+    from transformers import AutoConfig
+
+    source = spec.language_model
+    if source.config is not None:
+        return _config_of(policy, source.config)
+    assert source.path is not None  # spec: exactly one of path and config
+    try:
+        return AutoConfig.from_pretrained(source.path, revision=source.revision)
+    except Exception as error:
+        raise _explain(policy, source.path, error) from error
+
+
+def outline(policy: str, spec: PolicySpec) -> Any:
+    """The model of `policy` without values: names, shapes and types of what it consists of, which
+    take no memory. Raises as `load_model`."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(policy, spec)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
+    """The tokenizer of `policy`. Raises InvalidArgument of kind "tokenizer_not_found"."""
+    from transformers import AutoTokenizer
+
+    source = spec.language_model.tokenizer_source
+    # The revision is the model's.
+    revision = None if spec.language_model.tokenizer is not None else spec.language_model.revision
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+    except Exception as error:
+        missing = no_directory(source)
+        raise _no_tokenizer(
+            policy,
+            spec,
+            "there is no such directory"
+            if missing
+            else f"no tokenizer could be loaded: {_first_line(error)}",
+        ) from error
+    # Without any file transformers makes a tokenizer that knows its special tokens only.
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise _no_tokenizer(policy, spec, "there is a model, but no tokenizer")
+    return tokenizer
+
+
+def _no_tokenizer(policy: str, spec: PolicySpec, message: str) -> InvalidArgument:
+    return InvalidArgument(
+        message,
+        kind="tokenizer_not_found",
+        field=_tokenizer_field(policy, spec),
+        value=spec.language_model.tokenizer_source,
+        remedy="Give a directory with tokenizer.json, or a hub id that can be reached.",
+    )
+
+
+def check_tokenizer(policy: str, spec: PolicySpec, tokenizer: Any, model: Any) -> None:
+    """Raise InvalidArgument of kind "tokenizer_mismatch" unless the model knows every token.
+
+    A model may have more tokens than its tokenizer (padded vocabularies do).
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= rows:
+        raise InvalidArgument(
+            f"the tokenizer has token ids up to {highest}, the model has {rows} embeddings",
+            kind="tokenizer_mismatch",
+            field=_tokenizer_field(policy, spec),
+            value=spec.language_model.tokenizer_source,
+            remedy=f"Use the model's own tokenizer, or a model with vocab_size > {highest}.",
+        )
+
+
+def positions_of(model: Any) -> int:
+    """Tokens of the longest sequence that `model` was made for; 0 where it does not say."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    found = getattr(text, "max_position_embeddings", 0)
+    return found if isinstance(found, int) else 0
+
+
+def policy_seed(seed: int, policy: str) -> int:
+    """A seed of its own for each policy of a job."""
+    digest = hashlib.sha256(f"{seed}/{policy}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def _from_config(policy: str, values: dict[str, Any], seed: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = _config_of(policy, values)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise _no_model(policy, config.model_type, error) from error
+
+
+def _config_of(policy: str, values: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    settings = dict(values)
+    model_type = settings.pop("model_type", None)
+    if not model_type:
+        raise InvalidArgument(
+            "the configuration has no `model_type`",
+            kind="model_config_invalid",
+            field=f"policies.{policy}.model.config",
+            remedy="Add for example `model_type: qwen3`.",
+        )
+    try:
+        return AutoConfig.for_model(model_type, **settings)
+    except Exception as error:
+        raise _no_model(policy, model_type, error) from error
+
+
+def _refuse_adapter(policy: str, path: str | None) -> None:
+    """Given an adapter, transformers would load the base that it names, unasked."""
+    folder = Path(path or "")
+    if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
+        return
+    raise InvalidArgument(
+        "this is an adapter, without the model that it belongs to",
+        kind="model_is_adapter",
+        field=f"policies.{policy}.model.path",
+        value=path,
+        remedy=f"Give the base model here and this directory as policies.{policy}.lora.path, or "
+        "export the adapter merged (`troupe export --merged`).",
+    )
+
+
+def _no_model(policy: str, model_type: str, error: Exception) -> InvalidArgument:
+    return InvalidArgument(
+        f"no model can be made from it: {_first_line(error)}",
+        kind="model_config_invalid",
+        field=f"policies.{policy}.model.config",
+        value=model_type,
+        remedy="See the transformers documentation of this model type's configuration.",
+    )
+
+
+def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:
+    kind, message = "model_not_found", f"no model could be loaded: {_first_line(error)}"
+    if no_directory(path):
+        message = "there is no such directory"
+    elif isinstance(error, TensorsDoNotFit):
+        kind, message = "model_mismatch", f"the checkpoint is not of its model: {error}"
+        return InvalidArgument(
+            message,
+            kind=kind,
+            field=f"policies.{policy}.model.path",
+            value=path,
+            remedy=error.remedy,
+        )
+    elif not isinstance(error, OSError):
+        kind, message = "model_unreadable", f"the model cannot be read: {_first_line(error)}"
+    return InvalidArgument(
+        message, kind=kind, field=f"policies.{policy}.model.path", value=path, remedy=_HUB_REMEDY
+    )
+
+
+def _tokenizer_field(policy: str, spec: PolicySpec) -> str:
+    leaf = "tokenizer" if spec.language_model.tokenizer is not None else "path"
+    return f"policies.{policy}.model.{leaf}"
+
+
+def _first_line(error: Exception, limit: int = 300) -> str:
+    """The first line, and those after it as long as it announces more; not endless lists."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines.pop(0) if lines else type(error).__name__
+    while lines and text.endswith(":"):
+        text = f"{text} {lines.pop(0)}"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

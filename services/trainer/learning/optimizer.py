@@ -1,0 +1,306 @@
+"""AdamW and its schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from troupe.job import OptimizerSpec
+
+# Binary digits behind the point.
+FRACTION_BITS = 40
+_SCALE = float(1 << FRACTION_BITS)
+_LIMIT = 1 << 63
+# Elements converted at once: on a CPU what stays in its caches.
+_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
+
+
+class NotSummable(ArithmeticError):
+    """A term is not finite, or the sum may leave the range."""
+
+
+class ExactSum:
+    """Element-wise sums of lists of tensors, all lists of the same shapes."""
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        """Zeros in the shapes and on the devices of `like`."""
+        self._sums = [torch.zeros(t.numel(), dtype=torch.int64, device=t.device) for t in like]
+        # By tensor: what no element's magnitude exceeds, in quanta. Python's integers are exact.
+        self._bounds = [0] * len(self._sums)
+
+    def add(self, term: Sequence[torch.Tensor | None]) -> None:
+        """Add one tensor (or nothing) to each sum.
+
+        Raises NotSummable, which depends on the terms but not on their order; then the sums
+        are of no more use before `clear`.
+        """
+        present = [i for i, t in enumerate(term) if t is not None and t.numel()]
+        tensors = [t.detach() for i in present if (t := term[i]) is not None]
+        if not tensors:
+            return
+        for i, peak in zip(present, _peaks(tensors), strict=True):
+            if not math.isfinite(peak):
+                raise NotSummable(f"a gradient is {peak}")
+            self._bounds[i] += int(peak * _SCALE) + 1
+            if self._bounds[i] >= _LIMIT:
+                raise NotSummable(
+                    f"the summed gradient may exceed 2^{63 - FRACTION_BITS}, which deterministic "
+                    "mode cannot add exactly"
+                )
+        for i, tensor in zip(present, tensors, strict=True):
+            flat, total = tensor.reshape(-1), self._sums[i]
+            # Multiplied by a power of two nothing is rounded, in single precision neither.
+            size = _BLOCK.get(flat.device.type, len(flat))
+            for start in range(0, len(flat), size):
+                part = flat[start : start + size] * _SCALE
+                total[start : start + size] += part.round_().to(torch.int64)
+
+    def write(self, into: Sequence[torch.Tensor], divisor: float) -> None:
+        """Store every sum, divided by `divisor`, in the tensor of `into` at its place."""
+        for total, tensor in zip(self._sums, into, strict=True):
+            quotient = total.to(torch.float64).div_(_SCALE * divisor)
+            tensor.copy_(quotient.view_as(tensor))
+
+    def state(self) -> tuple[list[torch.Tensor], list[int]]:
+        """The sums in quanta (int64), not copied, and their bounds."""
+        return self._sums, list(self._bounds)
+
+    @staticmethod
+    def resumed(sums: Sequence[torch.Tensor], bounds: Sequence[int]) -> ExactSum:
+        """Goes on from what `state` gave, without copying it."""
+        found = ExactSum([])
+        found._sums, found._bounds = list(sums), list(bounds)
+        return found
+
+    def clear(self) -> None:
+        """Back to zero."""
+        for total in self._sums:
+            total.zero_()
+        self._bounds = [0] * len(self._sums)
+
+
+def _peaks(tensors: list[torch.Tensor]) -> list[float]:
+    """Largest magnitude of each tensor; NaN where it has one. Waits for the device once."""
+    extremes = [torch.stack(torch.aminmax(t)).abs().amax().to(torch.float64) for t in tensors]
+    return [float(value) for value in torch.stack(extremes).tolist()]
+
+
+class Gradients:
+    """Sums in the parameters' own `.grad`, or exact ones beside them (exact_sum.py)."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        # Made with the first unit: a frozen policy and an ordinary step need none.
+        self._exact: ExactSum | None = None
+
+    def settle(self) -> str:
+        """Move what backward passes left in `.grad` into the exact sums; why not, if it cannot."""
+        if self._exact is None:
+            self._exact = ExactSum(self._parameters)
+        problem = ""
+        try:
+            self._exact.add([parameter.grad for parameter in self._parameters])
+        except NotSummable as error:
+            problem = str(error)
+        self._drop()
+        return problem
+
+    def finish(self, total: int, max_norm: float) -> float:
+        """Divide the sums by `total`, clip them; returns their L2 norm before the clip."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                # Every sample of the step had advantage zero: a step of size zero.
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._exact is not None:
+            self._exact.write(grads, float(total))
+        else:
+            torch._foreach_div_(grads, float(total))
+        return _whole(torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True))
+
+    @torch.no_grad()
+    def weights_norm(self) -> float:
+        """L2 norm of the parameters themselves: not finite where one is not, or is beyond 1e19."""
+        return _whole(torch.nn.utils.get_total_norm(self._parameters, foreach=True))
+
+    def discard(self) -> None:
+        """Back to nothing."""
+        self._drop()
+        if self._exact is not None:
+            self._exact.clear()
+
+    def state(self) -> tuple[dict[str, torch.Tensor], list[int]]:
+        """What has accumulated: tensors, not copied, and the bounds of exact sums, if any."""
+        found = {
+            f"{i}": parameter.grad
+            for i, parameter in enumerate(self._parameters)
+            if parameter.grad is not None
+        }
+        if self._exact is None:
+            return found, []
+        sums, bounds = self._exact.state()
+        return found | {f"exact/{i}": total for i, total in enumerate(sums)}, bounds
+
+    def restore(self, tensors: dict[str, torch.Tensor], bounds: list[int]) -> None:
+        """Take over what `state` gave, without copying it."""
+        self._drop()
+        for i, parameter in enumerate(self._parameters):
+            parameter.grad = tensors.get(f"{i}")
+        self._exact = None
+        if bounds:
+            self._exact = ExactSum.resumed(
+                [tensors[f"exact/{i}"] for i in range(len(bounds))], bounds
+            )
+
+    def _drop(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def _whole(norm: torch.Tensor) -> float:
+    # Of a sharded model: this rank's term of it.
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+Generators = dict[str, torch.Tensor]
+# What they are called.
+NAMES = frozenset({"torch", "numpy", "numpy_gauss", "cuda"})
+
+
+def capture(device: torch.device) -> Generators:
+    """What torch (on the CPU and on `device`) and numpy would draw next; a copy."""
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    numbers = np.concatenate([np.asarray(keys, np.int64), [position, has_gauss]])
+    found = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(numbers),
+        "numpy_gauss": torch.tensor(gauss, dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def restore(generators: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Inverse of `capture`; generators that are not in it stay as they are."""
+    if "torch" in generators:
+        torch.set_rng_state(generators["torch"])
+    if "numpy" in generators:
+        numbers = generators["numpy"].numpy()
+        gauss = float(generators["numpy_gauss"])
+        keys, (position, has_gauss) = numbers[:-2].astype(np.uint32), map(int, numbers[-2:])
+        np.random.set_state(("MT19937", keys, position, has_gauss, gauss))
+    if "cuda" in generators and device.type == "cuda":
+        torch.cuda.set_rng_state(generators["cuda"], device)
+
+
+def seeded(value: int, device: torch.device) -> Generators:
+    """Generators that start from `value`; the process' own stay as they are."""
+    before = capture(device)
+    try:
+        torch.manual_seed(value)
+        np.random.seed(value % (1 << 32))
+        return capture(device)
+    finally:
+        restore(before, device)
+
+
+class Randomness:
+    """The generators of one policy: `committed` with its version, and where its step is."""
+
+    def __init__(self, generators: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._device = device
+        self.committed: Generators = dict(generators)
+        self.now: Generators = dict(generators)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """What is drawn inside comes from this policy's generators. In the compute thread."""
+        before = capture(self._device)
+        restore(self.now, self._device)
+        try:
+            yield
+        finally:
+            self.now = capture(self._device)
+            restore(before, self._device)
+
+    def commit(self) -> None:
+        """The step that drew was committed."""
+        self.committed = self.now
+
+    def rewind(self) -> None:
+        """The step that drew is given up: go back to the version's."""
+        self.now = self.committed
+
+
+Moments = dict[str, torch.Tensor]
+
+
+def learning_rate(spec: OptimizerSpec, applied: int, total: int) -> float:
+    """The rate of the step after `applied` steps of at most `total`.
+
+    A function of the version alone, so a resumed job needs no scheduler state.
+    """
+    if applied < spec.warmup_steps:
+        return spec.lr * (applied + 1) / spec.warmup_steps
+    span = max(1, total - 1 - spec.warmup_steps)
+    progress = min(1.0, (applied - spec.warmup_steps) / span)
+    floor = spec.final_lr_fraction
+    if spec.schedule == "linear":
+        return spec.lr * (1.0 - (1.0 - floor) * progress)
+    if spec.schedule == "cosine":
+        return spec.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return spec.lr
+
+
+def make_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
+    """AdamW over what is trained; matrices decay, norms and biases do not."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=spec.lr,
+        betas=spec.betas,
+        eps=spec.eps,
+        fused=True,
+    )
+
+
+def export_moments(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> Moments:
+    """The optimizer's state by `{slot}/{parameter}`; empty before the first step. Not a copy."""
+    moments: Moments = {}
+    for name, parameter in model.named_parameters():
+        state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+        for slot, value in state.items():
+            moments[f"{slot}/{name}"] = value
+    return moments
+
+
+def import_moments(
+    model: torch.nn.Module,
+    optimizer: torch.optim.AdamW,
+    moments: Mapping[str, torch.Tensor],
+    *,
+    copy: bool = True,
+) -> None:
+    """Inverse of `export_moments`; forgets what the optimizer had before.
+
+    Without `copy` the optimizer goes on in the tensors themselves, where they are on its device.
+    """
+    parameters = dict(model.named_parameters())
+    optimizer.state.clear()
+    for key, value in moments.items():
+        slot, _, name = key.partition("/")
+        parameter = parameters[name]
+        # AdamW keeps `step` in float32, the moments in the parameter's type.
+        device = parameter.device
+        optimizer.state.setdefault(parameter, {})[slot] = value.to(device, copy=copy)

@@ -1,0 +1,196 @@
+"""Samples as the trainer computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from troupe import tensors
+from troupe.job import AlgorithmSpec
+from troupe.job.algorithm import TEAM_COLUMN
+from troupe.rpc import FailedPrecondition
+from troupe.v1 import experience_store_pb2 as store_pb
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample of the policy being trained."""
+
+    sample_id: str
+    # int64 [prompt_len + response_len]
+    ids: Ints
+    prompt_length: int
+    # float32 [response_len]: log-probs under the engine that generated the response.
+    behaviour: Floats
+    reward: float
+    # Rewards of its whole group, its own included.
+    group_rewards: tuple[float, ...]
+    # Version that generated its first token.
+    version: int
+    # What the logits were divided by when `behaviour` was taken.
+    temperature: float = 1.0
+    # Samples of one group share a baseline; unique within the step.
+    group: str = ""
+    trajectory: str = ""
+    agent: str = ""
+    # Steps that have trained it before.
+    uses: int = 0
+    # float32 [response_len]: log-probs under the first version, if the sample brings them.
+    reference: Floats | None = None
+    # Position among the turns of its trajectory.
+    turn: int = 0
+    # Turns of one trajectory and agent with equal `chain` follow one another.
+    chain: str = ""
+    # Whether `reward` is this turn's, not its agent's for the whole trajectory.
+    own_reward: bool = False
+    # What the turn earned, and its agent in the whole trajectory, for a critic; None: not known.
+    earned: float | None = None
+    final: float | None = None
+    # int64 [n]: what the other agents had seen and said, for a critic that observes the team.
+    context: Ints | None = None
+    # What the trainer adds. float64 [response_len]: advantages, where they differ by token.
+    advantages: np.ndarray[Any, np.dtype[np.float64]] | None = None
+    # [response_len]: log-probs under the weights that the step began with, once they have moved.
+    old: np.ndarray[Any, np.dtype[Any]] | None = None
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return len(self.ids)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens that carry the loss."""
+        return len(self.ids) - self.prompt_length
+
+
+# Loads the value of a column that is kept by reference, from its key.
+Load = Callable[[str], np.ndarray[Any, Any]]
+# A column that spares the trainer the forward pass of the first version.
+REFERENCE_COLUMN = "reference_logprobs"
+
+
+def columns_of(algorithm: AlgorithmSpec) -> frozenset[str]:
+    """The columns that training on samples may need."""
+    critic = algorithm.value_function
+    found = {REFERENCE_COLUMN} if algorithm.kl_coefficient > 0 else set()
+    return frozenset(found | ({TEAM_COLUMN} if critic and critic.observes == "team" else set()))
+
+
+def parse_rows(
+    claimed: Iterable[store_pb.ClaimedSample],
+    vocabulary: int,
+    load: Load | None = None,
+    columns: Collection[str] = (REFERENCE_COLUMN,),
+    *,
+    longest: int = 0,
+) -> list[Row]:
+    """The rows of a claim in the order of their ids, whatever order they were claimed in.
+
+    `longest`: tokens that the model has positions for; 0: not known. With `load` also those of
+    `columns` that they have. Raises ChecksumError, FailedPrecondition of kind "malformed_sample",
+    or what `load` raises.
+    """
+    rows = [_parse(item, load, columns) for item in claimed]
+    for row in rows:
+        for ids in (row.ids, row.context):
+            if ids is not None and ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
+                text = (
+                    f"token id {int(ids.max())} is outside the policy's vocabulary of {vocabulary}"
+                )
+                remedy = "Check that engine and trainer use the same model and tokenizer."
+                raise malformed(row.sample_id, text, remedy)
+        if longest and len(row.ids) > longest:
+            raise malformed(
+                row.sample_id,
+                f"it has {len(row.ids)} tokens, the policy's model has positions for {longest}",
+                "Lower `engine.max_context`, or use a model with a longer context.",
+            )
+    return sorted(rows, key=lambda row: row.sample_id)
+
+
+def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[str]) -> Row:
+    sample = item.sample
+    prompt = tensors.from_proto(sample.prompt_ids)
+    response = tensors.from_proto(sample.response_ids)
+    behaviour = tensors.from_proto(sample.logprobs).astype(np.float32, copy=False)
+    brought = {} if load is None else {n: column_of(sample, n, load) for n in columns}
+    reference = _floats(brought.get(REFERENCE_COLUMN))
+    context = brought.get(TEAM_COLUMN)
+    scores = {"logprobs": behaviour, REFERENCE_COLUMN: reference}
+    arrays = {"prompt_ids": prompt, "response_ids": response, TEAM_COLUMN: context, **scores}
+    for name, array in arrays.items():
+        if array is not None and array.ndim != 1:
+            raise malformed(sample.sample_id, f"{name} has shape {list(array.shape)}", _BUG)
+    for name, array in scores.items():
+        if array is not None and len(array) != len(response):
+            text = f"{len(response)} response tokens but {len(array)} {name}"
+            raise malformed(sample.sample_id, text, _BUG)
+    if len(prompt) == 0:
+        raise malformed(sample.sample_id, "the prompt is empty", "Begin prompts with a token.")
+    if not sample.HasField("reward"):
+        raise malformed(sample.sample_id, "it has no reward", _BUG)
+    return Row(
+        sample_id=sample.sample_id,
+        ids=np.concatenate([prompt, response]).astype(np.int64, copy=False),
+        prompt_length=len(prompt),
+        behaviour=behaviour,
+        reward=sample.reward,
+        # Sorted: a mean of them must not depend on how the members are called.
+        group_rewards=tuple(sorted(item.group_rewards)) or (sample.reward,),
+        version=sample.versions[0].version if sample.versions else 0,
+        # Engines report greedy responses under the plain distribution.
+        temperature=sample.temperature if sample.temperature > 0 else 1.0,
+        group=f"{sample.query_id}\t{sample.group_id}",
+        trajectory=sample.trajectory_id,
+        agent=sample.agent,
+        uses=sample.uses,
+        reference=reference,
+        turn=sample.turn,
+        chain=sample.chain,
+        own_reward=sample.own_reward,
+        earned=sample.earned if sample.HasField("earned") else None,
+        final=sample.final_reward if sample.HasField("final_reward") else None,
+        context=None if context is None else context.astype(np.int64, copy=False),
+    )
+
+
+def _floats(values: np.ndarray[Any, Any] | None) -> Floats | None:
+    return None if values is None else values.astype(np.float32, copy=False)
+
+
+def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any, Any] | None:
+    """An array that a sample brings, if it does. Raises as `parse_rows`."""
+    if name not in sample.columns:
+        return None
+    column = sample.columns[name]
+    match column.WhichOneof("value"):
+        case "tensor":
+            value = tensors.from_proto(column.tensor)
+        case "ref":
+            value = load(column.ref)
+        case _:
+            text = f"{name} is no tensor"
+            raise malformed(sample.sample_id, text, "Append an array of one axis.")
+    return value
+
+
+def response_lengths(rows: Sequence[Row]) -> list[int]:
+    """Response length of each row."""
+    return [row.response_length for row in rows]
+
+
+_BUG = "This is a fault of the service that appended the sample; report it with the sample id."
+
+
+def malformed(sample_id: str, message: str, remedy: str) -> FailedPrecondition:
+    """The error of kind "malformed_sample"."""
+    return FailedPrecondition(
+        message, kind="malformed_sample", field="sample_id", value=sample_id, remedy=remedy
+    )

@@ -1,0 +1,245 @@
+"""Checkpoints that `transformers` loads: `{data_dir}/{job}/checkpoints/{policy}/v{version}`.
+
+Of a policy that trains an adapter they are what PEFT loads. A base that no path leads to (its
+weights were random) is written once, beside them: `checkpoints/.base/{checksum}`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.trainer.learning.lora import Adapter, adapter_of
+from services.trainer.named import distinct_tensors
+from services.trainer.state.training_state import StateStore, reported, sync_directory, sync_file
+from services.trainer.versions import Versions
+from troupe.checkpoints.format import CheckpointFormat, is_transformers
+from troupe.checkpoints.kept import prune
+from troupe.checkpoints.verifying import Lineage, digests
+from troupe.checkpoints.writing import write_checkpoint
+from troupe.job import JobSpec
+from troupe.rpc import FailedPrecondition
+from troupe.transfer.checksum import checksum_of, dtype_name
+
+# The tensors that engines load, where a checkpoint's own are not the same.
+PUBLISHED: Final = "published.safetensors"
+
+
+def checkpoint_path(root: Path, job_id: str, policy: str, version: int) -> Path:
+    """Where a checkpoint is, or would be."""
+    return root / job_id / "checkpoints" / policy / f"v{version}"
+
+
+def save_checkpoint(
+    path: Path,
+    model: Any,
+    weights: Mapping[str, torch.Tensor],
+    tokenizer: Any,
+    *,
+    keep: int | None,
+    lineage: Lineage | None = None,
+    published: Mapping[str, torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Write `weights` in the format of `model` with its tokenizer, if it has one; returns the size
+    in bytes.
+
+    `lineage`: where they come from, kept beside them. `published`: these tensors, too, to the bit,
+    in `PUBLISHED` if no other file has them. `dtype`: what floating-point tensors are written in;
+    default: their own.
+
+    A checkpoint that is there already stays as it is. Of its siblings the `keep` newest stay, or
+    all.
+    Raises ResourceExhausted ("storage_full") or FailedPrecondition ("storage_unwritable");
+    then no half checkpoint is left and older ones are untouched.
+    """
+    adapter = adapter_of(model)
+    dtype = dtype or next(t.dtype for t in weights.values() if t.is_floating_point())
+
+    def fill(folder: Path) -> None:
+        if adapter is not None:
+            base = _base_path(path, adapter, lineage, tokenizer)
+            about = adapter.content(torch.float32).peft_config(base)
+            (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+            tensors = {name: t.to(dtype).contiguous() for name, t in weights.items()}
+            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        else:
+            _write_model(folder, model, weights, dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if published is not None and not _holds(folder, published):
+            save_file(dict(published), folder / PUBLISHED)
+        if lineage is not None:
+            replace(lineage, files=digests(folder)).write(folder)
+
+    _write_whole(path, fill)
+    if keep is not None:
+        prune(path.parent, keep)
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def lineage_of(
+    spec: JobSpec, job_id: str, policy: str, version: int, step: int, checksum: str, model: Any
+) -> Lineage:
+    """What is known of a version; `step`: the one that made it, -1 for the first weights."""
+    source, adapter = spec.policies[policy], adapter_of(model)
+    algorithm = f"{spec.algorithm.loss}, {spec.algorithm.advantage}"
+    if source.network is not None:
+        algorithm = source.network.learning.paradigm
+    return Lineage(
+        job_id=job_id,
+        job=spec.name,
+        policy=policy,
+        version=version,
+        step=step,
+        checksum=checksum,
+        base_model="" if source.model is None else source.model.path or "",
+        base_checksum=adapter.base.checksum if adapter is not None else "",
+        algorithm=algorithm,
+    )
+
+
+def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
+    """Have `fill` write the files of a directory that appears complete or not at all."""
+    if path.is_dir():
+        return
+    temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    with reported(path.parent, "a checkpoint"):
+        try:
+            temp.mkdir(parents=True)
+            fill(temp)
+            for file in temp.rglob("*"):
+                if file.is_file():
+                    sync_file(file)
+            temp.rename(path)
+            sync_directory(path.parent)
+        except Exception:
+            if not path.is_dir():  # else another worker was first: policies share a base
+                raise
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
+    # Of whoever was killed at it, or comes too late.
+    for left in path.parent.glob(f".{path.name}.*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a file of weights in `folder` consists of just these."""
+    wanted = checksum_of(dict(tensors))
+    return any(checksum_of(load_file(file)) == wanted for file in folder.glob("*.safetensors"))
+
+
+def _write_model(
+    folder: Path, model: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    if is_transformers(model):
+        # All that belongs to it but its weights, of which the library would make a second copy.
+        model.save_pretrained(folder, state_dict={})
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        write_checkpoint(folder, CheckpointFormat(model, dtype).of(weights))
+    else:
+        cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
+        model.save_pretrained(folder, state_dict=cast)
+    _name_dtype(folder / "config.json", dtype)
+
+
+def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer: Any) -> str:
+    """Where the base under an adapter is, written there if it is nowhere else."""
+    if lineage is not None and (base := lineage.base_model):
+        # Who loads the adapter is somewhere else.
+        return str(Path(base).absolute()) if Path(base).is_dir() else base
+    place = path.parent.parent / ".base" / adapter.base.checksum
+
+    def fill(folder: Path) -> None:
+        module = adapter.base.module
+        dtype = next(module.parameters()).dtype
+        _write_model(folder, module, distinct_tensors(module), dtype)
+        tokenizer.save_pretrained(folder)
+
+    _write_whole(place, fill)
+    return str(place)
+
+
+def _name_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Say in the configuration what the weights are; it speaks of the model in training."""
+    values = json.loads(config.read_text())
+    values["dtype"] = dtype_name(dtype)
+    config.write_text(json.dumps(values, indent=2) + "\n")
+
+
+class Checkpoints:
+    """Makes checkpoints of kept states, or of the weights that a frozen policy has."""
+
+    def __init__(
+        self, spec: JobSpec, data_dir: Path, states: StateStore, versions: Versions
+    ) -> None:
+        self._spec = spec
+        self._data_dir = data_dir
+        self._states, self._versions = states, versions
+
+    def save(self, version: int) -> tuple[str, int]:
+        """Write the checkpoint of a kept version: its path and bytes. Blocking, in any thread.
+
+        Raises FailedPrecondition of kind "version_not_kept", ResourceExhausted of kind
+        "storage_full".
+        """
+        path = checkpoint_path(self._data_dir, self._states.job_id, self._states.policy, version)
+        return str(path), self.write(path, version, keep=self._spec.checkpoint.keep)
+
+    def write(
+        self,
+        path: Path,
+        version: int,
+        *,
+        keep: int | None = None,
+        published: dict[str, torch.Tensor] | None = None,
+    ) -> int:
+        """Write the checkpoint of a kept version to `path`; returns its bytes. Raises as `save`.
+
+        Of its siblings the `keep` newest stay, or all. `published`: the version as engines load it,
+        kept exactly.
+        """
+        states, versions = self._states, self._versions
+        job_id, name = states.job_id, states.policy
+        policy = self._spec.policies[name]
+        weights: dict[str, torch.Tensor] = {}
+        committed = version == versions.committed
+        step, checksum = -1, versions.weights.checksum if committed else ""
+        if not path.is_dir():
+            if states.exists(version):
+                state = states.load(version, checksum)
+                weights, step, checksum = state.weights, state.frontier.step, state.checksum
+            elif not policy.trainable and committed:
+                weights = versions.learner.weights()
+            else:
+                kept = ", ".join(map(str, states.versions())) or "none"
+                raise FailedPrecondition(
+                    f"version {version} of policy {name} is not kept",
+                    kind="version_not_kept",
+                    field="version",
+                    value=version,
+                    remedy=f"Ask for one of: {kept}.",
+                )
+        dtype = torch.float32
+        if policy.network is None:
+            dtype = getattr(torch, policy.language_model.dtype)
+        model = versions.learner.model
+        lineage = lineage_of(self._spec, job_id, name, version, step, checksum, model)
+        return save_checkpoint(
+            path,
+            model,
+            weights,
+            versions.tokenizer,
+            keep=keep,
+            lineage=lineage,
+            published=published,
+            dtype=dtype,
+        )

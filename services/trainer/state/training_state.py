@@ -1,0 +1,320 @@
+"""Training state on disk: everything that a step changes, one directory per version.
+
+`{data_dir}/{job}/state/{policy}/v{version}-{checksum}/` with weights.safetensors,
+optimizer.safetensors, random.safetensors and state.json; of a gang with a part of weights and
+optimizer from every rank instead (gang/sharded_state.py). A directory appears under its name only
+when it is complete; two attempts at one version do not overwrite each other, since the checksum of
+the published weights is part of the name, and the ledger says which one counts.
+
+The learning rate is a function of the version, so the scheduler has no state to keep. What a
+version was trained on is kept with it: `Frontier`, which must be what the commit says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from troupe.checkpoints.kept import remove
+from troupe.disks import is_full, system_error
+from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted, TroupeError
+from troupe.transfer import checksum_of
+
+
+@contextlib.contextmanager
+def in_memory(path: Path, what: str) -> Iterator[None]:
+    """Turn a write into host memory that fails for want of room into ResourceExhausted of kind
+    "storage_full"."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        found = system_error(error)
+        if found is None or not is_full(found):
+            raise
+        raise ResourceExhausted(
+            f"no room in {path.parent} for {what} that a gang hands over",
+            kind="storage_full",
+            field="directory",
+            value=path.parent,
+            remedy="Free space there, or give the container more of it (`--shm-size`): it takes a "
+            "whole copy of weights and optimizer.",
+        ) from error
+
+
+@contextlib.contextmanager
+def reported(directory: Path, what: str) -> Iterator[None]:
+    """Turn a failed write into a typed error: ResourceExhausted of kind "storage_full", or
+    FailedPrecondition of kind "storage_unwritable"."""
+    try:
+        yield
+    except TroupeError:
+        raise
+    except Exception as error:  # tokenizers raises no other
+        found = system_error(error)
+        if found is None and not isinstance(error, SafetensorError):
+            raise
+        if found is not None and is_full(found):
+            raise ResourceExhausted(
+                f"no room for {what} in {directory}",
+                kind="storage_full",
+                field="data_dir",
+                value=directory,
+                remedy="Free space there, then resume; nothing that was finished is lost.",
+            ) from error
+        raise FailedPrecondition(
+            f"{what} cannot be written to {directory}: {error}",
+            kind="storage_unwritable",
+            field="data_dir",
+            value=directory,
+            remedy="Make the directory writable for the trainer, or set TROUPE_DATA_DIR.",
+        ) from error
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the file's bytes are on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in `path` are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_NAME = re.compile(r"v([0-9]+)-([0-9a-f]{12})")
+_UNFINISHED = re.compile(r"\.v([0-9]+)-")
+# 2: random generators and the frontier. States of format 1 are read as if they had none.
+# 3: weights and optimizer in parts; what one device writes is still of format 2.
+FORMAT = 3
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Up to where a version has trained: consistent with weights, optimizer and generators."""
+
+    # Step whose samples made this version; -1: none, these are the first weights.
+    step: int = -1
+    # The commit's `samples_digest`.
+    samples_digest: int | None = None
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """One version of a policy, ready to go on from."""
+
+    version: int
+    # Of the weights as published to engines (the ledger's).
+    checksum: str
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+    # What random generators draw next (randomness.py).
+    generators: dict[str, torch.Tensor] = field(default_factory=dict)
+    frontier: Frontier = Frontier()
+    # Instead of weights and moments: writes them into a directory in parts, and gives the
+    # checksums of the files.
+    write_parts: Callable[[Path], dict[str, str]] | None = None
+    # Where it was read from.
+    path: Path | None = None
+
+
+class StateStore:
+    """The kept versions of one policy's training state."""
+
+    def __init__(self, root: Path, job_id: str, policy: str, *, sync: bool = True) -> None:
+        self._directory = root / job_id / "state" / policy
+        self._sync = sync
+        self.job_id, self.policy = job_id, policy
+
+    def versions(self) -> list[int]:
+        """Versions that are here, ascending."""
+        return sorted({version for version, _, _ in self._entries()})
+
+    def save(self, state: TrainingState) -> Path:
+        """Make `state` durable. Raises ResourceExhausted ("storage_full"); what was there stays."""
+        target = self._directory / f"v{state.version}-{state.checksum[:12]}"
+        parts = {"random": _plain(state.generators)}
+        if state.write_parts is None:
+            parts |= {"weights": _plain(state.weights), "optimizer": _plain(state.moments)}
+        digest = state.frontier.samples_digest
+        meta: dict[str, Any] = {
+            "format": FORMAT if state.write_parts else FORMAT - 1,
+            "version": state.version,
+            "checksum": state.checksum,
+            "step": state.frontier.step,
+            "samples_digest": None if digest is None else f"{digest:016x}",
+            **{name: checksum_of(tensors) for name, tensors in parts.items()},
+        }
+        if self._is(target, meta):
+            return target
+        with self._filling(target) as folder:
+            for name, tensors in parts.items():
+                save_file(tensors, folder / f"{name}.safetensors")
+            if state.write_parts is not None:
+                meta["parts"] = state.write_parts(folder)
+            (folder / "state.json").write_text(json.dumps(meta))
+        return target
+
+    def load(self, version: int, checksum: str = "", *, whole: bool = True) -> TrainingState:
+        """The state of `version`; with `checksum`, the one that the ledger means.
+
+        `whole`: with all weights and moments; else they are only verified, for ranks that read
+        their parts from its `path`. Raises FailedPrecondition of kind "state_not_found", or
+        DataLoss of kind "state_corrupt".
+        """
+        for path in self._matching(version, checksum):
+            return self._read(path, version, checksum, whole)
+        raise FailedPrecondition(
+            f"no training state of policy {self.policy} at version {version} "
+            f"with checksum {checksum or '(any)'} is kept in {self._directory}",
+            kind="state_not_found",
+            field="version",
+            value=version,
+            remedy="Give all trainer workers the same data_dir (TROUPE_DATA_DIR); kept here: "
+            f"{', '.join(map(str, self.versions())) or 'none'}.",
+        )
+
+    def exists(self, version: int, checksum: str = "") -> bool:
+        """Whether `load` would find something."""
+        return any(True for _ in self._matching(version, checksum))
+
+    def find(self, version: int, checksum: str = "") -> Path | None:
+        """The directory that `load` would read; None when there is none."""
+        return next(self._matching(version, checksum), None)
+
+    def take_in(self, name: str, files: Mapping[str, memoryview]) -> None:
+        """Keep a directory of another store, whole or not at all; `load` will verify it.
+
+        Raises DataLoss of kind "state_corrupt" for what is no state's, ResourceExhausted.
+        """
+        paths = {part: Path(part) for part in files}
+        outside = any(p.is_absolute() or ".." in p.parts for p in paths.values())
+        if outside or not _NAME.fullmatch(name):
+            raise DataLoss(f"'{name}' is no training state", kind="state_corrupt", value=name)
+        with self._filling(self._directory / name) as folder:
+            for part, path in paths.items():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(files[part])
+
+    def prune(self, newest: int, keep: int, *, first: bool = False) -> None:
+        """Delete versions but the `keep` newest up to `newest`; `first`: keep version 0 too."""
+        for version, _, path in list(self._entries()):
+            if version > newest - keep or (first and version == 0):
+                continue
+            remove(path)
+        # What a save left behind that was killed, or another `prune`; whoever else is at it is
+        # superseded.
+        for path in self._directory.glob(".v*"):
+            match = _UNFINISHED.match(path.name)
+            if match and int(match[1]) <= newest:
+                shutil.rmtree(path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _filling(self, target: Path) -> Iterator[Path]:
+        """A folder that becomes `target` once it is filled, or leaves what was there alone."""
+        temp = self._directory / f".{target.name}.{secrets.token_hex(4)}.tmp"
+        with reported(self._directory, "training state"):
+            try:
+                temp.mkdir(parents=True)
+                yield temp
+                if self._sync:
+                    for file in temp.rglob("*"):
+                        if file.is_file():
+                            sync_file(file)
+                # An attempt that was never committed may have published the same bits and
+                # still differ: in precision below the published type, or in its samples.
+                old = temp.with_suffix(".old")
+                with contextlib.suppress(FileNotFoundError):
+                    target.rename(old)
+                temp.rename(target)
+                shutil.rmtree(old, ignore_errors=True)
+                if self._sync:
+                    sync_directory(self._directory)
+            finally:
+                shutil.rmtree(temp, ignore_errors=True)
+
+    def _is(self, path: Path, meta: dict[str, Any]) -> bool:
+        """Whether `path` holds exactly what `meta` says."""
+        try:
+            return bool(json.loads((path / "state.json").read_text()) == meta)
+        except (OSError, ValueError):
+            return False
+
+    def _matching(self, version: int, checksum: str) -> Iterator[Path]:
+        for found, short, path in self._entries():
+            if found == version and (not checksum or short == checksum[:12]):
+                yield path
+
+    def _entries(self) -> Iterator[tuple[int, str, Path]]:
+        if not self._directory.is_dir():
+            return
+        for path in sorted(self._directory.iterdir()):
+            if match := _NAME.fullmatch(path.name):
+                yield int(match[1]), match[2], path
+
+    def _read(self, path: Path, version: int, checksum: str, whole: bool) -> TrainingState:
+        try:
+            meta = json.loads((path / "state.json").read_text())
+            if meta["format"] > FORMAT:
+                raise ValueError(f"its format {meta['format']} is of a newer version of Troupe")
+            names = ["random"] if meta["format"] > 1 else []
+            if "parts" not in meta:
+                names += ["weights", "optimizer"]
+            # Mapped: bytes that nobody looks at are not in memory.
+            parts = {name: load_file(path / f"{name}.safetensors") for name in names}
+            if any(meta[name] != checksum_of(tensors) for name, tensors in parts.items()):
+                raise ValueError("its bytes do not match their checksums")
+            if "parts" in meta:
+                parts |= _joined(path, meta["parts"], whole)
+            digest = meta.get("samples_digest")
+            frontier = Frontier(meta.get("step", -1), None if digest is None else int(digest, 16))
+            if meta["version"] != version or (checksum and meta["checksum"] != checksum):
+                raise ValueError("it holds another version than its name says")
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise DataLoss(
+                f"training state {path} cannot be used: {error}",
+                kind="state_corrupt",
+                field="version",
+                value=version,
+                remedy="Restore the directory from a copy and resume the job; or begin a new one "
+                "with the newest checkpoint as its policy's `model.path`.",
+            ) from error
+        return TrainingState(
+            version,
+            meta["checksum"],
+            parts["weights"],
+            parts["optimizer"],
+            parts.get("random", {}),
+            frontier,
+            path=path,
+        )
+
+
+def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+
+
+def _joined(path: Path, files: Mapping[str, str], whole: bool) -> dict[str, dict[str, Any]]:
+    """Weights and optimizer that a gang wrote in parts. Raises ValueError for other bytes."""
+    # Imports more than who never meets a gang should pay for.
+    from services.trainer.gang.sharded_state import file_checksum, read_whole, split
+
+    if any(file_checksum(path / name) != checksum for name, checksum in files.items()):
+        raise ValueError("its bytes do not match their checksums")
+    found = split(read_whole(path)) if whole else ({}, {})
+    return dict(zip(("weights", "optimizer"), found, strict=True))

@@ -1,0 +1,236 @@
+"""What can go wrong, one class per kind: `inject` breaks something, `heal` mends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from typing import Final, Protocol
+
+import psutil
+
+from testbed.chaos.house import House, Life
+from testbed.chaos.network import Pair, wire
+from testbed.chaos.proxy import Link
+from testbed.chaos.schedule import (
+    DELAY,
+    FREEZE,
+    FULL_QUEUE,
+    PARTITION,
+    SLOW_DISK,
+    STALL,
+    PlannedFault,
+)
+from troupe.rpc.errors import DeadlineExceeded
+
+_DEATH_SECONDS: Final = 10.0
+# What a disk is asked to make durable. `write` is left out: it is also how sockets are written to.
+_DISK_CALLS: Final = "fsync,fdatasync,sync_file_range,rename,renameat,renameat2,unlink"
+_DISK_DELAY_SECONDS: Final = 0.5
+_LATE_SECONDS: Final = 0.15
+
+
+class Fault(Protocol):
+    """Something broken."""
+
+    kind: str
+    victim: str
+    # How it is done, where that is not the same on every machine.
+    means: str
+
+    async def inject(self, house: House) -> None:
+        """Break it."""
+
+    async def heal(self, house: House) -> None:
+        """Mend it. Harmless when nothing is broken, or nothing is there any more."""
+
+
+async def kill(life: Life) -> None:
+    """SIGKILL, and wait until the process is really gone.
+
+    Raises `DeadlineExceeded` when it is not gone within seconds.
+    """
+    process = life.process()
+    if process is not None:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + _DEATH_SECONDS
+    while life.process() is not None:
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"does not die within {_DEATH_SECONDS:g} s.", field="service", value=life.service
+            )
+        await asyncio.sleep(0.005)
+
+
+class Stall:
+    """A process that does nothing for a while (SIGSTOP): its connections stay, nobody answers."""
+
+    kind = STALL
+    means = "SIGSTOP"
+
+    def __init__(self, victim: str) -> None:
+        """`victim` is a process."""
+        self.victim = victim
+        self._life: Life | None = None
+
+    async def inject(self, house: House) -> None:
+        """Stop it."""
+        self._life = house.life(self.victim)
+        self._send(signal.SIGSTOP)
+
+    async def heal(self, house: House) -> None:
+        """Let it go on."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._life is not None and (process := self._life.process()) is not None:
+            for one in self._those_of(process):
+                with suppress(psutil.NoSuchProcess):
+                    one.send_signal(number)
+
+    def _those_of(self, process: psutil.Process) -> list[psutil.Process]:
+        return [process]
+
+
+class Freeze(Stall):
+    """A service that is taken for dead, and then goes on as if nothing had been: it and all its
+    processes stand still, as on a machine that is paused."""
+
+    kind = FREEZE
+
+    def _those_of(self, process: psutil.Process) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return [process, *process.children(recursive=True)]
+        return []
+
+
+class SlowDisk:
+    """A disk that takes half a second for whatever a process wants to be durable.
+
+    With `strace` the system calls themselves are late; without it the process is stopped instead.
+    """
+
+    kind = SLOW_DISK
+
+    def __init__(self, victim: str) -> None:
+        """`victim` is a process that writes."""
+        self.victim = victim
+        self._strace = shutil.which("strace")
+        self.means = "strace" if self._strace else "SIGSTOP"
+        self._stall = Stall(victim)
+        self._tracer: asyncio.subprocess.Process | None = None
+
+    async def inject(self, house: House) -> None:
+        """Slow it down."""
+        life = house.life(self.victim)
+        if life is None:
+            return
+        if self._strace is None:
+            await self._stall.inject(house)
+            return
+        micros = round(_DISK_DELAY_SECONDS * 1e6)
+        self._tracer = await asyncio.create_subprocess_exec(
+            self._strace,
+            *("-f", "-qqq", "-o", os.devnull, "-p", str(life.pid)),
+            *("-e", f"trace={_DISK_CALLS}", "-e", f"inject={_DISK_CALLS}:delay_enter={micros}"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    async def heal(self, house: House) -> None:
+        """Let it go at its own pace."""
+        await self._stall.heal(house)
+        if self._tracer is None:
+            return
+        tracer, self._tracer = self._tracer, None
+        with suppress(ProcessLookupError):
+            tracer.send_signal(signal.SIGINT)  # detaches
+        try:
+            async with asyncio.timeout(5):
+                await tracer.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                tracer.kill()
+            await tracer.wait()
+
+
+class _WireFault:
+    """Something wrong with one wire."""
+
+    kind = ""
+    means = "proxy"
+
+    def __init__(self, pair: Pair) -> None:
+        """`pair` is (caller, callee)."""
+        self.victim = wire(pair)
+        self._pair = pair
+
+    async def inject(self, house: House) -> None:
+        """Break the wire."""
+        self._break(house.network.link(self._pair))
+
+    async def heal(self, house: House) -> None:
+        """Mend the wire."""
+        house.network.link(self._pair).heal()
+
+    def _break(self, link: Link) -> None:
+        raise NotImplementedError
+
+
+class Partition(_WireFault):
+    """Two services that cannot reach each other."""
+
+    kind = PARTITION
+
+    def __init__(self, pair: Pair, *, severed: bool) -> None:
+        """`severed`: connections break and are refused; else they stay and nothing passes."""
+        super().__init__(pair)
+        self.means = "proxy, refusing" if severed else "proxy, silent"
+        self._severed = severed
+
+    def _break(self, link: Link) -> None:
+        if self._severed:
+            link.sever()
+        else:
+            link.hold()
+
+
+class Delay(_WireFault):
+    """Messages between two services that arrive late."""
+
+    kind = DELAY
+
+    def _break(self, link: Link) -> None:
+        link.delay = _LATE_SECONDS
+
+
+class FullQueue(_WireFault):
+    """A receiver that reads nothing: what is sent to it piles up at the sender."""
+
+    kind = FULL_QUEUE
+
+    def _break(self, link: Link) -> None:
+        link.hold(forth=True, back=False)
+
+
+def fault_of(planned: PlannedFault) -> Fault:
+    """The fault that was planned; kills are no faults of this sort (nobody mends them)."""
+    if planned.kind == STALL:
+        return Stall(planned.victims[0])
+    if planned.kind == FREEZE:
+        return Freeze(planned.victims[0])
+    if planned.kind == SLOW_DISK:
+        return SlowDisk(planned.victims[0])
+    assert planned.pair is not None, planned
+    if planned.kind == PARTITION:
+        return Partition(planned.pair, severed=planned.variant == "severed")
+    if planned.kind == DELAY:
+        return Delay(planned.pair)
+    assert planned.kind == FULL_QUEUE, planned
+    return FullQueue(planned.pair)

@@ -1,0 +1,164 @@
+"""What came of a run of the harness, for people and for scripts."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from testbed.chaos.accounts import Accounts
+from testbed.chaos.disturber import Disturbance, Injected
+from testbed.chaos.schedule import KILL
+from testbed.chaos.transcript import Transcript
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """One job on one cluster."""
+
+    # The job's last state: "succeeded", "failed", ...
+    state: str
+    # From submission to the end.
+    seconds: float
+    steps: int
+    total_steps: int
+    # Policy -> (version, checksum of the weights).
+    versions: dict[str, tuple[int, str]]
+    accounts: Accounts
+    transcript: Transcript
+    # Why the job failed, each time; it was resumed after all but the last.
+    failures: tuple[str, ...] = ()
+    # The harness' own time was up first.
+    cut_short: bool = False
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How long one service took to be healthy again after it was killed."""
+
+    kills: int
+    median: float
+    longest: float
+
+
+@dataclass(frozen=True)
+class ChaosReport:
+    """Two runs of one job, one of them disturbed."""
+
+    seed: int
+    kills_wanted: int
+    disturbed: JobOutcome
+    disturbance: Disturbance
+    # None: there was no undisturbed run.
+    baseline: JobOutcome | None
+    # Whether the job promises bitwise equal weights (`pipeline.deterministic`).
+    deterministic: bool
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def bitwise_equal(self) -> bool | None:
+        """Whether the final weights of every policy are the same; None where nothing was compared.
+
+        Without `deterministic` a difference means nothing, so nothing is compared.
+        """
+        if self.baseline is None or not self.deterministic:
+            return None
+        return bool(self.baseline.versions) and self.baseline.versions == self.disturbed.versions
+
+    @property
+    def lost(self) -> int | None:
+        """Samples and trajectories without account; None when there is no audit."""
+        accounts = self.disturbed.accounts
+        return None if accounts.missing else accounts.unaccounted
+
+    @property
+    def duplicated(self) -> int | None:
+        """Uses of samples beyond what the job allows; None when there is no audit."""
+        accounts = self.disturbed.accounts
+        return None if accounts.missing else accounts.duplicated
+
+    @property
+    def faults(self) -> list[str]:
+        """Why the promise does not hold, in words; empty when it does."""
+        disturbed = self.disturbed
+        found: list[str] = []
+        if disturbed.cut_short:
+            found.append("the time was up before the job had ended")
+        elif disturbed.state != "succeeded":
+            found.append(f"the disturbed job {disturbed.state}")
+        if self.baseline is not None and self.baseline.state != "succeeded":
+            found.append(f"the undisturbed job {self.baseline.state}")
+        if disturbed.accounts.missing:
+            found.append(disturbed.accounts.missing)
+        elif not disturbed.cut_short and self.lost:
+            found.append(f"{self.lost} samples or trajectories lost")
+        if self.duplicated:
+            found.append(f"{self.duplicated} samples duplicated")
+        found += disturbed.accounts.violations
+        if self.bitwise_equal is False and not disturbed.cut_short:
+            found.append("the final weights differ from those of the undisturbed run")
+        return found
+
+    @property
+    def passed(self) -> bool:
+        """Nothing lost, nothing duplicated, nothing unequal, and the job done."""
+        return not self.faults
+
+    def recoveries(self) -> dict[str, Recovery]:
+        """By service, of those that were killed."""
+        return recoveries(self.disturbance.injected)
+
+    def document(self) -> dict[str, Any]:
+        """The report as JSON values; the first four keys are the promise."""
+        disturbed, accounts = self.disturbed, self.disturbed.accounts
+        kinds = Counter(one.kind for one in self.disturbance.injected)
+        return {
+            "kills": self.disturbance.kills,
+            "lost": self.lost,
+            "duplicated": self.duplicated,
+            "bitwise_equal": self.bitwise_equal,
+            "passed": self.passed,
+            "kills_wanted": self.kills_wanted,
+            "power_offs": self.disturbance.power_offs,
+            "seed": self.seed,
+            "job": disturbed.state,
+            "steps": disturbed.steps,
+            "total_steps": disturbed.total_steps,
+            "cut_short": disturbed.cut_short,
+            "resumed": max(0, len(disturbed.failures) - (disturbed.state == "failed")),
+            "failures": list(disturbed.failures),
+            "seconds": round(disturbed.seconds, 1),
+            "baseline_seconds": (
+                None if self.baseline is None else round(self.baseline.seconds, 1)
+            ),
+            "trained": accounts.trained,
+            "dropped": accounts.dropped,
+            "drop_reasons": accounts.drop_reasons,
+            "violations": list(accounts.violations),
+            "faults": dict(sorted(kinds.items())),
+            "recovery_seconds": {
+                name: {
+                    "kills": one.kills,
+                    "median": round(one.median, 2),
+                    "max": round(one.longest, 2),
+                }
+                for name, one in self.recoveries().items()
+            },
+            "versions": {p: list(v) for p, v in sorted(disturbed.versions.items())},
+            "differences": self.differences,
+            "troubles": self.disturbance.troubles,
+        }
+
+
+def recoveries(injected: Sequence[Injected]) -> dict[str, Recovery]:
+    """How long killed services took, by service."""
+    seconds: dict[str, list[float]] = {}
+    for one in injected:
+        if one.kind == KILL:
+            seconds.setdefault(one.victim, []).append(one.seconds)
+    return {
+        name: Recovery(len(values), statistics.median(values), max(values))
+        for name, values in sorted(seconds.items())
+    }

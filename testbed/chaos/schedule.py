@@ -1,0 +1,127 @@
+"""What goes wrong when: a function of the seed, the services and the wires between them.
+
+The schedule fixes what happens and in which order; the moments depend on how fast services come
+back, which no seed can fix.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from testbed.chaos.network import Pair
+from troupe.rpc.errors import InvalidArgument
+
+KILL, STALL, FREEZE, SLOW_DISK, PARTITION, DELAY, DUPLICATE, FULL_QUEUE = KINDS = (
+    "kill",
+    "stall",
+    "freeze",
+    "slow_disk",
+    "partition",
+    "delay",
+    "duplicate",
+    "full_queue",
+)
+# Kills are what is counted; of the rest there is one for every two kills or so.
+_WEIGHTS: Final = {
+    KILL: 6.0,
+    STALL: 1.0,
+    FREEZE: 0.5,
+    SLOW_DISK: 1.0,
+    PARTITION: 1.0,
+    DELAY: 1.0,
+    FULL_QUEUE: 1.0,
+}
+# How often two processes are killed at once, and how often one is killed while it comes back.
+_TWO_AT_ONCE, _WHILE_RECOVERING = 0.15, 0.15
+# Longer than the orchestrator waits for a worker's beats before it goes on without it (10 s).
+_FROZEN_SECONDS: Final = (12.0, 20.0)
+# Whoever writes to disk before something counts as done.
+_WRITERS: Final = ("redis", "trainer", "orchestrator")
+# Wires on which messages pile up when their receiver reads no more.
+_QUEUES: Final = ("experience_store", "redis")
+
+
+@dataclass(frozen=True)
+class PlannedFault:
+    """One fault to come."""
+
+    kind: str
+    # Processes; for faults of a wire see `pair`.
+    victims: tuple[str, ...] = ()
+    pair: Pair | None = None
+    # How long it lasts; of a kill during recovery: how long after the first one.
+    seconds: float = 0.0
+    # Seconds between the last victim's recovery and this fault.
+    pause: float = 0.0
+    # "again": killed once more while it recovers. "severed": connections break, else they hang.
+    variant: str = ""
+
+
+def parse_kinds(text: str) -> frozenset[str]:
+    """Kinds from "kill,partition"; "" and "all" are all of them. Raises `InvalidArgument`."""
+    named = [part.strip().replace("-", "_") for part in text.split(",") if part.strip()]
+    if not named or named == ["all"]:
+        return frozenset(KINDS)
+    for name in named:
+        if name not in KINDS:
+            raise InvalidArgument(
+                f"'{name}' is no kind of fault.",
+                field="--faults",
+                value=text,
+                remedy=f"Choose from {', '.join(KINDS)}.",
+            )
+    return frozenset(named)
+
+
+def schedule(
+    seed: int, services: Sequence[str], pairs: Sequence[Pair], kinds: Collection[str] = KINDS
+) -> Iterator[PlannedFault]:
+    """Faults without end. `services` are the processes' names, `pairs` the wires.
+
+    Empty when `kinds` holds nothing that happens at a moment (`duplicate` is always on).
+    """
+    rng = random.Random(seed)
+    writers = [s for s in services if s.partition("-")[0] in _WRITERS]
+    queues = [p for p in pairs if p[1] in _QUEUES]
+    possible = [kind for kind in KINDS if kind in kinds and kind in _WEIGHTS]
+    weights = [_WEIGHTS[kind] for kind in possible]
+    while possible:
+        kind = rng.choices(possible, weights)[0]
+        pause = rng.uniform(0.5, 3.0)
+        if kind == KILL:
+            yield _kill(rng, services, pause)
+        elif kind == STALL:
+            yield PlannedFault(kind, (rng.choice(services),), None, rng.uniform(1, 5), pause)
+        elif kind == FREEZE:
+            seconds = rng.uniform(*_FROZEN_SECONDS)
+            yield PlannedFault(kind, (rng.choice(services),), None, seconds, pause)
+        elif kind == SLOW_DISK:
+            yield PlannedFault(kind, (rng.choice(writers),), None, rng.uniform(1, 5), pause)
+        elif kind == PARTITION:
+            variant = rng.choice(("severed", "silent"))
+            yield PlannedFault(kind, (), rng.choice(pairs), rng.uniform(1, 8), pause, variant)
+        elif kind == DELAY:
+            yield PlannedFault(kind, (), rng.choice(pairs), rng.uniform(2, 8), pause)
+        else:
+            yield PlannedFault(kind, (), rng.choice(queues), rng.uniform(1, 5), pause)
+
+
+def _kill(rng: random.Random, services: Sequence[str], pause: float) -> PlannedFault:
+    draw = rng.random()
+    if draw < _TWO_AT_ONCE and len(services) > 1:
+        return PlannedFault(KILL, tuple(rng.sample(services, 2)), None, 0.0, pause, "together")
+    victim = (rng.choice(services),)
+    if draw < _TWO_AT_ONCE + _WHILE_RECOVERING:
+        return PlannedFault(KILL, victim, None, rng.uniform(0.3, 2.0), pause, "again")
+    return PlannedFault(KILL, victim, None, 0.0, pause)
+
+
+def scaled(pause: float, done: float, progress: float) -> float:
+    """`pause`, longer when faults run ahead of the job and shorter when they lag behind.
+
+    `done` and `progress` are the shares, from 0 to 1, of the faults and of the job's steps.
+    """
+    return pause * min(5.0, max(0.1, 1.0 + 20.0 * (done - progress)))

@@ -1,0 +1,366 @@
+"""An engine that is not there: it answers after the time that a cost model gives.
+
+States, versions, weight updates and checksums are those of every engine; only the model is
+missing. Time comes from `PacedBatch`; one timer per engine, set to the next turn's end, drives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from services.rollout.engines.base import EngineLoad, EngineResponse, Memory, WeightsRefused
+from services.rollout.engines.front import EngineFront, EngineTurn, Tensors
+from services.rollout.engines.weights import load_config, stop_ids
+from testbed.timeline import Timeline, TimelineSpan
+from troupe.job import PacedSpec, PolicySpec
+from troupe.v1 import common_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a turn will have drawn when it ends: token ids and natural log-probs, equally many."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def after(self, drawn: int) -> Response:
+        """What is left of it after `drawn` tokens."""
+        return Response(self.token_ids[drawn:], self.logprobs[drawn:]) if drawn else self
+
+
+def draw_response(
+    pace: PacedSpec,
+    *,
+    seed: int,
+    vocabulary: int,
+    stop_ids: frozenset[int],
+    max_new_tokens: int,
+) -> Response:
+    """A response as a function of `seed`: lognormal length, uniform tokens, finite log-probs.
+
+    A stop token is its last and only its last, unless `max_new_tokens` cut it or there is none.
+    """
+    random = np.random.default_rng(seed)
+    sigma = pace.response_tokens_sigma
+    location = math.log(pace.response_tokens_mean) - sigma * sigma / 2
+    length = max(1, round(float(random.lognormal(location, sigma))))
+    stops = sorted(stop for stop in stop_ids if stop < vocabulary)
+    cut = length > max_new_tokens
+    length = min(length, max_new_tokens)
+    # Ids above the k-th stop token are shifted by k: uniform over all that are no stop token.
+    ids = random.integers(max(1, vocabulary - len(stops)), size=length)
+    for stop in stops:
+        ids += ids >= stop
+    if stops and not cut:
+        ids[-1] = stops[0]
+    return Response(ids.tolist(), (-random.exponential(size=length)).tolist())
+
+
+@dataclass(order=True)
+class _PacedTurn:
+    # The counter's value at which the turn has its last token.
+    end: float
+    key: str = field(compare=False)
+    # The counter's value when the turn came.
+    begin: float = field(compare=False)
+    length: int = field(compare=False)
+
+
+class PacedBatch:
+    """The turns that one engine runs, by key."""
+
+    def __init__(self, pace: PacedSpec) -> None:
+        self._pace = pace
+        self._now = 0.0
+        # Until then prompts are read or weights loaded, and nothing is decoded.
+        self._blocked_until = 0.0
+        # Decoding steps so far.
+        self._steps = 0.0
+        self._turns: dict[str, _PacedTurn] = {}
+        self._heap: list[_PacedTurn] = []
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def admit(self, key: str, prompt_tokens: int, length: int, now: float) -> None:
+        """A turn of `length` response tokens comes; its prompt is read before anything else."""
+        turn = _PacedTurn(self._steps + length, key, self._steps, length)
+        self._turns[key] = turn
+        heapq.heappush(self._heap, turn)
+        self.read(prompt_tokens, now)
+
+    def read(self, tokens: int, now: float) -> None:
+        """Read `tokens` (a prompt, or kept turns again) before decoding goes on."""
+        self.block(tokens / self._pace.prefill_tokens_per_second, now)
+
+    def block(self, seconds: float, now: float) -> None:
+        """Decode nothing for `seconds`, after what blocks already."""
+        self._blocked_until = max(self._blocked_until, now) + seconds
+
+    def unblock(self, now: float) -> None:
+        """What blocked is over."""
+        self._blocked_until = now
+
+    def remove(self, key: str) -> None:
+        """A turn is given up. Unknown ones are gone already."""
+        if self._turns.pop(key, None) is not None:
+            self._heap = [turn for turn in self._heap if turn.key != key]
+            heapq.heapify(self._heap)
+
+    def drawn(self, key: str) -> int:
+        """Tokens that a turn has, as of the last `advance`."""
+        turn = self._turns[key]
+        # What is within rounding of the next token has it.
+        return min(turn.length, math.floor(self._steps - turn.begin + 1e-6))
+
+    def advance(self, now: float) -> list[str]:
+        """Let time pass until `now`; the turns that ended meanwhile, in their order."""
+        ended = []
+        while True:
+            self._now = max(self._now, min(now, self._blocked_until))
+            if not self._heap or self._now >= now:
+                break
+            step = self._step_seconds
+            first = self._heap[0]
+            at = self._now + (first.end - self._steps) * step
+            if at > now:
+                self._steps += (now - self._now) / step
+                break
+            self._now, self._steps = at, first.end
+            heapq.heappop(self._heap)
+            del self._turns[first.key]
+            ended.append(first.key)
+        self._now = max(self._now, now)
+        return ended
+
+    def next_end(self) -> float | None:
+        """When the next turn ends if nothing comes between; None when nothing runs."""
+        if not self._heap:
+            return None
+        left = (self._heap[0].end - self._steps) * self._step_seconds
+        return max(self._now, self._blocked_until) + left
+
+    @property
+    def _step_seconds(self) -> float:
+        pace = self._pace
+        return pace.decode_seconds + pace.decode_seconds_per_turn * len(self._turns)
+
+
+# Changes of the batch within this time make one span of the timeline.
+_SPAN_SECONDS = 0.1
+
+
+class PacedEngine(EngineFront):
+    """Serves a policy with made-up tokens at the pace of `policies.X.paced`.
+
+    An update blocks decoding for `load_seconds`; kept turns are then read again, as by an engine
+    that computes their keys and values under the new weights. There is no prefix cache.
+    """
+
+    kind: ClassVar[str] = "paced"
+
+    def __init__(
+        self, engine_id: str, policy: str, spec: PolicySpec, *, trace_dir: Path | None = None
+    ) -> None:
+        """`trace_dir`: where the timeline goes (`testbed.timeline`); None: nowhere."""
+        super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
+        self._spec = spec
+        self._pace = spec.paced or PacedSpec()
+        self._batch = PacedBatch(self._pace)
+        self._responses: dict[str, Response] = {}
+        self._waiting: dict[str, asyncio.Future[EngineResponse]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        # What tokens are drawn with now.
+        self._drawing = 0
+        self._timeline = Timeline(trace_dir, f"engine-{engine_id}")
+        self._span_from = self._counted_at = 0.0
+        self._turn_seconds = 0.0
+
+    async def _begin(self) -> None:
+        """Read the model's configuration."""
+        self._pace = (self._spec.paced or PacedSpec()).of_class(self.device.device_class)
+        model = self._spec.language_model
+        config = await asyncio.to_thread(load_config, model, self.policy)
+        self.vocabulary = config.get_text_config().vocab_size
+        self.max_context = self._spec.engine.max_context
+        self.eos_ids = stop_ids(config, model.path, model.revision)
+        self._batch = PacedBatch(self._pace)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early: its `generate` returns what it has."""
+        turn = self._turns.get(request_id)
+        future = self._waiting.get(request_id)
+        if turn is not None and future is not None and not future.done():
+            self._tick()
+            if not future.done():
+                self._draw(turn)
+                # Not `_drop`: it looks at the time once more, and the turn may end by itself then.
+                self._batch.remove(request_id)
+                future.set_result(turn.result(aborted=True))
+                self._reschedule()
+
+    def load(self) -> EngineLoad:
+        """Current load."""
+        self._tick()
+        for turn in self._turns:
+            self._draw(turn)
+        return super().load()
+
+    async def check(self) -> pb.EngineState.ValueType:
+        """The state: there is nothing that could hang."""
+        return self.state
+
+    async def stop(self) -> None:
+        """End turns as aborted; the state is STOPPED. Repeatable."""
+        self._life.stopped()
+        for turn in self._turns:
+            await self.abort(turn.request_id)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timeline.flush()
+
+    async def _serve(self, turn: EngineTurn) -> EngineResponse:
+        response = draw_response(
+            self._pace,
+            seed=turn.seed,
+            vocabulary=self.vocabulary,
+            stop_ids=turn.stop_ids,
+            max_new_tokens=turn.sampling.drawn + turn.max_new_tokens,
+        ).after(turn.sampling.drawn)
+        key = turn.request_id
+        future: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
+        self._tick()
+        turn.started_at = now = time.monotonic()
+        turn.read_tokens = len(turn.prompt_ids)
+        self._responses[key], self._waiting[key] = response, future
+        self._batch.admit(key, len(turn.prompt_ids), len(response), now)
+        self._reschedule()
+        try:
+            return await future
+        finally:
+            del self._responses[key], self._waiting[key]
+
+    def _drop(self, turn: EngineTurn) -> None:
+        self._tick()
+        self._batch.remove(turn.request_id)
+        self._reschedule()
+
+    def _fail_turns(self, error: Exception) -> None:
+        for turn in self._turns:
+            future = self._waiting.get(turn.request_id)
+            if future is not None and not future.done():
+                self._batch.remove(turn.request_id)
+                future.set_exception(error)
+        self._reschedule()
+
+    async def _release(self, tags: frozenset[Memory]) -> None:
+        self._tick()
+
+    async def _resume(self, tags: frozenset[Memory]) -> None:
+        self._tick()
+
+    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
+        if not tensors:
+            raise WeightsRefused(
+                "nothing is published under this key",
+                field="weights",
+                value=ref.key,
+                remedy="Publish at least one tensor.",
+            )
+
+    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+        self._tick()
+        for turn in self._turns:
+            self._draw(turn)
+        self._give_back(ref)
+        began = time.time()
+        self._batch.block(float("inf"), time.monotonic())
+        self._reschedule()
+        try:
+            await asyncio.sleep(self._pace.load_seconds)
+        finally:
+            now = time.monotonic()
+            self._batch.advance(now)
+            self._batch.unblock(now)
+            kept = [
+                turn
+                for turn in self._turns
+                if (future := self._waiting.get(turn.request_id)) is not None and not future.done()
+            ]
+            self._batch.read(sum(len(t.prompt_ids) + len(t.versions) for t in kept), now)
+            self._reschedule()
+        self._drawing = ref.version
+        self._timeline.add(TimelineSpan(self.engine_id, "load", self.policy, began, time.time()))
+        return self._pace.load_seconds
+
+    def _tick(self) -> None:
+        """Bring the batch to now and answer the turns that ended."""
+        now = time.monotonic()
+        self._count(now)
+        for key in self._batch.advance(now):
+            turn, future = self._turns.get(key), self._waiting.get(key)
+            if turn is not None and future is not None and not future.done():
+                self._draw(turn, len(self._responses[key]))
+                future.set_result(turn.result())
+        self._close_span(now)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._tick()
+        self._reschedule()
+
+    def _reschedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at = self._batch.next_end()
+        if at is not None and at != float("inf"):
+            delay = max(0.0, at - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _draw(self, turn: EngineTurn, until: int | None = None) -> None:
+        """Give `turn` the tokens that it has by now, drawn by the version in service."""
+        response = self._responses.get(turn.request_id)
+        if response is None:
+            return
+        have = len(turn.versions)
+        if until is None:
+            future = self._waiting[turn.request_id]
+            until = have if future.done() else self._batch.drawn(turn.request_id)
+        if until > have:
+            turn.token_ids += response.token_ids[have:until]
+            turn.logprobs += response.logprobs[have:until]
+            turn.versions += [self._drawing] * (until - have)
+            self._turns.drew(until - have)
+
+    def _count(self, now: float) -> None:
+        """Turn-seconds of the batch since it was last looked at."""
+        if self._timeline.wanted:
+            if not len(self._batch):
+                self._span_from = now
+            self._turn_seconds += len(self._batch) * (now - self._counted_at)
+            self._counted_at = now
+
+    def _close_span(self, now: float) -> None:
+        """Note in the timeline that the engine was busy, when the span is long enough or over."""
+        seconds = now - self._span_from
+        if not self._timeline.wanted or not self._turn_seconds:
+            return
+        if seconds >= _SPAN_SECONDS or not len(self._batch):
+            wall = time.time()
+            level = self._turn_seconds / seconds if seconds else 0.0
+            self._timeline.add(
+                TimelineSpan(self.engine_id, "generate", self.policy, wall - seconds, wall, level)
+            )
+            self._turn_seconds, self._span_from = 0.0, now

@@ -1,0 +1,146 @@
+"""A learner that is not there: it takes the time that a cost model gives, and learns nothing.
+
+It stands in a worker's compute thread like any learner, so policies that share a worker share its
+time. Its weights are real tensors of a few bytes, different in every version: what publishes,
+persists, commits and verifies them has real work to do.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from services.trainer.learning.learner import Applied, BatchSummary, Learner
+from services.trainer.learning.model import load_config, policy_seed
+from services.trainer.learning.ranks import Stopped
+from services.trainer.learning.samples import Row
+from services.trainer.state import suspension
+from testbed.timeline import Timeline, TimelineSpan
+from troupe.algorithms import group_advantages
+from troupe.job import JobSpec, PacedSpec
+
+
+class StandIn(torch.nn.Module):
+    """Weights of the smallest model that knows a vocabulary; they say which version they are."""
+
+    version: torch.Tensor
+
+    def __init__(self, vocabulary: int, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embedding = torch.nn.Embedding(vocabulary, 1)
+        self.register_buffer("version", torch.zeros((), dtype=torch.int64))
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        """[vocabulary, 1]"""
+        return self.embedding
+
+    def save_pretrained(self, directory: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Write a checkpoint's files; no library makes a model of them."""
+        (directory / "config.json").write_text(json.dumps({"model_type": "paced"}))
+        save_file(dict(state_dict), directory / "model.safetensors")
+
+
+def stand_in(policy: str, spec: JobSpec) -> StandIn:
+    """The stand-in for a policy's model. Blocking.
+
+    Raises InvalidArgument where the model's configuration cannot be read.
+    """
+    config = load_config(policy, spec.policies[policy])
+    return StandIn(config.get_text_config().vocab_size, policy_seed(spec.seed, policy))
+
+
+class PacedLearner(Learner):
+    """Trains the stand-in of one policy at the pace of `policies.X.paced`."""
+
+    def __init__(
+        self, model: StandIn, spec: JobSpec, policy: str, lane: str, trace_dir: Path | None
+    ) -> None:
+        """`lane` names the worker in the timeline, which goes to `trace_dir`, if anywhere."""
+        super().__init__(model, spec, policy, share_prefixes=False)
+        self._pace = spec.policies[policy].paced or PacedSpec()
+        self._summary = BatchSummary()
+        self._spent, self._batches = 0.0, 0
+        # Pages that were never written would cost nothing to move.
+        self._ballast = torch.ones(self._pace.state_bytes, dtype=torch.uint8)
+        self._name, self._lane = policy, lane
+        self._timeline = Timeline(trace_dir, f"trainer-{lane}-{policy}")
+
+    def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
+        """Take the time of these rows' forward and backward. Raises `Stopped`."""
+        tokens = sum(len(row.ids) for row in rows)
+        began = time.time()
+        advantages = group_advantages(
+            [row.reward for row in rows],
+            [row.group_rewards for row in rows],
+            scale_by_std=self._job.algorithm.scale_by_std,
+        )
+        self._summary.add(rows, advantages.numpy())
+        self._batches += 1
+        self._pass(tokens / self._pace.backward_tokens_per_second, stop)
+        self._note("train", began, tokens)
+
+    def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
+        """Take the time of an optimizer step; the stand-in becomes the next version."""
+        began = time.time()
+        metrics = self._summary.metrics(version)
+        reason = "" if self._summary.response_tokens else "no sample has a response token"
+        if not reason:
+            self._pass(self._pace.step_seconds, None)
+            self.model.version.fill_(version + 1)
+            metrics["grad_norm"] = 0.0
+            self._note("step", began, 0)
+        metrics["train/seconds"] = self._spent
+        metrics["train/micro_batches"] = float(self._batches)
+        digest = self._summary.digest
+        self.discard()
+        self._timeline.flush()
+        return Applied(not reason, reason, metrics, digest)
+
+    def discard(self) -> None:
+        """Forget what was accumulated."""
+        super().discard()
+        self._summary = BatchSummary()
+        self._spent, self._batches = 0.0, 0
+
+    def suspended(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """As `Learner.suspended`."""
+        tensors, values = super().suspended()
+        paced = {
+            "summary": suspension.take_apart(self._summary)[1],
+            "spent": self._spent,
+            "batches": self._batches,
+        }
+        own = suspension.under("paced", {"ballast": self._ballast})
+        return tensors | own, values | {"paced": paced}
+
+    def adopt(self, tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+        """As `Learner.adopt`."""
+        super().adopt(tensors, values)
+        self._ballast = suspension.below("paced", tensors)["ballast"]
+        paced = values["paced"]
+        suspension.put_together(self._summary, {}, paced["summary"])
+        self._spent, self._batches = paced["spent"], paced["batches"]
+
+    def leave(self) -> list[torch.Tensor]:
+        """As `Learner.leave`."""
+        ballast, self._ballast = self._ballast, torch.empty(0, dtype=torch.uint8)
+        return [*super().leave(), ballast]
+
+    def _pass(self, seconds: float, stop: threading.Event | None) -> None:
+        if stop is None:
+            time.sleep(seconds)
+        elif stop.wait(seconds):
+            raise Stopped
+        self._spent += seconds
+
+    def _note(self, what: str, began: float, tokens: int) -> None:
+        self._timeline.add(TimelineSpan(self._lane, what, self._name, began, time.time(), tokens))

@@ -1,0 +1,203 @@
+"""The elastic pool: hosts on which actions run when and with as much as `decide_over` says."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import simpy
+
+from testbed.simulator.trace import REWARD, SimulatedAction
+from troupe.scheduling.elastic import (
+    Action,
+    Amounts,
+    DecisionBounds,
+    Discipline,
+    Host,
+    Kin,
+    Placed,
+    Running,
+    SpeedUp,
+    decide_over,
+    turn,
+)
+
+CORES: Final = "cores"
+
+Process: TypeAlias = Generator[simpy.Event, Any, None]
+Decide: TypeAlias = Callable[..., list[Placed]]
+
+
+@dataclass(slots=True)
+class _Machine:
+    """What a host has left, and what runs there."""
+
+    name: str
+    capacity: Amounts
+    free: dict[str, int]
+    running: dict[str, Running] = field(default_factory=dict)
+    functions: set[str] = field(default_factory=set)
+    homes: int = 0
+
+    def seen(self) -> Host:
+        return Host(
+            self.name, self.free, self.running.values(), self.functions, capacity=self.capacity
+        )
+
+
+@dataclass
+class Learned:
+    """What is known of functions and trajectories; a pool that gets another's goes on from it."""
+
+    discipline: Discipline = field(default_factory=Discipline)
+    curves: dict[str, SpeedUp] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    call: SimulatedAction
+    started: simpy.Event
+
+
+class ElasticPool:
+    """Takes calls and runs each once; learns how long functions take as the services do."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        hosts: Sequence[Amounts],
+        *,
+        rules: DecisionBounds = DecisionBounds(),  # noqa: B008 (frozen)
+        fixed: int | None = None,
+        fractions: Mapping[str, float] | None = None,
+        learned: Learned | None = None,
+        told: bool = False,
+        decide: Decide = decide_over,
+    ) -> None:
+        """`hosts` are the capacities of each. `fixed`: every action that is elastic gets exactly
+        so many cores. `fractions` are what functions declare as their parallel part. `told`: how
+        long an action takes is known when it is asked for (the services' `expected_seconds`).
+        `decide` is for those who want to watch it."""
+        self._env = env
+        self._machines = {
+            str(i): _Machine(str(i), capacity, dict(capacity)) for i, capacity in enumerate(hosts)
+        }
+        self._rules = rules
+        self._fixed = fixed
+        self._fractions = dict(fractions or {})
+        learned = learned or Learned()
+        self._discipline, self._curves = learned.discipline, learned.curves
+        self._told = told
+        self._decide = decide
+        self._levels: dict[tuple[int, int], tuple[int, ...]] = {}
+        # In the order of `turn`.
+        self._queue: list[Action] = []
+        self._kinds: Counter[str] = Counter()
+        self._waiting: dict[str, _Waiting] = {}
+        self._count = 0
+        self._pumping = False
+        self.core_seconds = 0.0
+        # Of all actions, from being asked for to their start.
+        self.waited = 0.0
+
+    def run(
+        self, call: SimulatedAction, host: str | None = None, trajectory: str = ""
+    ) -> Generator[simpy.Event, Any, str]:
+        """Wait for its turn, then run, for `trajectory`; returns the host that it ran on. `host` is
+        the only one where it can run."""
+        started = self._env.event()
+        action = self._action(call, host, trajectory)
+        self._waiting[action.action_id] = _Waiting(call, started)
+        bisect.insort(self._queue, action, key=turn)
+        self._kinds[action.kind] += 1
+        # Else it waits behind one that waits for the same.
+        if self._kinds[action.kind] == 1 or self._queue[0] is action:
+            self._pump()
+        placed: Placed = yield started
+        self.waited += self._env.now - action.since
+        machine, cores = self._machines[placed.host], placed.holds.get(CORES, 0)
+        seconds, before = call.seconds(cores), self._curve(call)
+        yield self._env.timeout(seconds)
+        del machine.running[action.action_id]
+        for resource, amount in placed.holds.items():
+            machine.free[resource] += amount
+        self.core_seconds += seconds * cores
+        held, function, last = max(1, cores), call.function, call.function == REWARD
+        # What it would have taken on the fewest, as far as is known.
+        alone, given = before.seconds((max(1, call.cores), held))
+        declared = call.seconds(call.cores) if self._told else 0.0
+        kin = _kin(call, trajectory)
+        self._discipline.took(function, kin, seconds * alone / given, declared=declared)
+        self._curves[function] = self._curve(call).observed(held, seconds)
+        self._discipline.ran("", trajectory, seconds * held, last=last, function=function)
+        self._pump()
+        return placed.host
+
+    def settle(self) -> str:
+        """A home for one more trajectory: where there are the fewest for its cores."""
+        machine = min(self._machines.values(), key=lambda m: m.homes / m.capacity[CORES])
+        machine.homes += 1
+        return machine.name
+
+    def leave(self, home: str) -> None:
+        """Its trajectory has ended."""
+        self._machines[home].homes -= 1
+
+    def _action(self, call: SimulatedAction, host: str | None, trajectory: str) -> Action:
+        self._count += 1
+        action_id, function = f"{self._count:09}", call.function
+        curve = self._curve(call)
+        lowest, highest = call.cores, call.max_cores
+        if self._fixed is not None:
+            lowest = highest = min(self._fixed, highest)
+        average = curve.seconds((max(1, lowest),))[0]
+        declared = call.seconds(lowest) if self._told else 0.0
+        kin = _kin(call, trajectory)
+        seconds = self._discipline.expected(function, kin, average, declared=declared)
+        work, last = seconds * max(1, lowest), function == REWARD
+        now, elastic, needs = self._env.now, None, {CORES: lowest}
+        place = self._discipline.place(now, "", trajectory, work, last=last, query=call.query)
+        if highest > lowest:
+            levels = self._levels.setdefault((lowest, highest), tuple(range(lowest, highest + 1)))
+            known = seconds if seconds != average else 0.0
+            elastic, needs = curve.elastic(CORES, levels, self._count, lowest=known), {}
+        return Action(action_id, now, needs, elastic, seconds, 1, function, host, place)
+
+    def _curve(self, call: SimulatedAction) -> SpeedUp:
+        known = self._curves.get(call.function)
+        if known is None:
+            fraction = self._fractions.get(call.function, 0.0)
+            known = self._curves[call.function] = SpeedUp(fraction)
+        return known
+
+    def _pump(self) -> None:
+        """Decide once all that happens at this instant has happened."""
+        if not self._pumping:
+            self._pumping = True
+            self._env.timeout(0).callbacks.append(lambda _: self._start())
+
+    def _start(self) -> None:
+        self._pumping = False
+        if not self._queue:
+            return
+        hosts = [machine.seen() for machine in self._machines.values()]
+        grants = self._decide(hosts, self._queue, self._env.now, self._rules)
+        started = {grant.action.action_id for grant in grants}
+        if started:
+            self._queue = [a for a in self._queue if a.action_id not in started]
+        for grant in grants:
+            action = grant.action
+            self._kinds[action.kind] -= 1
+            machine = self._machines[grant.host]
+            machine.running[action.action_id] = Running(grant.holds, self._env.now + grant.seconds)
+            machine.functions.add(action.function)
+            for resource, amount in grant.holds.items():
+                machine.free[resource] -= amount
+            self._waiting.pop(action.action_id).started.succeed(grant)
+
+
+def _kin(call: SimulatedAction, trajectory: str) -> Kin:
+    return Kin(call.query, trajectory, call.content)

@@ -1,0 +1,127 @@
+"""Model services on GPUs: each on devices of its own, or all on a pool, evicted on execution.
+
+In a pool the services are in host memory and are restored to devices when they are asked; which are
+evicted for it, `troupe.scheduling.elastic.cells` says (ARL-Tangram, section 3).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+
+from troupe.scheduling.elastic.cells import DeviceCell, Model, plan
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that takes `gpus` devices and serves `concurrency` calls at once."""
+
+    name: str
+    gpus: int
+    concurrency: int = 1
+
+
+class Dedicated:
+    """Every service has its devices for itself."""
+
+    def __init__(self, env: simpy.Environment, services: Sequence[ServedModel]) -> None:
+        self._env = env
+        self._places = {s.name: simpy.Resource(env, s.concurrency) for s in services}
+
+    def run(self, service: str, seconds: float) -> Generator[simpy.Event, Any, None]:
+        """Wait for the service, then have it for so long."""
+        with self._places[service].request() as turn:
+            yield turn
+            yield self._env.timeout(seconds)
+
+
+@dataclass(slots=True)
+class _State:
+    service: ServedModel
+    cell: DeviceCell | None = None
+    last: float = 0.0
+    running: int = 0
+    # Restored when this is done; None: it is not on its way.
+    ready: simpy.Event | None = None
+    waiting: deque[tuple[int, simpy.Event]] = field(default_factory=deque)
+
+
+class SharedPool:
+    """All services on so many `devices`; restoring one takes `restore_seconds`."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        services: Sequence[ServedModel],
+        *,
+        devices: int,
+        restore_seconds: float,
+        next_call: Callable[[str, float], float] | None = None,
+    ) -> None:
+        """`next_call`: when a service is asked next, after a time, as nobody can know: then who is
+        asked last goes first (Belady 1966), instead of the least recently used."""
+        self._env = env
+        self._next_call = next_call
+        self._devices = devices
+        self._restore_seconds = restore_seconds
+        self._states = {s.name: _State(s) for s in services}
+        self._arrivals = 0
+        self.restores = 0
+
+    def run(self, service: str, seconds: float) -> Generator[simpy.Event, Any, None]:
+        """Wait until the service is on devices and has a place free, then have it for so long."""
+        state, started = self._states[service], self._env.event()
+        self._arrivals += 1
+        state.waiting.append((self._arrivals, started))
+        self._decide()
+        yield started
+        if state.ready is not None:
+            yield state.ready
+        yield self._env.timeout(seconds)
+        state.running -= 1
+        state.last = self._env.now
+        self._decide()
+
+    def _decide(self) -> None:
+        states = self._states
+        heads = sorted((s.waiting[0][0], name) for name, s in states.items() if s.waiting)
+        if not heads:
+            return
+        models = [
+            Model(n, s.service.gpus, s.cell, None, self._worth(s), s.running, s.service.concurrency)
+            for n, s in states.items()
+        ]
+        chosen = plan(self._devices, models, [name for _, name in heads])
+        for name in chosen.evicted:
+            states[name].cell = None
+        for name, cell in chosen.cells.items():
+            states[name].cell = cell
+            states[name].ready = self._restored(states[name])
+            self.restores += 1
+        for name, room in chosen.room.items():
+            state = states[name]
+            for _ in range(min(room, len(state.waiting))):
+                _, started = state.waiting.popleft()
+                state.running += 1
+                state.last = self._env.now
+                started.succeed()
+
+    def _worth(self, state: _State) -> float:
+        """The least is evicted first."""
+        if self._next_call is None:
+            return state.last
+        return -self._next_call(state.service.name, self._env.now)
+
+    def _restored(self, state: _State) -> simpy.Event:
+        ready = self._env.timeout(self._restore_seconds)
+        assert ready.callbacks is not None
+
+        def done(_: simpy.Event) -> None:
+            state.ready = None
+
+        ready.callbacks.append(done)
+        return ready

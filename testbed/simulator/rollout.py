@@ -1,0 +1,112 @@
+"""Trajectories that play a trace against an elastic pool or pods, calls that play one against model
+services; and what they waited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+
+from testbed.simulator.actions import ElasticPool
+from testbed.simulator.models import Dedicated, SharedPool
+from testbed.simulator.pods import Pods
+from testbed.simulator.trace import ServiceRequest, Trajectory
+
+
+@dataclass
+class BatchResult:
+    """What came of one batch. `acts`: seconds from asking for an action to its end, in the order
+    of their ends; the wait for a pod is part of the first. `waited`: seconds of all of them before
+    they began. `core_seconds`: what they held while they ran. `seconds`: until the last ended."""
+
+    acts: list[float] = field(default_factory=list)
+    waited: float = 0.0
+    core_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def wait(self) -> float:
+        """Mean seconds before an action began."""
+        return self.waited / len(self.acts)
+
+    @property
+    def act(self) -> float:
+        """Mean action completion time."""
+        return sum(self.acts) / len(self.acts)
+
+
+def play(
+    trajectories: Sequence[Trajectory],
+    make: Callable[[simpy.Environment], ElasticPool | Pods],
+    *,
+    stateful: bool = True,
+) -> BatchResult:
+    """All trajectories begin at once. With `stateful` what a trajectory runs stays on the host of
+    its first action, where its files are."""
+    env, played = simpy.Environment(), BatchResult()
+    pool = make(env)
+    for index, trajectory in enumerate(trajectories):
+        if isinstance(pool, Pods):
+            env.process(_in_a_pod(env, pool, trajectory, played))
+        else:
+            env.process(_elastic(env, pool, (f"{index}", trajectory), played, stateful))
+    env.run()
+    played.seconds = float(env.now)
+    played.waited, played.core_seconds = pool.waited, pool.core_seconds
+    return played
+
+
+def _elastic(
+    env: simpy.Environment,
+    pool: ElasticPool,
+    named: tuple[str, Trajectory],
+    played: BatchResult,
+    stateful: bool,
+) -> Generator[simpy.Event, Any, None]:
+    name, trajectory = named
+    home = pool.settle() if stateful else None
+    for turn in trajectory:
+        yield env.timeout(turn.think)
+        asked = env.now
+        yield from pool.run(turn.call, home, name)
+        played.acts.append(env.now - asked)
+    if home is not None:
+        pool.leave(home)
+
+
+def _in_a_pod(
+    env: simpy.Environment, pods: Pods, trajectory: Trajectory, played: BatchResult
+) -> Generator[simpy.Event, Any, None]:
+    asked = env.now
+    pod = yield from pods.reserve()
+    waited = env.now - asked
+    for turn in trajectory:
+        yield env.timeout(turn.think)
+        asked = env.now
+        yield from pods.run(turn.call)
+        played.acts.append(waited + env.now - asked)
+        waited = 0.0
+    pods.release(pod)
+
+
+def ask(
+    calls: Sequence[ServiceRequest],
+    names: Sequence[str],
+    make: Callable[[simpy.Environment], Dedicated | SharedPool],
+) -> BatchResult:
+    """Every call at its time, to the service of that place in `names`."""
+    env, played = simpy.Environment(), BatchResult()
+    pool = make(env)
+
+    def one(call: ServiceRequest) -> Generator[simpy.Event, Any, None]:
+        yield env.timeout(call.at)
+        yield from pool.run(names[call.service], call.seconds)
+        played.acts.append(env.now - call.at)
+
+    for call in calls:
+        env.process(one(call))
+    env.run()
+    played.seconds = float(env.now)
+    return played

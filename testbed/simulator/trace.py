@@ -1,0 +1,218 @@
+"""Seeded workloads: what coding agents do, turn by turn, and how long each action takes.
+
+Everything is drawn per trajectory from (seed, index), so a batch of 256 is the beginning of one of
+1536. Published is: the share of its life that a coding sandbox is busy (47 %, ARL-Tangram section
+2); turns of coding agents, 26.4 on average and 408 at most among 80,036 trajectories that nobody
+cut off (the data set nebius/SWE-agent-trajectories), which is a lognormal with a sigma of 0.7; the
+longest response 5 to 9 times the mean (RollArt), a sigma of 0.5. How long actions take is ours, and
+how much of that is the query's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+Rng: TypeAlias = np.random.Generator
+
+SHELL, TESTS, REWARD = "shell", "tests", "reward"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedAction:
+    """One action as it will turn out: `serial + parallel / m` seconds with m cores, of which it
+    can use `cores` .. `max_cores`. Who schedules it does not know these seconds, but the query that
+    it is for, and whether its arguments are another's (`content`; empty: they are its own)."""
+
+    function: str
+    cores: int
+    max_cores: int
+    serial: float
+    parallel: float
+    query: str = ""
+    content: str = ""
+
+    def seconds(self, cores: int) -> float:
+        """How long it takes with so many cores."""
+        return self.serial + self.parallel / max(1, min(cores, self.max_cores))
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTurn:
+    """`think` seconds of generation, then an action."""
+
+    think: float
+    call: SimulatedAction
+
+
+@dataclass(frozen=True, slots=True)
+class CodingLaw:
+    """What a coding agent does. Seconds are of one core; spreads are sigmas of lognormals.
+
+    Most actions are commands; `test_share` of them are test runs, which can use many cores, and
+    the last of every trajectory is its reward, the whole test suite. `duty` is the part of a
+    trajectory's life in which its sandbox is busy when it has `duty_cores` cores of its own: it
+    says how long the model thinks in between.
+
+    `group` trajectories have one query, which decides `alike` of the variance of the logarithm of
+    their tests and rewards: wholly of rewards, which run the same suite; of tests half of it is the
+    query's and half that of the selection that is run, one of `selections`. 0: every action is
+    drawn by itself, and nothing that a scheduler may know says anything of it.
+    """
+
+    turns: float = 26.0
+    turns_spread: float = 0.7
+    test_share: float = 0.3
+    shell_seconds: float = 1.0
+    test_seconds: float = 60.0
+    reward_seconds: float = 180.0
+    seconds_spread: float = 0.8
+    parallel_fraction: float = 0.98
+    max_cores: int = 8
+    duty: float = 0.47
+    duty_cores: int = 2
+    think_spread: float = 0.5
+    group: int = 8
+    alike: float = 0.0
+    selections: int = 4
+
+    @property
+    def busy_seconds(self) -> float:
+        """Mean seconds of actions per trajectory, each with `duty_cores`."""
+        line = 1 - self.parallel_fraction + self.parallel_fraction / self.duty_cores
+        tests = self.turns * self.test_share * self.test_seconds + self.reward_seconds
+        return self.turns * (1 - self.test_share) * self.shell_seconds + tests * line
+
+    @property
+    def think_seconds(self) -> float:
+        """Mean seconds of generation before each action."""
+        return self.busy_seconds * (1 - self.duty) / self.duty / (self.turns + 1)
+
+    def scaled(self, factor: float) -> CodingLaw:
+        """The same with every second taking `factor` seconds."""
+        return replace(
+            self,
+            shell_seconds=factor * self.shell_seconds,
+            test_seconds=factor * self.test_seconds,
+            reward_seconds=factor * self.reward_seconds,
+        )
+
+
+Trajectory: TypeAlias = Sequence[SimulatedTurn]
+
+
+def coding(count: int, law: CodingLaw, seed: int, epoch: int = 0) -> list[Trajectory]:
+    """`count` trajectories, those of a query one after another; the last turn of each is its
+    reward. With another `epoch` others of the same queries."""
+    return [
+        _trajectory(
+            law,
+            np.random.default_rng((seed, index, epoch) if epoch else (seed, index)),
+            _Query(law, seed, index),
+        )
+        for index in range(count)
+    ]
+
+
+class _Query:
+    """What tests and rewards of a query have in common: standard normal effects."""
+
+    def __init__(self, law: CodingLaw, seed: int, index: int) -> None:
+        number = index // law.group
+        self.name = f"{seed}/{number}" if law.alike else ""
+        rng = np.random.default_rng((seed, number, 1))
+        self.suite = float(rng.standard_normal())
+        self.selections = [float(rng.standard_normal()) for _ in range(law.selections)]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRequest:
+    """At `at` seconds somebody asks `service` something that takes `seconds`."""
+
+    at: float
+    service: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherLaw:
+    """Who asks model services for scores: at the end of each group of trajectories the service of
+    its domain, in bursts, since the groups of a step end together.
+
+    `busy` is the part of the time in which a service of its own would be at work: dedicated reward
+    GPUs are used 7 % (RollArt). The rest is ours.
+    """
+
+    services: int = 9
+    busy: float = 0.07
+    seconds: float = 4.0
+    seconds_spread: float = 0.5
+    step_seconds: float = 600.0
+    # Of a step, when the first group ends on average, and the spread of ends.
+    first_end: float = 0.5
+    ends_spread: float = 0.25
+
+    @property
+    def calls_per_step(self) -> int:
+        """Of all services together."""
+        return round(self.services * self.busy * self.step_seconds / self.seconds)
+
+
+def teaching(steps: int, law: TeacherLaw, seed: int) -> list[ServiceRequest]:
+    """What is asked in so many steps, in the order of time."""
+    asked: list[ServiceRequest] = []
+    for step in range(steps):
+        rng = np.random.default_rng((seed, step))
+        for _ in range(law.calls_per_step):
+            end = _lognormal(rng, law.first_end, law.ends_spread)
+            at = (step + min(1.0, end)) * law.step_seconds
+            service = int(rng.integers(law.services))
+            asked.append(
+                ServiceRequest(at, service, _lognormal(rng, law.seconds, law.seconds_spread))
+            )
+    return sorted(asked, key=lambda one: one.at)
+
+
+def _trajectory(law: CodingLaw, rng: Rng, query: _Query) -> Trajectory:
+    turns: list[SimulatedTurn] = []
+    for _ in range(max(1, round(_lognormal(rng, law.turns, law.turns_spread)))):
+        if rng.random() < law.test_share:
+            seconds, content = _lognormal(rng, law.test_seconds, law.seconds_spread), ""
+            if law.alike:
+                chosen = int(rng.integers(law.selections))
+                content = f"selection-{chosen}"
+                common = (query.suite + query.selections[chosen]) / math.sqrt(2)
+                seconds = _common(seconds, law.test_seconds, common, law)
+            call = _elastic(TESTS, seconds, law, query.name, content)
+        else:
+            seconds = _lognormal(rng, law.shell_seconds, law.seconds_spread)
+            call = SimulatedAction(SHELL, 1, 1, seconds, 0.0, query.name)
+        turns.append(SimulatedTurn(_lognormal(rng, law.think_seconds, law.think_spread), call))
+    seconds = _lognormal(rng, law.reward_seconds, law.seconds_spread)
+    if law.alike:
+        seconds = _common(seconds, law.reward_seconds, query.suite, law)
+    think = _lognormal(rng, law.think_seconds, law.think_spread)
+    return [*turns, SimulatedTurn(think, _elastic(REWARD, seconds, law, query.name))]
+
+
+def _common(seconds: float, mean: float, common: float, law: CodingLaw) -> float:
+    """`seconds`, a draw about `mean`, with that part of its spread replaced by what is common."""
+    spread = law.seconds_spread
+    own = (math.log(seconds / mean) + spread * spread / 2) / spread
+    drawn = math.sqrt(1 - law.alike) * own + math.sqrt(law.alike) * common
+    return mean * math.exp(spread * drawn - spread * spread / 2)
+
+
+def _elastic(
+    function: str, seconds: float, law: CodingLaw, query: str = "", content: str = ""
+) -> SimulatedAction:
+    parallel = seconds * law.parallel_fraction
+    return SimulatedAction(function, 1, law.max_cores, seconds - parallel, parallel, query, content)
+
+
+def _lognormal(rng: Rng, mean: float, spread: float) -> float:
+    return float(rng.lognormal(math.log(mean) - spread * spread / 2, spread))

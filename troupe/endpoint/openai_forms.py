@@ -1,0 +1,477 @@
+"""Requests as clients send them, checked, in the words of `Agent.chat` and `Agent.generate`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, Final, Literal, Self, cast
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+
+from troupe.endpoint.errors import ApiError, refused
+from troupe.endpoint.promises import Promises, promises_of
+from troupe.rpc.ids import new_id
+from troupe.workflow.agent import Agent
+from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.messages import Reply
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """What one chat completion has in common in all its forms."""
+
+    model: str
+    tokenizer: ChatTokenizer
+    promises: Promises
+    logprobs: bool
+    token_ids: bool
+    id: str = field(default_factory=lambda: new_id("chatcmpl"))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The response of a request that does not stream."""
+        answer = self._frame("chat.completion")
+        answer["choices"] = [
+            {**self._choice(index, reply), "message": {**_message(reply), "refusal": None}}
+            for index, reply in enumerate(replies)
+        ]
+        answer["usage"] = usage(replies)
+        if self.token_ids:
+            answer["prompt_token_ids"] = list(replies[0].prompt_ids)
+        return answer
+
+    def chunks(self, replies: Sequence[Reply], *, with_usage: bool) -> Iterator[str]:
+        """The events of a stream, its end included."""
+        for index, reply in enumerate(replies):
+            choice = self._choice(index, reply)
+            reason, unmet = choice.pop("finish_reason"), choice.pop("unmet", None)
+            for number, delta in enumerate(_deltas(reply)):
+                # What belongs to the whole reply goes with its beginning.
+                own = choice if number == 0 else {"index": index, "logprobs": None}
+                part = {**own, "delta": delta, "finish_reason": None}
+                yield self._chunk([part], with_usage, replies if number == 0 else ())
+            end: dict[str, Any] = {"index": index, "delta": {}, "finish_reason": reason}
+            yield self._chunk([end if unmet is None else {**end, "unmet": unmet}], with_usage)
+        if with_usage:
+            yield event({**self._frame("chat.completion.chunk"), "choices": [], **_usage(replies)})
+        yield "data: [DONE]\n\n"
+
+    def _chunk(
+        self, choices: list[dict[str, Any]], with_usage: bool, replies: Sequence[Reply] = ()
+    ) -> str:
+        chunk = {**self._frame("chat.completion.chunk"), "choices": choices}
+        if self.token_ids and replies:
+            chunk["prompt_token_ids"] = list(replies[0].prompt_ids)
+        return event({**chunk, "usage": None} if with_usage else chunk)
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
+        reason = reply.finish_reason
+        if reply.tool_calls and reason == "stop":
+            reason = "tool_calls"
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
+        if self.logprobs:
+            choice["logprobs"] = {"content": self._logprobs(reply), "refusal": None}
+        if self.token_ids:
+            choice["token_ids"] = list(reply.token_ids)
+        if self.promises:
+            choice["unmet"] = unmet = self.promises.unmet(reply)
+            reply.unmet = tuple(one["param"] for one in unmet)
+        return choice
+
+    def _logprobs(self, reply: Reply) -> list[dict[str, Any]]:
+        """Every token that was sampled, the stop token and those of calls included."""
+        entries = []
+        for token_id, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
+            token = self.tokenizer.transcript((token_id,))
+            entries.append(
+                {
+                    "token": token,
+                    "logprob": logprob,
+                    "bytes": list(token.encode()),
+                    "top_logprobs": [],
+                }
+            )
+        return entries
+
+
+@dataclass(frozen=True)
+class TextAnswer:
+    """The same for a plain completion."""
+
+    model: str
+    tokenizer: ChatTokenizer
+    logprobs: bool
+    token_ids: bool
+    id: str = field(default_factory=lambda: new_id("cmpl"))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The response of a request that does not stream."""
+        answer = self._frame([self._choice(i, reply) for i, reply in enumerate(replies)])
+        if self.token_ids:
+            answer["prompt_token_ids"] = list(replies[0].prompt_ids)
+        return {**answer, "usage": usage(replies)}
+
+    def chunks(self, replies: Sequence[Reply], *, with_usage: bool) -> Iterator[str]:
+        """The events of a stream, its end included."""
+        for index, reply in enumerate(replies):
+            yield event(self._frame([self._choice(index, reply)]))
+        if with_usage:
+            yield event({**self._frame([]), **_usage(replies)})
+        yield "data: [DONE]\n\n"
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": reply.text,
+            "finish_reason": reply.finish_reason,
+            "logprobs": None,
+        }
+        if self.logprobs:
+            choice["logprobs"] = {
+                "tokens": [self.tokenizer.transcript((i,)) for i in reply.token_ids],
+                "token_logprobs": list(reply.logprobs),
+                "top_logprobs": None,
+                "text_offset": None,
+            }
+        if self.token_ids:
+            choice["token_ids"] = list(reply.token_ids)
+        return choice
+
+
+def usage(replies: Sequence[Reply]) -> dict[str, int]:
+    """Tokens of each prompt, once, and of all responses."""
+    prompts = {id(reply.prompt_ids): len(reply.prompt_ids) for reply in replies}
+    prompt = sum(prompts.values())
+    response = sum(len(reply.token_ids) for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": response,
+        "total_tokens": prompt + response,
+    }
+
+
+def event(data: dict[str, Any]) -> str:
+    """One server-sent event."""
+    # In ASCII: some clients take U+2028 or U+0085 for the end of a line.
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    message = reply.message
+    if reply.tool_calls:
+        message["content"] = reply.content or None
+    return message
+
+
+def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
+    """The reply in parts: what it thought, its text, and each call by itself, for some clients look
+    at the first thing that they find in a part."""
+    yield {"role": "assistant", "content": ""}
+    if reply.reasoning_content:
+        yield {"reasoning_content": reply.reasoning_content}
+    if reply.content:
+        yield {"content": reply.content}
+    for number, call in enumerate(reply.tool_calls):
+        yield {"tool_calls": [{"index": number, **call.message}]}
+
+
+def _usage(replies: Sequence[Reply]) -> dict[str, Any]:
+    return {"usage": usage(replies)}
+
+
+_ROLES: Final = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_MOST_STOPS: Final = 32
+_MOST_TOKENS: Final = 2**31 - 1
+_MOST_CHOICES: Final = 128
+
+
+def _unset(value: Any) -> bool:
+    return not value
+
+
+# What would change which tokens are drawn, or what the model reads, and is not done here: with the
+# values that ask for nothing.
+_NEVER: Final[Mapping[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        (
+            "logit_bias",
+            "frequency_penalty",
+            "presence_penalty",
+            "min_p",
+            "min_tokens",
+            "ignore_eos",
+            "top_logprobs",
+            "functions",
+            "audio",
+            "chat_template",
+            "continue_final_message",
+            "echo",
+            "suffix",
+            "regex",
+            "ebnf",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "structured_outputs",
+        ),
+        _unset,
+    ),
+    "repetition_penalty": lambda value: value in (None, 1),
+    "best_of": lambda value: value in (None, 1),
+    "function_call": lambda value: value in (None, "none"),
+    "modalities": lambda value: value in (None, ["text"]),
+}
+
+
+class _FailFast(FailFast):
+    """Has a hash, without which it can stand in no union."""
+
+    __hash__ = object.__hash__
+
+
+# Of a million wrong items the first is named: a list of all errors would fill the memory.
+_FIRST: Final = _FailFast()
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class _Request(BaseModel):
+    """What both calls take. Fields that are not here are ignored, unless they mean something."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    model: str = ""
+    n: int | None = Field(default=None, ge=1, le=_MOST_CHOICES)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: str | Annotated[list[str], _FIRST] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """An extension that vLLM has too: the ids of prompt and response."""
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], *, lenient: bool) -> Self:
+        """The request in `body`. Raises `ApiError` naming the field at fault."""
+        for name, asks_nothing in _NEVER.items():
+            if name in body and not asks_nothing(body[name]):
+                raise _impossible(name, body[name], "Leave it out.")
+        try:
+            asked = cls.model_validate(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise refused(
+                f"`{field}` is wrong: {first['msg']}",
+                field,
+                "See docs/openai.md for what is taken.",
+                code="invalid_value",
+            ) from error
+        asked.check(body, lenient=lenient)
+        return asked
+
+    def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
+        """What no type says. Raises `ApiError`."""
+        if isinstance(self.stop, list) and len(self.stop) > _MOST_STOPS:
+            raise refused(
+                f"`stop` has {len(self.stop)} strings",
+                "stop",
+                f"Send {_MOST_STOPS} at most.",
+                code="invalid_value",
+            )
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Longest response, where the request says."""
+        return self.max_tokens
+
+    def sampling(self, agent: Agent, *, by_client: bool) -> dict[str, Any]:
+        """What the request overrides of the agent's sampling; how tokens are drawn only
+        `by_client`, and a seed mixed with the trajectory's."""
+        drawing = {name: value for name, value in self._drawing.items() if value is not None}
+        agent.role.sampling.override(drawing)  # it must be right also where it is not followed
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        most = self.most_tokens
+        given = {
+            **(drawing if by_client else {}),
+            "max_new_tokens": None if most is None else min(most, _MOST_TOKENS),
+            "stop_strings": tuple(filter(None, stop)) or None,
+            "seed": None if self.seed is None else agent.mix_seed(self.seed),
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def _drawing(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+    def other_drawing(self, agent: Agent) -> dict[str, Any]:
+        """What the request says of how tokens are drawn, and the agent's sampling does not."""
+        own = agent.role.sampling
+        return {
+            name: value
+            for name, value in self._drawing.items()
+            if value is not None and value != getattr(own, name)
+        }
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(_Request):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], _FIRST] = Field(min_length=1)
+    tools: Annotated[list[dict[str, Any]], _FIRST] | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    """As some servers have it: short for the template's argument of this name."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The newer of the two names counts."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
+        """As the base class; promises are refused unless the endpoint is `lenient`."""
+        super().check(body, lenient=lenient)
+        name = self.promises.to_lenient_only
+        if name and not lenient:
+            raise _impossible(
+                name,
+                body[name],
+                "Open the endpoint with `lenient=True` to tell it to the model and leave it to it.",
+            )
+
+    @cached_property
+    def promises(self) -> Promises:
+        """What the replies are to keep. Raises `ApiError`."""
+        return promises_of(
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self.response_format,
+        )
+
+    @property
+    def template_options(self) -> dict[str, Any] | None:
+        """Further arguments of the chat template."""
+        options = dict(self.chat_template_kwargs or {})
+        if self.enable_thinking is not None:
+            options.setdefault("enable_thinking", self.enable_thinking)
+        return options or None
+
+    def conversation(self, system_prompt: str | None) -> list[dict[str, Any]]:
+        """The messages with the roles that templates know; what they promise stands in the system
+        message, else in one with the agent's own `system_prompt`. Raises `ApiError`."""
+        conversation: list[dict[str, Any]] = []
+        for index, message in enumerate(self.messages):
+            role = message.get("role")
+            if not isinstance(role, str) or role not in _ROLES:
+                raise refused(
+                    f"the role {_shown(role)} is none that is known here",
+                    f"messages[{index}].role",
+                    f"Known: {', '.join(_ROLES)}.",
+                )
+            conversation.append({**message, "role": _ROLES[role]})
+        if told := self.promises.instruction:
+            if conversation[0]["role"] != "system":
+                conversation.insert(0, {"role": "system", "content": system_prompt or ""})
+            first = conversation[0]
+            first["content"] = _extended(first.get("content"), told)
+        return conversation
+
+
+class CompletionRequest(_Request):
+    """`POST /v1/completions`: a continuation of plain text, or of token ids."""
+
+    prompt: (
+        str
+        | Annotated[list[int], _FIRST]
+        | Annotated[list[str], _FIRST]
+        | Annotated[list[list[int]], _FIRST]
+    )
+    logprobs: int | None = Field(default=None, ge=0, le=0)
+
+    def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
+        """As the base class; there must be something to continue, and not too much of it."""
+        super().check(body, lenient=lenient)
+        count = len(self.prompts) * (self.n or 1)
+        if count > _MOST_CHOICES:
+            raise refused(
+                f"`prompt` and `n` ask for {count} completions",
+                "prompt",
+                f"Ask for {_MOST_CHOICES} at most.",
+                code="invalid_value",
+            )
+        if not all(self.prompts):
+            raise refused(
+                "`prompt` is empty", "prompt", "Send a text, or token ids.", code="invalid_value"
+            )
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Texts or token ids, each to be continued by itself."""
+        given = self.prompt
+        if isinstance(given, str) or not given or isinstance(given[0], int):
+            return [cast("str | list[int]", given)]
+        return list(cast("list[str | list[int]]", given))
+
+
+def check_object(body: Any) -> Mapping[str, Any]:
+    """The body as the JSON object that it must be. Raises `ApiError`."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object.", code="invalid_json")
+    return body
+
+
+def _impossible(name: str, value: Any, remedy: str) -> ApiError:
+    return refused(f"`{name}` = {_shown(value)} cannot be done here", name, remedy)
+
+
+def _extended(content: Any, text: str) -> Any:
+    """The content of a message with a further text behind it."""
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": f"\n{text}"}]
+    return f"{content}\n\n{text}" if isinstance(content, str) and content else text
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
