@@ -3,10 +3,11 @@
     python -m benchmarks.affinity [--quick] [--json]
 
 Games that are mostly read and proofs that are mostly written, half and half, by one policy with
-four **paced** engines in a real rollout service: all of one class or the other, then two of each.
-An engine of either class stands for devices of the same price: `compute` reads 2.5 times as fast,
-`bandwidth` draws twice as fast. Seconds until all trajectories have ended, the rows in turn, in one
-run. The last line is one JSON object; all ratios are over the better one of the single classes:
+four **simulated** engines in a real rollout service: all of one class or the other, then two of
+each. An engine of either class stands for devices of the same price: `compute` reads 2.5 times as
+fast, `bandwidth` draws twice as fast. Seconds until all trajectories have ended, the rows in turn,
+in one run. The last line is one JSON object; all ratios are over the better one of the single
+classes:
 
 - `affinity_over_one_class`: two of each, the classes of the domains declared.
 - `inferred_over_one_class`: two of each, the classes found out by the router.
@@ -33,7 +34,7 @@ from troupe.job import JobSpec
 
 ENGINES: Final = 4
 MAX_RUNNING: Final = 64
-PACED: Final[dict[str, Any]] = {
+SIMULATED: Final[dict[str, Any]] = {
     "decode_seconds": 0.016,
     "decode_seconds_per_turn": 0.0001,
     "prefill_tokens_per_second": 60_000,
@@ -94,7 +95,7 @@ def job(directory: Path, row: Row, plan: Plan) -> JobSpec:
     return spec(
         directory,
         "play",
-        {"engine": engine, "paced": PACED},
+        {"engine": engine, "simulated": SIMULATED},
         module="mixed_domains",
         max_new_tokens=1200,
         limits={"max_concurrent_trajectories": plan.in_flight},
@@ -116,7 +117,7 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, fl
     single = min(taken["compute"], taken["bandwidth"])
     table = Table(
         title=f"{plan.trajectories} trajectories, {plan.in_flight} at once, {ENGINES} engines "
-        f"of policy '{POLICY}' (paced)"
+        f"of policy '{POLICY}' (simulated)"
     )
     for heading in ("engines", "turns go to", "seconds", "over one class"):
         table.add_column(heading)

@@ -1,7 +1,8 @@
 """An engine that is not there: it answers after the time that a cost model gives.
 
 States, versions, weight updates and checksums are those of every engine; only the model is
-missing. Time comes from `PacedBatch`; one timer per engine, set to the next turn's end, drives it.
+missing. Time comes from `SimulatedBatch`; one timer per engine, set to the next
+turn's end, drives it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from services.rollout.engines.base import EngineLoad, EngineResponse, Memory, We
 from services.rollout.engines.front import EngineFront, EngineTurn, Tensors
 from services.rollout.engines.weights import load_config, stop_ids
 from testbed.timeline import Timeline, TimelineSpan
-from troupe.job import PacedSpec, PolicySpec
+from troupe.job import PolicySpec, SimulatedSpec
 from troupe.v1 import common_pb2 as pb
 
 
@@ -40,7 +41,7 @@ class Response:
 
 
 def draw_response(
-    pace: PacedSpec,
+    pace: SimulatedSpec,
     *,
     seed: int,
     vocabulary: int,
@@ -68,7 +69,7 @@ def draw_response(
 
 
 @dataclass(order=True)
-class _PacedTurn:
+class _SimulatedTurn:
     # The counter's value at which the turn has its last token.
     end: float
     key: str = field(compare=False)
@@ -77,25 +78,25 @@ class _PacedTurn:
     length: int = field(compare=False)
 
 
-class PacedBatch:
+class SimulatedBatch:
     """The turns that one engine runs, by key."""
 
-    def __init__(self, pace: PacedSpec) -> None:
+    def __init__(self, pace: SimulatedSpec) -> None:
         self._pace = pace
         self._now = 0.0
         # Until then prompts are read or weights loaded, and nothing is decoded.
         self._blocked_until = 0.0
         # Decoding steps so far.
         self._steps = 0.0
-        self._turns: dict[str, _PacedTurn] = {}
-        self._heap: list[_PacedTurn] = []
+        self._turns: dict[str, _SimulatedTurn] = {}
+        self._heap: list[_SimulatedTurn] = []
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def admit(self, key: str, prompt_tokens: int, length: int, now: float) -> None:
         """A turn of `length` response tokens comes; its prompt is read before anything else."""
-        turn = _PacedTurn(self._steps + length, key, self._steps, length)
+        turn = _SimulatedTurn(self._steps + length, key, self._steps, length)
         self._turns[key] = turn
         heapq.heappush(self._heap, turn)
         self.read(prompt_tokens, now)
@@ -161,14 +162,14 @@ class PacedBatch:
 _SPAN_SECONDS = 0.1
 
 
-class PacedEngine(EngineFront):
-    """Serves a policy with made-up tokens at the pace of `policies.X.paced`.
+class SimulatedEngine(EngineFront):
+    """Serves a policy with made-up tokens at the pace of `policies.X.simulated`.
 
     An update blocks decoding for `load_seconds`; kept turns are then read again, as by an engine
     that computes their keys and values under the new weights. There is no prefix cache.
     """
 
-    kind: ClassVar[str] = "paced"
+    kind: ClassVar[str] = "simulated"
 
     def __init__(
         self, engine_id: str, policy: str, spec: PolicySpec, *, trace_dir: Path | None = None
@@ -176,8 +177,8 @@ class PacedEngine(EngineFront):
         """`trace_dir`: where the timeline goes (`testbed.timeline`); None: nowhere."""
         super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
-        self._pace = spec.paced or PacedSpec()
-        self._batch = PacedBatch(self._pace)
+        self._pace = spec.simulated or SimulatedSpec()
+        self._batch = SimulatedBatch(self._pace)
         self._responses: dict[str, Response] = {}
         self._waiting: dict[str, asyncio.Future[EngineResponse]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -189,13 +190,13 @@ class PacedEngine(EngineFront):
 
     async def _begin(self) -> None:
         """Read the model's configuration."""
-        self._pace = (self._spec.paced or PacedSpec()).of_class(self.device.device_class)
+        self._pace = (self._spec.simulated or SimulatedSpec()).of_class(self.device.device_class)
         model = self._spec.language_model
         config = await asyncio.to_thread(load_config, model, self.policy)
         self.vocabulary = config.get_text_config().vocab_size
         self.max_context = self._spec.engine.max_context
         self.eos_ids = stop_ids(config, model.path, model.revision)
-        self._batch = PacedBatch(self._pace)
+        self._batch = SimulatedBatch(self._pace)
 
     async def abort(self, request_id: str) -> None:
         """End a request early: its `generate` returns what it has."""

@@ -24,7 +24,7 @@ from services.trainer.learning.samples import Row
 from services.trainer.state import suspension
 from testbed.timeline import Timeline, TimelineSpan
 from troupe.algorithms import group_advantages
-from troupe.job import JobSpec, PacedSpec
+from troupe.job import JobSpec, SimulatedSpec
 
 
 class StandIn(torch.nn.Module):
@@ -45,7 +45,7 @@ class StandIn(torch.nn.Module):
 
     def save_pretrained(self, directory: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Write a checkpoint's files; no library makes a model of them."""
-        (directory / "config.json").write_text(json.dumps({"model_type": "paced"}))
+        (directory / "config.json").write_text(json.dumps({"model_type": "simulated"}))
         save_file(dict(state_dict), directory / "model.safetensors")
 
 
@@ -58,15 +58,15 @@ def stand_in(policy: str, spec: JobSpec) -> StandIn:
     return StandIn(config.get_text_config().vocab_size, policy_seed(spec.seed, policy))
 
 
-class PacedLearner(Learner):
-    """Trains the stand-in of one policy at the pace of `policies.X.paced`."""
+class SimulatedLearner(Learner):
+    """Trains the stand-in of one policy at the pace of `policies.X.simulated`."""
 
     def __init__(
         self, model: StandIn, spec: JobSpec, policy: str, lane: str, trace_dir: Path | None
     ) -> None:
         """`lane` names the worker in the timeline, which goes to `trace_dir`, if anywhere."""
         super().__init__(model, spec, policy, share_prefixes=False)
-        self._pace = spec.policies[policy].paced or PacedSpec()
+        self._pace = spec.policies[policy].simulated or SimulatedSpec()
         self._summary = BatchSummary()
         self._spent, self._batches = 0.0, 0
         # Pages that were never written would cost nothing to move.
@@ -114,21 +114,21 @@ class PacedLearner(Learner):
     def suspended(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """As `Learner.suspended`."""
         tensors, values = super().suspended()
-        paced = {
+        simulated = {
             "summary": suspension.take_apart(self._summary)[1],
             "spent": self._spent,
             "batches": self._batches,
         }
-        own = suspension.under("paced", {"ballast": self._ballast})
-        return tensors | own, values | {"paced": paced}
+        own = suspension.under("simulated", {"ballast": self._ballast})
+        return tensors | own, values | {"simulated": simulated}
 
     def adopt(self, tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> None:
         """As `Learner.adopt`."""
         super().adopt(tensors, values)
-        self._ballast = suspension.below("paced", tensors)["ballast"]
-        paced = values["paced"]
-        suspension.put_together(self._summary, {}, paced["summary"])
-        self._spent, self._batches = paced["spent"], paced["batches"]
+        self._ballast = suspension.below("simulated", tensors)["ballast"]
+        simulated = values["simulated"]
+        suspension.put_together(self._summary, {}, simulated["summary"])
+        self._spent, self._batches = simulated["spent"], simulated["batches"]
 
     def leave(self) -> list[torch.Tensor]:
         """As `Learner.leave`."""

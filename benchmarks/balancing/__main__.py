@@ -1,8 +1,8 @@
 """`python -m benchmarks.balancing [--quick] [--json] [--out DIR]`
 
-The same job on the same paced engines without load balancing, with balancing within policies, and
-with engines that move between policies besides; then forced moves under load, counting turns. The
-last line of stdout is the JSON object; the picture and the object go to `--out`.
+The same job on the same simulated engines without load balancing, with balancing within policies,
+and with engines that move between policies besides; then forced moves under load, counting turns.
+The last line of stdout is the JSON object; the picture and the object go to `--out`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _disparity(run: Run) -> float:
 
 
 def _table(runs: list[Run]) -> Table:
-    table = Table(title="Load balancing, paced engines")
+    table = Table(title="Load balancing, simulated engines")
     for heading in ("balancing", "s per step", "x none", "disparity", "moves", "CPU"):
         table.add_column(heading, justify="left" if heading == "balancing" else "right")
     for run in runs:

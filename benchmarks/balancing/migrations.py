@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.balancing.workload import PACED, model
+from benchmarks.balancing.workload import SIMULATED, model
 from benchmarks.workloads.research_team import AGENTS
 from services.chassis.app import serve
 from services.rollout.server import RolloutService
@@ -182,7 +182,11 @@ async def migrate(moves: int, directory: Path) -> Migrations:
 
 def _job(directory: Path) -> JobSpec:
     made = model(directory)
-    paced = PACED | {"decode_seconds": 0.002, "response_tokens_mean": 40, "load_seconds": 0.005}
+    simulated = SIMULATED | {
+        "decode_seconds": 0.002,
+        "response_tokens_mean": 40,
+        "load_seconds": 0.005,
+    }
     return JobSpec.model_validate(
         {
             "name": "moves",
@@ -196,7 +200,7 @@ def _job(directory: Path) -> JobSpec:
                 name: {
                     "model": made,
                     "engine": {"replicas": _ENGINES, "max_running": 8, "max_context": 256},
-                    "paced": paced,
+                    "simulated": simulated,
                 }
                 for name in AGENTS
             },

@@ -31,7 +31,7 @@ def draw(runs: list[Run]) -> str:
 def _panel(run: Run, seconds: float, most: float) -> str:
     looks = run.measured
     scale, start, floor = WIDTH / seconds, looks[0].at, _HEAD + _HEIGHT
-    title = f"{run.row.label}: {run.seconds:.1f} s per step (paced)"
+    title = f"{run.row.label}: {run.seconds:.1f} s per step (simulated)"
     parts = [
         f'<text class="t" x="{LEFT}" y="18">{escape(title)}</text>',
         f'<rect class="l" x="{LEFT}" y="{_HEAD}" width="{WIDTH}" height="{_HEIGHT}"/>',

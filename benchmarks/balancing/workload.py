@@ -1,4 +1,4 @@
-"""The job that every row runs: five policies, ten paced engines, calls by Zipf's law.
+"""The job that every row runs: five policies, ten simulated engines, calls by Zipf's law.
 
 What the figures stand for, and where they come from, is in docs/benchmarks/balancing.md.
 """
@@ -18,7 +18,7 @@ ENGINES: Final = 2
 HEARTBEAT_SECONDS: Final = 0.25
 # One engine decodes at 20 ms a step, eight turns at once: 400 tokens a second at most. Trainers
 # are as good as absent.
-PACED: Final = {
+SIMULATED: Final = {
     "prefill_tokens_per_second": 50_000,
     "decode_seconds": 0.0192,
     "decode_seconds_per_turn": 0.0001,
@@ -77,7 +77,7 @@ QUICK: Final = Size(steps=2, queries_per_step=12, group_size=4, moves=60)
 
 
 def model(directory: Path) -> dict[str, Any]:
-    """The policies' model: never built, paced engines need a vocabulary only."""
+    """The policies' model: never built, simulated engines need a vocabulary only."""
     vocabulary = save_tokenizer(directory / "tokenizer")
     return {
         "config": {"model_type": "qwen3", "vocab_size": vocabulary, "eos_token_id": 1},
@@ -98,7 +98,7 @@ def job(row: Row, size: Size, directory: Path) -> JobSpec:
                 name: {"policy": name, "sampling": {"max_new_tokens": 400}} for name in AGENTS
             },
             "policies": {
-                name: {"model": made, "engine": engine, "paced": PACED} for name in AGENTS
+                name: {"model": made, "engine": engine, "simulated": SIMULATED} for name in AGENTS
             },
             "pipeline": {
                 "steps": size.steps,

@@ -1,9 +1,9 @@
 """`python -m benchmarks.pipeline [--quick] [--json] [--out DIR] [--setups ...] [--modes ...]`
 
 Every pipeline mode runs the same job on the same cluster of real processes, one after another:
-first with paced engines and trainers (how fast), in each of two published set-ups, then with real
-tiny ones (what is learned). The last line of stdout is the JSON object; pictures and the object go
-to `--out`.
+first with simulated engines and trainers (how fast), in each of two published set-ups, then with
+real tiny ones (what is learned). The last line of stdout is the JSON object; pictures and the
+object go to `--out`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def write_pictures(setup: str, runs: list[Run], out: Path) -> None:
 
 
 def _title(one: Run) -> str:
-    return f"{one.mode.label}: {_step(one):.1f} s per step (paced)"
+    return f"{one.mode.label}: {_step(one):.1f} s per step (simulated)"
 
 
 def _step(one: Run) -> float:

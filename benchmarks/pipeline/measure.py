@@ -49,11 +49,12 @@ class Run:
 
 @asynccontextmanager
 async def cluster(data_dir: Path, trace_dir: Path) -> AsyncIterator[AsyncClient]:
-    """A cluster of real processes whose paced stand-ins write to `trace_dir`, and its client."""
+    """A cluster of real processes, simulated stand-ins of which write to `trace_dir`, and its
+    client."""
     os.environ["TROUPE_REWARD_WORKERS"] = str(TOOL_PROCESSES)
     # All there from the start: what is compared is not how they scale.
     os.environ["TROUPE_REWARD_MIN_WORKERS"] = str(TOOL_PROCESSES)
-    os.environ["TROUPE_PACED_TRACE_DIR"] = str(trace_dir)
+    os.environ["TROUPE_SIMULATED_TRACE_DIR"] = str(trace_dir)
     settings = ClusterSettings(data_dir=data_dir, trainers=TRAINERS, panel=False)
     async with (
         EmbeddedCluster(settings) as running,

@@ -28,7 +28,7 @@ _RATIOS: Final = (*JUDGED, "async_over_sync")
 def speed_table(setup: Setup, rows: list[Row]) -> Table:
     """Seconds per step, how they pass, and how busy the hardware is."""
     table = Table(
-        title=f"Pipeline modes on the same PACED engines and trainers (modelled time, no GPU); "
+        title=f"Pipeline modes on the same SIMULATED engines and trainers (modelled time, no GPU); "
         f"{setup.name}: {setup.stands_for}",
         caption="Seconds are per step, mean of the steady state. Everything but the models' "
         "arithmetic is real: services, messages, claims, commits, weight updates.",
@@ -140,7 +140,7 @@ def as_json(tables: list[Measured], lessons: list[Lesson]) -> dict[str, Any]:
         for name, (where, target) in JUDGED.items()
         if where in setups and name in setups[where]["speedup"]
     }
-    found["paced"] = True
+    found["simulated"] = True
     found["learned"] = {
         lesson.mode: {
             "rewards": [round(reward, 4) for reward in lesson.rewards],

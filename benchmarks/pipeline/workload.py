@@ -1,4 +1,4 @@
-"""The jobs that every mode runs: five policies, a skewed team, paced hardware, in two set-ups.
+"""The jobs that every mode runs: five policies, a skewed team, simulated hardware, in two set-ups.
 
 What the figures stand for, and where they come from, is in docs/benchmarks/pipeline.md.
 """
@@ -67,7 +67,7 @@ class Setup:
     small: dict[str, float] = field(default_factory=lambda: dict(SMALL))
     group_size: int = 4
 
-    def paced(self, policy: str) -> dict[str, float]:
+    def simulated(self, policy: str) -> dict[str, float]:
         """The cost model of a policy."""
         if policy not in self.large:
             return self.small
@@ -130,7 +130,7 @@ def job(mode: Mode, setup: Setup, directory: Path) -> JobSpec:
     """The job of one row; its tokenizer is put under `directory`."""
     vocabulary = save_tokenizer(directory / "tokenizer")
     model = {
-        # Never built: paced policies need a configuration's vocabulary only.
+        # Never built: simulated policies need a configuration's vocabulary only.
         "config": {"model_type": "qwen3", "vocab_size": vocabulary, "eos_token_id": 1},
         "tokenizer": str(directory / "tokenizer"),
     }
@@ -147,7 +147,7 @@ def job(mode: Mode, setup: Setup, directory: Path) -> JobSpec:
                 name: {
                     "model": model,
                     "engine": {"max_running": 64, "max_context": 1024},
-                    "paced": setup.paced(name),
+                    "simulated": setup.simulated(name),
                 }
                 for name in AGENTS
             },

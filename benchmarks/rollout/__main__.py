@@ -9,9 +9,9 @@ store is in the way. The last line is one JSON object:
   same engine driven directly, in a process of its own, at the number of turns that suits it best;
   in alternation, medians.
 - `turn_p50_ms`, `turn_p99_ms`: what a workflow waits for a turn beyond its model time, with 256
-  concurrent trajectories on **paced** engines, whose model time is known exactly.
+  concurrent trajectories on **simulated** engines, whose model time is known exactly.
 - `rss_mib_2000`: resident memory of the service with 2,000 concurrent trajectories, each one
-  conversation of several turns, on paced engines: what the process needs beside its engine.
+  conversation of several turns, on simulated engines: what the process needs beside its engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.command import finish, options_of, quantile
 from benchmarks.rollout import served
-from benchmarks.rollout.workload import STEP_SECONDS, embedded, paced
+from benchmarks.rollout.workload import STEP_SECONDS, embedded, simulated
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ async def throughput(directory: Path, plan: Plan, console: Console) -> tuple[flo
 
 
 async def latency(directory: Path, plan: Plan) -> served.Run:
-    """Turns of a full house on paced engines."""
+    """Turns of a full house on simulated engines."""
     with served.service(directory) as (address, process):
-        job = paced(directory, "ask", plan.latency_in_flight, turns=4)
+        job = simulated(directory, "ask", plan.latency_in_flight, turns=4)
         async with served.prepared(address, directory, job) as stub:
             await served.run(stub, process, 900_000, plan.latency_in_flight // 4)  # warm
             return await served.run(stub, process, 0, plan.latency_trajectories)
@@ -100,7 +100,7 @@ async def latency(directory: Path, plan: Plan) -> served.Run:
 async def crowd(directory: Path, plan: Plan) -> tuple[served.Run, int]:
     """Many conversations at once; also what the process needs before any."""
     with served.service(directory) as (address, process):
-        job = paced(directory, "talk", plan.crowd, turns=6)
+        job = simulated(directory, "talk", plan.crowd, turns=6)
         async with served.prepared(address, directory, job) as stub:
             empty = process.memory_info().rss
             return await served.run(stub, process, 0, plan.crowd), empty
@@ -125,17 +125,17 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, fl
         ),
         (
             f"added latency per turn, {turns.most_in_flight} trajectories",
-            f"paced, {STEP_SECONDS * 1e3:.0f} ms a token; {rate:.0f} turns/s",
+            f"simulated, {STEP_SECONDS * 1e3:.0f} ms a token; {rate:.0f} turns/s",
             f"p50 {p50:.2f} ms, p99 {p99:.2f} ms",
         ),
         (
             "CPU of the service per turn",
-            "paced",
+            "simulated",
             f"{turns.cpu_seconds / turns.turns * 1e3:.2f} ms",
         ),
         (
             f"memory with {many.most_in_flight} conversations",
-            "paced",
+            "simulated",
             f"{rss:.0f} MiB ({empty / 2**20:.0f} before)",
         ),
     ]

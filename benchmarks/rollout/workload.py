@@ -1,4 +1,4 @@
-"""The jobs that are run: a real tiny model, and engines that are paced."""
+"""The jobs that are run: a real tiny model, and engines that are simulated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_RUNNING: Final = 64
 
 # One step is long enough that a trajectory's turns take seconds, as they do.
 STEP_SECONDS: Final = 0.02
-PACED: Final[dict[str, Any]] = {
+SIMULATED: Final[dict[str, Any]] = {
     # The model time of a turn is its tokens times a step, whatever else runs.
     "decode_seconds": STEP_SECONDS,
     "decode_seconds_per_turn": 0.0,
@@ -82,14 +82,14 @@ def embedded(directory: Path, in_flight: int) -> JobSpec:
     )
 
 
-def paced(directory: Path, workflow: str, in_flight: int, turns: int) -> JobSpec:
-    """Four paced engines that have room for all trajectories at once: nothing waits."""
+def simulated(directory: Path, workflow: str, in_flight: int, turns: int) -> JobSpec:
+    """Four simulated engines that have room for all trajectories at once: nothing waits."""
     return spec(
         directory,
         workflow,
         {
             "engine": {"replicas": 4, "max_running": -(-in_flight // 4), "max_context": 16_384},
-            "paced": PACED,
+            "simulated": SIMULATED,
         },
         args={"turns": turns, "words": WORDS, "step_seconds": STEP_SECONDS},
         max_new_tokens=600,
@@ -103,7 +103,7 @@ def publish(directory: Path, job: JobSpec) -> common.WeightsRef:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     policy = job.policies[POLICY]
-    if policy.paced is not None:
+    if policy.simulated is not None:
         tensors = {"nothing": torch.zeros(1)}
     else:
         assert policy.language_model.config is not None

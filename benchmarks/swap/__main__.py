@@ -3,9 +3,9 @@
     python -m benchmarks.swap [--quick] [--json] [--device cpu|cuda] [--only bandwidth|sharing]
 
 First a real policy in the middle of a step (weights, both moments, gradients) is suspended into
-the transfer layer and resumed, against copying its bytes twice in the same run. Then six **paced**
-policies train through all services on two trainers with one slot each, and on six dedicated ones a
-third as fast: the same total compute. The last line is one JSON object:
+the transfer layer and resumed, against copying its bytes twice in the same run. Then six
+**simulated** policies train through all services on two trainers with one slot each, and on six
+dedicated ones a third as fast: the same total compute. The last line is one JSON object:
 
 - `memcpy_ratio`: two copies of its bytes over suspension and resumption;
 - `utilization`: of the two trainers, computing over elapsed;

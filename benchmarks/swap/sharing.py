@@ -82,7 +82,7 @@ async def _cluster(
         # A loaded machine takes its time to import torch eight times.
         start_seconds=600,
         environment={
-            "TROUPE_PACED_TRACE_DIR": str(traces),
+            "TROUPE_SIMULATED_TRACE_DIR": str(traces),
             "TROUPE_TRAINER_SLOTS": str(slots),
             "TROUPE_TRAINER_SYNC_FILES": "false",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -103,7 +103,7 @@ def _job(scale: Scale, slower: float, where: Path) -> JobSpec:
     }
     # About 80 tokens of prompt and 60 of response.
     speed = scale.micro_batch * 140 / scale.seconds / slower
-    paced = {
+    simulated = {
         **_ENGINES,
         "backward_tokens_per_second": speed,
         "step_seconds": scale.step_seconds * slower,
@@ -128,7 +128,7 @@ def _job(scale: Scale, slower: float, where: Path) -> JobSpec:
             "policies": {
                 name: {
                     "model": model,
-                    "paced": paced,
+                    "simulated": simulated,
                     "trainer": {"quantum_seconds": 2 * scale.seconds},
                 }
                 for name in AGENTS

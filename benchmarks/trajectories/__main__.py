@@ -2,7 +2,7 @@
 
 What trajectory-level rollout is worth over batch-level rollout, for environments whose steps vary
 little and much, and what redundant trajectories are worth where some stall or fail. Real processes
-and messages; paced engines and trainers. The last line of stdout is the JSON object.
+and messages; simulated engines and trainers. The last line of stdout is the JSON object.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _level_table(levels: list[tuple[float, tuple[Figures, Figures]]], size: Size
     count = size.queries_per_step * size.group_size
     table = Table(
         title=f"Environment steps of 10 s, sigma as shown (x {size.scale:g} here); {count} "
-        f"trajectories of {size.turns} turns per step; PACED engines (modelled time, no GPU)",
+        f"trajectories of {size.turns} turns per step; SIMULATED engines (modelled time, no GPU)",
         caption="Seconds per step, mean of the steady state, mode async. Services, messages, rows, "
         "claims, commits and weight updates are real.",
     )
@@ -172,7 +172,7 @@ def _level_table(levels: list[tuple[float, tuple[Figures, Figures]]], size: Size
 
 def _spare_table(rows: tuple[Figures, Figures], size: Size) -> Table:
     table = Table(
-        title="4 % of trajectories stall, 3 % fail and are begun anew; PACED engines",
+        title="4 % of trajectories stall, 3 % fail and are begun anew; SIMULATED engines",
         caption="Mode micro_batch. Bias: means per trajectory over those kept and those cancelled, "
         "as far as they came.",
     )

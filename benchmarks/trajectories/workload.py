@@ -108,7 +108,7 @@ def job(row: Row, size: Size, directory: Path) -> JobSpec:
             "policies": {
                 "policy": {
                     "model": {
-                        # Never built: paced policies need a configuration's vocabulary only.
+                        # Never built: simulated policies need a configuration's vocabulary only.
                         "config": {
                             "model_type": "qwen3",
                             "vocab_size": vocabulary,
@@ -117,7 +117,7 @@ def job(row: Row, size: Size, directory: Path) -> JobSpec:
                         "tokenizer": str(directory / "tokenizer"),
                     },
                     "engine": {"max_running": 128, "max_context": 1024},
-                    "paced": PACE,
+                    "simulated": PACE,
                 }
             },
             "pipeline": {

@@ -3,7 +3,7 @@
 Every round the planner speaks, then the k-th of the query's agents with probability 1/k: within a
 query the calls per agent follow Zipf's law, and which specialist is called much depends on the
 query (a coding question needs the coder). The first specialist runs a tool that takes a while. How
-many rounds a query takes is lognormal. What is said means nothing; paced engines make it up.
+many rounds a query takes is lognormal. What is said means nothing; simulated engines make it up.
 
 Standard library only: the reward service's worker processes import this.
 """

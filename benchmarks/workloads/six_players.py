@@ -1,6 +1,6 @@
 """Six agents of one policy each, all of whom speak once in every query.
 
-What is said means nothing; paced engines make it up.
+What is said means nothing; simulated engines make it up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Five agents that are called by Zipf's law: the k-th as often as 1/k, in every query.
 
-What is said means nothing; paced engines make it up.
+What is said means nothing; simulated engines make it up.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class ServiceSettings(BaseSettings):
     """Its port, one per host; 0 takes a free one."""
     transfer_ucx: bool = True
     """Move bytes between hosts through UCX where both have it; otherwise through gRPC."""
-    paced_trace_dir: Path | None = None
-    """Where paced stand-ins write when they were busy (`testbed.timeline`)."""
+    simulated_trace_dir: Path | None = None
+    """Where simulated stand-ins write when they were busy (`testbed.timeline`)."""
 
     # Who it is.
     worker_id: str = Field(

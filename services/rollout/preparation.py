@@ -18,7 +18,7 @@ from services.rollout.serving.engine_moves import EngineMoves
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.trajectories.concurrency import Gate
 from services.rollout.trajectories.queries import QuerySource
-from troupe.job import JobSpec, JobSpecError, PacedSpec, PolicySpec, parse_job
+from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job
 from troupe.job.balancing import engine_count
 from troupe.rpc.errors import InvalidArgument
 from troupe.transfer import Transfer
@@ -51,18 +51,18 @@ def devices_of(policy: PolicySpec, own: Device) -> list[Device]:
             for pool in engine.pools
             for _ in range(pool.replicas)
         ]
-    if policy.paced is None:
+    if policy.simulated is None:
         return devices
-    paced = policy.paced
+    simulated = policy.simulated
     return [
-        device if device.is_measured else _modelled(device, paced, engine.max_running)
+        device if device.is_measured else _modelled(device, simulated, engine.max_running)
         for device in devices
     ]
 
 
-def _modelled(device: Device, paced: PacedSpec, running: int) -> Device:
-    """A paced engine does what its cost model says: its rates need no measuring."""
-    pace = paced.of_class(device.device_class)
+def _modelled(device: Device, simulated: SimulatedSpec, running: int) -> Device:
+    """A simulated engine does what its cost model says: its rates need no measuring."""
+    pace = simulated.of_class(device.device_class)
     step = pace.decode_seconds + pace.decode_seconds_per_turn * running
     if not device.device_class or not step:
         return device

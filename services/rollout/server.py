@@ -168,7 +168,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             reward_pb2_grpc.RewardStub(self._reward),
             settings.worker_id,
             make
-            or partial(make_engine, threads=settings.threads, trace_dir=settings.paced_trace_dir),
+            or partial(
+                make_engine, threads=settings.threads, trace_dir=settings.simulated_trace_dir
+            ),
             Device(
                 settings.device_class,
                 settings.device_prefill_tokens_per_second,

@@ -46,10 +46,10 @@ def make_learner(
     source = spec.policies[policy]
     if source.network is not None:
         return _network_learner(spec, policy), None
-    paced = source.paced is not None
-    gang = source.trainable and not paced and source.trainer.gang > 1
+    simulated = source.simulated is not None
+    gang = source.trainable and not simulated and source.trainer.gang > 1
     model: Any
-    if paced:
+    if simulated:
         # By name: the testbed is no part of the product.
         testbed = importlib.import_module("testbed.simulated_learner")
         model = testbed.stand_in(policy, spec)
@@ -64,9 +64,9 @@ def make_learner(
     _check_size(policy, model, source.trainable, room, ranks)
     tokenizer = load_tokenizer(policy, source)
     check_tokenizer(policy, source, tokenizer, model)
-    if paced:
-        where = settings.paced_trace_dir
-        return testbed.PacedLearner(model, spec, policy, settings.worker_id, where), tokenizer
+    if simulated:
+        where = settings.simulated_trace_dir
+        return testbed.SimulatedLearner(model, spec, policy, settings.worker_id, where), tokenizer
     options: dict[str, Any] = {
         "forward_tokens": settings.trainer_forward_tokens,
         "share_prefixes": settings.trainer_share_prefixes,

@@ -156,7 +156,7 @@ def test_every_row_is_the_same_job_in_another_mode(tmp_path: Path) -> None:
         made = [job(mode, setup, tmp_path).model_dump() for mode in modes()]
         for one in made:
             del one["name"], one["pipeline"]["mode"], one["pipeline"]["steps"]
-            assert all(policy["paced"] for policy in one["policies"].values())
+            assert all(policy["simulated"] for policy in one["policies"].values())
         assert all(one == made[0] for one in made)
     assert equality.job("sync", 3, tmp_path).pipeline.deterministic
     assert not equality.job("async", 3, tmp_path).pipeline.deterministic

@@ -60,7 +60,7 @@ def test_engines_move_by_default_where_they_can() -> None:
         ({}, {"model": MODEL | {"dtype": "bfloat16"}}, "rebuild"),
         ({}, {"engine": {"kind": "sglang"}}, "rebuild"),
         ({}, {"engine": {"max_context": 64}}, "rebuild"),
-        ({"paced": {}}, {"paced": {"load_seconds": 3}}, "rebuild"),
+        ({"simulated": {}}, {"simulated": {"load_seconds": 3}}, "rebuild"),
         (
             {"engine": {"kind": "sglang", "urls": ["http://a:1"]}},
             {"engine": {"kind": "sglang"}, "model": {"path": "/models/llama"}},

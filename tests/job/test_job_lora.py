@@ -36,7 +36,7 @@ def written(lora: dict[str, Any], policy: dict[str, Any], pipeline: dict[str, An
         ({"ranks": 1}, {}, {}, "policies.a.lora.ranks"),
         ({"dropout": 0.1}, {}, {"deterministic": True}, "policies.a.lora.dropout: what is dropped"),
         ({}, {"trainer": {"gang": 2}}, {}, "policies.a.trainer.gang: an adapter is trained on one"),
-        ({}, {"paced": {}}, {}, "policies.a.lora: a paced policy learns nothing"),
+        ({}, {"simulated": {}}, {}, "policies.a.lora: a simulated policy learns nothing"),
     ],
 )
 def test_what_cannot_work_is_refused(

@@ -71,7 +71,7 @@ def test_a_job_of_networks_is_read_back_as_it_is() -> None:
         ({"policies__team__optimizer": {"lr": 1.0}}, "policies.team: optimizer"),
         ({"policies__team__engine": {"kind": "sglang"}}, "policies.team: engine"),
         ({"policies__team__trainer": {"gang": 2}}, "policies.team: trainer"),
-        ({"policies__team__paced": {}}, "policies.team: paced"),
+        ({"policies__team__simulated": {}}, "policies.team: simulated"),
         ({"policies__team__model": {"path": "/m"}}, "policies.team: give exactly one"),
         ({"policies__team__network": None}, "policies.team: give exactly one"),
         ({"policies__other": {"model": {"path": "/m"}}, "agents__two__policy": "other"}, "other"),

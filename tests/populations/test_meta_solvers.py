@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from troupe.populations import NotZeroSum, nash_conv, opponents, solve, values, zero_sum
+from troupe.populations import NotZeroSum, nash_conv, pfsp, solve, values, zero_sum
 from troupe.populations.games import as_payoffs, member_values, regrets
 from troupe.populations.solvers import marginals, project, projected_replicator, stationary
 
@@ -131,13 +131,13 @@ def test_alpha_rank_of_known_games() -> None:
 
 def test_who_can_teach_something_comes_more_often() -> None:
     rates = [0.0, 0.5, 1.0]
-    assert opponents(rates) == pytest.approx([0.8, 0.2, 0])
-    assert opponents(rates, weighting="variance").tolist() == [0, 1, 0]
-    assert opponents(rates, weighting="linear") == pytest.approx([2 / 3, 1 / 3, 0])
-    assert opponents([1.0, 1.0]).tolist() == [0.5, 0.5], "all beaten: anybody"
+    assert pfsp(rates) == pytest.approx([0.8, 0.2, 0])
+    assert pfsp(rates, weighting="variance").tolist() == [0, 1, 0]
+    assert pfsp(rates, weighting="linear") == pytest.approx([2 / 3, 1 / 3, 0])
+    assert pfsp([1.0, 1.0]).tolist() == [0.5, 0.5], "all beaten: anybody"
     for wrong in ([], [1.1], [float("nan")]):
         with pytest.raises(ValueError, match="between 0 and 1"):
-            opponents(wrong)
+            pfsp(wrong)
     with pytest.raises(ValueError, match="'soft'"):
-        opponents(rates, weighting="soft")  # type: ignore[arg-type]
+        pfsp(rates, weighting="soft")  # type: ignore[arg-type]
     assert solve("latest", HEAVY)[1].tolist() == [0, 0, 1]

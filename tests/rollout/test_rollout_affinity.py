@@ -24,7 +24,7 @@ POOLS: list[dict[str, Any]] = [
         "decode_tokens_per_second": 300,
     },
 ]
-PACED = {
+SIMULATED = {
     "prefill_tokens_per_second": 20_000,
     "decode_seconds": 0.001,
     "decode_seconds_per_turn": 0.0,
@@ -48,15 +48,15 @@ def test_engines_are_on_the_workers_devices_unless_the_job_says_more() -> None:
     ]
 
 
-def test_a_paced_engine_says_what_its_cost_model_does() -> None:
-    paced = policy(engine={"pools": POOLS, "max_running": 8}, paced=PACED)
-    assert devices_of(paced, OWN) == [
+def test_a_simulated_engine_says_what_its_cost_model_does() -> None:
+    simulated = policy(engine={"pools": POOLS, "max_running": 8}, simulated=SIMULATED)
+    assert devices_of(simulated, OWN) == [
         Device("compute", 80_000, 8000),
         Device("compute", 80_000, 8000),
         Device("bandwidth", 500, 300),
     ]
-    assert paced.paced is not None
-    assert paced.paced.of_class("unheard-of") == paced.paced
+    assert simulated.simulated is not None
+    assert simulated.simulated.of_class("unheard-of") == simulated.simulated
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ async def test_turns_of_a_domain_go_to_its_class_and_engines_say_what_they_are(
     async with open_house(tmp_path) as house:
         prepared = await house.prepare(
             "one_turn",
-            policies={"big": {"engine": {"pools": pools}, "paced": PACED}},
+            policies={"big": {"engine": {"pools": pools}, "simulated": SIMULATED}},
             routing={"affinity": {"agents": {"solver": "bandwidth"}}},
         )
         rates = {

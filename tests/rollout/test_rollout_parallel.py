@@ -8,7 +8,7 @@ from typing import Any
 
 from services.rollout.engines.base import EngineResponse
 from services.rollout.engines.front import EngineTurn
-from testbed.simulated_engine import PacedEngine
+from testbed.simulated_engine import SimulatedEngine
 from tests.rollout.house import evaluation, open_house
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as common
@@ -16,7 +16,7 @@ from troupe.v1 import common_pb2 as common
 TOGETHER = 6
 
 
-class MeetingEngine(PacedEngine):
+class MeetingEngine(SimulatedEngine):
     """Answers nobody before `TOGETHER` turns have come."""
 
     met = 0
@@ -39,7 +39,7 @@ def make(engine_id: str, policy_name: str, policy_spec: PolicySpec, **_: Any) ->
 async def test_they_overlap_in_the_engine(tmp_path: Path) -> None:
     pace = {"decode_seconds": 0.001, "response_tokens_mean": 5, "load_seconds": 0}
     async with open_house(tmp_path, make=make) as house:
-        await house.prepare("parallel", policies={"big": {"paced": pace}})
+        await house.prepare("parallel", policies={"big": {"simulated": pace}})
         [event] = (await house.run(evaluation(1))).values()
     assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
     assert MeetingEngine.met == TOGETHER

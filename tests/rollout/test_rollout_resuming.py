@@ -130,9 +130,9 @@ async def test_turns_of_a_deterministic_job_start_over(house: House, workshop: W
         assert event.turns[0].response == quiet[key].turns[0].response
 
 
-async def test_a_paced_turn_is_as_long_in_two_pieces_as_in_one(tmp_path: Path) -> None:
-    paced = {"decode_seconds": 0.001, "response_tokens_mean": 40, "load_seconds": 0.0}
-    spec = JobSpec.model_validate(make_spec("one_turn", policies={"big": {"paced": paced}}))
+async def test_a_simulated_turn_is_as_long_in_two_pieces_as_in_one(tmp_path: Path) -> None:
+    simulated = {"decode_seconds": 0.001, "response_tokens_mean": 40, "load_seconds": 0.0}
+    spec = JobSpec.model_validate(make_spec("one_turn", policies={"big": {"simulated": simulated}}))
     engine = make_engine("e", "big", spec.policies["big"])
     await engine.start()
     transfer = Transfer(tmp_path)

@@ -127,7 +127,7 @@ async def test_a_state_that_was_fetched_ahead_is_not_taken_for_a_later_one(
 ) -> None:
     """Their tensors are the same where samples changed no gradient; their claims are not."""
     values = spec_of(stage, queries_per_step=4).model_dump()
-    values["policies"]["solver"]["paced"] = {"step_seconds": 0.0}
+    values["policies"]["solver"]["simulated"] = {"step_seconds": 0.0}
     spec = JobSpec.model_validate(values)
 
     async def play(query: str) -> None:

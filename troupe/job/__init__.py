@@ -11,8 +11,8 @@ from troupe.job.policy import (
     LoraSpec,
     ModelSpec,
     OptimizerSpec,
-    PacedSpec,
     PolicySpec,
+    SimulatedSpec,
     TrainerSpec,
 )
 from troupe.job.population import (
@@ -61,7 +61,6 @@ __all__ = [
     "NetworkSpec",
     "OpponentPool",
     "OptimizerSpec",
-    "PacedSpec",
     "PipelineSpec",
     "PolicySpec",
     "PoolSpec",
@@ -69,6 +68,7 @@ __all__ = [
     "PopulationSpec",
     "RoutingSpec",
     "SamplingSpec",
+    "SimulatedSpec",
     "StopSpec",
     "TasksSpec",
     "TrainerSpec",

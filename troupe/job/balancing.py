@@ -87,7 +87,7 @@ class BalancingSpec(Section):
         kinds: dict[str, PolicySpec] = {}
         kind_of = {}
         for name, policy in policies.items():
-            kind_of[name] = policy.model_dump_json(include={"model", "lora", "paced", "engine"})
+            kind_of[name] = policy.model_dump_json(include={"model", "lora", "simulated", "engine"})
             kinds.setdefault(kind_of[name], policy)
         exchanged = {
             (one, other): exchange(a, b) in good
@@ -147,17 +147,17 @@ def engine_count(policy: PolicySpec) -> int:
 def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:
     """How an engine of one policy comes to serve the other: with new weights, made anew, or not at
     all. A server that is attached stays: other rollout workers may be attached to it, too."""
-    if source.engine.urls and source.paced is None:
+    if source.engine.urls and source.simulated is None:
         return "never"
     alike = (
         source.model == target.model
         and _shape(source.lora) == _shape(target.lora)
-        and source.paced == target.paced
+        and source.simulated == target.simulated
         and source.engine.model_dump(exclude=_OWN) == target.engine.model_dump(exclude=_OWN)
     )
     if alike:
         return "in_place"
-    return "never" if target.engine.urls and target.paced is None else "rebuild"
+    return "never" if target.engine.urls and target.simulated is None else "rebuild"
 
 
 def _shape(lora: LoraSpec | None) -> object:

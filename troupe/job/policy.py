@@ -160,7 +160,7 @@ class OptimizerSpec(Section):
     """Fraction of `lr` left at the last step of a falling schedule."""
 
 
-class PacedClassSpec(Section):
+class SimulatedClassSpec(Section):
     """How engines of one device class differ from the cost model."""
 
     prefill_tokens_per_second: Rate | None = None
@@ -171,7 +171,7 @@ class PacedClassSpec(Section):
     """Seconds that every running turn adds to a decoding step."""
 
 
-class PacedSpec(Section):
+class SimulatedSpec(Section):
     """Hardware that is not there: engine and trainer answer after the time that this cost model
     gives, and learn nothing. For measuring pipelines and schedulers (docs/benchmarks.md)."""
 
@@ -193,10 +193,10 @@ class PacedSpec(Section):
     """Bytes of training state that leave the trainer's device, and come back, with the policy."""
     load_seconds: SecondsOrNone = 0.1
     """Seconds in which an engine loads new weights and serves nothing."""
-    classes: dict[str, PacedClassSpec] = Field(default={}, max_length=64)
+    classes: dict[str, SimulatedClassSpec] = Field(default={}, max_length=64)
     """What is different for the engines of a device class (`engine.pools`)."""
 
-    def of_class(self, device_class: str) -> PacedSpec:
+    def of_class(self, device_class: str) -> SimulatedSpec:
         """The cost model of an engine of this device class."""
         own = self.classes.get(device_class)
         return self.model_copy(update=own.model_dump(exclude_none=True)) if own else self
@@ -301,7 +301,7 @@ class PolicySpec(Section):
     """What serves it."""
     alpha: int | None = Field(default=None, ge=1, le=64)
     """`async`: this policy's staleness bound, instead of `pipeline.alpha`."""
-    paced: PacedSpec | None = None
+    simulated: SimulatedSpec | None = None
     """Stand-ins instead of engine and trainer, for benchmarks: nothing is learned."""
 
     @property
@@ -323,7 +323,7 @@ class PolicySpec(Section):
         )
         for field, given, why in (
             ("lora", self.lora is not None, "a network has no adapter"),
-            ("paced", self.paced is not None, "only a `model` can be paced"),
+            ("simulated", self.simulated is not None, "only a `model` can be simulated"),
             ("engine", self.engine != EngineSpec(), served),
             ("optimizer", self.optimizer != OptimizerSpec(), trained),
             ("trainer", self.trainer != own, f"{trained} on one device"),

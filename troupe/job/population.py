@@ -443,7 +443,7 @@ class Pools:
         engine = population.engine
         if engine is None:
             for name in self.learners:
-                if policies[name].engine.urls and policies[name].paced is None:
+                if policies[name].engine.urls and policies[name].simulated is None:
                     raise ValueError(
                         f"population.engine: the servers of '{name}' hold its own weights; name "
                         "servers of the slots under `urls`, or have them launched"
@@ -500,7 +500,7 @@ def _rosters(
 
 def _made_for(policy: PolicySpec) -> dict[str, object]:
     """What of a policy its engine has to be made for."""
-    return policy.model_dump(include={"model", "network", "lora", "paced"})
+    return policy.model_dump(include={"model", "network", "lora", "simulated"})
 
 
 def _changed(engine: EngineSpec, changes: dict[str, object]) -> EngineSpec:

@@ -319,9 +319,10 @@ class JobSpec(Section):
         for name, policy in self.policies.items():
             if policy.lora is None:
                 continue
-            if policy.paced is not None:
+            if policy.simulated is not None:
                 raise ValueError(
-                    f"policies.{name}.lora: a paced policy learns nothing; remove `lora` or `paced`"
+                    f"policies.{name}.lora: a simulated policy learns nothing; remove "
+                    "`lora` or `simulated`"
                 )
             if policy.lora.dropout and self.pipeline.deterministic:
                 raise ValueError(

@@ -22,7 +22,7 @@ PRIVATE: Final = ("/proc", "/dev", "/dev/shm", "/tmp")
 # Variables that say where services keep what is nobody else's.
 _KEPT: Final = (
     *("TROUPE_DATA_DIR", "TROUPE_TRANSFER_DIR", "TROUPE_TRANSFER_FALLBACK_DIR"),
-    *("TROUPE_TLS_KEY", "TROUPE_PACED_TRACE_DIR"),
+    *("TROUPE_TLS_KEY", "TROUPE_SIMULATED_TRACE_DIR"),
 )
 # Where a service keeps its data that was not told (`services.chassis.settings`).
 _DEFAULT_DATA_DIR: Final = "runs"

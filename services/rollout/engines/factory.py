@@ -25,13 +25,13 @@ def make_engine(
     `threads`: torch threads of an embedded engine. `replica`: which of the policy's replicas on
     this worker it is; an attached SGLang engine takes the URL of that number. `work_dir`: where
     a launched server's log and files go; default: a temporary directory.
-    `trace_dir`: where a paced engine writes when it was busy. `deterministic`: a turn is a function
-    of (weights, prompt, seed), or the engine does not start.
+    `trace_dir`: where a simulated engine writes when it was busy. `deterministic`: a turn is a
+    function of (weights, prompt, seed), or the engine does not start.
     """
-    if policy_spec.paced is not None:
+    if policy_spec.simulated is not None:
         # By name: the testbed is no part of the product.
         testbed = importlib.import_module("testbed.simulated_engine")
-        engine: ServingEngine = testbed.PacedEngine(
+        engine: ServingEngine = testbed.SimulatedEngine(
             engine_id, policy_name, policy_spec, trace_dir=trace_dir
         )
         return engine

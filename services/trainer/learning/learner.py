@@ -433,7 +433,7 @@ class Learner:
     however they are cut into micro-batches (units.py, exact_sum.py). That holds on one kind of
     machine with one number of threads (`TROUPE_THREADS`): both change how sums are laid out.
 
-    A stand-in (paced.py, networks/learner.py) has to offer what `Binding` and `StepRun` use:
+    A stand-in (simulated.py, networks/learner.py) has to offer what `Binding` and `StepRun` use:
     `model`, `base`, `lost`, `num_parameters`, `needs_reference`, `set_reference`, `read`,
     `accumulate`, `complete`, `apply` (whose `digest` the store checks), `discard`, `published`,
     `weights`, `moments`, `restore`, and `suspended`, `adopt`, `leave`.
@@ -477,7 +477,7 @@ class Learner:
         )
         self._critic: Critic | None = None
         value_function = spec.algorithm.value_function
-        if value_function and self._policy.trainable and self._policy.paced is None:
+        if value_function and self._policy.trainable and self._policy.simulated is None:
             bfloat16 = self._policy.language_model.dtype == "bfloat16"
             pieces = self._passes.pieces
             self._critic = Critic(self.model, value_function, pieces, bfloat16=bfloat16)

@@ -21,13 +21,13 @@ from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.asking import ask, until
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.support.fake_sglang import FakeSglang, serve
-from troupe.job import PacedSpec
+from troupe.job import SimulatedSpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 
-PACE = PacedSpec(decode_seconds=0.002, response_tokens_mean=10_000, load_seconds=0.05)
-KINDS = ["embedded", "deterministic", "paced", "sglang"]
+PACE = SimulatedSpec(decode_seconds=0.002, response_tokens_mean=10_000, load_seconds=0.05)
+KINDS = ["embedded", "deterministic", "simulated", "sglang"]
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ async def serving(kind: str, transfer: Transfer, **engine: object) -> AsyncItera
     async with serve(fake) as url:
         extra = {"kind": "sglang", "urls": [url]} if kind == "sglang" else {}
         spec = policy_spec(**extra, **engine)
-        if kind == "paced":
-            spec = spec.model_copy(update={"paced": PACE})
+        if kind == "simulated":
+            spec = spec.model_copy(update={"simulated": PACE})
         made = make_engine("e0", "solver", spec, deterministic=kind == "deterministic")
         await made.start()
         await made.update_weights(publish(transfer, make_model(0), 0), transfer)
@@ -86,7 +86,7 @@ async def test_an_engine_that_slept_is_stale_until_an_update_is_verified(
         assert engine.restarts == 0
 
 
-@pytest.mark.parametrize("kind", ["embedded", "paced", "sglang"])
+@pytest.mark.parametrize("kind", ["embedded", "simulated", "sglang"])
 async def test_turns_that_outlast_the_drain_come_back(kind: str, transfer: Transfer) -> None:
     async with serving(kind, transfer) as engine:
         task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=250))

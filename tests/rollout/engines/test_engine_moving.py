@@ -13,14 +13,14 @@ from services.rollout.engines.factory import make_engine
 from services.rollout.engines.front import EngineFront
 from tests.rollout.engines.asking import ask, until
 from tests.rollout.engines.models import make_model, policy_spec, publish, transfer_in
-from troupe.job import PacedSpec, PolicySpec
+from troupe.job import PolicySpec, SimulatedSpec
 from troupe.states import IllegalTransition
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 
-PACE = PacedSpec(decode_seconds=0.003, response_tokens_mean=10_000, load_seconds=0.01)
+PACE = SimulatedSpec(decode_seconds=0.003, response_tokens_mean=10_000, load_seconds=0.01)
 SPECS: dict[str, PolicySpec] = {
-    "paced": policy_spec().model_copy(update={"paced": PACE}),
+    "simulated": policy_spec().model_copy(update={"simulated": PACE}),
     "embedded": policy_spec(),
 }
 

@@ -23,7 +23,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.slotted import SlotBatcher
-from testbed.simulated_engine import PacedEngine
+from testbed.simulated_engine import SimulatedEngine
 from tests.rollout.engines.asking import LONG, ask, prompt
 from tests.rollout.engines.models import (
     VOCABULARY,
@@ -167,9 +167,9 @@ async def test_an_engine_without_weights_or_without_a_model_scores_nothing(
     with pytest.raises(EngineStale):
         await stale.score(asked, 1.0, deadline_seconds=LONG)
     await stale.stop()
-    paced = PacedEngine("e1", "solver", policy_spec())
-    await paced.start()
-    await paced.update_weights(publish(transfer, model, 0), transfer)
-    with pytest.raises(ScoreRefused, match=r"engine.kind = paced"):
-        await paced.score(asked, 1.0, deadline_seconds=LONG)
-    await paced.stop()
+    simulated = SimulatedEngine("e1", "solver", policy_spec())
+    await simulated.start()
+    await simulated.update_weights(publish(transfer, model, 0), transfer)
+    with pytest.raises(ScoreRefused, match=r"engine.kind = simulated"):
+        await simulated.score(asked, 1.0, deadline_seconds=LONG)
+    await simulated.stop()

@@ -1,4 +1,4 @@
-"""The paced learner: its time, that workers share it, and that all around it is real."""
+"""The simulated learner: its time, that workers share it, and that all around it is real."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from testbed.simulated_learner import PacedLearner, stand_in
+from testbed.simulated_learner import SimulatedLearner, stand_in
 from testbed.timeline import busy_within, read_spans
 from tests.trainer.stage import TrainingStage
 from troupe.job import JobSpec
@@ -25,11 +25,11 @@ SECONDS = 48 / 120 + 0.1
 LATE = 1.5
 
 
-def paced(stage: TrainingStage, *policies: str, **pace: Any) -> JobSpec:
+def simulated(stage: TrainingStage, *policies: str, **pace: Any) -> JobSpec:
     spec = stage.spec(policies=policies)
     values = spec.model_dump()
     for name in policies:
-        values["policies"][name]["paced"] = PACE | pace
+        values["policies"][name]["simulated"] = PACE | pace
     return JobSpec.model_validate(values)
 
 
@@ -65,8 +65,8 @@ def stage_sample(
 async def test_a_step_takes_its_modelled_time_and_makes_a_version(
     stage: TrainingStage, tmp_path: Path
 ) -> None:
-    trainer = await stage.trainer(paced_trace_dir=tmp_path / "trace", worker_id="w0")
-    spec = paced(stage, "solver")
+    trainer = await stage.trainer(simulated_trace_dir=tmp_path / "trace", worker_id="w0")
+    spec = simulated(stage, "solver")
     first = await trainer.bind(spec)
     await fill(stage, ("solver",))
     began, wall = time.monotonic(), time.time()
@@ -89,7 +89,7 @@ async def test_a_step_takes_its_modelled_time_and_makes_a_version(
     assert SECONDS - 0.01 <= busy < SECONDS + LATE
 
     path = await trainer.checkpoint(1)
-    assert json.loads((path / "config.json").read_text())["model_type"] == "paced"
+    assert json.loads((path / "config.json").read_text())["model_type"] == "simulated"
 
     # A worker that never saw it goes on from what is on the disk.
     other = await stage.trainer()
@@ -102,7 +102,7 @@ async def test_a_step_takes_its_modelled_time_and_makes_a_version(
 async def test_policies_of_one_worker_share_its_time(stage: TrainingStage) -> None:
     trainer = await stage.trainer()
     policies = ("solver", "checker")
-    spec = paced(stage, *policies)
+    spec = simulated(stage, *policies)
     for policy in policies:
         await trainer.bind(spec, policy)
     await fill(stage, policies)
@@ -114,8 +114,8 @@ async def test_policies_of_one_worker_share_its_time(stage: TrainingStage) -> No
 
 
 async def test_its_state_has_the_size_that_it_is_told(stage: TrainingStage) -> None:
-    spec = paced(stage, "solver", state_bytes=1000)
-    learner = PacedLearner(stand_in("solver", spec), spec, "solver", "w0", None)
+    spec = simulated(stage, "solver", state_bytes=1000)
+    learner = SimulatedLearner(stand_in("solver", spec), spec, "solver", "w0", None)
 
     def size() -> int:
         return sum(tensor.nbytes for tensor in learner.suspended()[0].values())
@@ -130,7 +130,7 @@ async def test_its_state_has_the_size_that_it_is_told(stage: TrainingStage) -> N
 
 async def test_a_step_that_is_given_up_stops_waiting(stage: TrainingStage) -> None:
     trainer = await stage.trainer()
-    await trainer.bind(paced(stage, "solver", backward_tokens_per_second=1))
+    await trainer.bind(simulated(stage, "solver", backward_tokens_per_second=1))
     await fill(stage, ("solver",))
     step = asyncio.create_task(trainer.run(0, 0))
     async with asyncio.timeout(5):
@@ -145,7 +145,7 @@ async def test_a_step_that_is_given_up_stops_waiting(stage: TrainingStage) -> No
 async def test_states_go_to_files_while_shared_memory_has_no_room(
     stage: TrainingStage, small_disk: Path
 ) -> None:
-    spec = paced(stage, "solver", state_bytes=8 << 20)
+    spec = simulated(stage, "solver", state_bytes=8 << 20)
     alone = await stage.trainer(transfer_dir=small_disk)
     await alone.bind(spec)
     with pytest.raises(ResourceExhausted):
@@ -162,7 +162,7 @@ async def test_states_go_to_files_while_shared_memory_has_no_room(
 async def test_while_another_computes_a_policy_comes_and_goes_at_no_cost(
     stage: TrainingStage,
 ) -> None:
-    spec = paced(stage, "leaves", "stays", backward_tokens_per_second=12, state_bytes=64 << 20)
+    spec = simulated(stage, "leaves", "stays", backward_tokens_per_second=12, state_bytes=64 << 20)
     trainer = await stage.trainer()
     for policy in spec.policies:
         await trainer.bind(spec, policy)

@@ -1,4 +1,4 @@
-"""The paced engine: its time model, and that it is an engine in all else."""
+"""The simulated engine: its time model, and that it is an engine in all else."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from services.rollout.engines.base import BadTurn, EngineStale, PromptTooLong, VersionSpan
 from services.rollout.engines.factory import make_engine
 from testbed import simulated_engine
-from testbed.simulated_engine import PacedBatch, PacedEngine, draw_response
+from testbed.simulated_engine import SimulatedBatch, SimulatedEngine, draw_response
 from testbed.timeline import read_spans
 from tests.rollout.engines.asking import ask, until
 from tests.rollout.engines.models import VOCABULARY, make_model, policy_spec, publish, transfer_in
-from troupe.job import PacedSpec, PolicySpec
+from troupe.job import PolicySpec, SimulatedSpec
 from troupe.transfer import Transfer
 from troupe.transfer.errors import Corrupt
 from troupe.v1 import common_pb2 as pb
 
 # 2 ms per token alone, 0.1 ms more per turn beside it; responses run into `max_new_tokens`.
-PACE = PacedSpec(
+PACE = SimulatedSpec(
     prefill_tokens_per_second=10_000,
     decode_seconds=0.0019,
     decode_seconds_per_turn=0.0001,
@@ -39,8 +39,8 @@ PACE = PacedSpec(
 LATE = 1.5
 
 
-def paced_policy(pace: PacedSpec = PACE) -> PolicySpec:
-    return policy_spec().model_copy(update={"paced": pace})
+def simulated_policy(pace: SimulatedSpec = PACE) -> PolicySpec:
+    return policy_spec().model_copy(update={"simulated": pace})
 
 
 @pytest.fixture
@@ -49,16 +49,16 @@ def transfer(tmp_path: Path) -> Transfer:
 
 
 @pytest.fixture
-async def engine(transfer: Transfer, tmp_path: Path) -> AsyncIterator[PacedEngine]:
-    made = make_engine("e0", "solver", paced_policy(), trace_dir=tmp_path / "trace")
-    assert isinstance(made, PacedEngine)
+async def engine(transfer: Transfer, tmp_path: Path) -> AsyncIterator[SimulatedEngine]:
+    made = make_engine("e0", "solver", simulated_policy(), trace_dir=tmp_path / "trace")
+    assert isinstance(made, SimulatedEngine)
     await made.start()
     await made.update_weights(publish(transfer, make_model(0), 0), transfer)
     yield made
     await made.stop()
 
 
-async def test_a_turn_takes_its_modelled_time(engine: PacedEngine) -> None:
+async def test_a_turn_takes_its_modelled_time(engine: SimulatedEngine) -> None:
     began = time.monotonic()
     got = await ask(engine, "t", [1] * 100, max_new_tokens=100)
     took = time.monotonic() - began
@@ -70,7 +70,7 @@ async def test_a_turn_takes_its_modelled_time(engine: PacedEngine) -> None:
 
 
 async def test_hundreds_of_turns_slow_each_other_as_modelled_and_cost_little(
-    engine: PacedEngine,
+    engine: SimulatedEngine,
 ) -> None:
     began, cpu = time.monotonic(), time.process_time()
     turns = [ask(engine, f"t{i}", [1], max_new_tokens=100) for i in range(200)]
@@ -84,7 +84,7 @@ async def test_hundreds_of_turns_slow_each_other_as_modelled_and_cost_little(
 async def test_an_engine_without_verified_weights_serves_nothing(
     transfer: Transfer, tmp_path: Path
 ) -> None:
-    engine = PacedEngine("e1", "solver", paced_policy())
+    engine = SimulatedEngine("e1", "solver", simulated_policy())
     await engine.start()
     assert engine.state == pb.ENGINE_STATE_STALE
     with pytest.raises(EngineStale):
@@ -108,7 +108,7 @@ async def test_an_engine_without_verified_weights_serves_nothing(
 
 
 async def test_weights_change_under_a_turn_that_goes_on(
-    engine: PacedEngine, transfer: Transfer
+    engine: SimulatedEngine, transfer: Transfer
 ) -> None:
     ref = publish(transfer, make_model(1), 1)
     turn = asyncio.create_task(ask(engine, "t", [1] * 10, max_new_tokens=100))
@@ -129,7 +129,7 @@ async def test_weights_change_under_a_turn_that_goes_on(
     assert least - 0.002 <= got.generate_seconds < least + LATE
 
 
-async def test_an_aborted_turn_returns_what_it_has(engine: PacedEngine, tmp_path: Path) -> None:
+async def test_an_aborted_turn_returns_what_it_has(engine: SimulatedEngine, tmp_path: Path) -> None:
     began = time.monotonic()
     turn = asyncio.create_task(ask(engine, "t", [1], max_new_tokens=200))
     other = asyncio.create_task(ask(engine, "u", [1], max_new_tokens=150))
@@ -152,7 +152,7 @@ async def test_an_aborted_turn_returns_what_it_has(engine: PacedEngine, tmp_path
 
 
 async def test_a_turn_that_would_end_while_it_is_aborted(
-    engine: PacedEngine, monkeypatch: pytest.MonkeyPatch
+    engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn = asyncio.create_task(ask(engine, "t", [1], max_new_tokens=200))  # 0.4 s
     await until(lambda: engine.load().running == 1)
@@ -167,7 +167,7 @@ async def test_a_turn_that_would_end_while_it_is_aborted(
     assert 0 < len(got.token_ids) < 200
 
 
-async def test_a_cancelled_turn_leaves_the_batch(engine: PacedEngine) -> None:
+async def test_a_cancelled_turn_leaves_the_batch(engine: SimulatedEngine) -> None:
     turn = asyncio.create_task(ask(engine, "t", [1], max_new_tokens=200))
     await until(lambda: engine.load().running == 1)
     turn.cancel()
@@ -200,7 +200,7 @@ def test_a_response_is_a_function_of_its_seed() -> None:
 
 
 def test_the_batch_keeps_time_exactly() -> None:
-    batch = PacedBatch(PACE)
+    batch = SimulatedBatch(PACE)
     batch.admit("a", 100, 100, 1.0)
     # 10 ms of reading, then 2 ms a token.
     assert batch.next_end() == pytest.approx(1.21)
@@ -236,7 +236,7 @@ def test_when_turns_end_does_not_depend_on_when_one_looks(
 ) -> None:
     def run(extra: list[float]) -> dict[str, float]:
         """When each turn ended, from the batch's own announcements."""
-        batch, ends = PacedBatch(PACE), dict[str, float]()
+        batch, ends = SimulatedBatch(PACE), dict[str, float]()
         looks = iter(sorted(extra))
         look = next(looks, None)
         arrivals = sorted((at, f"t{i}", p, n) for i, (at, p, n) in enumerate(turns))
