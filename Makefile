@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-numeric lint format types walls protos protos-check lock docs up down clean check
+.PHONY: help setup demo test test-slow test-numeric lint format types walls house protos protos-check lock docs up down clean check
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ types: setup ## mypy, strict
 walls: setup ## who may import whom
 	$(BIN)/lint-imports
 
+house: setup ## counts of the layout: files, lines, names, circles
+	$(BIN)/python -m scripts.house
+
 protos: setup ## generate troupe/v1 from protos/
 	$(BIN)/python scripts/generate_stubs.py
 
@@ -77,7 +80,7 @@ docs: setup ## generate the job reference
 lock: setup ## pin the dependencies of every image anew
 	$(BIN)/python scripts/lock.py
 
-check: lint types walls protos-check test ## all that CI runs, but the slow tests
+check: lint types walls house protos-check test ## all that CI runs, but the slow tests
 
 up: setup ## start an embedded cluster and leave it running
 	$(BIN)/troupe up --detach

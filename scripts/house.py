@@ -1,0 +1,157 @@
+"""Counts of the code's layout, held against the rules of docs/contributing.md.
+
+Prints a table and exits with 1 when a rule is broken: files and lines of the product, files per
+folder, lines per file, classes that share a name, and circles of imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+PRODUCT: Final = ("troupe", "services")
+GENERATED: Final = Path("troupe/v1")
+
+MOST_FILES: Final = 470
+MOST_LINES: Final = 96_000
+MOST_FILES_OF_A_FOLDER: Final = 16
+MOST_LINES_OF_A_FILE: Final = 800
+MOST_SHARED_CLASS_NAMES: Final = 0
+MOST_CIRCLES: Final = 0
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file of the product, parsed."""
+
+    name: str
+    path: Path
+    lines: int
+    tree: ast.Module
+
+
+def modules(root: Path) -> dict[str, Module]:
+    """Every module of the product by its dotted name, without generated code."""
+    found = {}
+    for top in PRODUCT:
+        for path in sorted((root / top).rglob("*.py")):
+            inner = path.relative_to(root)
+            if inner.is_relative_to(GENERATED):
+                continue
+            text = path.read_text()
+            name = ".".join(inner.with_suffix("").parts).removesuffix(".__init__")
+            found[name] = Module(name, inner, text.count("\n"), ast.parse(text, str(inner)))
+    return found
+
+
+def imports(module: Module, known: Iterable[str]) -> set[str]:
+    """The product's modules that a module imports anywhere but under `if TYPE_CHECKING`."""
+    known = set(known)
+    targets: set[str] = set()
+    skipped: set[int] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            skipped |= {id(inner) for part in node.body for inner in ast.walk(part)}
+    for node in ast.walk(module.tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            targets |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                targets.add(inner if inner in known else node.module)
+    return (targets & known) - {module.name}
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one module (Tarjan, without recursion)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    on_stack: set[str] = set()
+    found: list[list[str]] = []
+    for start in sorted(graph):
+        if start in index:
+            continue
+        work = [(start, iter(sorted(graph[start])))]
+        index[start] = low[start] = len(index)
+        stack.append(start)
+        on_stack.add(start)
+        while work:
+            node, targets = work[-1]
+            target = next(targets, None)
+            if target is None:
+                work.pop()
+                if work:
+                    parent = work[-1][0]
+                    low[parent] = min(low[parent], low[node])
+                if low[node] == index[node]:
+                    cut = stack.index(node)
+                    component, stack[cut:] = stack[cut:], []
+                    on_stack -= set(component)
+                    if len(component) > 1:
+                        found.append(sorted(component))
+            elif target not in index:
+                index[target] = low[target] = len(index)
+                stack.append(target)
+                on_stack.add(target)
+                work.append((target, iter(sorted(graph[target]))))
+            elif target in on_stack:
+                low[node] = min(low[node], index[target])
+    return found
+
+
+def shared_class_names(product: Mapping[str, Module]) -> dict[str, list[Path]]:
+    """Names of top-level classes that more than one file defines."""
+    places = defaultdict(list)
+    for module in product.values():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module.path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def main() -> int:
+    """Prints the counts; 1 when a rule is broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--list", action="store_true", help="name the files behind each count")
+    listed = parser.parse_args().list
+    product = modules(Path(__file__).resolve().parent.parent)
+    folders: dict[Path, int] = defaultdict(int)
+    for module in product.values():
+        folders[module.path.parent] += 1
+    shared = shared_class_names(product)
+    graph = {name: imports(module, product) for name, module in product.items()}
+    rings = circles(graph)
+    longest = max(product.values(), key=lambda module: module.lines)
+    fullest = max(folders, key=lambda folder: folders[folder])
+    rows: list[tuple[str, int, int, str]] = [
+        ("files", len(product), MOST_FILES, ""),
+        ("lines", sum(module.lines for module in product.values()), MOST_LINES, ""),
+        ("files of the fullest folder", folders[fullest], MOST_FILES_OF_A_FOLDER, str(fullest)),
+        ("lines of the longest file", longest.lines, MOST_LINES_OF_A_FILE, str(longest.path)),
+        ("class names used twice", len(shared), MOST_SHARED_CLASS_NAMES, ""),
+        ("circles of imports", len(rings), MOST_CIRCLES, ""),
+    ]
+    for what, count, most, where in rows:
+        verdict = "" if count <= most else "  BROKEN"
+        print(f"{what:<30}{count:>8,}  at most {most:>8,}{verdict}  {where}".rstrip())
+    if listed:
+        for ring in rings:
+            print("circle:", ", ".join(ring))
+        for name, paths in sorted(shared.items()):
+            print(f"class {name}:", ", ".join(map(str, paths)))
+        for folder, count in sorted(folders.items(), key=lambda pair: -pair[1])[:12]:
+            print(f"folder {folder}: {count}")
+    return int(any(count > most for _, count, most, _ in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
