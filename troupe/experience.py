@@ -1,4 +1,9 @@
-"""Writing to the experience store: what is written at about the same time travels together.
+"""What services that write to or train from the experience store share.
+
+`samples_digest` names a set of samples: the trainer commits a step with that of the samples that it
+trained, and the store compares it with that of the samples that it handed out.
+
+`ExperienceWriter` batches writes: what is written at about the same time travels together.
 
 A call costs what several rows do, whatever it carries. So nothing waits while few calls are in
 flight, and what comes while more are is taken along by the next one. Each ending and each fill
@@ -12,10 +17,12 @@ import contextvars
 import copy
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import grpc
+import xxhash
 from google.protobuf.message import Message
 
 from troupe.rpc import (
@@ -36,6 +43,11 @@ _CALLS: Final = 2
 _CALL_BYTES: Final = 2 * 2**20
 
 _Result: TypeAlias = pb.EndingWritten | pb.FillWritten
+
+
+def samples_digest(sample_ids: Iterable[str]) -> int:
+    """Sum modulo 2^64 of the xxh3-64 of ids: the same in any order, another if one is missing."""
+    return sum(xxhash.xxh3_64_intdigest(one.encode()) for one in sample_ids) % (1 << 64)
 
 
 @dataclass

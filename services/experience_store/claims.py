@@ -22,12 +22,12 @@ from services.experience_store.records import (
     SampleRecord,
     commit_bytes,
     parse_commit,
-    samples_digest,
 )
 from services.experience_store.requests import clean_reason
 from services.experience_store.samples import PayloadGoneError, Samples
 from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
+from troupe.experience import samples_digest
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb

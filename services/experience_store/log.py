@@ -28,9 +28,9 @@ from services.experience_store.records import (
     PolicyKeys,
     SampleRecord,
     parse_commit,
-    samples_digest,
 )
 from services.experience_store.requests import clean_reason
+from troupe.experience import samples_digest
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -373,11 +373,6 @@ class Ending:
     def claimed_rows(self) -> Mapping[str, int]:
         """Rows that came with it, per policy."""
         return _rows_of(self.rows)
-
-
-def samples_digest(samples: Iterable[str]) -> int:
-    """Sum modulo 2^64 of the xxh3-64 of ids: the same in any order, another if one is missing."""
-    return sum(xxhash.xxh3_64_intdigest(sample.encode()) for sample in samples) % 2**64
 
 
 @functools.lru_cache(maxsize=1024)

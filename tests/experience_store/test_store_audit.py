@@ -9,10 +9,11 @@ import pytest
 
 from services.experience_store.database import Database
 from services.experience_store.log import pack, unpack
-from services.experience_store.records import JobTableKeys, PolicyKeys, SampleRecord, samples_digest
+from services.experience_store.records import JobTableKeys, PolicyKeys, SampleRecord
 from services.experience_store.store import Store
 from tests.support.experience import Stage, ids_of, make_sample, make_stage
 from tests.support.experience_client import Client
+from troupe.experience import samples_digest
 from troupe.rpc import InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb

@@ -20,8 +20,8 @@ from services.trainer.learning.model import (
     load_tokenizer,
 )
 from services.trainer.learning.optimizer import learning_rate
-from services.trainer.named import distinct_tensors
 from tests.support.training import make_spec, save_tokenizer, tiny_config
+from troupe.adapters.merge import distinct_tensors
 from troupe.job import LoraSpec, OptimizerSpec, PolicySpec
 from troupe.rpc import InvalidArgument
 from troupe.transfer import checksum_of

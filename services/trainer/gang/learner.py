@@ -32,9 +32,9 @@ from services.trainer.learning.learner import Applied, Learner
 from services.trainer.learning.model import load_model, outline, positions_of
 from services.trainer.learning.optimizer import Moments
 from services.trainer.learning.samples import Load, Row, columns_of, parse_rows
-from services.trainer.named import Tensors
 from services.trainer.state.suspension import PooledParameters, take_apart, under
 from services.trainer.state.training_state import in_memory, reported
+from troupe.adapters.merge import Tensors
 from troupe.algorithms import TokenStatistics
 from troupe.checkpoints.format import CheckpointFormat, Conversion, Read
 from troupe.checkpoints.writing import safetensors_file

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.learning.optimizer import NAMES as GENERATORS
 from services.trainer.learning.optimizer import Moments
-from services.trainer.named import Tensors
+from troupe.adapters.merge import Tensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.transfer.checksum import bytes_checksum
 

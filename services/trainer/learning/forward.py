@@ -18,7 +18,7 @@ from services.trainer.learning.lora import adapter_of
 from services.trainer.learning.lora_bases import FrozenBase
 from services.trainer.learning.packing import PackedBatch, PassCosts, plan
 from services.trainer.learning.samples import Row
-from services.trainer.named import Tensors, distinct_tensors
+from troupe.adapters.merge import Tensors, distinct_tensors
 from troupe.algorithms import selective_log_softmax
 from troupe.algorithms.linear_loss import Head, LossOf, Scores, linear_loss, linear_scores
 from troupe.checkpoints.format import CheckpointFormat

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils import deterministic
-from xxhash import xxh3_64_intdigest
 
 from services.trainer.learning.advantages import Baselines
 from services.trainer.learning.critic import Critic, Estimate
@@ -35,10 +34,11 @@ from services.trainer.learning.optimizer import (
 from services.trainer.learning.passes import Passes
 from services.trainer.learning.ranks import RankGroup
 from services.trainer.learning.samples import Load, Row, columns_of, parse_rows, response_lengths
-from services.trainer.named import Tensors
 from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
+from troupe.adapters.merge import Tensors
 from troupe.algorithms import TokenStatistics, normalizer
+from troupe.experience import samples_digest
 from troupe.job import JobSpec
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -79,11 +79,6 @@ class GroupBuffer:
         return left
 
 
-def digest_of(sample_ids: Iterable[str]) -> int:
-    """A witness of which samples were added: the sum modulo 2^64 of the xxh3-64 of their ids."""
-    return sum(xxh3_64_intdigest(sample_id.encode()) for sample_id in sample_ids) % (1 << 64)
-
-
 @dataclass
 class BatchSummary:
     """Sums over the samples of a step."""
@@ -100,8 +95,7 @@ class BatchSummary:
     oldest: int | None = None
     # Samples that an earlier step has trained before.
     reused: int = 0
-    # `digest_of` the samples' ids, which does not depend on order: the store compares it with what
-    # it handed out.
+    # `samples_digest` of the ids; the store compares it with that of what it handed out.
     digest: int = 0
 
     def add(self, rows: Sequence[Row], advantages: np.ndarray[Any, np.dtype[np.float64]]) -> None:
@@ -117,7 +111,7 @@ class BatchSummary:
             self.versions += row.version
             self.oldest = row.version if self.oldest is None else min(self.oldest, row.version)
             self.reused += int(row.uses > 0)
-        self.digest = (self.digest + digest_of(row.sample_id for row in rows)) % (1 << 64)
+        self.digest = (self.digest + samples_digest(row.sample_id for row in rows)) % (1 << 64)
 
     def metrics(self, version: int) -> dict[str, float]:
         """By the names that the field uses; `version` is the one that the step starts from."""

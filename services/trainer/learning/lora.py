@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from services.trainer.learning.lora_bases import FrozenBase
-from services.trainer.named import Tensors
 from troupe.adapters import AdapterContent, linear_layers, output_layer
 from troupe.adapters.content import PREFIX
+from troupe.adapters.merge import Tensors
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.checkpoints.verifying import Lineage, verify

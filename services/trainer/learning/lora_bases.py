@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from services.trainer.named import distinct_tensors
+from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat, in_float32, keep_float32
 from troupe.job import ModelSpec
 from troupe.transfer import DeferredTensors, checksum_of

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from services.trainer.learning.learner import Applied, digest_of
+from services.trainer.learning.learner import Applied
 from services.trainer.learning.model import policy_seed
 from services.trainer.learning.optimizer import Moments
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Load, column_of, malformed
-from services.trainer.named import Tensors
 from services.trainer.state import suspension
+from troupe.adapters.merge import Tensors
+from troupe.experience import samples_digest
 from troupe.job import JobSpec
 from troupe.networks.fragments import SEATS, SHAPES, Array, Fragment
 from troupe.networks.jobs import (
@@ -93,11 +94,6 @@ def _played(seats: Array | None, agents: tuple[str, ...]) -> tuple[str, ...]:
     if sorted(set(chosen)) != chosen or not all(0 <= seat < len(agents) for seat in chosen):
         raise InvalidArgument(f"are {chosen}, of {len(agents)} agents", field="seats")
     return tuple(agents[seat] for seat in chosen)
-
-
-def digest(rows: Sequence[FragmentRow]) -> int:
-    """As `BatchSummary.digest`."""
-    return digest_of(row.sample_id for row in rows)
 
 
 def metrics_of(rows: Sequence[FragmentRow], version: int) -> dict[str, float]:
@@ -242,7 +238,8 @@ class NetworkLearner:
         metrics["train/seconds"] = time.perf_counter() - began
         metrics["train/micro_batches"] = 1.0
         self.discard()
-        return Applied(not reason, reason, metrics, digest(rows), moved=bool(reason))
+        digest = samples_digest(row.sample_id for row in rows)
+        return Applied(not reason, reason, metrics, digest, moved=bool(reason))
 
     def discard(self) -> None:
         """Forget the step's fragments."""

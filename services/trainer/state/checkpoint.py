@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.trainer.learning.lora import Adapter, adapter_of
-from services.trainer.named import distinct_tensors
 from services.trainer.state.training_state import StateStore, reported, sync_directory, sync_file
 from services.trainer.versions import Versions
+from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat, is_transformers
 from troupe.checkpoints.kept import prune
 from troupe.checkpoints.verifying import Lineage, digests
