@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,66 +20,37 @@ from troupe.scratch import memory_root
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/troupe-reward"
-_ACTION = re.compile(r"\{\{-?\s*(.*?)\s*-?\}\}")
+
+
+# In a process of its own: the library is Go's, with a runtime that stays in the process.
+_RENDER = """
+import json, sys
+from helm_python import Chart, lint
+values = json.loads(sys.argv[2])
+report = lint(sys.argv[1], values, strict=True)
+found = [m for m in report["messages"] if m["severity"] in (2, 3, "WARNING", "ERROR")]
+assert not found and not report["errors"], report
+print(json.dumps(Chart.load(sys.argv[1]).render(values, name="r")))
+"""
 
 
 def render(**changes: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    """The chart's objects by kind and name, as release "r"; `changes` are of `a__b` in values."""
-    if shutil.which("helm"):
-        settings = [
-            f"--set-json={k.replace('__', '.')}={json.dumps(v)}" for k, v in changes.items()
-        ]
-        command = ["helm", "template", "r", str(CHART), *settings]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    else:
-        values = yaml.safe_load((CHART / "values.yaml").read_text())
-        for key, value in changes.items():
-            first, _, second = key.partition("__")
-            if second:
-                values[first][second] = value
-            else:
-                values[first] = value
-        files = sorted((CHART / "templates").glob("*.yaml"))
-        text = "\n---\n".join(_filled(file.read_text(), values) for file in files)
-    objects = [o for o in yaml.safe_load_all(text) if o]
+    """The chart's objects by kind and name, as Helm renders release "r".
+
+    `changes`: values that differ from the chart's own; `a__b` is the value `a.b`.
+    """
+    values: dict[str, Any] = {}
+    for key, value in changes.items():
+        first, _, second = key.partition("__")
+        if second:
+            values.setdefault(first, {})[second] = value
+        else:
+            values[first] = value
+    command = [sys.executable, "-c", _RENDER, str(CHART), json.dumps(values)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    files: dict[str, str] = json.loads(run.stdout)
+    objects = [o for text in files.values() for o in yaml.safe_load_all(text) if o]
     return {(o["kind"], o["metadata"]["name"]): o for o in objects}
-
-
-def _filled(text: str, values: dict[str, Any]) -> str:
-    """The few of Helm's actions that the chart uses, where there is no Helm; others fail."""
-
-    def value(words: list[str]) -> Any:
-        if words[0] == "add":
-            return sum(int(value([word])) for word in words[1:])
-        if words[0] == "eq":
-            return value([words[1]]) == value([words[2]])
-        (word,) = words
-        if word.startswith(".Values."):
-            found: Any = values
-            for part in word.removeprefix(".Values.").split("."):
-                found = found[part]
-            return found
-        return {".Release.Name": "r"}[word] if word.startswith(".") else json.loads(word)
-
-    def shown(action: str) -> str:
-        first, *filters = action.split(" | ")
-        found = value(first.split())
-        for name in filters:
-            assert name in ("quote", "toJson")
-            found = json.dumps(str(found) if name == "quote" else found)
-        return str(found)
-
-    lines, hidden = [], [False]
-    for line in text.splitlines():
-        action = _ACTION.fullmatch(line.strip())
-        if action and action[1].startswith("if "):
-            hidden.append(hidden[-1] or not value(action[1].split()[1:]))
-        elif action and action[1] == "end":
-            hidden.pop()
-        elif not hidden[-1]:
-            lines.append(_ACTION.sub(lambda found: shown(found[1]), line))
-    assert hidden == [False]
-    return "\n".join(lines)
 
 
 def environment(deployment: dict[str, Any]) -> dict[str, str]:
