@@ -38,3 +38,16 @@ def broken(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     assert not list(broken(page))
+
+
+def test_paths_of_the_map_exist() -> None:
+    paths = re.findall(r"`([\w./-]+/[\w./-]*)`", (ROOT / "docs/where.md").read_text())
+    assert len(paths) > 40
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_map_has_a_line_for_each_common_change() -> None:
+    rows = re.findall(r"(?m)^\| (?!-)(.+?) \|", (ROOT / "docs/where.md").read_text())
+    changes = [row for row in rows if row not in ("change", "question", "---")]
+    assert len(changes) >= 25
+    assert len(changes) == len(set(changes))
