@@ -114,8 +114,6 @@ def _restart(before: orch.PolicyVersion, one: orch.PolicyVersion, first: str) ->
 
 _PAGE_SIZE: Final = 50
 _MAX_PAGE_SIZE: Final = 500
-# Steps and versions are numbers that Lua and JSON can say exactly.
-_MOST_STEPS: Final = 2**53
 # Of a call that set no deadline.
 _GENERATE_SECONDS: Final = 600.0
 
@@ -341,27 +339,6 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
             if not getattr(request, field):
                 raise InvalidArgument("is missing", field=field, remedy="Every beat carries it.")
         return orch.HeartbeatResponse(next_seconds=self._at.shared.workers.beat(request))
-
-    async def ReportCommit(
-        self, request: orch.ReportCommitRequest, context: Any
-    ) -> orch.ReportCommitResponse:
-        _check_id(request)
-        commit = request.commit
-        if not commit.policy or commit.weights.policy not in ("", commit.policy):
-            raise InvalidArgument(
-                "the commit and its weights must name one policy",
-                field="commit.policy",
-                value=commit.policy,
-            )
-        if not 0 <= commit.step < _MOST_STEPS or not 0 <= commit.weights.version < _MOST_STEPS:
-            raise InvalidArgument(
-                "is no step of a job",
-                field="commit.step",
-                value=commit.step,
-                remedy="Report the commit as the experience store has it.",
-            )
-        await self._at.shared.ledger.commit(request.job_id, commit)
-        return orch.ReportCommitResponse()
 
     async def LocateState(
         self, request: orch.LocateStateRequest, context: Any

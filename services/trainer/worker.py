@@ -27,13 +27,12 @@ from services.trainer.step import StepRun
 from services.trainer.versions import ForeignStates
 from troupe.job import JobSpec
 from troupe.job.loading import explained
-from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect, new_id
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import (
     experience_store_pb2_grpc,
     orchestrator_pb2,
-    orchestrator_pb2_grpc,
     trainer_pb2,
 )
 
@@ -103,28 +102,24 @@ class Bindings:
 
 log = structlog.get_logger("troupe.trainer")
 
-# The orchestrator learns of a commit in three ways; this one is only the quickest.
-_REPORT_SECONDS = 5.0
-
 
 class PolicySteps:
-    """The newest step of each policy, running or ended; counts them and reports commits."""
+    """The newest step of each policy, running or ended, and the counters of steps."""
 
     def __init__(self, settings: TrainerSettings, compute: Compute, telemetry: Telemetry) -> None:
         self._settings = settings
         self._compute = compute
         self._runs: dict[Key, StepRun] = {}
-        self._reports: set[asyncio.Task[None]] = set()
+        self._counting: set[asyncio.Task[None]] = set()
         self._store: Any = None
-        self._orchestrator: Any = None
         labels = ["job_id", "policy"]
         self._tokens = telemetry.counter("troupe_trainer_tokens", "Tokens trained.", labels)
         self._busy = telemetry.counter("troupe_trainer_busy_seconds", "Computing.", labels)
         self._steps = telemetry.counter("troupe_trainer_steps", "Steps.", [*labels, "outcome"])
 
-    def connect(self, store: Any, orchestrator: Any) -> None:
-        """Stubs of whom steps ask for samples, and of whom they report to."""
-        self._store, self._orchestrator = store, orchestrator
+    def connect(self, store: Any) -> None:
+        """Use this stub of the experience store for claims and commits."""
+        self._store = store
 
     async def stop(self) -> None:
         """Give all steps up, so that their samples are free at once for another worker."""
@@ -133,9 +128,9 @@ class PolicySteps:
         leaving = [asyncio.create_task(run.settled()) for run in runs]
         if leaving:
             await asyncio.wait(leaving, timeout=self._settings.trainer_claim_wait_seconds + 1)
-        for task in self._reports:
+        for task in self._counting:
             task.cancel()
-        await asyncio.gather(*self._reports, return_exceptions=True)
+        await asyncio.gather(*self._counting, return_exceptions=True)
 
     def running(self, key: Key) -> StepRun | None:
         """The policy's step, unless it has ended."""
@@ -190,17 +185,17 @@ class PolicySteps:
         bounds = (step, version, oldest_version)
         run = StepRun(binding, *bounds, make_claims, self._compute, self._settings, half)
         self._runs[(binding.job_id, binding.policy)] = run
-        report = asyncio.create_task(self._after(binding, run))
-        self._reports.add(report)
-        report.add_done_callback(self._reports.discard)
+        counting = asyncio.create_task(self._count(binding, run))
+        self._counting.add(counting)
+        counting.add_done_callback(self._counting.discard)
         return run
 
     def _make_claims(self, binding: PolicyBinding, step: int, half: HalfStep | None) -> StepClaims:
         where = (binding.job_id, binding.policy, step, binding.claimant)
         return StepClaims(self._store, *where, self._settings.trainer_lease_seconds, half)
 
-    async def _after(self, binding: PolicyBinding, run: StepRun) -> None:
-        """Count the step and tell the orchestrator."""
+    async def _count(self, binding: PolicyBinding, run: StepRun) -> None:
+        """Wait for the step's commit and add it to the counters."""
         commit = await run.outcome()
         if commit is None:
             return
@@ -209,13 +204,6 @@ class PolicySteps:
         self._steps.labels(*labels, outcome).inc()
         self._tokens.labels(*labels).inc(commit.metrics.get("tokens", 0.0))
         self._busy.labels(*labels).inc(commit.metrics.get("train/seconds", 0.0))
-        request = orchestrator_pb2.ReportCommitRequest(
-            request_id=new_id("report"), job_id=binding.job_id, commit=commit
-        )
-        try:
-            await self._orchestrator.ReportCommit(request, timeout=_REPORT_SECONDS)
-        except TroupeError as error:
-            log.warning("commit not reported", policy=binding.policy, error=str(error))
 
 
 class Swaps:
@@ -378,13 +366,8 @@ class TrainerWorker:
         """Open channels (nothing is called yet) and warm up."""
         settings = self._settings
         store = connect(settings.experience_store_address, settings.client())
-        orchestrator = connect(settings.orchestrator_address, settings.client())
         await self._exit.enter_async_context(store)
-        await self._exit.enter_async_context(orchestrator)
-        self._steps.connect(
-            experience_store_pb2_grpc.ExperienceStoreStub(store),
-            orchestrator_pb2_grpc.OrchestratorStub(orchestrator),
-        )
+        self._steps.connect(experience_store_pb2_grpc.ExperienceStoreStub(store))
         await self._transfer.start()
         self._spawn(self._compute.run(import_transformers))
 

@@ -8,7 +8,7 @@ import xxhash
 
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_trainer import weights_of
-from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, Unavailable, new_id
+from troupe.rpc import InvalidArgument, NotFound, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -44,25 +44,6 @@ async def test_versions_of_a_policy(cluster: Cluster, done: str) -> None:
         (2, 2, es.STEP_OUTCOME_APPLIED),
     ]
     assert versions[1].weights == weights_of(done, "solver", 1)
-
-
-async def test_a_commit_reported_again_changes_nothing(cluster: Cluster, done: str) -> None:
-    def report(step: int, version: int, checksum: str = "") -> orch.ReportCommitRequest:
-        weights = weights_of(done, "solver", version)
-        weights.checksum = checksum or weights.checksum
-        commit = es.StepCommit(
-            policy="solver", step=step, outcome=es.STEP_OUTCOME_APPLIED, weights=weights
-        )
-        return orch.ReportCommitRequest(request_id=new_id(), job_id=done, commit=commit)
-
-    await cluster.api.ReportCommit(report(1, 2))
-    await cluster.api.ReportCommit(report(0, 1))
-    with pytest.raises(FailedPrecondition, match="cannot follow"):
-        await cluster.api.ReportCommit(report(7, 8))
-    with pytest.raises(FailedPrecondition, match="another checksum") as caught:
-        await cluster.api.ReportCommit(report(1, 2, "0" * 32))
-    assert caught.value.kind == "checksum_conflict"
-    assert (await cluster.job(done)).versions["solver"] == 2
 
 
 async def test_a_checkpoint_is_exported_whole(cluster: Cluster, done: str) -> None:

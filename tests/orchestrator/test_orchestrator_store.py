@@ -206,7 +206,12 @@ async def test_the_ledger_moves_one_step_at_a_time(desk: Desk) -> None:
         entry = await desk.ledger.commit(job_id, one)
         assert (entry.done, entry.weights.version) == (one.step + 1, one.weights.version)
     late = await desk.ledger.commit(job_id, commit(0, 1, applied))
-    assert late.done == 3, "an old report changes nothing"
+    assert late.done == 3, "an old commit changes nothing"
+    other = commit(2, 2, applied)
+    other.weights.checksum = "0" * 32
+    with pytest.raises(FailedPrecondition, match="another checksum") as caught:
+        await desk.ledger.commit(job_id, other)
+    assert caught.value.kind == "checksum_conflict"
     versions = await desk.ledger.versions(job_id, "solver")
     assert [(one.step, one.weights.version) for one in versions] == [(0, 0), (1, 1), (2, 1), (3, 2)]
     empty = es.StepCommit(policy="solver", step=3, outcome=es.STEP_OUTCOME_EMPTY)

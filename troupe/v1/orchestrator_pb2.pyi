@@ -2171,47 +2171,6 @@ class HeartbeatResponse(_message.Message):
 Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
 
 @_typing.final
-class ReportCommitRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    JOB_ID_FIELD_NUMBER: _builtins.int
-    COMMIT_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    job_id: _builtins.str
-    @_builtins.property
-    def commit(self) -> _experience_store_pb2.StepCommit: ...
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        job_id: _builtins.str = ...,
-        commit: _experience_store_pb2.StepCommit | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "job_id", b"job_id", "request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReportCommitRequest: _TypeAlias = ReportCommitRequest  # noqa: Y015
-
-@_typing.final
-class ReportCommitResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReportCommitResponse: _TypeAlias = ReportCommitResponse  # noqa: Y015
-
-@_typing.final
 class LocateStateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

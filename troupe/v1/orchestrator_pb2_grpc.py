@@ -155,11 +155,6 @@ class OrchestratorStub:
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
-        self.ReportCommit = channel.unary_unary(
-                '/troupe.v1.Orchestrator/ReportCommit',
-                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ReportCommitRequest.SerializeToString,
-                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ReportCommitResponse.FromString,
-                _registered_method=True)
         self.LocateState = channel.unary_unary(
                 '/troupe.v1.Orchestrator/LocateState',
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.LocateStateRequest.SerializeToString,
@@ -328,13 +323,6 @@ class OrchestratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReportCommit(self, request, context):
-        """A trainer tells that a step is committed; the ledger moves to its version.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def LocateState(self, request, context):
         """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
         heartbeats: whom it names may not have it, and says so itself.
@@ -465,11 +453,6 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.HeartbeatRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.HeartbeatResponse.SerializeToString,
-            ),
-            'ReportCommit': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReportCommit,
-                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ReportCommitRequest.FromString,
-                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ReportCommitResponse.SerializeToString,
             ),
             'LocateState': grpc.unary_unary_rpc_method_handler(
                     servicer.LocateState,
@@ -1125,33 +1108,6 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/Heartbeat',
             troupe_dot_v1_dot_orchestrator__pb2.HeartbeatRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.HeartbeatResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReportCommit(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/troupe.v1.Orchestrator/ReportCommit',
-            troupe_dot_v1_dot_orchestrator__pb2.ReportCommitRequest.SerializeToString,
-            troupe_dot_v1_dot_orchestrator__pb2.ReportCommitResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,8 +71,6 @@ class OrchestratorStub:
     """Log-probs of given continuations under a policy of a job at its newest version."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]
     """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
-    ReportCommit: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ReportCommitRequest, _orchestrator_pb2.ReportCommitResponse]
-    """A trainer tells that a step is committed; the ledger moves to its version."""
     LocateState: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.LocateStateRequest, _orchestrator_pb2.LocateStateResponse]
     """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
     heartbeats: whom it names may not have it, and says so itself.
@@ -120,8 +118,6 @@ class OrchestratorAsyncStub(OrchestratorStub):
     """Log-probs of given continuations under a policy of a job at its newest version."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
-    ReportCommit: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ReportCommitRequest, _orchestrator_pb2.ReportCommitResponse]  # type: ignore[assignment]
-    """A trainer tells that a step is committed; the ledger moves to its version."""
     LocateState: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.LocateStateRequest, _orchestrator_pb2.LocateStateResponse]  # type: ignore[assignment]
     """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
     heartbeats: whom it names may not have it, and says so itself.
@@ -310,14 +306,6 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.HeartbeatResponse, _abc.Awaitable[_orchestrator_pb2.HeartbeatResponse]]:
         """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
-
-    @_abc_1.abstractmethod
-    def ReportCommit(
-        self,
-        request: _orchestrator_pb2.ReportCommitRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_orchestrator_pb2.ReportCommitResponse, _abc.Awaitable[_orchestrator_pb2.ReportCommitResponse]]:
-        """A trainer tells that a step is committed; the ledger moves to its version."""
 
     @_abc_1.abstractmethod
     def LocateState(
