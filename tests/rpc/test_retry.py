@@ -9,6 +9,7 @@ import pytest
 
 from troupe.rpc import (
     NO_RETRY,
+    Attempts,
     InvalidArgument,
     ResourceExhausted,
     RetryPolicy,
@@ -86,3 +87,23 @@ def test_backoff_grows_to_its_bound() -> None:
     assert waits == [1, 2, 4, 5, 5]
     assert new_id("a") != new_id("a")
     assert new_id("a").startswith("a-")
+
+
+async def test_a_loop_counts_its_attempts_and_begins_anew_after_progress() -> None:
+    attempts = Attempts(QUICK, retryable=lambda error: isinstance(error, OSError))
+    for _ in range(2):
+        for count in range(1, 4):
+            await attempts.failed(OSError())
+            assert attempts.failures == count
+        attempts.reset()
+    with pytest.raises(ValueError, match="worth none"):
+        await attempts.failed(ValueError("worth none"))
+
+
+async def test_a_loop_without_a_limit_waits_its_longest_pause_for_ever() -> None:
+    policy = RetryPolicy(max_attempts=None, initial_backoff=1, max_backoff=5, jitter=0)
+    attempts = Attempts(policy)
+    assert [attempts.next_delay(Unavailable("")) for _ in range(2000)][-1] == 5
+    late = Attempts(policy, timeout=0.5)
+    with pytest.raises(Unavailable):
+        await late.failed(Unavailable("no attempt may begin after the deadline"))

@@ -20,13 +20,14 @@ from troupe.rpc.errors import (
     to_status,
 )
 from troupe.rpc.ids import new_id
-from troupe.rpc.retry import NO_RETRY, RetryPolicy
+from troupe.rpc.retry import NO_RETRY, Attempts, RetryPolicy
 from troupe.rpc.settings import ClientSettings
 
 __all__ = [
     "NO_RETRY",
     "Aborted",
     "AlreadyExists",
+    "Attempts",
     "ClientSettings",
     "DataLoss",
     "DeadlineExceeded",

@@ -1,7 +1,20 @@
-"""The one place where calls are repeated.
+"""Retries: how often, how long apart and for which errors something is attempted again.
 
-Every mutating RPC is idempotent by its request id, so a call may be sent again whenever nobody
-can tell whether it arrived.
+Every retry loop of the product is one of two forms:
+
+- `RetryPolicy.run(call, timeout)` (and `run_sync`) repeats one call. Channels do this for every
+  unary RPC: each mutating RPC is idempotent by its request id, so it may be sent again whenever
+  the client cannot tell whether it arrived.
+- A loop of its own, where something has to happen between two attempts, counts them with
+  `Attempts`:
+
+      attempts = Attempts(policy, retryable=lambda error: isinstance(error, Unavailable))
+      while True:
+          try:
+              return await call()
+          except TroupeError as error:
+              log.warning("store unreachable", error=str(error), attempt=attempts.failures + 1)
+              await attempts.failed(error)  # waits for the backoff, or raises `error`
 """
 
 from __future__ import annotations
@@ -16,6 +29,8 @@ from typing import Final, TypeVar
 from troupe.rpc.errors import ResourceExhausted, TroupeError, Unavailable
 
 T = TypeVar("T")
+# Backoff is at its maximum long before; a larger exponent would overflow a float.
+_MAX_DOUBLINGS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -23,11 +38,12 @@ class RetryPolicy:
     """How often, how long apart, and for which errors a call is repeated.
 
     Backoff grows from `initial_backoff` by `multiplier` to `max_backoff` seconds; each wait is
-    drawn from [1 - jitter, 1] times that, so that clients do not come back in step. A server that
-    says `retry_after_ms` is believed. The caller's deadline covers all attempts together.
+    drawn from [1 - jitter, 1] times that, so that clients do not come back in step. The
+    `retry_after_ms` of an error overrides it. The caller's deadline covers all attempts together.
     """
 
-    max_attempts: int = 10
+    # None: without a limit.
+    max_attempts: int | None = 10
     initial_backoff: float = 0.1
     # A restarted service is up in a few seconds: look again soon enough to notice.
     max_backoff: float = 3.0
@@ -36,17 +52,18 @@ class RetryPolicy:
     # Fixes the jitter (tests); otherwise every client draws its own.
     seed: int | None = None
 
-    def retryable(self, error: TroupeError) -> bool:
+    def retryable(self, error: Exception) -> bool:
         """Whether sending the same call again can help."""
         if isinstance(error, Unavailable):
             return True
         return isinstance(error, ResourceExhausted) and error.retry_after_ms is not None
 
-    def backoff(self, attempt: int, error: TroupeError, rng: random.Random) -> float:
+    def backoff(self, attempt: int, error: Exception, rng: random.Random) -> float:
         """Seconds to wait after the failed `attempt` (the first is 1)."""
-        if error.retry_after_ms is not None:
+        if isinstance(error, TroupeError) and error.retry_after_ms is not None:
             return error.retry_after_ms / 1000
-        full = min(self.max_backoff, self.initial_backoff * self.multiplier ** (attempt - 1))
+        growth = self.multiplier ** min(attempt - 1, _MAX_DOUBLINGS)
+        full = min(self.max_backoff, self.initial_backoff * growth)
         return full * (1 - self.jitter * rng.random())
 
     async def run(self, call: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
@@ -55,7 +72,7 @@ class RetryPolicy:
         Raises an error that is not retryable at once, and otherwise the last one when attempts or
         time run out, saying how often and how long it was tried.
         """
-        attempts = _Attempts(self, timeout)
+        attempts = Attempts(self, timeout)
         while True:
             left = attempts.left()
             try:
@@ -66,7 +83,7 @@ class RetryPolicy:
 
     def run_sync(self, call: Callable[[float | None], T], timeout: float | None) -> T:
         """`run` for a caller without an event loop."""
-        attempts = _Attempts(self, timeout)
+        attempts = Attempts(self, timeout)
         while True:
             left = attempts.left()
             try:
@@ -76,37 +93,60 @@ class RetryPolicy:
             time.sleep(delay)
 
 
-class _Attempts:
-    """Counts the attempts of one call and the time that is left for them."""
+class Attempts:
+    """The attempts at one thing: counts failures, decides on another attempt, waits before it."""
 
-    def __init__(self, policy: RetryPolicy, timeout: float | None) -> None:
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        timeout: float | None = None,
+        retryable: Callable[[Exception], bool] | None = None,
+    ) -> None:
+        """`timeout`: seconds from now in which the last attempt has to begin; None is without end.
+        `retryable`: which errors are worth another attempt; by default those that `policy` says."""
         self._policy = policy
+        self._retryable = retryable or policy.retryable
         self._start = time.monotonic()
         self._deadline = None if timeout is None else self._start + timeout
-        self._count = 0
         # Made when first needed: few calls fail, and a seed is a system call.
         self._rng: random.Random | None = None
+        self.failures = 0
+        """Failed attempts since the beginning, or since `reset`."""
 
     def left(self) -> float | None:
+        """Seconds until the deadline, at least a millisecond; None without one."""
         if self._deadline is None:
             return None
         return max(0.001, self._deadline - time.monotonic())
 
-    def next_delay(self, error: TroupeError) -> float:
-        """Seconds until the next attempt; raises `error` when there is none."""
-        self._count += 1
-        if not self._policy.retryable(error):
+    def next_delay(self, error: Exception) -> float:
+        """Count a failed attempt; seconds until the next one.
+
+        Raises `error` when there is none: it is not retryable, or attempts or time are spent. A
+        `TroupeError` then says how often and how long it was tried.
+        """
+        self.failures += 1
+        if not self._retryable(error):
             raise error
         if self._rng is None:
             self._rng = random.Random(self._policy.seed)
-        delay = self._policy.backoff(self._count, error, self._rng)
+        delay = self._policy.backoff(self.failures, error, self._rng)
         now = time.monotonic()
         late = self._deadline is not None and now + delay >= self._deadline
-        if late or self._count >= self._policy.max_attempts:
-            if self._count > 1:
-                error.message += f" ({self._count} attempts in {now - self._start:.1f} s)"
+        most = self._policy.max_attempts
+        if late or (most is not None and self.failures >= most):
+            if self.failures > 1 and isinstance(error, TroupeError):
+                error.message += f" ({self.failures} attempts in {now - self._start:.1f} s)"
             raise error
         return delay
+
+    async def failed(self, error: Exception) -> None:
+        """Count a failed attempt and wait until the next; raises `error` as `next_delay` does."""
+        await asyncio.sleep(self.next_delay(error))
+
+    def reset(self) -> None:
+        """Begin to count anew after an attempt that made progress."""
+        self.failures = 0
 
 
 NO_RETRY: Final = RetryPolicy(max_attempts=1)

@@ -33,7 +33,15 @@ class WorkflowError(Exception):
         self.field = None if field is None else safe_text(field)
         self.value = None if value is None else _short(value)
         self.remedy = None if remedy is None else safe_text(remedy)
-        super().__init__(f"{self.message}. {self.remedy}" if remedy else self.message)
+        super().__init__(self._text())
+
+    def append(self, text: str) -> None:
+        """Add `text` to the message, as in " (tried 3 times)"."""
+        self.message += text
+        self.args = (self._text(),)
+
+    def _text(self) -> str:
+        return f"{self.message}. {self.remedy}" if self.remedy else self.message
 
 
 class UnknownAgentError(WorkflowError, KeyError):

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 from troupe.outcomes import Interruption, described, traceback_text
-from troupe.rpc.errors import Unavailable
-from troupe.rpc.retry import RetryPolicy
+from troupe.rpc.retry import Attempts, RetryPolicy
 from troupe.workflow.environments.contract import Contract
 from troupe.workflow.environments.errors import EnvironmentContractError, EnvironmentFault
 from troupe.workflow.environments.interface import (
@@ -30,47 +29,6 @@ from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.loading import load_attribute
 
 T = TypeVar("T")
-
-
-async def retried(attempt: Callable[[int], Awaitable[T]], limits: FaultLimits) -> T:
-    """Await `attempt(number)` until it succeeds; number counts from 0.
-
-    Raises the last `EnvironmentFault`, saying how often it was tried.
-    """
-    policy = RetryPolicy(
-        max_attempts=limits.retries + 1,
-        initial_backoff=limits.backoff_seconds,
-        max_backoff=limits.max_backoff_seconds,
-    )
-    number = 0
-
-    async def once(_: float | None) -> T:
-        nonlocal number
-        number += 1
-        try:
-            return await attempt(number - 1)
-        except EnvironmentFault as fault:
-            raise _FailedAttempt(fault) from fault
-
-    try:
-        return await policy.run(once, None)
-    except _FailedAttempt as last:
-        fault = last.fault
-        raise EnvironmentFault(
-            f"{fault.message} (tried {number} times)" if number > 1 else fault.message,
-            reason=fault.reason,
-            environment=fault.environment,
-            remedy=fault.remedy,
-            traceback=fault.traceback,
-        ) from fault
-
-
-class _FailedAttempt(Unavailable):
-    """Carries a fault through the retry policy, which knows errors of calls only."""
-
-    def __init__(self, fault: EnvironmentFault) -> None:
-        super().__init__(fault.message)
-        self.fault = fault
 
 
 Event = Literal["resets", "steps", "retries", "faults", "kills", "starts", "illegal_moves"]
@@ -228,25 +186,38 @@ class BaseEnvironmentHost(ABC):
     async def reset(self, seed: int) -> Reset:
         """Begin an episode; a failed beginning is tried again on a fresh environment, with
         back-off. Raises `EnvironmentFault` when no attempt is left."""
-        # It stands on gRPC, which no process of an environment needs to import.
-        # FOLDED
-
-        async def attempt(number: int) -> Reset:
-            if number:
-                COUNTERS.count("retries", self._name)
+        limits = self._limits
+        policy = RetryPolicy(
+            max_attempts=limits.retries + 1,
+            initial_backoff=limits.backoff_seconds,
+            max_backoff=limits.max_backoff_seconds,
+        )
+        attempts = Attempts(policy, retryable=lambda error: True)
+        while True:
             try:
-                properties = await self._open()
-                if self._contract is None or self._contract.properties != properties:
-                    self._contract = Contract(properties)
-                reset = await self._reset(seed)
-            except EnvironmentFault:
-                await self._failed()
-                raise
-            return self._contract.began(reset)
-
-        reset = await retried(attempt, self._limits)
+                reset = await self._attempt_reset(seed)
+                break
+            except EnvironmentFault as fault:
+                try:
+                    await attempts.failed(fault)
+                except EnvironmentFault as last:
+                    if attempts.failures > 1:
+                        last.append(f" (tried {attempts.failures} times)")
+                    raise
+            COUNTERS.count("retries", self._name)
         COUNTERS.count("resets", self._name)
         return reset
+
+    async def _attempt_reset(self, seed: int) -> Reset:
+        try:
+            properties = await self._open()
+            if self._contract is None or self._contract.properties != properties:
+                self._contract = Contract(properties)
+            reset = await self._reset(seed)
+        except EnvironmentFault:
+            await self._failed()
+            raise
+        return self._contract.began(reset)
 
     async def step(self, actions: Mapping[str, Action]) -> Step:
         """Play the moves of all seats of `current`.
