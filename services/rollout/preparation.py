@@ -24,8 +24,8 @@ from troupe.rpc.errors import InvalidArgument
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.workflow import EntrypointError, Role, Workflow, load_workflow
+from troupe.workflow.errors import as_invalid_argument
 from troupe.workflow.languages import Language, load_language, role_of
-from troupe.workflow.loading import refusal_of
 
 if TYPE_CHECKING:
     from services.rollout.networks.arena import Arena
@@ -231,7 +231,7 @@ class Preparation:
             if spec.evaluation.queries:
                 await queries.load("held_out")
         except EntrypointError as error:
-            raise refusal_of(error) from error
+            raise as_invalid_argument(error) from error
         return _Play(workflow, queries, roles, languages)
 
     def _engines(

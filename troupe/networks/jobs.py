@@ -11,8 +11,7 @@ from troupe.job import JobSpec
 from troupe.networks.vector import VectorEnvironment, make_environment
 from troupe.outcomes import described, safe_text
 from troupe.rpc.errors import InvalidArgument
-from troupe.workflow.errors import EntrypointError
-from troupe.workflow.loading import refusal_of
+from troupe.workflow.errors import EntrypointError, as_invalid_argument
 
 _SOURCE = "environment.source"
 _log = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ def environment_guard(job: JobSpec) -> Iterator[None]:
     try:
         yield
     except EntrypointError as error:
-        raise refusal_of(error) from error
+        raise as_invalid_argument(error) from error
     except InvalidArgument as error:
         error.field = _field(error.field)
         raise

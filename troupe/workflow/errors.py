@@ -6,8 +6,13 @@ The rollout service turns each of them into the reason of the trajectory that it
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from troupe.outcomes import safe_text
 from troupe.outcomes import shown as shown
+
+if TYPE_CHECKING:
+    from troupe.rpc.errors import InvalidArgument
 
 # Of what an error says; values and whole modules of users' code may be in it.
 _MESSAGE_CHARS = 4000
@@ -110,6 +115,20 @@ class ToolError(WorkflowError):
     ) -> None:
         super().__init__(message, kind=kind, field=field, value=value, remedy=remedy)
         self.traceback = traceback
+
+
+def as_invalid_argument(error: WorkflowError) -> InvalidArgument:
+    """The error of a gRPC call with the message, field, value and remedy of `error`."""
+    # Imports gRPC, which workflows and child processes of environments do not need.
+    from troupe.rpc.errors import InvalidArgument
+
+    return InvalidArgument(
+        error.message,
+        kind=error.kind,
+        field=error.field,
+        value=error.value,
+        remedy=error.remedy,
+    )
 
 
 def is_own(error: BaseException) -> bool:

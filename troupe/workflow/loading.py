@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from troupe.outcomes import NotFiniteError, described, finite_number, safe_text, utf8_text
-from troupe.rpc.errors import InvalidArgument
 from troupe.workflow.agent import Agents
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.tools import Tools
@@ -89,17 +88,6 @@ def _mtime(path: str) -> int:
     with suppress(OSError):
         return os.stat(path).st_mtime_ns
     return 0  # removed, which is an edit too
-
-
-def refusal_of(error: WorkflowError) -> InvalidArgument:
-    """The same words as the error of a call."""
-    return InvalidArgument(
-        error.message,
-        kind=error.kind,
-        field=error.field,
-        value=error.value,
-        remedy=error.remedy,
-    )
 
 
 class Query(Mapping[str, Any]):

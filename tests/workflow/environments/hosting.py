@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from troupe.workflow.environments import COUNTERS, FaultLimits, Hosted, process
+from troupe.workflow.environments import COUNTERS, FaultLimits, Hosted, hosted
 
 ZOO = "tests.workflow.environments.zoo"
 QUICK = FaultLimits(retries=2, backoff_seconds=0.01, max_backoff_seconds=0.02, wait_seconds=60)
 
 
 def naughty(what: str, when: str, limits: FaultLimits = QUICK, **args: Any) -> Hosted:
-    return process(f"{ZOO}:Naughty", {"what": what, "when": when, **args}, limits=limits)
+    return hosted(f"{ZOO}:Naughty", {"what": what, "when": when, **args}, limits=limits)
 
 
 def counts() -> dict[str, int]:

@@ -18,7 +18,7 @@ from troupe.workflow.environments import (
     IllegalMoveError,
     MissingLibraryError,
     Observation,
-    process,
+    hosted,
 )
 from troupe.workflow.environments.adapters.gymnasium import Gymnasium
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
@@ -235,7 +235,7 @@ def test_a_game_that_does_not_exist_is_named(
 
 
 async def test_an_adapter_is_hosted_by_name() -> None:
-    game = process(
+    game = hosted(
         "troupe.workflow.environments.adapters.openspiel:OpenSpiel", {"game": "kuhn_poker"}
     )
     reset = await game.reset(4)

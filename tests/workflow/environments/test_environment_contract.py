@@ -24,8 +24,8 @@ from troupe.workflow.environments import (
     SeatingError,
     Step,
     UnknownPlayerError,
+    child,
     legal_help,
-    process,
     read_move,
 )
 from troupe.workflow.environments.conformance import plain_step, play_randomly
@@ -161,10 +161,10 @@ def test_what_travels_arrives(make: type[Nim | Pennies], seed: int) -> None:
     record = play_randomly(make(), seed)
 
     def travelled(message: dict[str, Any]) -> dict[str, Any]:
-        return process.unpack(process.pack(message)[process.HEADER_BYTES :])
+        return child.unpack(child.pack(message)[child.HEADER_BYTES :])
 
-    assert process.to_properties(travelled(process.from_properties(make.declared))) == make.declared
-    steps = [process.to_step(travelled(process.from_step(step))) for step in record.steps]
+    assert child.to_properties(travelled(child.from_properties(make.declared))) == make.declared
+    steps = [child.to_step(travelled(child.from_step(step))) for step in record.steps]
     assert [plain_step(s) for s in steps] == [plain_step(s) for s in record.steps]
 
 

@@ -23,7 +23,7 @@ from troupe.workflow.environments import (
     FaultLimits,
     Local,
     ObservationTooLargeError,
-    process,
+    hosted,
 )
 
 
@@ -98,7 +98,7 @@ async def test_a_beginning_that_always_fails_says_how_often_it_was_tried() -> No
 
 
 async def test_what_cannot_be_imported_is_not_tried_again() -> None:
-    environment = process("tests.workflow.environments.nowhere:Nim", limits=QUICK)
+    environment = hosted("tests.workflow.environments.nowhere:Nim", limits=QUICK)
     before = counts()
     with pytest.raises(EntrypointError, match="does not exist here"):
         await environment.reset(0)

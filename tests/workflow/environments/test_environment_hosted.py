@@ -25,14 +25,14 @@ from troupe.workflow.environments import (
     EpisodeOverError,
     FaultLimits,
     IllegalMoveError,
-    process,
+    hosted,
 )
 from troupe.workflow.environments.conformance import plain_step, play_randomly
 
 
 async def test_it_plays_as_it_does_in_this_process() -> None:
     alone = play_randomly(Nim(), 5)
-    environment = process(f"{ZOO}:Nim", limits=QUICK)
+    environment = hosted(f"{ZOO}:Nim", limits=QUICK)
     try:
         for _ in range(2):  # a used process begins anew
             await environment.reset(5)
@@ -46,7 +46,7 @@ async def test_it_plays_as_it_does_in_this_process() -> None:
 
 
 async def test_an_illegal_move_changes_nothing() -> None:
-    environment = process(f"{ZOO}:Nim", limits=QUICK)
+    environment = hosted(f"{ZOO}:Nim", limits=QUICK)
     reset = await environment.reset(1)
     pid = environment.pid
     with pytest.raises(IllegalMoveError) as caught:
@@ -80,7 +80,7 @@ async def test_a_stuck_one_dies_with_all_that_it_started(tmp_path: Path) -> None
 
 async def test_a_cancelled_request_leaves_no_answer_behind() -> None:
     """The next request must not get the answer of the cancelled one."""
-    environment = process(f"{ZOO}:Nim", limits=QUICK)
+    environment = hosted(f"{ZOO}:Nim", limits=QUICK)
     await environment.reset(0)
     pid = environment.pid
     assert pid is not None

@@ -19,8 +19,8 @@ from troupe.client.cli.options import score
 from troupe.outcomes import described
 from troupe.rpc.errors import InvalidArgument
 from troupe.user_code import call_contained, interruptible
-from troupe.workflow.errors import EntrypointError, WorkflowError
-from troupe.workflow.loading import Query, refusal_of
+from troupe.workflow.errors import EntrypointError, WorkflowError, as_invalid_argument
+from troupe.workflow.loading import Query
 from troupe.workflow.trying.policies import EchoPolicy, Policy, RandomPolicy, ScriptedPolicy
 from troupe.workflow.trying.setting import Setting
 from troupe.yaml_input import UnreadableText, read_file, read_json_object, read_text
@@ -268,7 +268,7 @@ def _open(source: str, job: Path | None, split: str) -> Setting:
         cause = error.__cause__
         if cause is not None and (own := explain(cause).traceback):
             typer.echo(f"{own}\n{described(cause)}", err=True)
-        raise refusal_of(error) from error
+        raise as_invalid_argument(error) from error
 
 
 def _policy(name: PolicyName | None, script: Path | None) -> Policy:
@@ -284,7 +284,7 @@ def _policy(name: PolicyName | None, script: Path | None) -> Policy:
     try:
         return ScriptedPolicy(read_text(read_file(script), str(script)))
     except WorkflowError as error:
-        raise refusal_of(error) from error
+        raise as_invalid_argument(error) from error
     except UnreadableText as error:
         at = "" if error.where == str(script) else f"{error.where}: "
         raise InvalidArgument(

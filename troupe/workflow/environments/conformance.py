@@ -19,7 +19,7 @@ import numpy as np
 
 from troupe.outcomes import Interruption, described
 from troupe.user_code import interruptible
-from troupe.workflow.environments import process
+from troupe.workflow.environments import child
 from troupe.workflow.environments.contract import Contract
 from troupe.workflow.environments.episode import Seating
 from troupe.workflow.environments.errors import (
@@ -340,8 +340,8 @@ def cooperative(trial: EnvironmentTrial) -> str:
 def hosted_alike(trial: EnvironmentTrial) -> str:
     """What it gives survives the way to a process of its own and back."""
     for record in trial.all():
-        reset = process.to_reset(_travelled(process.from_reset(record.reset)))
-        steps = [process.to_step(_travelled(process.from_step(step))) for step in record.steps]
+        reset = child.to_reset(_travelled(child.from_reset(record.reset)))
+        steps = [child.to_step(_travelled(child.from_step(step))) for step in record.steps]
         moves = _travelled({"moves": record.moves})["moves"]
         arrived = EpisodeRecord(record.seed, reset, moves, steps)
         if arrived.plain() != record.plain() or moves != record.moves:
@@ -382,7 +382,7 @@ def _compare(record: EpisodeRecord, environment: Environment, where: str) -> Non
 
 
 def _travelled(message: dict[str, Any]) -> dict[str, Any]:
-    return process.unpack(process.pack(message)[process.HEADER_BYTES :])
+    return child.unpack(child.pack(message)[child.HEADER_BYTES :])
 
 
 # No game has such a move, whatever its moves are.

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 from troupe.outcomes import Interruption, described, traceback_text
-from troupe.rpc.retry import Attempts, RetryPolicy
 from troupe.workflow.environments.contract import Contract
 from troupe.workflow.environments.errors import EnvironmentContractError, EnvironmentFault
 from troupe.workflow.environments.interface import (
@@ -186,6 +185,9 @@ class BaseEnvironmentHost(ABC):
     async def reset(self, seed: int) -> Reset:
         """Begin an episode; a failed beginning is tried again on a fresh environment, with
         back-off. Raises `EnvironmentFault` when no attempt is left."""
+        # Imports gRPC, which the child process of an environment does not need.
+        from troupe.rpc.retry import Attempts, RetryPolicy
+
         limits = self._limits
         policy = RetryPolicy(
             max_attempts=limits.retries + 1,

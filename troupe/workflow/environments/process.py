@@ -1,276 +1,30 @@
-"""One child process with one environment in it, and its end at a deadline."""
+"""Environments in processes of their own: the process, the pool that lends it, and `Hosted`."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import ctypes
-import json
 import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
-import numpy as np
 import psutil
 
-from troupe.outcomes import NotJsonError, json_text
-from troupe.workflow.environments import errors
-from troupe.workflow.environments.contract import is_reset, is_step
+from troupe.workflow.environments.child import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    pack,
+    to_error,
+    to_properties,
+    to_reset,
+    to_step,
+    unpack,
+)
 from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
-from troupe.workflow.environments.host import (
-    COUNTERS,
-    BaseEnvironmentHost,
-    FaultLimits,
-    open_environment,
-    raised_fault,
-)
-from troupe.workflow.environments.interface import (
-    Action,
-    Environment,
-    Observation,
-    Properties,
-    Reset,
-    Step,
-)
-from troupe.workflow.errors import EntrypointError, WorkflowError
-
-HEADER_BYTES: Final = 4
-MAX_FRAME_BYTES: Final = 16 * 2**20
-
-# Errors that keep their class on the way; any other is a fault of the environment.
-_TYPED: Final[dict[str, type[WorkflowError]]] = {
-    cls.__name__: cls
-    for cls in (
-        EntrypointError,
-        errors.EnvironmentContractError,
-        errors.EpisodeOverError,
-        errors.MissingLibraryError,
-        errors.MoveError,
-        errors.ObservationTooLargeError,
-        errors.RewardNotFiniteError,
-        errors.UnknownPlayerError,
-    )
-}
-
-
-def pack(message: Mapping[str, Any]) -> bytes:
-    """A frame. Raises `EnvironmentContractError` when it is too large or not JSON."""
-    try:
-        # A reward may be NaN, which the contract refuses by its name.
-        body = json_text(message, allow_nan=True).encode()
-    except NotJsonError as error:
-        raise errors.EnvironmentContractError(
-            f"what passes between a workflow and a hosted environment must be JSON: {error}",
-            field="environment",
-            value=message,
-            remedy="Use strings, numbers, booleans, None, lists and dicts; arrays in `arrays`.",
-        ) from error
-    if len(body) > MAX_FRAME_BYTES:
-        raise errors.ObservationTooLargeError(
-            f"{len(body):,} bytes in one message of an environment; {MAX_FRAME_BYTES:,} at most",
-            field="environment",
-            remedy="Observe less.",
-        )
-    return len(body).to_bytes(HEADER_BYTES, "big") + body
-
-
-def unpack(body: bytes) -> dict[str, Any]:
-    """The object of a frame's body. Raises ValueError when it is none."""
-    message = json.loads(body)
-    if not isinstance(message, dict):
-        raise ValueError(f"a JSON object is needed, not {type(message).__name__}")
-    return message
-
-
-def from_properties(properties: Properties) -> dict[str, Any]:
-    """As JSON values."""
-    return asdict(properties)
-
-
-def to_properties(given: Mapping[str, Any]) -> Properties:
-    """The inverse of `from_properties`."""
-    return Properties(**{**given, "seats": tuple(given["seats"])})
-
-
-def from_reset(reset: Reset) -> dict[str, Any]:
-    """As JSON values, save for infos that are to become so."""
-    return {
-        "agents": reset.agents,
-        "current": reset.current,
-        "obs": {seat: _from_observation(seen) for seat, seen in reset.obs.items()},
-        "infos": reset.infos,
-    }
-
-
-def to_reset(given: Mapping[str, Any]) -> Reset:
-    """The inverse of `from_reset`; tuples inside actions and infos have become lists."""
-    return Reset(
-        tuple(given["agents"]), tuple(given["current"]), _observations(given), given["infos"]
-    )
-
-
-def from_step(step: Step) -> dict[str, Any]:
-    """As JSON values, save for infos that are to become so."""
-    return {
-        "obs": {seat: _from_observation(seen) for seat, seen in step.obs.items()},
-        "rewards": step.rewards,
-        "terminations": step.terminations,
-        "truncations": step.truncations,
-        "current": step.current,
-        "infos": step.infos,
-    }
-
-
-def to_step(given: Mapping[str, Any]) -> Step:
-    """The inverse of `from_step`."""
-    return Step(
-        _observations(given),
-        given["rewards"],
-        given["terminations"],
-        given["truncations"],
-        tuple(given["current"]),
-        given["infos"],
-    )
-
-
-def from_error(error: WorkflowError) -> dict[str, Any]:
-    """What `to_error` needs."""
-    return {
-        "type": type(error).__name__,
-        "message": error.message,
-        "field": error.field,
-        "value": error.value,
-        "remedy": error.remedy,
-        "seat": getattr(error, "seat", ""),
-        "traceback": getattr(error, "traceback", ""),
-    }
-
-
-def to_error(given: Mapping[str, Any], environment: str) -> WorkflowError:
-    """The error that was raised on the other side."""
-    message, remedy, value = given["message"], given["remedy"], given["value"]
-    if given["type"] == errors.IllegalMoveError.__name__:
-        return errors.IllegalMoveError(message, seat=given["seat"], value=value, remedy=remedy)
-    cls = _TYPED.get(given["type"])
-    if cls is not None:
-        return cls(message, field=given["field"], value=value, remedy=remedy)
-    return errors.EnvironmentFault(
-        message,
-        reason="raised",
-        environment=environment,
-        remedy=remedy,
-        traceback=given["traceback"],
-    )
-
-
-def _from_observation(seen: Observation) -> dict[str, Any]:
-    return {
-        "text": seen.text,
-        "legal": seen.legal,
-        "arrays": {name: _from_array(np.asarray(a)) for name, a in seen.arrays.items()},
-    }
-
-
-def _observations(given: Mapping[str, Any]) -> dict[str, Observation]:
-    return {
-        seat: Observation(
-            seen["text"],
-            seen["legal"],
-            {name: _to_array(array) for name, array in seen["arrays"].items()},
-        )
-        for seat, seen in given["obs"].items()
-    }
-
-
-def _from_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    if array.dtype.hasobject:
-        raise TypeError(f"an array of {array.dtype} has no bytes")
-    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-    return {"dtype": array.dtype.str, "shape": array.shape, "data": data}
-
-
-def _to_array(given: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    data = np.frombuffer(base64.b64decode(given["data"]), np.dtype(given["dtype"]))
-    return data.reshape(given["shape"])
-
-
-_PR_SET_PDEATHSIG: Final = 1
-
-
-def die_with(parent: int) -> None:
-    """SIGKILL when the parent ends, by the kernel's hand: native code may never return to us."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(1)
-
-
-def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The request and answer pipes, moved away from stdin and stdout."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    return requests, answers
-
-
-class EnvironmentChild:
-    """Holds the environment and carries out requests."""
-
-    def __init__(self) -> None:
-        self._environment: Environment | None = None
-        self._name = ""
-
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one request, whatever the environment does."""
-        try:
-            return {"ok": self._carry_out(request)}
-        except WorkflowError as error:
-            return {"error": from_error(error)}
-        except BaseException as error:  # SystemExit is the environment's too
-            return {"error": from_error(raised_fault(self._name, error))}
-
-    def _carry_out(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        if request["op"] == "open":
-            self._name = request["entrypoint"]
-            self._environment = open_environment(self._name, request["args"])
-            return from_properties(self._environment.properties)
-        assert self._environment is not None, "open comes first"
-        if request["op"] == "reset":
-            return from_reset(is_reset(self._environment.reset(request["seed"])))
-        return from_step(is_step(self._environment.step(request["actions"])))
-
-    def close(self) -> None:
-        """Close the environment, if it can be."""
-        if self._environment is not None:
-            with contextlib.suppress(Exception):
-                self._environment.close()
-
-
-def main() -> None:
-    """Serve until the pipe ends."""
-    die_with(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
-    requests, answers = take_pipes()
-    child = EnvironmentChild()
-    while len(header := requests.read(HEADER_BYTES)) == HEADER_BYTES:
-        body = requests.read(int.from_bytes(header, "big"))
-        answer = child.answer(unpack(body))
-        try:
-            frame = pack(answer)
-        except WorkflowError as error:
-            frame = pack({"error": from_error(error)})
-        answers.write(frame)
-        answers.flush()
-    child.close()
-
-
-if __name__ == "__main__":
-    main()
+from troupe.workflow.environments.host import COUNTERS, BaseEnvironmentHost, FaultLimits
+from troupe.workflow.environments.interface import Action, Properties, Reset, Step
 
 # What an environment wrote last to stderr says why it died.
 _TAIL_BYTES: Final = 2048
@@ -311,7 +65,7 @@ class EnvironmentProcess:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "troupe.workflow.environments.process",
+                "troupe.workflow.environments.child",
                 str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
