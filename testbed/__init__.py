@@ -1,3 +1,5 @@
-"""What measures and tests Troupe and is no part of it: simulated engines and learners, timelines,
-the chaos harness and the discrete-event simulator. Services load its stand-ins by name, where a job
-asks for them (`policies.X.simulated`)."""
+"""Tools that measure and test Troupe and are no part of it.
+
+Simulated engines and learners, timelines, the chaos harness, a discrete-event simulator. Services
+load simulated engines and learners by name, where a job asks for them (`policies.X.simulated`).
+"""

@@ -1,4 +1,4 @@
-"""Who was busy when: spans of time, one JSON object per line, for pictures and utilization."""
+"""Timelines: spans in which a lane was busy, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Timeline:
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody reads it."""
+        """Whether spans are written to a file."""
         return self._path is not None
 
     def add(self, span: TimelineSpan) -> None:
@@ -54,7 +54,7 @@ class Timeline:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Writes buffered spans to the file."""
         if self._path is not None and self._lines:
             with self._path.open("a") as file:
                 file.write("".join(line + "\n" for line in self._lines))
@@ -89,7 +89,7 @@ def busy_within(spans: Iterable[TimelineSpan], start: float, end: float) -> floa
 
 
 def union(spans: Iterable[TimelineSpan], start: float, end: float) -> Iterator[tuple[float, float]]:
-    """What `spans` cover of [start, end]: disjoint intervals in their order."""
+    """The union of `spans` within [start, end], as disjoint intervals in order."""
     since = until = start
     for span in sorted(spans, key=lambda span: span.start):
         left, right = max(span.start, start), min(span.end, end)

@@ -1,4 +1,4 @@
-"""The chaos harness: one job twice, once undisturbed and once under fire, compared bit by bit."""
+"""The chaos harness: runs one job twice, undisturbed and with injected faults, and compares."""
 
 from testbed.chaos.harness import Screen, run
 from testbed.chaos.plan import ChaosPlan

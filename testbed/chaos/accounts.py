@@ -1,4 +1,4 @@
-"""What became of every sample and every version of a job, as the services account for it."""
+"""The audit of a job's samples and weight versions, as the services report it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
 
 
 @dataclass(frozen=True)
-class Accounts:
-    """The audit of a job (see `AuditTables`), summed over its policies."""
+class SampleAudit:
+    """Counts of a job's samples by outcome (`AuditTables`), summed over its policies."""
 
     appended: int = 0
     trained: int = 0
     dropped: int = 0
-    # In steps that are not committed: nobody's loss while the job runs, a loss when it has ended.
+    # In steps that are not committed: lost if the job has ended, else still in use.
     live: int = 0
     lost: int = 0
     duplicated: int = 0
@@ -29,41 +29,41 @@ class Accounts:
     trajectories_admitted: int = 0
     trajectories_ended: int = 0
     violations: tuple[str, ...] = ()
-    # Why there are no accounts.
+    # Why the audit could not be read; empty when it was.
     missing: str = ""
 
     @property
     def unaccounted(self) -> int:
-        """Samples and trajectories that are neither trained nor dropped, once the job has ended."""
+        """Samples and trajectories of an ended job that were neither trained nor dropped."""
         return self.lost + self.live + self.trajectories_admitted - self.trajectories_ended
 
 
-async def audit(address: str, job_id: str, settings: ClientSettings) -> Accounts:
-    """The accounts of a job, from the orchestrator at `address`.
+async def audit(address: str, job_id: str, settings: ClientSettings) -> SampleAudit:
+    """Reads a job's audit from the orchestrator at `address`.
 
-    `missing` says why where the cluster cannot give any. Raises other `TroupeError`s.
+    `missing` says why when the cluster has no audit. Raises every other `TroupeError`.
     """
     async with connect(address, settings) as channel:
         stub: pb_grpc.OrchestratorAsyncStub = pb_grpc.OrchestratorStub(channel)
         try:
             answer = await stub.AuditJob(pb.AuditJobRequest(job_id=job_id))
         except (Unimplemented, Internal) as error:
-            return Accounts(missing=f"this cluster's experience store gives no audit: {error}")
+            return SampleAudit(missing=f"this cluster's experience store gives no audit: {error}")
         except TroupeError as error:
             if error.code is grpc.StatusCode.UNKNOWN:
-                return Accounts(missing=f"the audit broke off: {error}")
+                return SampleAudit(missing=f"the audit broke off: {error}")
             raise
-    return accounts_of(answer)
+    return audit_of(answer)
 
 
-def accounts_of(answer: pb.AuditJobResponse) -> Accounts:
-    """From the wire."""
+def audit_of(answer: pb.AuditJobResponse) -> SampleAudit:
+    """Converts the RPC's response."""
     tables = answer.tables
     reasons: dict[str, int] = {}
     for policy in tables.policies:
         for reason, count in policy.drop_reasons.items():
             reasons[reason] = reasons.get(reason, 0) + count
-    return Accounts(
+    return SampleAudit(
         appended=sum(p.appended for p in tables.policies),
         trained=sum(p.trained for p in tables.policies),
         dropped=sum(p.dropped for p in tables.policies),
@@ -78,5 +78,5 @@ def accounts_of(answer: pb.AuditJobResponse) -> Accounts:
 
 
 def newest(versions: list[Version]) -> Version | None:
-    """The last entry of a policy's ledger."""
+    """The newest of a policy's weight versions, or None."""
     return max(versions, key=lambda one: (one.version, one.step), default=None)

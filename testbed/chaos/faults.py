@@ -1,4 +1,4 @@
-"""What can go wrong, one class per kind: `inject` breaks something, `heal` mends it."""
+"""Kinds of faults, a class each: `inject` causes the fault, `heal` ends it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Final, Protocol
 
 import psutil
 
-from testbed.chaos.house import House, Life
-from testbed.chaos.network import Pair, wire
-from testbed.chaos.proxy import Link
+from testbed.chaos.cluster import DisturbedCluster, ServiceProcess
+from testbed.chaos.proxy import Link, Pair, wire
 from testbed.chaos.schedule import (
     DELAY,
     FREEZE,
@@ -35,22 +34,22 @@ _LATE_SECONDS: Final = 0.15
 
 
 class Fault(Protocol):
-    """Something broken."""
+    """A fault that can be injected and healed."""
 
     kind: str
     victim: str
     # How it is done, where that is not the same on every machine.
     means: str
 
-    async def inject(self, house: House) -> None:
-        """Break it."""
+    async def inject(self, cluster: DisturbedCluster) -> None:
+        """Causes the fault."""
 
-    async def heal(self, house: House) -> None:
-        """Mend it. Harmless when nothing is broken, or nothing is there any more."""
+    async def heal(self, cluster: DisturbedCluster) -> None:
+        """Ends the fault. Does nothing if it was not injected or its victim is gone."""
 
 
-async def kill(life: Life) -> None:
-    """SIGKILL, and wait until the process is really gone.
+async def kill(life: ServiceProcess) -> None:
+    """Sends SIGKILL and waits until the process has ended.
 
     Raises `DeadlineExceeded` when it is not gone within seconds.
     """
@@ -68,7 +67,7 @@ async def kill(life: Life) -> None:
 
 
 class Stall:
-    """A process that does nothing for a while (SIGSTOP): its connections stay, nobody answers."""
+    """A process that is stopped for a while (SIGSTOP): connections stay open, without answers."""
 
     kind = STALL
     means = "SIGSTOP"
@@ -76,15 +75,15 @@ class Stall:
     def __init__(self, victim: str) -> None:
         """`victim` is a process."""
         self.victim = victim
-        self._life: Life | None = None
+        self._life: ServiceProcess | None = None
 
-    async def inject(self, house: House) -> None:
-        """Stop it."""
-        self._life = house.life(self.victim)
+    async def inject(self, cluster: DisturbedCluster) -> None:
+        """Stops the process."""
+        self._life = cluster.process_of(self.victim)
         self._send(signal.SIGSTOP)
 
-    async def heal(self, house: House) -> None:
-        """Let it go on."""
+    async def heal(self, cluster: DisturbedCluster) -> None:
+        """Continues the process."""
         self._send(signal.SIGCONT)
 
     def _send(self, number: signal.Signals) -> None:
@@ -110,7 +109,7 @@ class Freeze(Stall):
 
 
 class SlowDisk:
-    """A disk that takes half a second for whatever a process wants to be durable.
+    """A disk on which every fsync of a process takes half a second.
 
     With `strace` the system calls themselves are late; without it the process is stopped instead.
     """
@@ -125,13 +124,13 @@ class SlowDisk:
         self._stall = Stall(victim)
         self._tracer: asyncio.subprocess.Process | None = None
 
-    async def inject(self, house: House) -> None:
-        """Slow it down."""
-        life = house.life(self.victim)
+    async def inject(self, cluster: DisturbedCluster) -> None:
+        """Slows the process's fsync down."""
+        life = cluster.process_of(self.victim)
         if life is None:
             return
         if self._strace is None:
-            await self._stall.inject(house)
+            await self._stall.inject(cluster)
             return
         micros = round(_DISK_DELAY_SECONDS * 1e6)
         self._tracer = await asyncio.create_subprocess_exec(
@@ -143,9 +142,9 @@ class SlowDisk:
             stderr=subprocess.DEVNULL,
         )
 
-    async def heal(self, house: House) -> None:
-        """Let it go at its own pace."""
-        await self._stall.heal(house)
+    async def heal(self, cluster: DisturbedCluster) -> None:
+        """Ends the slowdown."""
+        await self._stall.heal(cluster)
         if self._tracer is None:
             return
         tracer, self._tracer = self._tracer, None
@@ -161,7 +160,7 @@ class SlowDisk:
 
 
 class _WireFault:
-    """Something wrong with one wire."""
+    """A fault of the connection between two services."""
 
     kind = ""
     means = "proxy"
@@ -171,13 +170,13 @@ class _WireFault:
         self.victim = wire(pair)
         self._pair = pair
 
-    async def inject(self, house: House) -> None:
-        """Break the wire."""
-        self._break(house.network.link(self._pair))
+    async def inject(self, cluster: DisturbedCluster) -> None:
+        """Disturbs the connection."""
+        self._break(cluster.network.link(self._pair))
 
-    async def heal(self, house: House) -> None:
-        """Mend the wire."""
-        house.network.link(self._pair).heal()
+    async def heal(self, cluster: DisturbedCluster) -> None:
+        """Restores the connection."""
+        cluster.network.link(self._pair).heal()
 
     def _break(self, link: Link) -> None:
         raise NotImplementedError
@@ -211,7 +210,7 @@ class Delay(_WireFault):
 
 
 class FullQueue(_WireFault):
-    """A receiver that reads nothing: what is sent to it piles up at the sender."""
+    """A receiver that reads nothing, so that the sender's buffers fill."""
 
     kind = FULL_QUEUE
 
@@ -220,7 +219,7 @@ class FullQueue(_WireFault):
 
 
 def fault_of(planned: PlannedFault) -> Fault:
-    """The fault that was planned; kills are no faults of this sort (nobody mends them)."""
+    """The fault of a plan's entry. Not a kill: the supervisor restarts a killed process."""
     if planned.kind == STALL:
         return Stall(planned.victims[0])
     if planned.kind == FREEZE:

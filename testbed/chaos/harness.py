@@ -1,4 +1,4 @@
-"""Runs one job twice, once undisturbed and once under fire, and compares."""
+"""Runs one job twice, undisturbed and with injected faults, and compares the runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Final, Protocol
 
-from testbed.chaos.accounts import Accounts, audit, newest
-from testbed.chaos.disturber import Disturbance, Disturber
-from testbed.chaos.house import House
+from testbed.chaos.accounts import SampleAudit, audit, newest
+from testbed.chaos.cluster import DisturbedCluster
+from testbed.chaos.fault_injector import FaultInjector, InjectionLog
 from testbed.chaos.plan import JOB_ID, ChaosPlan, prepare_directory, prepared
 from testbed.chaos.report import ChaosReport, JobOutcome
 from testbed.chaos.schedule import schedule
@@ -28,7 +28,7 @@ _SHOWN = 5
 
 
 def differences(a: Transcript, b: Transcript) -> list[str]:
-    """For every policy the first step at which the runs part, and in what; empty when in none."""
+    """The first step at which the runs differ, by policy, and in what; empty if in none."""
     found: list[str] = []
     for policy in sorted({*a.policies, *b.policies}):
         pairs = zip_longest(a.policies.get(policy, []), b.policies.get(policy, []))
@@ -136,17 +136,17 @@ _KILL_SECONDS, _SLOWDOWN = 4.0, 3.0
 
 
 class Screen(Protocol):
-    """Shows what happens."""
+    """Shows the progress of a run."""
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Prints a line."""
 
     def status(self, text: str) -> None:
-        """What is going on now."""
+        """Replaces the status line."""
 
 
 async def run(plan: ChaosPlan, screen: Screen) -> ChaosReport:
-    """Carry `plan` out. However it ends, no process of it is left.
+    """Runs `plan`. No process is left, however the run ends.
 
     Raises `FailedPrecondition` when the undisturbed job fails, `DeadlineExceeded` when the time
     is up before the disturbed one begins, and what keeps a cluster from starting.
@@ -162,15 +162,15 @@ async def run(plan: ChaosPlan, screen: Screen) -> ChaosReport:
             f"the job took {baseline.seconds:.0f} s undisturbed: it may well end before "
             f"{plan.kills} kills are done; take more steps with --set pipeline.steps=N"
         )
-    house = House(
+    cluster = DisturbedCluster(
         plan.cluster("disturbed", disturbed=True), proxied=plan.proxied, tell=lambda text: None
     )
     for name, value in plan.environment().items():
         screen.say(f"{name}={value}")
-    run_ = _JobRun(house, spec, deadline, screen, "disturbed")
-    disturber = Disturber(
-        house,
-        schedule(plan.seed, house.services, house.pairs, plan.kinds),
+    run_ = _JobRun(cluster, spec, deadline, screen, "disturbed")
+    disturber = FaultInjector(
+        cluster,
+        schedule(plan.seed, cluster.services, cluster.pairs, plan.kinds),
         kills=plan.kills,
         power_offs=plan.power_offs,
         progress=run_.progress,
@@ -194,8 +194,8 @@ async def run(plan: ChaosPlan, screen: Screen) -> ChaosReport:
 async def _undisturbed(
     plan: ChaosPlan, spec: JobSpec, deadline: float, screen: Screen
 ) -> JobOutcome:
-    house = House(plan.cluster("baseline", disturbed=False), proxied=False)
-    outcome = await _JobRun(house, spec, deadline, screen, "undisturbed").carry_out(None)
+    cluster = DisturbedCluster(plan.cluster("baseline", disturbed=False), proxied=False)
+    outcome = await _JobRun(cluster, spec, deadline, screen, "undisturbed").carry_out(None)
     outcome.transcript.save(plan.directory / "baseline.json")
     if outcome.cut_short:
         raise DeadlineExceeded(
@@ -214,12 +214,12 @@ async def _undisturbed(
 
 
 class _JobRun:
-    """One job on one cluster, from the first process to the last."""
+    """A run of one job on a cluster of its own."""
 
     def __init__(
-        self, house: House, spec: JobSpec, deadline: float, screen: Screen, name: str
+        self, cluster: DisturbedCluster, spec: JobSpec, deadline: float, screen: Screen, name: str
     ) -> None:
-        self._house = house
+        self._cluster = cluster
         self._spec = spec
         self._deadline = deadline
         self._screen = screen
@@ -228,19 +228,19 @@ class _JobRun:
         self._failures: list[str] = []
 
     def progress(self) -> float:
-        """The share of the job's steps that are done."""
+        """The fraction of the job's steps that are committed."""
         job = self._job
         return 0.0 if job is None else job.step / max(1, job.total_steps)
 
-    async def carry_out(self, disturber: Disturber | None) -> JobOutcome:
-        """Start the cluster, run the job to its end, take stock, stop the cluster."""
-        house = self._house
-        self._screen.say(f"{self._name} run in {house.settings.data_dir}")
+    async def carry_out(self, disturber: FaultInjector | None) -> JobOutcome:
+        """Starts the cluster, runs the job to its end, reads the audit, stops the cluster."""
+        cluster = self._cluster
+        self._screen.say(f"{self._name} run in {cluster.settings.data_dir}")
         disturbing: asyncio.Task[None] | None = None
         try:
-            await house.start()
+            await cluster.start()
             started = time.monotonic()
-            await house.client.submit(self._spec, JOB_ID)
+            await cluster.client.submit(self._spec, JOB_ID)
             if disturber is not None:
                 disturbing = asyncio.create_task(disturber.run(), name="disturber")
             cut_short = not await self._until_over(disturber, disturbing)
@@ -250,10 +250,10 @@ class _JobRun:
         finally:
             with suppress(Exception):
                 await _end(disturbing)
-            await house.stop()
+            await cluster.stop()
 
     async def _until_over(
-        self, disturber: Disturber | None, disturbing: asyncio.Task[None] | None
+        self, disturber: FaultInjector | None, disturbing: asyncio.Task[None] | None
     ) -> bool:
         """Whether the job came to its end before the deadline."""
         shown = -1
@@ -275,14 +275,14 @@ class _JobRun:
         return False
 
     async def _look(self) -> Job | None:
-        """The job now; None while nobody can tell."""
-        async with self._house.power:
+        """The job's record; None while the orchestrator does not answer."""
+        async with self._cluster.power:
             with suppress(TroupeError, TimeoutError):
                 async with asyncio.timeout(_ANSWER_SECONDS):
-                    return await self._house.job(JOB_ID).info()
+                    return await self._cluster.job(JOB_ID).info()
         return None
 
-    async def _goes_on(self, job: Job, disturber: Disturber | None) -> bool:
+    async def _goes_on(self, job: Job, disturber: FaultInjector | None) -> bool:
         """Whether a job that stopped is resumed."""
         if job.state == JobState.SUCCEEDED:
             return False
@@ -291,17 +291,17 @@ class _JobRun:
             self._screen.say(f"{self._name}: the job failed: {job.problem}")
         if disturber is None or len(self._failures) > _RESUMES or not job.state.resumable:
             return False
-        async with self._house.power:
+        async with self._cluster.power:
             with suppress(TroupeError, TimeoutError):
                 async with asyncio.timeout(_ANSWER_SECONDS):
-                    await self._house.job(JOB_ID).resume()
+                    await self._cluster.job(JOB_ID).resume()
                     self._screen.say(f"{self._name}: resumed the job")
         return True
 
     def _check_cluster(self) -> None:
-        if self._house.power.locked():
+        if self._cluster.power.locked():
             return
-        for record in self._house.cluster.state.services:
+        for record in self._cluster.cluster.state.services:
             if record.state == "failed":
                 raise Internal(
                     "is given up by its supervisor.",
@@ -311,31 +311,31 @@ class _JobRun:
                 )
 
     async def _take_stock(self, seconds: float, cut_short: bool) -> JobOutcome:
-        house = self._house
-        house.network.heal()
+        cluster = self._cluster
+        cluster.network.heal()
         self._screen.status(f"{self._name}: accounts")
         settings = ClientSettings.of_environment().model_copy(
             update={"tls_ca": None, "tls_cert": None, "tls_key": None}
         )
-        accounts, transcript = Accounts(missing="nobody was asked"), Transcript()
+        accounts, transcript = SampleAudit(missing="nobody was asked"), Transcript()
         versions: dict[str, tuple[int, str]] = {}
         try:
             async with asyncio.timeout(_ACCOUNT_SECONDS):
-                for service in house.services:
-                    await house.until_healthy(service, _HEALTHY_SECONDS)
-                handle = house.job(JOB_ID)
+                for service in cluster.services:
+                    await cluster.until_healthy(service, _HEALTHY_SECONDS)
+                handle = cluster.job(JOB_ID)
                 self._job = await handle.info()
                 for policy in sorted(self._job.versions):
                     if (last := newest(await handle.versions(policy))) is not None:
                         versions[policy] = (last.version, last.checksum)
-                address = house.cluster.state.orchestrator_address
+                address = cluster.cluster.state.orchestrator_address
                 accounts = await audit(address, JOB_ID, settings)
-                store = house.record("experience_store").address
+                store = cluster.record("experience_store").address
                 transcript = await transcribe(handle, store, settings)
         except (TroupeError, TimeoutError) as error:
             # What is known is reported all the same, and that the rest is missing.
             why = str(error) or f"no answer within {_ACCOUNT_SECONDS:g} s"
-            accounts = Accounts(missing=f"the accounts could not be taken: {why}")
+            accounts = SampleAudit(missing=f"the accounts could not be taken: {why}")
         job = self._job
         return JobOutcome(
             state="unknown" if job is None else str(job.state),
@@ -349,7 +349,7 @@ class _JobRun:
             cut_short=cut_short,
         )
 
-    def _line(self, job: Job, done: Disturbance | None) -> str:
+    def _line(self, job: Job, done: InjectionLog | None) -> str:
         text = f"{self._name}: {job.state}, step {job.step} of {job.total_steps}"
         if done is not None:
             text += f", {done.kills} kills"

@@ -1,4 +1,4 @@
-"""What the harness is to do, and what it changes in the job so that faults are not its failure."""
+"""The plan of a chaos run, and the changes of the job that faults make necessary."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from troupe.rpc.faults import VARIABLE, FaultSettings
 
 JOB_ID: Final = "chaos"
 _WIRE_KINDS: Final = frozenset({PARTITION, DELAY, FULL_QUEUE})
-# Seconds. What is slow because a service is away must not end as the job's own fault.
-_PATIENCE: Final = {"turn_seconds": 600, "trajectory_seconds": 900, "step_seconds": 7200}
+# Seconds. A call that waits for a service to restart must not time out.
+_LIMITS: Final = {"turn_seconds": 600, "trajectory_seconds": 900, "step_seconds": 7200}
 _FUNCTION_SECONDS: Final = 60
 _MANY: Final = 100_000
 
 
 @dataclass(frozen=True)
 class ChaosPlan:
-    """One run of the harness."""
+    """The plan of one chaos run."""
 
     # As the user wrote it; see `prepared`.
     spec: JobSpec
-    # Of both clusters, but for directories and faults.
+    # Settings of both clusters; directories and faults are added.
     settings: ClusterSettings
     # Made by the harness: the two data directories and the transcripts.
     directory: Path
@@ -63,7 +63,7 @@ class ChaosPlan:
         return self.settings.model_copy(update=changes)
 
     def environment(self) -> dict[str, str]:
-        """Variables that switch on what is wrong all the time."""
+        """Environment variables of the faults that last for the whole run."""
         found: dict[str, str] = {}
         if DUPLICATE in self.kinds:
             delay = 0.1 if DELAY in self.kinds else 0.0
@@ -90,11 +90,11 @@ def prepare_directory(directory: Path) -> None:
 
 
 def prepared(spec: JobSpec) -> tuple[JobSpec, list[str]]:
-    """`spec` as both runs get it, and what was changed, as `key.path=value`."""
+    """The job as both runs get it, and the changes, as `key.path=value`."""
     changes: dict[str, Any] = {}
     if spec.limits.worker_deaths < _MANY:
         changes["limits.worker_deaths"] = _MANY
-    for name, seconds in _PATIENCE.items():
+    for name, seconds in _LIMITS.items():
         if getattr(spec.limits, name) < seconds:
             changes[f"limits.{name}"] = seconds
     for section in ("tools", "rewards"):
@@ -103,7 +103,7 @@ def prepared(spec: JobSpec) -> tuple[JobSpec, list[str]]:
             # A deployed function has the time that it was deployed with.
             if function.entrypoint is not None and given < _FUNCTION_SECONDS:
                 changes[f"{section}.{name}.timeout_seconds"] = _FUNCTION_SECONDS
-    # Elsewhere the content of a step depends on time, and the specification says so.
+    # In the other modes the content of a step depends on time, so that no two runs are equal.
     pipeline = spec.pipeline
     first_come = pipeline.over_sampling or pipeline.redundant_trajectories
     timeless = pipeline.mode != "async" and not first_come

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback: the wire between two services, in the hands of a test.
+"""TCP proxies on loopback, to disturb the connections between services.
 
 What it can do to the wire:
 
@@ -12,16 +12,19 @@ What it can do to the wire:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
+
+from troupe.cluster.layout import ANYBODY, Routes
 
 _CHUNK: Final = 64 * 1024
 _CONNECT_SECONDS: Final = 5.0
 
 
 class Link:
-    """Listens at `address` and passes on to `target`; used from one event loop."""
+    """Forwards TCP connections from `address` to `target`. Used from one event loop."""
 
     def __init__(self, target: str, name: str = "") -> None:
         """`target` is "host:port" and may be changed between connections."""
@@ -42,17 +45,17 @@ class Link:
 
     @property
     def address(self) -> str:
-        """Where callers connect."""
+        """The proxy's "host:port"."""
         assert self._port, "open() first"
         return f"127.0.0.1:{self._port}"
 
     async def open(self) -> None:
-        """Start listening on a free port."""
+        """Starts listening on a free port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_CHUNK)
         self._port = int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stop listening and break every connection."""
+        """Stops listening and breaks every connection."""
         if self._server is not None:
             self._server.close()
         for task in list(self._connections):
@@ -61,20 +64,20 @@ class Link:
         self._server = None
 
     def hold(self, *, forth: bool = True, back: bool = True) -> None:
-        """Let nothing pass from caller to callee (`forth`), from callee to caller (`back`)."""
+        """Holds data from caller to callee (`forth`), from callee to caller (`back`)."""
         if forth:
             self._forth.clear()
         if back:
             self._back.clear()
 
     def sever(self) -> None:
-        """Break every connection and refuse new ones."""
+        """Breaks every connection and refuses new ones."""
         self._severed = True
         for writer in self._writers:
             writer.transport.abort()
 
     def heal(self) -> None:
-        """Undo `hold`, `sever` and `delay`. What was held arrives now."""
+        """Ends `hold`, `sever` and `delay`; data that was held is forwarded."""
         self._severed = False
         self.delay = 0.0
         self._forth.set()
@@ -142,3 +145,48 @@ class Link:
         await gate.wait()
         with suppress(OSError, NotImplementedError):
             writer.write_eof()
+
+
+# (caller, callee), as `troupe.cluster.layout.links` names them.
+Pair = tuple[str, str]
+
+
+class ProxiedNetwork:
+    """A proxy per pair of services that call each other; survives the cluster's power cuts."""
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        """`pairs` are (caller, callee)."""
+        self._links = {pair: Link("", wire(pair)) for pair in pairs}
+        self._opened = False
+
+    async def route(self, addresses: Mapping[str, str]) -> Routes:
+        """The `router` of an `EmbeddedCluster`: the proxies' addresses, which lead to `addresses`.
+
+        A cluster that starts again has new addresses; the proxies keep theirs.
+        """
+        if not self._opened:
+            await asyncio.gather(*(link.open() for link in self._links.values()))
+            self._opened = True
+        for (_, callee), link in self._links.items():
+            link.target = addresses[callee]
+            link.heal()
+        return {pair: link.address for pair, link in self._links.items()}
+
+    def link(self, pair: Pair) -> Link:
+        """The proxy between two services."""
+        return self._links[pair]
+
+    def heal(self) -> None:
+        """Ends the disturbances of every proxy."""
+        for link in self._links.values():
+            link.heal()
+
+    async def close(self) -> None:
+        """Closes all proxies. Services that still run lose their connections."""
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+
+
+def wire(pair: Pair) -> str:
+    """A pair of services, for messages."""
+    caller, callee = pair
+    return f"{'others' if caller == ANYBODY else caller} > {callee}"

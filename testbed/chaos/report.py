@@ -1,4 +1,4 @@
-"""What came of a run of the harness, for people and for scripts."""
+"""The report of a chaos run, for people and for programs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from testbed.chaos.accounts import Accounts
-from testbed.chaos.disturber import Disturbance, Injected
+from testbed.chaos.accounts import SampleAudit
+from testbed.chaos.fault_injector import InjectedFault, InjectionLog
 from testbed.chaos.schedule import KILL
 from testbed.chaos.transcript import Transcript
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """One job on one cluster."""
+    """The outcome of one job on one cluster."""
 
     # The job's last state: "succeeded", "failed", ...
     state: str
@@ -26,7 +26,7 @@ class JobOutcome:
     total_steps: int
     # Policy -> (version, checksum of the weights).
     versions: dict[str, tuple[int, str]]
-    accounts: Accounts
+    accounts: SampleAudit
     transcript: Transcript
     # Why the job failed, each time; it was resumed after all but the last.
     failures: tuple[str, ...] = ()
@@ -45,12 +45,12 @@ class Recovery:
 
 @dataclass(frozen=True)
 class ChaosReport:
-    """Two runs of one job, one of them disturbed."""
+    """The comparison of an undisturbed and a disturbed run."""
 
     seed: int
     kills_wanted: int
     disturbed: JobOutcome
-    disturbance: Disturbance
+    disturbance: InjectionLog
     # None: there was no undisturbed run.
     baseline: JobOutcome | None
     # Whether the job promises bitwise equal weights (`pipeline.deterministic`).
@@ -81,7 +81,7 @@ class ChaosReport:
 
     @property
     def faults(self) -> list[str]:
-        """Why the promise does not hold, in words; empty when it does."""
+        """The violations of exactly-once processing, in words; empty if there are none."""
         disturbed = self.disturbed
         found: list[str] = []
         if disturbed.cut_short:
@@ -103,15 +103,15 @@ class ChaosReport:
 
     @property
     def passed(self) -> bool:
-        """Nothing lost, nothing duplicated, nothing unequal, and the job done."""
+        """Whether no sample was lost or duplicated, the weights are equal and the job is done."""
         return not self.faults
 
     def recoveries(self) -> dict[str, Recovery]:
-        """By service, of those that were killed."""
+        """Recovery times by service that was killed."""
         return recoveries(self.disturbance.injected)
 
     def document(self) -> dict[str, Any]:
-        """The report as JSON values; the first four keys are the promise."""
+        """The report as JSON values; the first four keys are the guarantees."""
         disturbed, accounts = self.disturbed, self.disturbed.accounts
         kinds = Counter(one.kind for one in self.disturbance.injected)
         return {
@@ -152,7 +152,7 @@ class ChaosReport:
         }
 
 
-def recoveries(injected: Sequence[Injected]) -> dict[str, Recovery]:
+def recoveries(injected: Sequence[InjectedFault]) -> dict[str, Recovery]:
     """How long killed services took, by service."""
     seconds: dict[str, list[float]] = {}
     for one in injected:

@@ -1,4 +1,4 @@
-"""What goes wrong when: a function of the seed, the services and the wires between them.
+"""A schedule of faults: a function of the seed, the services and their connections.
 
 The schedule fixes what happens and in which order; the moments depend on how fast services come
 back, which no seed can fix.
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from testbed.chaos.network import Pair
+from testbed.chaos.proxy import Pair
 from troupe.rpc.errors import InvalidArgument
 
 KILL, STALL, FREEZE, SLOW_DISK, PARTITION, DELAY, DUPLICATE, FULL_QUEUE = KINDS = (
@@ -46,7 +46,7 @@ _QUEUES: Final = ("experience_store", "redis")
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault to come."""
+    """A planned fault."""
 
     kind: str
     # Processes; for faults of a wire see `pair`.
@@ -79,7 +79,7 @@ def parse_kinds(text: str) -> frozenset[str]:
 def schedule(
     seed: int, services: Sequence[str], pairs: Sequence[Pair], kinds: Collection[str] = KINDS
 ) -> Iterator[PlannedFault]:
-    """Faults without end. `services` are the processes' names, `pairs` the wires.
+    """An endless schedule of faults. `services`: names of processes; `pairs`: connections.
 
     Empty when `kinds` holds nothing that happens at a moment (`duplicate` is always on).
     """

@@ -1,4 +1,4 @@
-"""What a job did, step by step: enough to say where two runs of it part."""
+"""A job's steps as recorded by the services, to find where two runs differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from troupe.v1 import experience_store_pb2_grpc as es_grpc
 
 
 class StepRecord(BaseModel):
-    """One step of one policy."""
+    """The record of one step of one policy."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -36,7 +36,7 @@ class StepRecord(BaseModel):
 
 
 class Transcript(BaseModel):
-    """A job's ledger, per policy and step; and its metrics per step."""
+    """A job's weight versions by policy and step, and its metrics by step."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -46,12 +46,12 @@ class Transcript(BaseModel):
     gaps: list[str] = []
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Writes the transcript as JSON."""
         path.write_text(self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Transcript:
-        """What `save` wrote."""
+        """Reads a file of `save`."""
         return cls.model_validate(json.loads(path.read_bytes()))
 
 

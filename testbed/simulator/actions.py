@@ -33,7 +33,7 @@ Decide: TypeAlias = Callable[..., list[Placed]]
 
 @dataclass(slots=True)
 class _Machine:
-    """What a host has left, and what runs there."""
+    """A host's free cores and running actions."""
 
     name: str
     capacity: Amounts
@@ -50,7 +50,7 @@ class _Machine:
 
 @dataclass
 class Learned:
-    """What is known of functions and trajectories; a pool that gets another's goes on from it."""
+    """Learned durations of functions and trajectories; can be handed to the next pool."""
 
     discipline: Discipline = field(default_factory=Discipline)
     curves: dict[str, SpeedUp] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class _Waiting:
 
 
 class ElasticPool:
-    """Takes calls and runs each once; learns how long functions take as the services do."""
+    """Runs each call once; learns durations of functions as the reward service does."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ElasticPool:
         """`hosts` are the capacities of each. `fixed`: every action that is elastic gets exactly
         so many cores. `fractions` are what functions declare as their parallel part. `told`: how
         long an action takes is known when it is asked for (the services' `expected_seconds`).
-        `decide` is for those who want to watch it."""
+        `decide`: replaces the decision function, to observe it."""
         self._env = env
         self._machines = {
             str(i): _Machine(str(i), capacity, dict(capacity)) for i, capacity in enumerate(hosts)
@@ -106,8 +106,8 @@ class ElasticPool:
     def run(
         self, call: SimulatedAction, host: str | None = None, trajectory: str = ""
     ) -> Generator[simpy.Event, Any, str]:
-        """Wait for its turn, then run, for `trajectory`; returns the host that it ran on. `host` is
-        the only one where it can run."""
+        """Waits until the action is admitted, then runs it; returns its host. `host`: the only
+        host on which it may run."""
         started = self._env.event()
         action = self._action(call, host, trajectory)
         self._waiting[action.action_id] = _Waiting(call, started)
@@ -137,13 +137,13 @@ class ElasticPool:
         return placed.host
 
     def settle(self) -> str:
-        """A home for one more trajectory: where there are the fewest for its cores."""
+        """The host for one more trajectory: the one with the fewest trajectories per core."""
         machine = min(self._machines.values(), key=lambda m: m.homes / m.capacity[CORES])
         machine.homes += 1
         return machine.name
 
     def leave(self, home: str) -> None:
-        """Its trajectory has ended."""
+        """Removes an ended trajectory."""
         self._machines[home].homes -= 1
 
     def _action(self, call: SimulatedAction, host: str | None, trajectory: str) -> Action:
@@ -174,7 +174,7 @@ class ElasticPool:
         return known
 
     def _pump(self) -> None:
-        """Decide once all that happens at this instant has happened."""
+        """Schedules a decision after all events of this instant."""
         if not self._pumping:
             self._pumping = True
             self._env.timeout(0).callbacks.append(lambda _: self._start())

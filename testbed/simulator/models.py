@@ -26,14 +26,14 @@ class ServedModel:
 
 
 class Dedicated:
-    """Every service has its devices for itself."""
+    """Model services with devices of their own."""
 
     def __init__(self, env: simpy.Environment, services: Sequence[ServedModel]) -> None:
         self._env = env
         self._places = {s.name: simpy.Resource(env, s.concurrency) for s in services}
 
     def run(self, service: str, seconds: float) -> Generator[simpy.Event, Any, None]:
-        """Wait for the service, then have it for so long."""
+        """Waits for the service, then holds it for the call's seconds."""
         with self._places[service].request() as turn:
             yield turn
             yield self._env.timeout(seconds)
@@ -62,8 +62,8 @@ class SharedPool:
         restore_seconds: float,
         next_call: Callable[[str, float], float] | None = None,
     ) -> None:
-        """`next_call`: when a service is asked next, after a time, as nobody can know: then who is
-        asked last goes first (Belady 1966), instead of the least recently used."""
+        """`next_call`: the time of a service's next call after a given time (an oracle): evicts the
+        service whose next call is last (Belady 1966) instead of the least recently used."""
         self._env = env
         self._next_call = next_call
         self._devices = devices
@@ -73,7 +73,7 @@ class SharedPool:
         self.restores = 0
 
     def run(self, service: str, seconds: float) -> Generator[simpy.Event, Any, None]:
-        """Wait until the service is on devices and has a place free, then have it for so long."""
+        """Waits until the service is loaded and has a free slot, then holds it."""
         state, started = self._states[service], self._env.event()
         self._arrivals += 1
         state.waiting.append((self._arrivals, started))
@@ -111,7 +111,7 @@ class SharedPool:
                 started.succeed()
 
     def _worth(self, state: _State) -> float:
-        """The least is evicted first."""
+        """The eviction key of a service: the least is evicted first."""
         if self._next_call is None:
             return state.last
         return -self._next_call(state.service.name, self._env.now)

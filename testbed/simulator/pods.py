@@ -1,4 +1,4 @@
-"""A reservation for every trajectory's life: static Kubernetes, as it is measured against.
+"""Static Kubernetes pods, one reserved per trajectory: the baseline of elastic scheduling.
 
 A trajectory waits for a pod of its own (first come, first served), holds all of its cores until it
 ends, and runs every action in it, as parallel as its image is set to.
@@ -44,7 +44,7 @@ class Pods:
         self.waited = 0.0
 
     def reserve(self) -> Generator[simpy.Event, Any, simpy.Event]:
-        """Wait for a pod; returns it."""
+        """Waits for a pod and returns it."""
         asked = self._env.now
         request = self._places.request()
         yield request
@@ -54,11 +54,11 @@ class Pods:
         return request
 
     def release(self, pod: Any) -> None:
-        """Its trajectory has ended."""
+        """Frees the pod of an ended trajectory."""
         self._places.release(pod)
 
     def run(self, call: SimulatedAction) -> Generator[simpy.Event, Any, None]:
-        """Run one action in a pod."""
+        """Runs one action in a pod."""
         seconds = call.seconds(self._cores)
         self.core_seconds += seconds * min(self._cores, call.max_cores)
         yield self._env.timeout(seconds)

@@ -17,7 +17,7 @@ from testbed.simulator.trace import ServiceRequest, Trajectory
 
 @dataclass
 class BatchResult:
-    """What came of one batch. `acts`: seconds from asking for an action to its end, in the order
+    """Times of one batch. `acts`: seconds from asking for an action to its end, in the order
     of their ends; the wait for a pod is part of the first. `waited`: seconds of all of them before
     they began. `core_seconds`: what they held while they ran. `seconds`: until the last ended."""
 
@@ -28,7 +28,7 @@ class BatchResult:
 
     @property
     def wait(self) -> float:
-        """Mean seconds before an action began."""
+        """Mean seconds that an action waited before it began."""
         return self.waited / len(self.acts)
 
     @property
@@ -96,7 +96,7 @@ def ask(
     names: Sequence[str],
     make: Callable[[simpy.Environment], Dedicated | SharedPool],
 ) -> BatchResult:
-    """Every call at its time, to the service of that place in `names`."""
+    """Plays every call at its time, to the service of that index in `names`."""
     env, played = simpy.Environment(), BatchResult()
     pool = make(env)
 

@@ -1,4 +1,4 @@
-"""Seeded workloads: what coding agents do, turn by turn, and how long each action takes.
+"""Seeded workloads: the turns of coding agents, and the duration of each action.
 
 Everything is drawn per trajectory from (seed, index), so a batch of 256 is the beginning of one of
 1536. Published is: the share of its life that a coding sandbox is busy (47 %, ARL-Tangram section
@@ -37,7 +37,7 @@ class SimulatedAction:
     content: str = ""
 
     def seconds(self, cores: int) -> float:
-        """How long it takes with so many cores."""
+        """Seconds of the action with `cores` cores."""
         return self.serial + self.parallel / max(1, min(cores, self.max_cores))
 
 
@@ -51,7 +51,8 @@ class SimulatedTurn:
 
 @dataclass(frozen=True, slots=True)
 class CodingLaw:
-    """What a coding agent does. Seconds are of one core; spreads are sigmas of lognormals.
+    """Distribution of a coding agent's turns. Seconds are of one core; spreads are
+    sigmas of lognormals.
 
     Most actions are commands; `test_share` of them are test runs, which can use many cores, and
     the last of every trajectory is its reward, the whole test suite. `duty` is the part of a
@@ -93,7 +94,7 @@ class CodingLaw:
         return self.busy_seconds * (1 - self.duty) / self.duty / (self.turns + 1)
 
     def scaled(self, factor: float) -> CodingLaw:
-        """The same with every second taking `factor` seconds."""
+        """The same distribution with all times multiplied by `factor`."""
         return replace(
             self,
             shell_seconds=factor * self.shell_seconds,
@@ -119,7 +120,7 @@ def coding(count: int, law: CodingLaw, seed: int, epoch: int = 0) -> list[Trajec
 
 
 class _Query:
-    """What tests and rewards of a query have in common: standard normal effects."""
+    """Effects shared by the tests and rewards of a query: standard normal."""
 
     def __init__(self, law: CodingLaw, seed: int, index: int) -> None:
         number = index // law.group
@@ -131,7 +132,7 @@ class _Query:
 
 @dataclass(frozen=True, slots=True)
 class ServiceRequest:
-    """At `at` seconds somebody asks `service` something that takes `seconds`."""
+    """A call of `service` at `at` seconds that takes `seconds`."""
 
     at: float
     service: int
@@ -140,7 +141,7 @@ class ServiceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TeacherLaw:
-    """Who asks model services for scores: at the end of each group of trajectories the service of
+    """Calls of model services for scores: at the end of each group of trajectories the service of
     its domain, in bursts, since the groups of a step end together.
 
     `busy` is the part of the time in which a service of its own would be at work: dedicated reward
@@ -158,12 +159,12 @@ class TeacherLaw:
 
     @property
     def calls_per_step(self) -> int:
-        """Of all services together."""
+        """Rate of all services together."""
         return round(self.services * self.busy * self.step_seconds / self.seconds)
 
 
 def teaching(steps: int, law: TeacherLaw, seed: int) -> list[ServiceRequest]:
-    """What is asked in so many steps, in the order of time."""
+    """The calls of `steps` steps, ordered by time."""
     asked: list[ServiceRequest] = []
     for step in range(steps):
         rng = np.random.default_rng((seed, step))

@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from testbed.chaos.network import Network, wire
-from testbed.chaos.proxy import Link
+from testbed.chaos.proxy import Link, ProxiedNetwork, wire
 from troupe.cluster.layout import ANYBODY
 from troupe.rpc import NO_RETRY, ClientSettings, Unavailable, connect
 from troupe.rpc.channel import channel_options
@@ -141,7 +140,7 @@ async def test_a_queue_that_nobody_empties_pushes_back(echo: tuple[Echo, str], l
 async def test_a_service_that_is_away_is_refused_and_found_when_it_is_back(
     echo: tuple[Echo, str],
 ) -> None:
-    network = Network([("a", "b"), (ANYBODY, "b")])
+    network = ProxiedNetwork([("a", "b"), (ANYBODY, "b")])
     try:
         first = await network.route({"b": "127.0.0.1:1"})
         async with connect(first["a", "b"], QUICK) as channel:

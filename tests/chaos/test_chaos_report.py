@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from testbed.chaos.accounts import Accounts, accounts_of
-from testbed.chaos.disturber import Disturbance, Injected
+from testbed.chaos.accounts import SampleAudit, audit_of
+from testbed.chaos.fault_injector import InjectedFault, InjectionLog
 from testbed.chaos.harness import differences
 from testbed.chaos.plan import ChaosPlan, prepare_directory, prepared
 from testbed.chaos.report import ChaosReport, JobOutcome
@@ -24,7 +24,7 @@ from troupe.rpc.faults import FaultSettings
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 
-GOOD = Accounts(appended=10, trained=8, dropped=2, trajectories_admitted=4, trajectories_ended=4)
+GOOD = SampleAudit(appended=10, trained=8, dropped=2, trajectories_admitted=4, trajectories_ended=4)
 
 
 def outcome(**changes: Any) -> JobOutcome:
@@ -43,12 +43,12 @@ def outcome(**changes: Any) -> JobOutcome:
 def report(
     disturbed: JobOutcome, baseline: JobOutcome | None = None, **changes: Any
 ) -> ChaosReport:
-    done = Disturbance(
+    done = InjectionLog(
         kills=3,
         injected=[
-            Injected(1.0, "kill", "redis", "SIGKILL", 0.5),
-            Injected(2.0, "kill", "redis", "SIGKILL", 1.5),
-            Injected(3.0, "stall", "reward", "SIGSTOP", 2.0),
+            InjectedFault(1.0, "kill", "redis", "SIGKILL", 0.5),
+            InjectedFault(2.0, "kill", "redis", "SIGKILL", 1.5),
+            InjectedFault(3.0, "stall", "reward", "SIGSTOP", 2.0),
         ],
     )
     common: dict[str, Any] = {
@@ -82,7 +82,7 @@ def test_a_run_that_kept_every_promise() -> None:
         (outcome(accounts=replace(GOOD, trajectories_ended=3)), "1 samples or trajectories lost"),
         (outcome(accounts=replace(GOOD, duplicated=4)), "4 samples duplicated"),
         (outcome(accounts=replace(GOOD, violations=("step 2: odd",))), "step 2: odd"),
-        (outcome(accounts=Accounts(missing="no audit")), "no audit"),
+        (outcome(accounts=SampleAudit(missing="no audit")), "no audit"),
         (outcome(versions={"solver": (3, "other")}), "the final weights differ"),
         (outcome(versions={"solver": (2, "abc")}), "the final weights differ"),
         (outcome(versions={}), "the final weights differ"),
@@ -98,7 +98,7 @@ def test_each_broken_promise_is_a_fault(disturbed: JobOutcome, fault: str) -> No
 
 
 def test_without_an_audit_nothing_is_claimed() -> None:
-    one = report(outcome(accounts=Accounts(missing="no audit")))
+    one = report(outcome(accounts=SampleAudit(missing="no audit")))
     assert (one.lost, one.duplicated) == (None, None)
 
 
@@ -123,7 +123,7 @@ def test_accounts_add_up_over_policies() -> None:
         ),
         violations=["b: a sample is missing"],
     )
-    accounts = accounts_of(answer)
+    accounts = audit_of(answer)
     assert (accounts.appended, accounts.trained, accounts.dropped) == (10, 7, 1)
     assert accounts.drop_reasons == {"x": 2}
     assert accounts.unaccounted == 2

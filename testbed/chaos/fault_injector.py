@@ -1,4 +1,4 @@
-"""Carries a schedule of faults out on a running cluster."""
+"""Injects a schedule of faults into a running cluster."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from testbed.chaos.cluster import DisturbedCluster, ServiceProcess
 from testbed.chaos.faults import Fault, fault_of, kill
-from testbed.chaos.house import House, Life
 from testbed.chaos.schedule import KILL, PlannedFault, scaled
 from troupe.rpc.errors import TroupeError
 
@@ -19,8 +19,8 @@ _RECOVERY_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True)
-class Injected:
-    """A fault that happened."""
+class InjectedFault:
+    """A fault that was injected, and what came of it."""
 
     # Seconds since the job began.
     at: float
@@ -34,22 +34,22 @@ class Injected:
 
 
 @dataclass
-class Disturbance:
-    """What has been done so far; grows while it is being done."""
+class InjectionLog:
+    """Faults injected so far; grows while the injector runs."""
 
     kills: int = 0
     power_offs: int = 0
-    injected: list[Injected] = field(default_factory=list)
+    injected: list[InjectedFault] = field(default_factory=list)
     # What the harness itself could not do.
     troubles: list[str] = field(default_factory=list)
 
 
-class Disturber:
-    """Breaks one thing after another until enough processes have died."""
+class FaultInjector:
+    """Injects faults one after another until enough processes have been killed."""
 
     def __init__(
         self,
-        house: House,
+        cluster: DisturbedCluster,
         schedule: Iterator[PlannedFault],
         *,
         kills: int,
@@ -58,19 +58,19 @@ class Disturber:
         tell: Callable[[str], None],
     ) -> None:
         """`progress()` is the share of the job that is done; `tell` gets a line per fault."""
-        self.done = Disturbance()
-        self._house = house
+        self.done = InjectionLog()
+        self._cluster = cluster
         self._schedule = schedule
         self._kills = kills
         self._power_offs = power_offs
         self._progress = progress
         self._tell = tell
         self._started = time.monotonic()
-        # Faults that last for a while, with who ends them.
+        # Faults that last for a while, and the task that ends each.
         self._lasting: dict[Fault, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Until all kills and power cuts are done; what still lasts is mended then."""
+        """Injects until all kills and power cuts are done, then heals the faults that last."""
         try:
             for planned in self._schedule:
                 if self._enough():
@@ -79,22 +79,22 @@ class Disturber:
                 if self._power_is_due():
                     await self._power_off()
                     continue
-                await self._carry_out(planned)
+                await self._inject(planned)
             while not self._power_is_done():
                 await self._pause(2.0)
                 if self._power_is_due():
                     await self._power_off()
         finally:
-            await self.mend()
+            await self.heal_all()
 
-    async def mend(self) -> None:
-        """End whatever lasts."""
+    async def heal_all(self) -> None:
+        """Heals every fault that still lasts."""
         lasting, self._lasting = self._lasting, {}
         for task in lasting.values():
             task.cancel()
         await asyncio.gather(*lasting.values(), return_exceptions=True)
         for fault in lasting:
-            await fault.heal(self._house)
+            await fault.heal(self._cluster)
 
     def _enough(self) -> bool:
         return self.done.kills >= self._kills
@@ -108,7 +108,7 @@ class Disturber:
         return not self._power_is_done() and self._progress() >= share
 
     async def _pause(self, seconds: float) -> None:
-        """At least `seconds`; longer while faults run ahead of the job."""
+        """Sleeps at least `seconds`, longer while faults are ahead of the job's progress."""
         started = time.monotonic()
         while True:
             done = self.done.kills / max(1, self._kills)
@@ -118,7 +118,7 @@ class Disturber:
                 return
             await asyncio.sleep(min(0.2, left))
 
-    async def _carry_out(self, planned: PlannedFault) -> None:
+    async def _inject(self, planned: PlannedFault) -> None:
         try:
             if planned.kind == KILL:
                 await self._kill(planned)
@@ -128,7 +128,7 @@ class Disturber:
             self._trouble(str(error))
 
     async def _kill(self, planned: PlannedFault) -> None:
-        lives = {name: self._house.life(name) for name in planned.victims}
+        lives = {name: self._cluster.process_of(name) for name in planned.victims}
         alive = {name: life for name, life in lives.items() if life is not None}
         if not alive:
             return
@@ -139,7 +139,7 @@ class Disturber:
         if planned.variant == "again":
             await asyncio.sleep(planned.seconds)
             (name,) = alive
-            again = self._house.life(name)
+            again = self._cluster.process_of(name)
             if again is not None and again != alive[name]:
                 await kill(again)
                 self.done.kills += 1
@@ -147,17 +147,17 @@ class Disturber:
                 note = " (and again while it came back)"
         await asyncio.gather(*(self._recovery(life, started, note) for life in alive.values()))
 
-    async def _recovery(self, dead: Life, started: float, note: str) -> None:
-        """Wait until the service of `dead` is healthy again, and write it down."""
+    async def _recovery(self, dead: ServiceProcess, started: float, note: str) -> None:
+        """Waits until the service of `dead` is healthy again, and records how long it took."""
         name, recovered = dead.service, True
         try:
-            await self._house.until_healthy(name, _RECOVERY_SECONDS, but=dead)
+            await self._cluster.until_healthy(name, _RECOVERY_SECONDS, but=dead)
         except TroupeError as error:
             recovered = False
             self._trouble(str(error))
         seconds = time.monotonic() - started
         means = f"SIGKILL{', twice' if note else ''}"
-        self._note(Injected(self._at(), KILL, name, means, seconds, recovered))
+        self._note(InjectedFault(self._at(), KILL, name, means, seconds, recovered))
         how = f"healthy again after {seconds:.1f} s" if recovered else "not healthy again yet"
         self._tell(f"killed {name}{note}: {how}")
 
@@ -165,28 +165,30 @@ class Disturber:
         fault = fault_of(planned)
         if any(one.victim == fault.victim for one in self._lasting):
             return  # broken already
-        await fault.inject(self._house)
+        await fault.inject(self._cluster)
         self._tell(f"{fault.kind} of {fault.victim} for {planned.seconds:.1f} s ({fault.means})")
-        self._note(Injected(self._at(), fault.kind, fault.victim, fault.means, planned.seconds))
+        self._note(
+            InjectedFault(self._at(), fault.kind, fault.victim, fault.means, planned.seconds)
+        )
 
         async def end() -> None:
             await asyncio.sleep(planned.seconds)
             del self._lasting[fault]
-            await fault.heal(self._house)
+            await fault.heal(self._cluster)
 
         self._lasting[fault] = asyncio.create_task(end(), name=f"{fault.kind} of {fault.victim}")
 
     async def _power_off(self) -> None:
-        await self.mend()
-        seconds = await self._house.power_off()
+        await self.heal_all()
+        seconds = await self._cluster.power_off()
         self.done.power_offs += 1
-        self._note(Injected(self._at(), POWER_OFF, "everything", "SIGKILL", seconds))
+        self._note(InjectedFault(self._at(), POWER_OFF, "everything", "SIGKILL", seconds))
         self._tell(f"power off: all services healthy again after {seconds:.1f} s")
 
     def _at(self) -> float:
         return time.monotonic() - self._started
 
-    def _note(self, injected: Injected) -> None:
+    def _note(self, injected: InjectedFault) -> None:
         self.done.injected.append(injected)
 
     def _trouble(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The cluster that a job is run on, as it looks to whoever breaks it."""
+"""An embedded cluster whose processes and connections can be disturbed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from testbed.chaos.network import Network
+from testbed.chaos.proxy import ProxiedNetwork
 from troupe.client.aio import AsyncClient
 from troupe.client.handle import AsyncJobHandle
 from troupe.cluster import ClusterSettings, EmbeddedCluster
@@ -23,15 +23,15 @@ _LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Life:
-    """One process between its start and its end."""
+class ServiceProcess:
+    """One process of a service, by id and time of creation."""
 
     service: str
     pid: int
     created: float
 
     def process(self) -> psutil.Process | None:
-        """The process, or None when it is gone (whatever its id means by now)."""
+        """The process, or None if it has ended (its id may be another's by now)."""
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.created) < 1.0
@@ -40,8 +40,8 @@ class Life:
         return None
 
 
-class House:
-    """An embedded cluster, the wires inside it, and a client that survives its power cuts."""
+class DisturbedCluster:
+    """An embedded cluster, proxies of its connections, and a client that survives power cuts."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class House:
         proxied: bool,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`proxied`: lead every call between services through a proxy. Nothing is started yet."""
+        """`proxied`: route every call between services through a proxy. Starts nothing."""
         self.settings = settings.resolved()
         self.pairs = links(settings) if proxied else []
-        self.network = Network(self.pairs)
+        self.network = ProxiedNetwork(self.pairs)
         self.cluster = EmbeddedCluster(
             self.settings, tell=tell, router=self.network.route if proxied else None
         )
-        # Held while the power is off: nobody asks anybody then.
+        # Held while the power is off, so that no call is made then.
         self.power = asyncio.Lock()
         self._client: AsyncClient | None = None
 
@@ -67,7 +67,7 @@ class House:
         return ["redis", *service_names(self.settings)]
 
     async def start(self) -> None:
-        """Start the cluster and connect to it. Raises what keeps it from starting."""
+        """Starts the cluster and connects to it. Raises the errors of `EmbeddedCluster.start`."""
         state = await self.cluster.start()
         settings = ClientSettings.of_environment().model_copy(
             update={"tls_ca": None, "tls_cert": None, "tls_key": None}
@@ -75,14 +75,14 @@ class House:
         self._client = AsyncClient(state.orchestrator_address, settings=settings)
 
     async def stop(self) -> None:
-        """Stop everything, in order."""
+        """Stops the cluster and its proxies."""
         self.network.heal()
         await self._disconnect()
         await self.cluster.stop()
         await self.network.close()
 
     async def power_off(self) -> float:
-        """Every process dies at once, and the cluster starts again on what is on disk.
+        """Kills every process at once and starts the cluster again from its disk.
 
         Returns the seconds until all services were healthy again.
         """
@@ -95,28 +95,30 @@ class House:
 
     @property
     def client(self) -> AsyncClient:
-        """Calls the orchestrator, straight."""
+        """A client of the orchestrator, without a proxy."""
         assert self._client is not None, "start() first"
         return self._client
 
     def job(self, job_id: str) -> AsyncJobHandle:
-        """A job of the cluster as it is now."""
+        """The handle of a job."""
         return self.client.job(job_id)
 
     def record(self, service: str) -> ServiceRecord:
-        """A process as its supervisor sees it."""
+        """The supervisor's record of a service."""
         return next(one for one in self.cluster.state.services if one.name == service)
 
-    def life(self, service: str) -> Life | None:
-        """The process of a service now; None while there is none."""
+    def process_of(self, service: str) -> ServiceProcess | None:
+        """The running process of a service, or None."""
         record = self.record(service)
         if record.pid is None or record.created is None:
             return None
-        life = Life(service, record.pid, record.created)
-        return life if life.process() is not None else None
+        found = ServiceProcess(service, record.pid, record.created)
+        return found if found.process() is not None else None
 
-    async def until_healthy(self, service: str, timeout: float, *, but: Life | None = None) -> None:
-        """Wait until `service` serves, by another process than `but`.
+    async def until_healthy(
+        self, service: str, timeout: float, *, but: ServiceProcess | None = None
+    ) -> None:
+        """Waits until `service` serves in a process other than `but`.
 
         Raises `DeadlineExceeded` after `timeout` seconds.
         """
@@ -124,7 +126,7 @@ class House:
         while time.monotonic() < deadline:
             record = self.record(service)
             another = but is None or record.pid != but.pid
-            if record.state == "serving" and another and self.life(service) is not None:
+            if record.state == "serving" and another and self.process_of(service) is not None:
                 return
             await asyncio.sleep(_LOOK_SECONDS)
         raise DeadlineExceeded(

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from testbed.chaos.disturber import POWER_OFF, Disturber
+from testbed.chaos.cluster import DisturbedCluster, ServiceProcess
+from testbed.chaos.fault_injector import POWER_OFF, FaultInjector
 from testbed.chaos.faults import Freeze, SlowDisk, Stall, kill
-from testbed.chaos.house import House, Life
 from testbed.chaos.schedule import PlannedFault
 from tests.support.stub_services import write_stub_services
 from troupe.cluster import ClusterSettings
@@ -21,23 +21,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+async def cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[DisturbedCluster]:
     write_stub_services(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     settings = ClusterSettings(
         data_dir=tmp_path / "runs", panel=False, max_restarts=100, max_backoff_seconds=0.3
     )
-    house = House(settings, proxied=True)
+    cluster = DisturbedCluster(settings, proxied=True)
     try:
-        await house.start()
-        yield house
+        await cluster.start()
+        yield cluster
     finally:
-        await house.stop()
+        await cluster.stop()
 
 
-def pids(house: House) -> dict[str, int]:
-    lives = [house.life(service) for service in house.services]
+def pids(cluster: DisturbedCluster) -> dict[str, int]:
+    lives = [cluster.process_of(service) for service in cluster.services]
     return {life.service: life.pid for life in lives if life is not None}
 
 
@@ -45,9 +47,9 @@ def tracer_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().partition("TracerPid:")[2].split()[0])
 
 
-async def test_what_is_killed_is_dead_counted_and_replaced(house: House) -> None:
-    before = pids(house)
-    assert set(before) == set(house.services)
+async def test_what_is_killed_is_dead_counted_and_replaced(cluster: DisturbedCluster) -> None:
+    before = pids(cluster)
+    assert set(before) == set(cluster.services)
     planned = [
         PlannedFault("kill", ("reward",)),
         PlannedFault("kill", ("redis", "trainer-0"), variant="together"),
@@ -58,8 +60,8 @@ async def test_what_is_killed_is_dead_counted_and_replaced(house: House) -> None
         PlannedFault("kill", ("reward",)),  # never comes: enough
     ]
     told: list[str] = []
-    disturber = Disturber(
-        house, iter(planned), kills=6, power_offs=0, progress=lambda: 1.0, tell=told.append
+    disturber = FaultInjector(
+        cluster, iter(planned), kills=6, power_offs=0, progress=lambda: 1.0, tell=told.append
     )
 
     await disturber.run()
@@ -72,25 +74,25 @@ async def test_what_is_killed_is_dead_counted_and_replaced(house: House) -> None
         "reward", "redis", "trainer-0", "orchestrator", "rollout-0",
     ]  # fmt: skip
     assert "SIGKILL, twice" in {one.means for one in done.injected}
-    after = pids(house)
+    after = pids(cluster)
     assert set(after) == set(before)
     replaced = {name for name in before if after[name] != before[name]}
     assert replaced == set(killed)
     # What lasts is mended at the end, although its time was not up.
-    assert house.network.link(("rollout-0", "reward")).target
+    assert cluster.network.link(("rollout-0", "reward")).target
     assert psutil.Process(after["rollout-0"]).status() != psutil.STATUS_STOPPED
 
 
-async def test_a_power_cut_ends_everything_and_the_disk_is_left(house: House) -> None:
-    before = pids(house)
-    kept = house.settings.data_dir / "kept"
+async def test_a_power_cut_ends_everything_and_the_disk_is_left(cluster: DisturbedCluster) -> None:
+    before = pids(cluster)
+    kept = cluster.settings.data_dir / "kept"
     kept.write_text("on disk")
-    memory = house.settings.transfer_dir
+    memory = cluster.settings.transfer_dir
     assert memory is not None
     (memory / "lost").write_text("in memory")
     progress = iter([0.1, 0.6, 0.6, *[0.9] * 100])
-    disturber = Disturber(
-        house,
+    disturber = FaultInjector(
+        cluster,
         iter(()),
         kills=0,
         power_offs=1,
@@ -102,63 +104,63 @@ async def test_a_power_cut_ends_everything_and_the_disk_is_left(house: House) ->
 
     assert [one.kind for one in disturber.done.injected] == [POWER_OFF]
     assert not any(psutil.pid_exists(pid) for pid in before.values())
-    assert set(pids(house)) == set(before)
-    assert await ping(house.cluster.state.redis_url, 2.0) is None
+    assert set(pids(cluster)) == set(before)
+    assert await ping(cluster.cluster.state.redis_url, 2.0) is None
     assert kept.read_text() == "on disk"
     assert not (memory / "lost").exists()
 
 
-async def test_a_stalled_process_does_nothing_and_goes_on(house: House) -> None:
+async def test_a_stalled_process_does_nothing_and_goes_on(cluster: DisturbedCluster) -> None:
     fault = Stall("redis")
-    url = house.cluster.state.redis_url
+    url = cluster.cluster.state.redis_url
 
-    await fault.inject(house)
+    await fault.inject(cluster)
     assert await ping(url, 0.3) is not None
-    await fault.heal(house)
+    await fault.heal(cluster)
 
     assert await ping(url, 5.0) is None
-    await fault.heal(house)  # harmless
+    await fault.heal(cluster)  # harmless
 
 
 async def test_a_frozen_service_stands_still_with_all_its_processes(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    cluster: DisturbedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parent = psutil.Popen(["sh", "-c", "sleep 60 & wait"])
     while not (children := parent.children()):  # noqa: ASYNC110 - not ours
         await asyncio.sleep(0.01)
-    life = Life("trainer-0", parent.pid, parent.create_time())
-    monkeypatch.setattr(house, "life", lambda name: life)
+    life = ServiceProcess("trainer-0", parent.pid, parent.create_time())
+    monkeypatch.setattr(cluster, "life", lambda name: life)
     fault = Freeze("trainer-0")
 
-    await fault.inject(house)
+    await fault.inject(cluster)
     family = [parent, *children]
     # A process stands still when it has met the signal, some moments after it was sent.
     async with asyncio.timeout(10):
         while {one.status() for one in family} != {psutil.STATUS_STOPPED}:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await fault.heal(house)
+    await fault.heal(cluster)
     assert psutil.STATUS_STOPPED not in {one.status() for one in family}
 
     for one in family:
         one.kill()
     parent.wait()
-    await fault.inject(house)  # nobody is there any more
+    await fault.inject(cluster)  # nobody is there any more
 
 
-async def test_a_slow_disk_leaves_its_process_alive_and_alone(house: House) -> None:
-    life = house.life("redis")
+async def test_a_slow_disk_leaves_its_process_alive_and_alone(cluster: DisturbedCluster) -> None:
+    life = cluster.process_of("redis")
     assert life is not None
     fault = SlowDisk("redis")
 
-    await fault.inject(house)
+    await fault.inject(cluster)
     await asyncio.sleep(0.3)
-    await fault.heal(house)
+    await fault.heal(cluster)
 
-    assert await ping(house.cluster.state.redis_url, 5.0) is None
-    assert house.life("redis") == life
+    assert await ping(cluster.cluster.state.redis_url, 5.0) is None
+    assert cluster.process_of("redis") == life
     assert tracer_of(life.pid) == 0
     # Nor does it harm that the process died meanwhile.
-    await fault.inject(house)
+    await fault.inject(cluster)
     await kill(life)
-    await fault.heal(house)
-    await house.until_healthy("redis", 20.0, but=life)
+    await fault.heal(cluster)
+    await cluster.until_healthy("redis", 20.0, but=life)
