@@ -129,7 +129,7 @@ async def test_a_frozen_service_stands_still_with_all_its_processes(
     while not (children := parent.children()):  # noqa: ASYNC110 - not ours
         await asyncio.sleep(0.01)
     life = ServiceProcess("trainer-0", parent.pid, parent.create_time())
-    monkeypatch.setattr(cluster, "life", lambda name: life)
+    monkeypatch.setattr(cluster, "process_of", lambda name: life)
     fault = Freeze("trainer-0")
 
     await fault.inject(cluster)
