@@ -1,7 +1,6 @@
-"""The state machines of Troupe: one table of allowed transitions each.
+"""The state machines of jobs, trajectories, samples, engines and bindings: allowed transitions.
 
-Every component that moves a state goes through `check`, so an illegal move is an error
-where it happens and not a puzzle later.
+Every component checks a transition with `check` before it makes it.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from troupe.v1 import common_pb2 as pb
 
 # Metric of a completed trajectory that opened an endpoint, was rewarded, and made no turn.
 UNUSED_ENDPOINT: Final = "endpoint_unused"
+# By state: the states that may follow it.
+Table = Mapping[int, frozenset[int]]
 
 
 class IllegalTransition(ValueError):
-    """A state machine was asked for a move that its table does not allow."""
-
-
-Table = Mapping[int, frozenset[int]]
+    """A transition that a state machine's table does not allow."""
 
 
 def _table(moves: dict[int, set[int]]) -> Table:
@@ -169,7 +167,7 @@ BINDING: Final[Table] = _table(
         pb.BINDING_STATE_PUBLISHING: {pb.BINDING_STATE_IDLE, pb.BINDING_STATE_RELEASED},
         pb.BINDING_STATE_SUSPENDING: {
             pb.BINDING_STATE_SUSPENDED,
-            # There was no room for its state: it stays.
+            # There was no memory for its state: it stays bound.
             pb.BINDING_STATE_IDLE,
             pb.BINDING_STATE_RELEASED,
         },
@@ -193,12 +191,12 @@ def allowed(table: Table, source: int, target: int) -> bool:
 
 
 def check(table: Table, source: int, target: int) -> None:
-    """Raise `IllegalTransition`, naming both states, unless the move is allowed."""
+    """Raises `IllegalTransition`, naming both states, unless the transition is allowed."""
     if not allowed(table, source, target):
         enum: Any = _ENUMS[id(table)]
         raise IllegalTransition(f"{enum.Name(source)} -> {enum.Name(target)} is not allowed")
 
 
 def is_terminal(table: Table, state: int) -> bool:
-    """Whether nothing follows `state`."""
+    """Whether no state follows `state`."""
     return not table[state]

@@ -1,4 +1,4 @@
-"""One picture of what every service does now."""
+"""The cluster as a whole: where states are, what all services do now, and cleanup after jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.orchestrator.context import Shared
 from services.orchestrator.placement.trainer_scheduler import TrainerScheduler
-from services.orchestrator.placement.workers import WorkerHandle, WorkerRegistry
+from services.orchestrator.placement.workers import AWAY, WorkerHandle, WorkerRegistry
 from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.records import TERMINAL
 from troupe.rpc import NotFound, TroupeError, new_id
@@ -25,14 +25,16 @@ from troupe.v1 import reward_pb2 as rw
 from troupe.v1 import rollout_pb2 as ro
 from troupe.v1 import trainer_pb2 as tr
 
+_log = structlog.get_logger(__name__)
+# The transfer layer's key of a state: job, policy, the rest, and the version.
 _KEY: Final = re.compile(
     r"(?P<job>[^/]+)/(?P<policy>[^/]+)/[^@]*(@(?P<version>[0-9]{1,19})(?![0-9]))?"
 )
 
 
 def locate(key: str, workers: Iterable[WorkerHandle]) -> orch.LocateStateResponse:
-    """The owners of living workers' hosts, and the trainers among the workers, likely holders of
-    `key` first."""
+    """Transfer addresses of living workers' hosts and addresses of trainers, those that most likely
+    hold the state `key` first."""
     ranked = sorted(
         (worker for worker in workers if worker.alive),
         key=lambda worker: (-_likelihood(key, worker.beat), worker.worker_id),
@@ -43,7 +45,7 @@ def locate(key: str, workers: Iterable[WorkerHandle]) -> orch.LocateStateRespons
 
 
 def _likelihood(key: str, beat: orch.HeartbeatRequest) -> int:
-    """3: at this version of the policy; 2: the policy; 1: the job; 0: nothing to do with it."""
+    """What a worker holds of a key: 3 its version, 2 its policy, 1 its job, 0 nothing."""
     match = _KEY.match(key)
     if match is None:
         return 0
@@ -62,14 +64,11 @@ def _likelihood(key: str, beat: orch.HeartbeatRequest) -> int:
     return best
 
 
-_log = structlog.get_logger(__name__)
+async def release_ended_jobs(shared: Shared, job_id: str, *, self_too: bool = False) -> None:
+    """Frees memory for `job_id`: has workers release the engines and bindings of ended jobs.
 
-
-async def make_room(shared: Shared, job_id: str, *, self_too: bool = False) -> None:
-    """Release the engines and bindings of jobs that have ended, as workers report them.
-
-    With `self_too` those of `job_id` itself as well. A worker that does not answer is left: it
-    is asked again before the next job.
+    With `self_too` those of `job_id` itself as well. A worker that does not answer is skipped until
+    the next job starts.
     """
     calls: list[Awaitable[object]] = []
     seconds = shared.settings.cleanup_seconds
@@ -92,9 +91,12 @@ async def make_room(shared: Shared, job_id: str, *, self_too: bool = False) -> N
 
 
 async def delete_states(shared: Shared, job_id: str) -> None:
-    """Delete what processes hold of a job that nobody trains or serves any more: published weights
-    and values of samples in hosts' memory, its functions. A resume brings all of it back. Where a
-    worker does not answer, `make_room` tries again."""
+    """Deletes what other services hold of an ended job: published weights and values of samples in
+    hosts' memory, and its functions.
+
+    A resume creates all of it again. Where a worker does not answer, `release_ended_jobs` repeats
+    this.
+    """
     seconds = shared.settings.cleanup_seconds
     calls: list[Awaitable[object]] = []
     for worker in shared.workers.usable(orch.WORKER_KIND_ROLLOUT):
@@ -114,12 +116,12 @@ async def delete_states(shared: Shared, job_id: str) -> None:
         _log.warning("weights not deleted", job_id=job_id, error=str(fault))
     try:
         await _delete_functions(shared, job_id)
-    except TroupeError as error:  # in a restart it forgets them by itself
+    except TroupeError as error:  # a restart of the reward service deletes them, too
         _log.info("functions not deleted", job_id=job_id, error=str(error))
 
 
 async def _delete_functions(shared: Shared, job_id: str) -> None:
-    """Have the reward service forget what rollout workers registered for the job."""
+    """Deletes the functions that rollout workers registered with the reward service for a job."""
     seconds = shared.settings.cleanup_seconds
     known = await shared.reward.ListFunctions(rw.ListFunctionsRequest(), timeout=seconds)
     for one in known.functions:
@@ -136,13 +138,13 @@ async def _release(worker: WorkerHandle, binding: tr.BindingStatus, seconds: flo
         request_id=new_id("release"), job_id=binding.job_id, policy=binding.policy
     )
     await worker.trainer.Release(request, timeout=seconds)
-    # Until its next beat the worker would count as busy, and be passed over.
+    # Until its next heartbeat the worker would count as busy.
     if binding in worker.beat.bindings:
         worker.beat.bindings.remove(binding)
 
 
 async def free_tables(shared: Shared, job_id: str) -> None:
-    """Free what the last commits of a job left to be used again; nobody will. The log stays."""
+    """Frees the rows of a finished job that were left to be used again. The log stays."""
     try:
         await drop_tables(shared, job_id, timeout=shared.settings.cleanup_seconds)
     except TroupeError as error:
@@ -152,8 +154,9 @@ async def free_tables(shared: Shared, job_id: str) -> None:
 async def drop_tables(
     shared: Shared, job_id: str, *, timeout: float | None = None, purge_log: bool = False
 ) -> None:
-    """Free the rows of a job within `timeout` seconds (default: the client's), and with `purge_log`
-    its log of what became of them. Raises `NotFound` when it never had any.
+    """Frees a job's rows in the experience store, and with `purge_log` the log of their ends.
+
+    `timeout` is in seconds (default: the client's). Raises `NotFound` if the job never had rows.
     """
     request = es.DropTablesRequest(request_id=new_id("drop"), job_id=job_id, purge_log=purge_log)
     await shared.experience.DropTables(request, timeout=timeout)
@@ -170,35 +173,31 @@ async def _over(shared: Shared, known: dict[str, bool], job_id: str) -> bool:
     return known[job_id]
 
 
-# Without a device; what is there may be of the past.
-_AWAY: Final = frozenset({pb.BINDING_STATE_SUSPENDED, pb.BINDING_STATE_RELEASED})
-
-
 class ClusterView:
-    """Sees the cluster: workers by their heartbeats, the other services by asking them."""
+    """The state of the cluster: workers as of their heartbeats, other services by health checks."""
 
     def __init__(
         self,
         workers: WorkerRegistry,
-        binder: TrainerScheduler,
+        scheduler: TrainerScheduler,
         store: JobStore,
         channels: Mapping[str, tuple[str, grpc.aio.Channel]],
         probe_seconds: float,
     ) -> None:
         self._workers = workers
-        self._binder = binder
+        self._scheduler = scheduler
         self._store = store
-        # Name of a service -> its address and a channel to it.
+        # By service: its address and a channel to it.
         self._channels = channels
         self._seconds = probe_seconds
 
     async def picture(self, in_flight: Counter[str]) -> orch.GetClusterResponse:
-        """Workers, engines, bindings, services; `in_flight` trajectories per job."""
+        """Workers, engines, bindings, services, and the trajectories `in_flight` per job."""
         services = await asyncio.gather(
             self._redis(), *(self._probe(name) for name in self._channels)
         )
         response = orch.GetClusterResponse(
-            services=services, in_flight=in_flight, wanted_trainers=self._binder.wanted
+            services=services, in_flight=in_flight, wanted_trainers=self._scheduler.wanted
         )
         for worker in self._workers.all():
             beat = worker.beat
@@ -216,7 +215,7 @@ class ClusterView:
                 response.engines.extend(beat.engines)
                 response.loads.extend(beat.loads)
                 response.bindings.extend(beat.bindings)
-        _forget_moved(response)
+        _remove_moved(response)
         return response
 
     async def _probe(self, name: str) -> orch.ServiceStatus:
@@ -245,11 +244,9 @@ class ClusterView:
         return status
 
 
-def _forget_moved(response: orch.GetClusterResponse) -> None:
-    """A worker where a policy was suspended does not hear that another has resumed it."""
-    held = {(b.job_id, b.policy) for b in response.bindings if b.state not in _AWAY}
-    kept = [
-        b for b in response.bindings if b.state not in _AWAY or (b.job_id, b.policy) not in held
-    ]
+def _remove_moved(response: orch.GetClusterResponse) -> None:
+    """Removes suspended bindings that were resumed elsewhere: their workers do not know of it."""
+    held = {(b.job_id, b.policy) for b in response.bindings if b.state not in AWAY}
+    kept = [b for b in response.bindings if b.state not in AWAY or (b.job_id, b.policy) not in held]
     del response.bindings[:]
     response.bindings.extend(kept)

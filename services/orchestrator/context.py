@@ -1,4 +1,4 @@
-"""What the parts that run one job share."""
+"""State that all jobs of an orchestrator share, and the context of one job."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ if TYPE_CHECKING:  # types only
 
 @dataclass(frozen=True)
 class Shared:
-    """What all jobs share: the durable state, the workers, the experience store."""
+    """Durable state, workers and clients of other services, used by all jobs."""
 
     settings: OrchestratorSettings
     store: JobStore
-    ledger: WeightVersions
+    weight_versions: WeightVersions
     log: EventLog
     trajectories: RecentTrajectories
     populations: PopulationStore
     workers: WorkerRegistry
-    binder: TrainerScheduler
+    trainer_scheduler: TrainerScheduler
     experience: ExperienceStoreAsyncStub
     reward: RewardAsyncStub
-    # Trajectories dispatched and not ended, per job.
+    # By job id: trajectories dispatched and not ended.
     in_flight: dict[str, int]
     deaths: SharedDeaths = field(default_factory=SharedDeaths)
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """One job as its runner knows it. `epoch` fences off the runners before it."""
+    """One job as its runner knows it. Writes carry `epoch`, which fences off earlier runners."""
 
     shared: Shared
     job_id: str
@@ -53,23 +53,23 @@ class JobContext:
     spec: JobSpec
     spec_json: str
     directory: Path
-    # Steps and evaluations in which trajectories failed, by kind of reason.
+    # By kind of trouble: steps and evaluations in which it occurred.
     complaints: Counter[str] = field(default_factory=Counter)
 
     async def info(self, text: str) -> None:
-        """Log something worth knowing."""
+        """Logs an information for the user."""
         await self._notice(orch.Notice.SEVERITY_INFO, text)
 
     async def warn(self, text: str) -> None:
-        """Log a fault that is being dealt with."""
+        """Logs a fault that Troupe deals with itself."""
         await self._notice(orch.Notice.SEVERITY_WARNING, text)
 
     async def error(self, text: str) -> None:
-        """Log a fault that costs the user something."""
+        """Logs a fault that costs the user something, such as a checkpoint."""
         await self._notice(orch.Notice.SEVERITY_ERROR, text)
 
     def show(self, text: str, *, step: int = 0, done: float = 0.0, total: float = 0.0) -> None:
-        """What the job does now."""
+        """Shows followers what the job does now; not kept."""
         self.shared.log.show(
             self.job_id,
             orch.Activity(

@@ -1,10 +1,12 @@
-"""Jobs whose launch ends the orchestrator: found, and set aside.
+"""Guards against crash loops: jobs that keep killing workers, or the orchestrator itself, fail.
 
-What ends the process (a library that calls `os._exit`, memory that runs out) ends it again as soon
-as the next orchestrator goes on with the job, and with it every other job. So launches are counted
-in Redis, and the count goes when the orchestrator has survived one. A death says nothing of which
-of the jobs launched together was at fault: those that were launched just before two deaths, or that
-one more would fail, are launched one at a time.
+Workers: a `CrashLoopGuard` counts the workers that died while they did one thing for a job. A
+worker may run work of several jobs when it dies, so `SharedDeaths` finds out which job is to blame.
+
+The orchestrator: what ends its process (a library that calls `os._exit`, memory that runs out)
+would end the next one as soon as that goes on with the job. `LaunchGuard` counts launches in Redis,
+and clears the count when the orchestrator has survived one. Jobs that were launched just before two
+deaths, or that one more would fail, are launched one at a time.
 """
 
 from __future__ import annotations
@@ -22,14 +24,24 @@ from services.orchestrator.state.redis import RedisAccess, StateUnavailable
 from troupe.job import LimitsSpec
 from troupe.rpc import FailedPrecondition, TroupeError
 
-# Longer than a worker takes to come back, so that it meets one job alone.
+# A job's turn: longer than a worker takes to come back, so that it meets one job alone.
 _TURN_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
+# Redis hash: by job id, launches that no orchestrator is known to have survived.
+_KEY: Final = "troupe:orchestrator:launches"
+# The limit of a job whose specification cannot be read.
+_DEFAULT_LIMIT: Final = LimitsSpec().worker_deaths
+# Deaths of the orchestrator from which on a job is launched apart from others.
+_SUSPICIOUS: Final = 2
+_log = structlog.get_logger(__name__)
 
 
 class CrashLoopGuard:
-    """Workers that broke off while a job did `doing` ("ran q0-s0-t1"); `limit` of them are too many
-    (the job's `limits.worker_deaths`)."""
+    """Workers that were lost while a job did one thing: `doing`, for example "ran q0-s0-t1".
+
+    `limit` (the job's `limits.worker_deaths`) of them fail the job, with `field` and `remedy` in
+    the error.
+    """
 
     def __init__(
         self,
@@ -57,21 +69,19 @@ class CrashLoopGuard:
         return len(self._ids) >= max(1, self._limit - 1)
 
     def note(self, worker: WorkerHandle) -> None:
-        """`worker` broke off; what it is, dead or out of reach, time will tell. See `check`.
-
-        One that drains ends on purpose.
-        """
+        """Counts a worker that was lost, unless it was draining. `check` finds out whether it is
+        dead or was only out of reach."""
         if not worker.beat.draining:
             self._ids.add(worker.worker_id)
             self._kind = NAMES[worker.kind]
             self._deaths.note(self, worker.worker_id)
 
     def check(self) -> None:
-        """Raise `FailedPrecondition` when too many of those that broke off are dead by now, and at
-        least one of them took no other job's work along.
+        """Raises `FailedPrecondition` when `limit` of the counted workers are dead and at least one
+        of them ran no other job's work.
 
-        To be asked again when a worker was lost. One that was only out of reach is back under its
-        own id.
+        A worker that was only out of reach has come back under its own id. To be called whenever a
+        worker was lost.
         """
         if len(self._ids) < self._limit:
             return
@@ -88,66 +98,70 @@ class CrashLoopGuard:
             )
 
     def clear(self) -> None:
-        """The work was done: the next death is another matter."""
+        """Forgets the counted workers, since the work was done."""
         self._deaths.withdraw(self, self._ids)
         self._ids.clear()
 
     def excuse(self, worker_id: str) -> None:
-        """This death was another job's fault."""
+        """Does not count this worker any more: another job was to blame."""
         self._ids.discard(worker_id)
 
 
 class SharedDeaths:
-    """Which jobs had work on the workers that died, over all jobs of an orchestrator.
+    """Which jobs ran work on each worker that died, for all jobs of an orchestrator.
 
-    A worker's death is noted once for each thing that it took along, thousands of trajectories
-    maybe: what is asked often is kept by job.
+    One death is noted once per trajectory that ran there, thousands maybe, so guards are indexed by
+    worker and by job.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # By dead worker and job.
+        # By dead worker and job id.
         self._noted: dict[str, dict[str, set[CrashLoopGuard]]] = {}
-        # By job: what one more death would be too many for.
+        # By job id: guards that one more death would make fail.
         self._suspicious: dict[str, set[CrashLoopGuard]] = {}
-        # When the jobs that share deaths began to take turns.
+        # Clock time at which jobs that share deaths began to take turns; None: no turns now.
         self._began: float | None = None
 
-    def note(self, victims: CrashLoopGuard, worker_id: str) -> None:
-        """Note that the worker took work of this job along."""
-        self._noted.setdefault(worker_id, {}).setdefault(victims.job_id, set()).add(victims)
-        if victims.suspicious:
-            self._suspicious.setdefault(victims.job_id, set()).add(victims)
+    def note(self, guard: CrashLoopGuard, worker_id: str) -> None:
+        """Notes that the worker died while it ran the work of `guard`."""
+        self._noted.setdefault(worker_id, {}).setdefault(guard.job_id, set()).add(guard)
+        if guard.suspicious:
+            self._suspicious.setdefault(guard.job_id, set()).add(guard)
 
-    def withdraw(self, victims: CrashLoopGuard, worker_ids: set[str]) -> None:
-        """Take back that these deaths took this work along: it was done since."""
+    def withdraw(self, guard: CrashLoopGuard, worker_ids: set[str]) -> None:
+        """Takes back what `note` noted, since the work was done."""
         for worker_id in worker_ids:
             if (jobs := self._noted.get(worker_id)) is not None:
-                _discard(jobs, victims)
+                _discard(jobs, guard)
                 if not jobs:
                     del self._noted[worker_id]
-        _discard(self._suspicious, victims)
+        _discard(self._suspicious, guard)
 
     def shared(self, worker_id: str) -> bool:
-        """Whether the death took work of several jobs along."""
+        """Whether the worker ran work of several jobs when it died."""
         return len(self._noted.get(worker_id, ())) > 1
 
     def end(self, job_id: str, *, blamed: bool) -> None:
-        """The job has left the workers. `blamed`: its deaths were its fault, and no other job's."""
+        """Forgets a job that uses no workers any more. `blamed`: the deaths it shared were its
+        fault, so other jobs' guards do not count them."""
         for worker_id, jobs in list(self._noted.items()):
             if jobs.pop(job_id, None) is not None and blamed:
-                for victims in [one for others in jobs.values() for one in others]:
-                    victims.excuse(worker_id)
-                    if not victims.suspicious:
-                        _discard(self._suspicious, victims)
+                for guard in [one for others in jobs.values() for one in others]:
+                    guard.excuse(worker_id)
+                    if not guard.suspicious:
+                        _discard(self._suspicious, guard)
                 jobs.clear()
             if not jobs:
                 del self._noted[worker_id]
         self._suspicious.pop(job_id, None)
 
     def may_begin(self, job_id: str) -> bool:
-        """Whether the job may begin work on a worker now. Jobs take turns of a minute while one
-        more death would be too many for several that share deaths."""
+        """Whether the job may begin work on a worker now.
+
+        While one more death would fail several jobs that share deaths, these take turns of a
+        minute, so that the next death blames one of them.
+        """
         sharing: set[str] = set()
         for jobs in self._noted.values():
             if len(jobs) > 1:
@@ -162,45 +176,33 @@ class SharedDeaths:
         return job_id not in sharing or suspects[turn % len(suspects)] == job_id
 
     async def turn(self, job_id: str) -> None:
-        """Return when the job may begin work on a worker."""
+        """Waits until `may_begin`."""
         while not self.may_begin(job_id):  # noqa: ASYNC110 - turns pass with time
             await asyncio.sleep(_POLL_SECONDS)
 
 
-def _discard(by_job: dict[str, set[CrashLoopGuard]], victims: CrashLoopGuard) -> None:
-    if (noted := by_job.get(victims.job_id)) is not None:
-        noted.discard(victims)
+def _discard(by_job: dict[str, set[CrashLoopGuard]], guard: CrashLoopGuard) -> None:
+    if (noted := by_job.get(guard.job_id)) is not None:
+        noted.discard(guard)
         if not noted:
-            del by_job[victims.job_id]
+            del by_job[guard.job_id]
 
 
-_log = structlog.get_logger(__name__)
-# Hash: launches of a job that no orchestrator is known to have survived.
-_KEY: Final = "troupe:orchestrator:launches"
-
-
-# Of a job whose specification cannot be read: the default.
-_LIMIT: Final = LimitsSpec().worker_deaths
-# So many deaths say that one of those launched together is at fault.
-_SUSPICIOUS: Final = 2
-
-
-def limit_of(record: JobRecord) -> int:
-    """Deaths after which a job is set aside."""
+def death_limit(record: JobRecord) -> int:
+    """Deaths of the orchestrator after which the job fails."""
     try:
         return record.spec().limits.worker_deaths
     except TroupeError:
-        return _LIMIT
+        return _DEFAULT_LIMIT
 
 
 def is_suspect(deaths: int, limit: int) -> bool:
-    """Whether a job is to be launched apart from others."""
+    """Whether a job is to be launched alone after so many deaths of the orchestrator."""
     return deaths > 0 and deaths >= min(_SUSPICIOUS, limit - 1)
 
 
 class LaunchGuard:
-    """Counts launches that the orchestrator did not survive for `seconds`; as many as the job's
-    `limits.worker_deaths` are too many."""
+    """Counts, per job, launches that the orchestrator did not survive for `seconds`."""
 
     def __init__(self, redis: RedisAccess, seconds: float) -> None:
         self._redis = redis
@@ -208,22 +210,22 @@ class LaunchGuard:
         self._timers: dict[str, asyncio.Task[None]] = {}
 
     async def deaths(self, job_id: str) -> int:
-        """Orchestrators that died just after they had launched the job, one after another."""
+        """Orchestrators in a row that died within `seconds` after they had launched the job."""
         return int(await self._redis.call("HGET", _KEY, job_id) or 0)
 
     async def begin(self, job_id: str) -> None:
-        """The job is about to be launched."""
+        """Counts a launch; to be called just before it."""
         await self._redis.call("HINCRBY", _KEY, job_id, 1)
         if (before := self._timers.pop(job_id, None)) is not None:
             before.cancel()
         self._timers[job_id] = asyncio.create_task(self._survive(job_id))
 
     async def clear(self, job_id: str) -> None:
-        """Forgets the launches of the job that were counted so far."""
+        """Forgets the job's counted launches."""
         await self._redis.call("HDEL", _KEY, job_id)
 
     async def close(self) -> None:
-        """The orchestrator stops in order: nothing has ended it."""
+        """Forgets launches that are still counted, since the orchestrator stops in order."""
         timers, self._timers = self._timers, {}
         for timer in timers.values():
             timer.cancel()

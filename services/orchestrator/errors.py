@@ -1,15 +1,16 @@
-"""Faults of workers: which ones repetition can cure, how long to be patient, what to say."""
+"""How the orchestrator treats errors of workers: transient or final, deadlines, and pauses between
+attempts; and helpers that run coroutines at the same time."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from troupe.rpc import (
     Aborted,
+    Attempts,
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
@@ -22,23 +23,24 @@ from troupe.v1 import common_pb2 as pb
 
 T = TypeVar("T")
 
-# The state of the worker, not of the job, is at fault: prepare or bind it again.
+# Kinds of errors by which a worker says that it has lost its state of the job: prepare or bind it
+# again.
 RENEWABLE: Final = frozenset({"job_not_prepared", "not_bound", "step_in_progress"})
 _TRANSIENT: Final = (Unavailable, DeadlineExceeded, Aborted)
-# A fault inside a worker may pass; one that keeps coming back is a bug.
+# An `Internal` error may pass; one that keeps coming back is a bug.
 _MAX_INTERNAL: Final = 3
-_BACKOFF: Final = RetryPolicy(initial_backoff=0.1, max_backoff=3.0, multiplier=2.0)
+_BACKOFF: Final = RetryPolicy(max_attempts=None)
 
 
 def is_transient(error: TroupeError) -> bool:
-    """Whether the same request can succeed later or elsewhere."""
+    """Whether the same request may succeed later, or at another worker."""
     if isinstance(error, _TRANSIENT) or error.kind in RENEWABLE:
         return True
     return isinstance(error, ResourceExhausted) and error.retry_after_ms is not None
 
 
 def job_fault(problem: pb.Problem) -> FailedPrecondition:
-    """The error of a fault of the job's own code or configuration, which nothing cures."""
+    """The final error for a problem in the job's own code or configuration."""
     return FailedPrecondition(
         problem.message,
         kind=problem.kind or "job_fault",
@@ -48,8 +50,11 @@ def job_fault(problem: pb.Problem) -> FailedPrecondition:
     )
 
 
-async def together(*parts: Coroutine[Any, Any, object]) -> None:
-    """Run all parts at once; the first that fails cancels the others and its error is raised."""
+async def run_all(*parts: Coroutine[Any, Any, object]) -> None:
+    """Runs coroutines concurrently; the first that fails cancels the others, its error is raised.
+
+    `asyncio.TaskGroup` would raise an `ExceptionGroup` instead.
+    """
     tasks = [asyncio.create_task(part) for part in parts]
     if not tasks:
         return
@@ -64,7 +69,7 @@ async def together(*parts: Coroutine[Any, Any, object]) -> None:
         task.result()
 
 
-async def either(*waits: Coroutine[Any, Any, object]) -> None:
+async def wait_for_first(*waits: Coroutine[Any, Any, object]) -> None:
     """Return when the first of these is over; the others are cancelled."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
@@ -75,31 +80,33 @@ async def either(*waits: Coroutine[Any, Any, object]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def alongside(main: Coroutine[Any, Any, T], background: Coroutine[Any, Any, None]) -> T:
-    """The result of `main`, while `background` runs; its failure cancels `main` and is raised."""
-    body, aside = asyncio.create_task(main), asyncio.create_task(background)
+async def run_with_background(
+    main: Coroutine[Any, Any, T], background: Coroutine[Any, Any, None]
+) -> T:
+    """The result of `main`; a failure of `background` meanwhile cancels `main` and is raised."""
+    body, beside = asyncio.create_task(main), asyncio.create_task(background)
     try:
-        await asyncio.wait({body, aside}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({body, beside}, return_when=asyncio.FIRST_COMPLETED)
         if not body.done():
-            aside.result()
+            beside.result()
         return await body
     finally:
         body.cancel()
-        aside.cancel()
-        await asyncio.gather(body, aside, return_exceptions=True)
+        beside.cancel()
+        await asyncio.gather(body, beside, return_exceptions=True)
 
 
 def cancelled_from_outside() -> bool:
-    """Whether the running task was told to stop, rather than one that it awaits."""
+    """Whether the running task itself was cancelled, rather than one that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class Deadline:
-    """A deadline that knows what is being waited for, so that it can say so when it ends.
+    """A time limit of `total` seconds whose error says what was being waited for.
 
-    `total` seconds in all; `what` names the whole undertaking ("step 3"), `say` its present state.
-    `field` is the setting that bounds it.
+    `what` names the whole operation ("step 3"), `report` its present state. `field` is the job
+    field or setting that sets the limit.
     """
 
     def __init__(
@@ -107,13 +114,13 @@ class Deadline:
         what: str,
         total: float,
         field: str,
-        on_say: Callable[[str], None] | None = None,
+        on_report: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._what = what
         self._total = total
         self._field = field
-        self._on_say = on_say
+        self._on_report = on_report
         self._clock = clock
         self._end = clock() + total
         self.state = what
@@ -126,16 +133,17 @@ class Deadline:
             raise self.exhausted()
         return left
 
-    def say(self, state: str) -> None:
-        """What is being waited for now."""
+    def report(self, state: str) -> None:
+        """Sets what is being waited for now."""
         self.state = state
-        if self._on_say is not None:
-            self._on_say(state)
+        if self._on_report is not None:
+            self._on_report(state)
 
     async def wait(self, awaitable: Awaitable[T], at_most: float | None = None) -> T:
-        """Await, at most until the end: then `DeadlineExceeded` names what was waited for.
+        """The result of `awaitable`, waited for until the deadline.
 
-        `at_most` seconds pass: TimeoutError.
+        Raises `DeadlineExceeded`, naming what was waited for, and TimeoutError after `at_most`
+        seconds.
         """
         try:
             left = self.left
@@ -153,7 +161,7 @@ class Deadline:
             raise
 
     def exhausted(self) -> DeadlineExceeded:
-        """The error that says what was waited for, and how long."""
+        """The error that names what was waited for, and for how long."""
         doing = "" if self.state == self._what else f": {self.state}"
         return DeadlineExceeded(
             f"{self._what} did not end within {self._total:g} s{doing}",
@@ -164,32 +172,39 @@ class Deadline:
 
 
 class RetryBackoff:
-    """Counts attempts at one thing; decides whether to go on, waits longer each time."""
+    """Pauses between attempts at work that moves from worker to worker, until a deadline.
 
-    def __init__(self, patience: Deadline) -> None:
-        self._patience = patience
-        self._rng = random.Random()
+    Not the retry of a call, which every stub does (`troupe.rpc.RetryPolicy.run`): here a worker was
+    lost or has lost its state, and other work follows, such as to bind or prepare again elsewhere.
+    Counting and pauses are those of `troupe.rpc.Attempts`.
+    """
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._attempts = Attempts(_BACKOFF, retryable=self._is_transient)
         self._internal = 0
-        self.count = 0
+
+    @property
+    def count(self) -> int:
+        """Failed attempts since the last progress."""
+        return self._attempts.failures
 
     @property
     def worth_a_notice(self) -> bool:
-        """True before and at the attempts 1, 2, 4, ...: what lasts must not flood the log."""
+        """Whether to log this attempt: true at 1, 2, 4, ..., so that the log is not flooded."""
         return self.count & (self.count - 1) == 0
 
     async def failed(self, error: TroupeError) -> None:
-        """Wait before the next attempt; raises `error` when there should be none."""
-        self.count += 1
-        if isinstance(error, Internal):
-            self._internal += 1
-            if self._internal > _MAX_INTERNAL:
-                raise error
-        elif not is_transient(error):
-            raise error
-        pause = _BACKOFF.backoff(self.count, error, self._rng)
-        await self._patience.wait(asyncio.sleep(pause))
+        """Waits before the next attempt; raises `error` if it is final."""
+        await self._deadline.wait(asyncio.sleep(self._attempts.next_delay(error)))
 
     def reset(self) -> None:
-        """There was progress: the next fault is a new one."""
-        self.count = 0
+        """Forgets the attempts so far, since there was progress."""
+        self._attempts.reset()
         self._internal = 0
+
+    def _is_transient(self, error: Exception) -> bool:
+        if isinstance(error, Internal):
+            self._internal += 1
+            return self._internal <= _MAX_INTERNAL
+        return isinstance(error, TroupeError) and is_transient(error)

@@ -1,5 +1,8 @@
-"""Deployed functions: kept here, run by the reward service, which is told them again whenever it
-has forgotten them."""
+"""Deployed functions: stored here durably, run by the reward service.
+
+The reward service keeps functions in memory only, so they are registered again whenever it has
+forgotten them. `FunctionGateway` is the reward service's API for users.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,14 @@ from troupe.v1 import reward_pb2_grpc
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
+T = TypeVar("T")
+_log = structlog.get_logger(__name__)
+# Kinds of errors by which the reward service says that it has forgotten a function.
+_FORGOTTEN: Final = ("function_not_found", "source_not_found")
+# Kind of the error of a service that does not know yet whether there is a host for a function.
+_HOSTS_EXPECTED: Final = "hosts_expected"
+# Time limit of a call without a deadline.
+_INVOKE_SECONDS: Final = 3600.0
 _PREFIX: Final = "troupe:orchestrator:{functions}"
 # Hash: `name@version` -> FunctionSpec. Sorted set: `name@version` by when it was deployed.
 # Hash: sha256 -> the UploadSourceRequest with its files.
@@ -37,19 +48,19 @@ _SOURCES: Final = f"{_PREFIX}:sources"
 
 
 class Catalogue:
-    """Deployed functions in Redis. A name and version stand for one function for good."""
+    """Deployed functions in Redis. A name and version always stand for the same function."""
 
     def __init__(self, redis: RedisAccess, clock: Callable[[], float] = time.time) -> None:
         self._redis = redis
         self._clock = clock
 
     async def keep_source(self, sha256: str, files: pb.UploadSourceRequest) -> None:
-        """Keep files of code by their hash."""
+        """Stores source files by their hash."""
         kept = pb.UploadSourceRequest(files=files.files)
         await self._redis.call("HSETNX", _SOURCES, sha256, kept.SerializeToString())
 
     async def source(self, sha256: str) -> pb.UploadSourceRequest:
-        """The files. Raises `NotFound` of kind "source_not_found"."""
+        """The source files. Raises `NotFound` of kind "source_not_found"."""
         kept = await self._redis.call("HGET", _SOURCES, sha256)
         if kept is None:
             raise NotFound(
@@ -62,7 +73,7 @@ class Catalogue:
         return pb.UploadSourceRequest.FromString(kept)
 
     async def check(self, spec: pb.FunctionSpec) -> None:
-        """Raises `AlreadyExists` when the name and version stand for another function."""
+        """Raises `AlreadyExists` if the name and version stand for another function."""
         kept = await self._redis.call("HGET", _SPECS, _function_key(spec.name, spec.version))
         if kept is not None and pb.FunctionSpec.FromString(kept) != spec:
             raise AlreadyExists(
@@ -74,7 +85,7 @@ class Catalogue:
             )
 
     async def keep(self, spec: pb.FunctionSpec) -> None:
-        """Keep a function. Raises `AlreadyExists`, as `check`."""
+        """Stores a function. Raises `AlreadyExists`, as `check`."""
         key = _function_key(spec.name, spec.version)
         kept = spec.SerializeToString(deterministic=True)
         if not await self._redis.call("HSETNX", _SPECS, key, kept):
@@ -82,7 +93,7 @@ class Catalogue:
         await self._redis.call("ZADD", _ORDER, "NX", self._clock(), key)
 
     async def delete(self, name: str, version: str) -> bool:
-        """Forget a function, and its source when no other has it. False: there was none."""
+        """Deletes a function, and its source if no other function has it. False: there was none."""
         key = _function_key(name, version)
         kept = await self._redis.call("HGET", _SPECS, key)
         await self._redis.call("ZREM", _ORDER, key)
@@ -95,7 +106,7 @@ class Catalogue:
         return True
 
     async def all(self) -> list[pb.FunctionSpec]:
-        """The functions, oldest first."""
+        """The functions, oldest deployment first."""
         keys = await self._redis.call("ZRANGE", _ORDER, 0, -1)
         if not keys:
             return []
@@ -103,7 +114,7 @@ class Catalogue:
         return [pb.FunctionSpec.FromString(one) for one in kept if one is not None]
 
     async def find(self, name: str, version: str = "") -> pb.FunctionSpec:
-        """The function; without `version` the one deployed last. Raises `NotFound` of kind
+        """A function; without `version` the one deployed last. Raises `NotFound` of kind
         "function_not_found"."""
         found = [f for f in await self.all() if f.name == name and version in ("", f.version)]
         if not found:
@@ -121,48 +132,41 @@ def _function_key(name: str, version: str) -> str:
     return f"{name}@{version}"
 
 
-_log = structlog.get_logger(__name__)
-_FORGOTTEN: Final = ("function_not_found", "source_not_found")
-# The service cannot know yet whether there is a host for it.
-_HOSTS_EXPECTED: Final = "hosts_expected"
-T = TypeVar("T")
-
-
 class FunctionService:
-    """What users do with functions; `reward` is the service that runs them."""
+    """Deploys, calls and deletes functions for users; `reward` is the service that runs them."""
 
     def __init__(
         self, catalogue: Catalogue, reward: RewardAsyncStub, *, look_seconds: float = 2.0
     ) -> None:
-        """Looks every `look_seconds` whether the service still knows what is deployed."""
+        """Restores what the reward service has forgotten every `look_seconds`."""
         self.catalogue = catalogue
         self.reward = reward
         self._look_seconds = look_seconds
         self._looking: asyncio.Task[None] | None = None
-        # What the service did not take any more, and why.
+        # By function: why the reward service refuses it by now.
         self._refused: dict[str, str] = {}
 
     def start(self) -> None:
-        """Begin to look after the service."""
-        self._looking = asyncio.create_task(self._look())
+        """Starts to restore functions."""
+        self._looking = asyncio.create_task(self._restore_forever())
 
     async def stop(self) -> None:
-        """Leave it alone."""
+        """Stops restoring functions."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
 
     async def upload(self, request: pb.UploadSourceRequest) -> pb.UploadSourceResponse:
-        """Keep source, here and there. Raises `TroupeError`, as the service does."""
+        """Stores source here and in the reward service. Raises `TroupeError`, as that does."""
         reply = await self.reward.UploadSource(request)
         await self.catalogue.keep_source(reply.sha256, request)
         return reply
 
     async def deploy(self, spec: pb.FunctionSpec) -> None:
-        """Keep a function that the service takes. Repeating it changes nothing.
+        """Stores a function if the reward service accepts it. Repeating it changes nothing.
 
-        Raises `InvalidArgument` for what cannot work, `AlreadyExists` for a version that stands
-        for another function, `NotFound` for a source that was not uploaded.
+        Raises `InvalidArgument` for a function that cannot work, `AlreadyExists` for a version
+        that stands for another one, `NotFound` for a source that was not uploaded.
         """
         _check(spec)
         await self.catalogue.check(spec)
@@ -170,7 +174,7 @@ class FunctionService:
         await self.catalogue.keep(spec)
 
     async def delete(self, name: str, version: str) -> bool:
-        """Forget a function; its calls are cancelled. False: there was none."""
+        """Deletes a function and cancels its calls. False: there was none."""
         if all((one.name, one.version) != (name, version) for one in await self.catalogue.all()):
             return False
         request = pb.DeleteFunctionRequest(request_id=new_id("delete"), name=name, version=version)
@@ -178,9 +182,10 @@ class FunctionService:
         return await self.catalogue.delete(name, version)
 
     async def call(self, request: Any, invoke: Callable[[], Awaitable[T]]) -> T:
-        """`invoke()`, again if the service had forgotten the function that `request` names.
+        """The result of `invoke()`, repeated once if the service had forgotten the function.
 
-        Without a version it is the one deployed last. Raises `NotFound` when none is deployed.
+        `request` names the function; without a version it is the one deployed last. Raises
+        `NotFound` if none is deployed.
         """
         spec = await self.named(request)
         try:
@@ -192,13 +197,13 @@ class FunctionService:
             return await invoke()
 
     async def named(self, request: Any) -> pb.FunctionSpec:
-        """The function of a request, which gets its version. Raises `NotFound`."""
+        """The function that a request names; sets the request's version. Raises `NotFound`."""
         spec = await self.catalogue.find(request.name, request.version)
         request.version = spec.version
         return spec
 
     async def check_job(self, spec: JobSpec) -> None:
-        """Raises `InvalidArgument` unless every function that a job takes by name is deployed."""
+        """Raises `InvalidArgument` unless every function that a job uses by name is deployed."""
         for section, functions in (("tools", spec.tools), ("rewards", spec.rewards)):
             for name, function in functions.items():
                 if function.function is None:
@@ -214,8 +219,10 @@ class FunctionService:
                     ) from error
 
     async def list(self) -> pb.ListFunctionsResponse:
-        """What the service knows, and what is deployed and it was not told yet or does not take any
-        more. Those that are deployed last, in their order. Raises `TroupeError`."""
+        """The reward service's functions and all deployed ones, known to it or not.
+
+        Functions of jobs first, then deployed ones in their order. Raises `TroupeError`.
+        """
         reply = await self.reward.ListFunctions(pb.ListFunctionsRequest())
         deployed, known = await self.catalogue.all(), _known(reply)
         missing = [pb.FunctionStatus(function=f) for f in deployed if _key(f) not in known]
@@ -224,15 +231,16 @@ class FunctionService:
         found.sort(key=lambda one: order.get(_key(one.function), -1))
         return pb.ListFunctionsResponse(functions=found, pool=reply.pool)
 
-    async def tell(self, spec: pb.FunctionSpec) -> None:
-        """Have the service know this function. Raises `TroupeError`."""
+    async def ensure_known(self, spec: pb.FunctionSpec) -> None:
+        """Registers a function with the reward service unless it knows it. Raises `TroupeError`."""
         if _key(spec) not in _known(await self.reward.ListFunctions(pb.ListFunctionsRequest())):
             await self._restore(spec)
 
     async def restore(self) -> None:
-        """Tell the service what it does not know (any more). Raises `TroupeError` when it is away.
+        """Registers the deployed functions that the reward service does not know.
 
-        What it does not take any more keeps nothing else from being told.
+        A function that it refuses is logged once and does not stop the others. Raises
+        `TroupeError` if the service is away.
         """
         deployed = await self.catalogue.all()
         if not deployed:
@@ -247,10 +255,10 @@ class FunctionService:
             except TroupeError as error:
                 if isinstance(error, Unavailable) and error.kind != _HOSTS_EXPECTED:
                     raise
-                said = str(error)
-                if self._refused.get(_key(spec)) != said:
-                    _log.warning("a deployed function was refused", function=_key(spec), error=said)
-                self._refused[_key(spec)] = said
+                text = str(error)
+                if self._refused.get(_key(spec)) != text:
+                    _log.warning("a deployed function was refused", function=_key(spec), error=text)
+                self._refused[_key(spec)] = text
 
     async def _restore(self, spec: pb.FunctionSpec) -> None:
         request = pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
@@ -264,19 +272,19 @@ class FunctionService:
             await self.reward.UploadSource(source)
             await self.reward.RegisterFunction(request)
 
-    async def _look(self) -> None:
+    async def _restore_forever(self) -> None:
         while True:
             try:
                 await self.restore()
             except TroupeError as error:  # it is away
                 _log.debug("deployed functions were not restored", error=str(error))
             except Exception:
-                _log.exception("looking after deployed functions")
+                _log.exception("restoring deployed functions")
             await asyncio.sleep(self._look_seconds)
 
 
 def _key(spec: pb.FunctionSpec) -> str:
-    return f"{spec.name}@{spec.version}"
+    return _function_key(spec.name, spec.version)
 
 
 def _known(reply: pb.ListFunctionsResponse) -> set[str]:
@@ -295,12 +303,8 @@ def _check(spec: pb.FunctionSpec) -> None:
             )
 
 
-# Of a call that set no deadline.
-_INVOKE_SECONDS: Final = 3600.0
-
-
-class FunctionDoor(reward_pb2_grpc.RewardServicer):
-    """`troupe.v1.Reward` for users. What only workers and hosts call is not answered here."""
+class FunctionGateway(reward_pb2_grpc.RewardServicer):
+    """The service `troupe.v1.Reward` for users, without the methods of workers and hosts."""
 
     def __init__(self, functions: FunctionService) -> None:
         self._functions = functions
@@ -325,7 +329,7 @@ class FunctionDoor(reward_pb2_grpc.RewardServicer):
     async def ListFunctions(
         self, request: pb.ListFunctionsRequest, context: Any
     ) -> pb.ListFunctionsResponse:
-        """Those of jobs, too, whose names begin with their job's."""
+        """Includes functions of jobs, whose names begin with the job's id."""
         return await self._functions.list()
 
     async def ListHosts(self, request: pb.ListHostsRequest, context: Any) -> pb.ListHostsResponse:
@@ -348,8 +352,8 @@ class FunctionDoor(reward_pb2_grpc.RewardServicer):
     async def InvokeStream(
         self, request: pb.InvokeRequest, context: Any
     ) -> AsyncIterator[pb.InvocationEvent]:
-        # Of what the service has forgotten there is nothing to stream.
-        await self._functions.tell(await self._functions.named(request))
+        # Not `call`: a stream is not repeated.
+        await self._functions.ensure_known(await self._functions.named(request))
         async for event in _relayed(self._functions.reward.InvokeStream(request)):
             yield event
 
@@ -379,7 +383,7 @@ class FunctionDoor(reward_pb2_grpc.RewardServicer):
 
 
 async def _relayed(call: Any) -> AsyncIterator[Any]:
-    """What a stream of the service says; it is cancelled when nobody listens any more."""
+    """The messages of a stream, which is cancelled when the caller stops reading."""
     try:
         async for message in call:
             yield message

@@ -1,4 +1,4 @@
-"""The orchestrator without gRPC: its parts, wired once."""
+"""The orchestrator without gRPC: wiring of its parts, recovery of jobs, generation for users."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import grpc
 import structlog
 
-from services.orchestrator.cluster import ClusterView, make_room
+from services.orchestrator.cluster import ClusterView, release_ended_jobs
 from services.orchestrator.context import JobContext, Shared
-from services.orchestrator.crash_loops import LaunchGuard, is_suspect, limit_of
+from services.orchestrator.crash_loops import LaunchGuard, death_limit, is_suspect
 from services.orchestrator.errors import Deadline
 from services.orchestrator.functions import Catalogue, FunctionService
 from services.orchestrator.jobs.manager import Jobs
@@ -46,14 +46,24 @@ from troupe.v1.reward_pb2_grpc import RewardStub
 if TYPE_CHECKING:
     from services.orchestrator.populations.population import PopulationRun
 
+AnswerT = TypeVar("AnswerT")
 _log = structlog.get_logger(__name__)
+# Loading a finished job's policies and starting its engines, for generation.
+_PREPARE_SECONDS: Final = 600.0
+_RETRY_AFTER_MS: Final = 1000
+_ACTIVE: Final = frozenset(
+    {pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING, pb.JOB_STATE_PAUSING}
+)
+# Jobs wait for an experience store that is away; their own limits bound how long.
+_STORE_RETRY: Final = RetryPolicy(max_attempts=100_000)
+_STORE_SECONDS: Final = 7200.0
 
 
 async def recover(store: JobStore, jobs: Jobs, guard: LaunchGuard) -> list[str]:
-    """Launch a runner for each unfinished job; returns their ids.
+    """Launches a runner for each unfinished job; returns their ids.
 
-    A paused job waits for its user. One that was pausing or cancelling ends that first. One that
-    ended the orchestrators before this one is set aside; those that may have are launched apart.
+    Paused jobs stay paused. A job that ended the orchestrators before this one is failed; those
+    that are suspected of it are launched one at a time.
     """
     continued: list[str] = []
     suspects: list[str] = []
@@ -65,7 +75,7 @@ async def recover(store: JobStore, jobs: Jobs, guard: LaunchGuard) -> list[str]:
             continue
         if record.terminal or record.state == pb.JOB_STATE_PAUSED:
             continue
-        deaths, limit = await guard.deaths(job_id), limit_of(record)
+        deaths, limit = await guard.deaths(job_id), death_limit(record)
         if deaths >= limit and record.state != pb.JOB_STATE_CANCELLING:
             _log.error("a job is set aside", job_id=job_id, deaths=deaths)
             await jobs.set_aside(job_id, deaths)
@@ -75,30 +85,27 @@ async def recover(store: JobStore, jobs: Jobs, guard: LaunchGuard) -> list[str]:
     for job_id in continued:
         await guard.begin(job_id)
         jobs.launch(job_id)
-    jobs.launch_apart(suspects)
+    jobs.launch_one_by_one(suspects)
     return continued + suspects
 
 
-# Loading a finished job's policies and starting its engines.
-_PREPARE_SECONDS: Final = 600.0
-_RETRY_AFTER_MS: Final = 1000
-AnswerT = TypeVar("AnswerT")
-_ACTIVE: Final = frozenset(
-    {pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING, pb.JOB_STATE_PAUSING}
-)
-
-
 async def slot_weights(
-    job: JobContext, trainers: Trainers, patience: Deadline
+    job: JobContext, trainers: Trainers, deadline: Deadline
 ) -> dict[str, pb.WeightsRef]:
-    """What the slots of a population served last."""
+    """The weights that the slots of a population served last."""
     found = await on_demand("population")
-    population: PopulationRun = await found.Population.open(job, trainers, job.shared.populations)
-    return await population.slots.refs(patience)
+    population: PopulationRun = await found.PopulationRun.open(
+        job, trainers, job.shared.populations
+    )
+    return await population.slots.refs(deadline)
 
 
 class GenerationService:
-    """Serves trained policies between and after runs."""
+    """Generates with a job's policies for users, during and after the job.
+
+    A rollout worker that serves the policy answers. After the job has ended one is prepared for it
+    if there is none.
+    """
 
     def __init__(self, shared: Shared, jobs: Jobs) -> None:
         self._shared = shared
@@ -107,7 +114,7 @@ class GenerationService:
     async def generate(
         self, request: orch.GeneratePolicyRequest, timeout: float
     ) -> ro.GenerateResponse:
-        """Generate with the policy's newest version.
+        """A completion by the policy's newest version.
 
         Raises `NotFound` for an unknown job or policy, `Unavailable` while an active job's engines
         are being prepared.
@@ -121,25 +128,24 @@ class GenerationService:
             sampling=request.sampling if request.HasField("sampling") else None,
         )
 
-        async def ask(worker: WorkerHandle) -> ro.GenerateResponse:
-            answer: ro.GenerateResponse = await worker.rollout.Generate(call, timeout=timeout)
-            return answer
-
-        return await self._asked(request.job_id, request.policy, ask)
+        return await self._call_serving_worker(
+            request.job_id,
+            request.policy,
+            lambda worker: worker.rollout.Generate(call, timeout=timeout),
+        )
 
     async def score(self, request: ro.ScoreRequest, timeout: float) -> ro.ScoreResponse:
         """Log-probs of continuations under the policy's newest version. Raises as `generate`."""
+        return await self._call_serving_worker(
+            request.job_id,
+            request.policy,
+            lambda worker: worker.rollout.Score(request, timeout=timeout),
+        )
 
-        async def ask(worker: WorkerHandle) -> ro.ScoreResponse:
-            answer: ro.ScoreResponse = await worker.rollout.Score(request, timeout=timeout)
-            return answer
-
-        return await self._asked(request.job_id, request.policy, ask)
-
-    async def _asked(
-        self, job_id: str, policy: str, ask: Callable[[WorkerHandle], Awaitable[AnswerT]]
+    async def _call_serving_worker(
+        self, job_id: str, policy: str, call: Callable[[WorkerHandle], Awaitable[AnswerT]]
     ) -> AnswerT:
-        """What a worker answers that serves the policy."""
+        """The answer of a worker that serves the policy."""
         record = await self._shared.store.get(job_id)
         spec = record.spec()
         if policy not in spec.policies:
@@ -153,11 +159,11 @@ class GenerationService:
         worker = self._serving(job_id, policy)
         if worker is not None:
             try:
-                return await ask(worker)
+                return await call(worker)
             except TroupeError as error:
                 if error.kind != "job_not_prepared":
                     raise
-                # It has let the job go since it last reported.
+                # It has released the job since its last heartbeat.
                 beat = worker.beat
         if record.state in _ACTIVE:
             raise Unavailable(
@@ -169,7 +175,7 @@ class GenerationService:
             worker = self._serving(job_id, policy)
             if worker is None or worker.beat is beat:
                 worker = await self._prepare(record)
-        return await ask(worker)
+        return await call(worker)
 
     def _serving(self, job_id: str, policy: str) -> WorkerHandle | None:
         """The least busy worker that serves the policy, as far as its heartbeat tells."""
@@ -186,7 +192,7 @@ class GenerationService:
         """Publish the job's weights again and start its engines on one rollout worker."""
         shared = self._shared
         record = await shared.store.get(record.job_id)
-        entries = await shared.ledger.entries(record.job_id)
+        entries = await shared.weight_versions.entries(record.job_id)
         spec = record.spec()
         if record.state in _ACTIVE or set(entries) != set(spec.policies) - set(spec.slots):
             raise FailedPrecondition(
@@ -199,69 +205,64 @@ class GenerationService:
         job = JobContext(
             shared, record.job_id, record.epoch, spec, record.spec_json, record.directory
         )
-        patience = Deadline("preparing engines", _PREPARE_SECONDS, "generate")
+        deadline = Deadline("preparing engines", _PREPARE_SECONDS, "generate")
         both = (orch.WORKER_KIND_ROLLOUT, orch.WORKER_KIND_TRAINER)
-        await shared.workers.wait_for(both, patience)
-        await make_room(shared, record.job_id)
+        await shared.workers.wait_for(both, deadline)
+        await release_ended_jobs(shared, record.job_id)
         await shared.store.note_states(record.job_id)
         worker = shared.workers.usable(orch.WORKER_KIND_ROLLOUT)[0]
         trainers = Trainers(job, entries)
         try:
-            weights = await trainers.bind_all(patience)
+            weights = await trainers.bind_all(deadline)
             if spec.slots:
-                weights |= await slot_weights(job, trainers, patience)
+                weights |= await slot_weights(job, trainers, deadline)
             request = ro.PrepareJobRequest(
                 request_id=new_id("prepare"),
                 job_id=record.job_id,
                 spec_json=record.spec_json,
                 weights=weights.values(),
             )
-            await worker.rollout.PrepareJob(request, timeout=patience.left)
+            await worker.rollout.PrepareJob(request, timeout=deadline.left)
         finally:
             await trainers.release(shared.settings.cleanup_seconds)
             trainers.close()
             if spec.slots:
-                # Resumed elsewhere: they are another runner's now.
+                # If the job was resumed, the members are its new runner's.
                 with suppress(Superseded):
-                    await (await on_demand("pool")).let_go(job)
+                    await (await on_demand("slots")).unpublish_members(job)
         return worker
 
 
-# A job rather waits for its experience store than fails; what bounds a job's waits are its limits.
-_PATIENT: Final = RetryPolicy(max_attempts=100_000)
-_PATIENT_SECONDS: Final = 7200.0
-
-
 class Orchestrator:
-    """Jobs, their durable state, the workers, and the picture of it all."""
+    """All parts of the orchestrator, wired together; `server` is their gRPC interface."""
 
     def __init__(self, settings: OrchestratorSettings) -> None:
         self._redis = RedisAccess(settings.redis_url, disk=settings.data_dir)
         log = EventLog(self._redis)
-        patient = settings.client(retry=_PATIENT).model_copy(
-            update={"deadline_seconds": _PATIENT_SECONDS}
+        store_client = settings.client(retry=_STORE_RETRY).model_copy(
+            update={"deadline_seconds": _STORE_SECONDS}
         )
-        self._experience = connect(settings.experience_store_address, patient)
-        hasty = settings.client(retry=NO_RETRY)
+        self._experience = connect(settings.experience_store_address, store_client)
+        no_retry = settings.client(retry=NO_RETRY)
         probed = {
             "experience_store": settings.experience_store_address,
             "reward": settings.reward_address,
         }
         self._probes: dict[str, tuple[str, grpc.aio.Channel]] = {
-            name: (address, connect(address, hasty)) for name, address in probed.items()
+            name: (address, connect(address, no_retry)) for name, address in probed.items()
         }
-        self._reward = connect(settings.reward_address, hasty)
+        self._reward = connect(settings.reward_address, no_retry)
         workers = WorkerRegistry(settings)
         store = JobStore(self._redis, log, data_dir=settings.data_dir.absolute())
         self.shared = Shared(
             settings=settings,
             store=store,
-            ledger=WeightVersions(self._redis),
+            weight_versions=WeightVersions(self._redis),
             log=log,
             trajectories=RecentTrajectories(self._redis, settings.recent_trajectories),
             populations=PopulationStore(self._redis, store),
             workers=workers,
-            binder=TrainerScheduler(workers),
+            trainer_scheduler=TrainerScheduler(workers),
             experience=ExperienceStoreStub(self._experience),
             reward=RewardStub(self._reward),
             in_flight={},
@@ -272,26 +273,26 @@ class Orchestrator:
         self.generation = GenerationService(self.shared, self.jobs)
         self.cluster = ClusterView(
             self.shared.workers,
-            self.shared.binder,
+            self.shared.trainer_scheduler,
             self.shared.store,
             self._probes,
             settings.probe_seconds,
         )
 
     async def start(self) -> None:
-        """Wait for Redis, then continue every job that had not ended."""
+        """Waits for Redis, then continues every job that had not ended."""
         await self._redis.ping()
         self.shared.workers.start()
-        self.shared.binder.start()
+        self.shared.trainer_scheduler.start()
         self.functions.start()
         await recover(self.shared.store, self.jobs, self._guard)
 
     async def stop(self) -> None:
-        """Stop running jobs; what they are is in Redis and in the experience store."""
+        """Stops the runners of all jobs; the jobs stay as they are in Redis and in the store."""
         await self.jobs.stop()
         await self._guard.close()
         await self.functions.stop()
-        await self.shared.binder.close()
+        await self.shared.trainer_scheduler.close()
         await self.shared.workers.close()
         probes = (channel for _, channel in self._probes.values())
         for channel in (self._experience, self._reward, *probes):

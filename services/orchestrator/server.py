@@ -1,4 +1,4 @@
-"""The servicer: validates, translates, calls."""
+"""The orchestrator's gRPC service: validates requests, calls `Orchestrator`, builds replies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grpc
 from services.chassis.telemetry import Telemetry
 from services.orchestrator import cluster
 from services.orchestrator.context import Shared
-from services.orchestrator.functions import FunctionDoor
+from services.orchestrator.functions import FunctionGateway
 from services.orchestrator.jobs import checkpoints
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.populations import on_demand
@@ -27,15 +27,20 @@ from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import orchestrator_pb2_grpc as orch_grpc
 from troupe.v1 import reward_pb2_grpc
 
+_PAGE_SIZE: Final = 50
+_MAX_PAGE_SIZE: Final = 500
+# Time limit of a generation without a deadline.
+_GENERATE_SECONDS: Final = 600.0
+
 
 async def audit(shared: Shared, job_id: str) -> orch.AuditJobResponse:
-    """The store's audit of its own log, and where the ledger contradicts it.
+    """The store's audit of its log, with contradictions between it and the weight versions.
 
     Raises `NotFound` for a job without tables.
     """
     request = es.AuditTablesRequest(job_id=job_id)
     tables = await shared.experience.AuditTables(request)
-    versions = await shared.ledger.versions(job_id)
+    versions = await shared.weight_versions.versions(job_id)
     return orch.AuditJobResponse(
         tables=tables,
         violations=[*tables.violations, *contradictions(tables.policies, versions)],
@@ -46,11 +51,11 @@ async def audit(shared: Shared, job_id: str) -> orch.AuditJobResponse:
 def contradictions(
     policies: Collection[es.PolicyAudit], versions: Collection[orch.PolicyVersion]
 ) -> list[str]:
-    """What is wrong with the ledger's `versions`, oldest first, in words.
+    """What is wrong with the recorded `versions`, oldest first, as texts.
 
-    A version must follow from the one before by one applied step, or be the first one's content
-    without a step (a restart), and the newest must be the store's. The ledger may lag one step
-    behind: a commit that nobody has reported yet.
+    A version must follow from the one before by one applied step, or have the first one's content
+    without a step (a restart), and the newest must be the store's. The record may be one step
+    behind: a commit that was not reported yet.
     """
     found: list[str] = []
     newest: dict[str, orch.PolicyVersion] = {}
@@ -112,14 +117,8 @@ def _restart(before: orch.PolicyVersion, one: orch.PolicyVersion, first: str) ->
     return found
 
 
-_PAGE_SIZE: Final = 50
-_MAX_PAGE_SIZE: Final = 500
-# Of a call that set no deadline.
-_GENERATE_SECONDS: Final = 600.0
-
-
 class OrchestratorService(orch_grpc.OrchestratorServicer):
-    """The gRPC face of an `Orchestrator`; also what the chassis starts and stops."""
+    """The gRPC service of an `Orchestrator`, which the chassis starts and stops with it."""
 
     name = "troupe.v1.Orchestrator"
 
@@ -127,16 +126,16 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         self._at = orchestrator
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register with the chassis' server."""
+        """Registers the services with the chassis' server."""
         orch_grpc.add_OrchestratorServicer_to_server(self, server)
-        reward_pb2_grpc.add_RewardServicer_to_server(FunctionDoor(self._at.functions), server)
+        reward_pb2_grpc.add_RewardServicer_to_server(FunctionGateway(self._at.functions), server)
 
     async def start(self) -> None:
-        """Returns once Redis answers and unfinished jobs go on."""
+        """Returns once Redis answers and unfinished jobs are continued."""
         await self._at.start()
 
     async def stop(self, grace: float) -> None:
-        """Leave jobs as they are, to be continued."""
+        """Stops the runners; jobs stay as they are, to be continued."""
         await self._at.stop()
 
     async def SubmitJob(
@@ -202,7 +201,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         self, request: orch.ListVersionsRequest, context: Any
     ) -> orch.ListVersionsResponse:
         await self._record(request)
-        versions = await self._at.shared.ledger.versions(request.job_id, request.policy)
+        versions = await self._at.shared.weight_versions.versions(request.job_id, request.policy)
         return orch.ListVersionsResponse(versions=versions)
 
     async def ListCheckpoints(
@@ -353,7 +352,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
 
     async def _view(self, record: JobRecord) -> orch.Job:
         [view] = await self._at.shared.store.views([record.job_id])
-        # What was done is told as it was done, whatever happened to the job since.
+        # The record as the request left it, whatever happened to the job since.
         return self._message(StoredJob(record, view.versions, view.metrics))
 
     def _message(self, view: StoredJob) -> orch.Job:
@@ -365,16 +364,16 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
 
 
 def make_service(settings: OrchestratorSettings, telemetry: Telemetry) -> OrchestratorService:
-    """The service as `TROUPE_*` describes it."""
+    """The service with `settings`."""
     orchestrator = Orchestrator(settings)
     wanted = telemetry.gauge("troupe_trainers_wanted", "Trainers that would be of use now.")
-    wanted.set_function(lambda: orchestrator.shared.binder.wanted)
+    wanted.set_function(lambda: orchestrator.shared.trainer_scheduler.wanted)
     return OrchestratorService(orchestrator)
 
 
 @contextmanager
 def _rows_of(record: JobRecord) -> Iterator[None]:
-    """Says why there are no rows, in terms of the job."""
+    """Replaces the store's error for a job without rows by one that says why there are none."""
     try:
         yield
     except NotFound as error:

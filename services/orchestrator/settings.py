@@ -8,7 +8,7 @@ from services.chassis.settings import ServiceSettings
 
 
 class OrchestratorSettings(ServiceSettings):
-    """`ServiceSettings` and the patience of the orchestrator."""
+    """`ServiceSettings`, and the orchestrator's time limits and intervals."""
 
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     """How often workers report."""
@@ -21,13 +21,13 @@ class OrchestratorSettings(ServiceSettings):
     bind_timeout_seconds: float = Field(default=1800, gt=0)
     """How long loading a policy on a trainer worker may take (a download included)."""
     cleanup_seconds: float = Field(default=15, gt=0)
-    """How long an ended job tries to tell its workers so."""
+    """How long an ended job tries to have its workers release it."""
     activity_seconds: float = Field(default=0.5, gt=0)
     """How often followers of a job learn of progress inside a step."""
     recent_trajectories: int = Field(default=200, ge=0)
-    """Trajectories kept for looking at, per job; and as many of evaluations."""
+    """Newest training trajectories kept for inspection, per job; and as many of evaluations."""
     probe_seconds: float = Field(default=1.0, gt=0)
     """How long the health check of another service may take."""
     survival_seconds: float = Field(default=20, gt=0)
-    """An orchestrator that dies within so many seconds after it launched a job may have died of it:
-    three such deaths set the job aside. A supervisor gives up a service that dies more often."""
+    """A job is suspected when the orchestrator dies within so many seconds after launching it:
+    three such deaths fail the job. A supervisor gives up a service that dies more often."""

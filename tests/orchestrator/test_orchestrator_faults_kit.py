@@ -9,10 +9,10 @@ import pytest
 from services.orchestrator.errors import (
     Deadline,
     RetryBackoff,
-    alongside,
     is_transient,
     job_fault,
-    together,
+    run_all,
+    run_with_background,
 )
 from troupe.rpc import (
     DeadlineExceeded,
@@ -45,30 +45,30 @@ def test_what_repetition_can_cure(error: TroupeError, transient: bool) -> None:
 
 async def test_patience_says_what_it_waited_for() -> None:
     said: list[str] = []
-    patience = Deadline("step 3", 0.05, "limits.step_seconds", said.append)
-    patience.say("waiting for 2 trajectories")
+    deadline = Deadline("step 3", 0.05, "limits.step_seconds", said.append)
+    deadline.report("waiting for 2 trajectories")
     with pytest.raises(DeadlineExceeded) as caught:
-        await patience.wait(asyncio.sleep(10))
+        await deadline.wait(asyncio.sleep(10))
     error = caught.value
     assert str(error).startswith(
         "limits.step_seconds = 0.05: step 3 did not end within 0.05 s: waiting for 2 trajectories"
     )
     assert said == ["waiting for 2 trajectories"]
     with pytest.raises(DeadlineExceeded):
-        await patience.wait(asyncio.sleep(10))  # no warning of a coroutine never awaited
+        await deadline.wait(asyncio.sleep(10))  # no warning of a coroutine never awaited
 
 
 async def test_patience_lets_shorter_waits_pass() -> None:
-    patience = Deadline("step 3", 10, "limits.step_seconds")
+    deadline = Deadline("step 3", 10, "limits.step_seconds")
     with pytest.raises(TimeoutError):
-        await patience.wait(asyncio.sleep(10), at_most=0.01)
-    assert await patience.wait(asyncio.sleep(0, "done")) == "done"
+        await deadline.wait(asyncio.sleep(10), at_most=0.01)
+    assert await deadline.wait(asyncio.sleep(0, "done")) == "done"
 
     async def own_timeout() -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        await patience.wait(own_timeout())
+        await deadline.wait(own_timeout())
 
 
 async def test_attempts_end_at_once_for_what_nothing_cures() -> None:
@@ -109,10 +109,10 @@ async def test_together_the_first_failure_ends_all() -> None:
         raise Unavailable("broken")
 
     with pytest.raises(Unavailable):
-        await together(long(), broken())
+        await run_all(long(), broken())
     assert ended == ["long"]
-    await together()
-    await together(asyncio.sleep(0), asyncio.sleep(0.01))
+    await run_all()
+    await run_all(asyncio.sleep(0), asyncio.sleep(0.01))
 
 
 async def test_together_is_cancelled_together() -> None:
@@ -125,7 +125,7 @@ async def test_together_is_cancelled_together() -> None:
         finally:
             running.discard(n)
 
-    task = asyncio.create_task(together(part(1), part(2)))
+    task = asyncio.create_task(run_all(part(1), part(2)))
     await asyncio.sleep(0.01)
     assert running == {1, 2}
     task.cancel()
@@ -146,6 +146,6 @@ async def test_alongside(fails: bool) -> None:
 
     if fails:
         with pytest.raises(Unavailable):
-            await alongside(main(lambda: 10), background())
+            await run_with_background(main(lambda: 10), background())
     else:
-        assert await alongside(main(lambda: 0.01), background()) == "done"
+        assert await run_with_background(main(lambda: 0.01), background()) == "done"

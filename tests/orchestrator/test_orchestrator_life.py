@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.orchestrator.cluster import make_room
+from services.orchestrator.cluster import release_ended_jobs
 from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import StateUnavailable
@@ -225,6 +225,6 @@ async def test_what_an_ended_job_held_does_not_count_as_load(cluster: Cluster) -
         job_id=job_id, policy="solver", state=pb.BINDING_STATE_IDLE, version=2
     )
     worker.beat = orch.HeartbeatRequest(bindings=[stale])
-    await make_room(shared, "next")
+    await release_ended_jobs(shared, "next")
     # A beat that came meanwhile took its place; it does not tell of it either.
     assert stale not in worker.beat.bindings

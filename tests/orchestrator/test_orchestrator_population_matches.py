@@ -46,7 +46,7 @@ class Table:
         seconds: float = 60,
     ) -> None:
         self.play, self.kept = play, dict[str, orch.Match]()
-        self.apart = True
+        self.separate_match_slots = True
         # Of the next writes.
         self.faults: list[TroupeError] = []
         names = [f"player@{n}" for n in range(2)]

@@ -15,7 +15,7 @@ from services.orchestrator.errors import Deadline
 from services.orchestrator.jobs.runner import JobRunner
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch
 from services.orchestrator.populations import slots
-from services.orchestrator.populations.slots import MemberWeights, Slots, let_go
+from services.orchestrator.populations.slots import MemberWeights, Slots, unpublish_members
 from services.orchestrator.populations.state import SETTLED, FrozenMember, PopulationState
 from services.orchestrator.state.job_store import Superseded
 from troupe.populations.payoffs import PayoffTable
@@ -26,7 +26,7 @@ from troupe.v1 import rollout_pb2 as ro
 from troupe.v1 import trainer_pb2 as tr
 
 
-def patience() -> Deadline:
+def deadline() -> Deadline:
     return Deadline("a test", 30, "nothing")
 
 
@@ -35,8 +35,8 @@ def test_matches_beside_training_wait_for_what_is_trained() -> None:
     job: Any = SimpleNamespace(spec=SimpleNamespace(limits=limits))
     engines: Any = None
     dispatch = Dispatch(job, engines)
-    for name, step, aside in (("match", 2, True), ("train", 5, False), ("older", 4, False)):
-        batch = TicketBatch(step, patience(), lambda event: None, aside=aside)
+    for name, step, low_priority in (("match", 2, True), ("train", 5, False), ("older", 4, False)):
+        batch = TicketBatch(step, deadline(), lambda event: None, low_priority=low_priority)
         dispatch.add(batch, [[ro.Ticket(query_id=name, trajectory_id=name)]])
     assert [group[0].query_id for group in dispatch._waiting] == ["older", "train", "match"]
 
@@ -90,7 +90,7 @@ MEMBER = FrozenMember("player@3", "player", "main", 3, "c", 3, 1, "", SETTLED, 0
 async def test_a_member_whose_host_is_away_is_not_gone() -> None:
     """Hosts share no files here: who is there does not know what others have."""
     hosts = Hosts(Host(files=False), Host(files=True, usable=False))
-    asked = asyncio.create_task(weights_of(hosts, 30).publish(MEMBER, patience()))
+    asked = asyncio.create_task(weights_of(hosts, 30).publish(MEMBER, deadline()))
     await asyncio.sleep(0.01)
     assert not asked.done()
     hosts.hosts[1].usable = True
@@ -103,7 +103,7 @@ async def test_a_member_whose_host_is_away_is_not_gone() -> None:
 async def test_a_member_that_nobody_brings_back_is_gone(away: list[Host]) -> None:
     hosts = Hosts(Host(files=False), *away)
     with pytest.raises(NotFound):
-        await weights_of(hosts, 0.0).publish(MEMBER, patience())
+        await weights_of(hosts, 0.0).publish(MEMBER, deadline())
 
 
 class Record:
@@ -156,10 +156,10 @@ def populated(record: Record, dropped: list[int]) -> Any:
 async def test_members_of_a_job_that_was_taken_over_stay_where_they_are() -> None:
     dropped: list[int] = []
     with pytest.raises(Superseded):
-        await let_go(populated(Record(epoch=2), dropped))
+        await unpublish_members(populated(Record(epoch=2), dropped))
     assert dropped == []
     with pytest.raises(Superseded):
-        await let_go(populated(Record(epoch=1), dropped))
+        await unpublish_members(populated(Record(epoch=1), dropped))
     assert dropped == [0, 1], "it was taken over while members were let go"
 
 
@@ -173,7 +173,7 @@ async def test_members_that_stay_do_not_hide_how_a_job_ended(
     async def fails(job: Any) -> None:
         raise trouble
 
-    monkeypatch.setattr(slots, "let_go", fails)
+    monkeypatch.setattr(slots, "unpublish_members", fails)
     record = Record(epoch=1)
     runner = JobRunner(populated(record, []).shared, "job")
     runner._job, runner._epoch = populated(record, []), 1
@@ -186,7 +186,7 @@ async def test_members_that_stay_do_not_hide_how_a_job_ended(
 class Published(set[str]):
     """Whose weights engines find; saving what is in slots takes a while."""
 
-    async def publish(self, member: FrozenMember, patience: Deadline) -> pb.WeightsRef:
+    async def publish(self, member: FrozenMember, deadline: Deadline) -> pb.WeightsRef:
         await asyncio.sleep(0)
         self.add(member.member_id)
         return pb.WeightsRef(policy=member.learner, version=member.version)
@@ -210,10 +210,10 @@ async def test_steps_do_not_drop_who_is_on_the_way_to_a_match() -> None:
     spec = SimpleNamespace(population=SimpleNamespace(), pools=SimpleNamespace())
     job: Any = SimpleNamespace(job_id="job", epoch=1, spec=spec)
     slots = Slots(job, found, found, state)
-    slots.engines = SimpleNamespace(update=lambda ref, patience: asyncio.sleep(0))  # type: ignore[assignment]
+    slots.engines = SimpleNamespace(update=lambda ref, deadline: asyncio.sleep(0))  # type: ignore[assignment]
     await asyncio.gather(
-        slots._bring({"match--0": "player@1"}, patience()),
-        slots._bring({"step--0": "player@2"}, patience()),
+        slots._load({"match--0": "player@1"}, deadline()),
+        slots._load({"step--0": "player@2"}, deadline()),
     )
     assert state.slots == {"step--0": ("player@2", 5), "match--0": ("player@1", 3)}
     assert found == {"player@1", "player@2"}, "what is in slots, and no more"

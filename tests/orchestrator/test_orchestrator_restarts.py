@@ -137,7 +137,7 @@ async def test_a_job_without_workers_fails_in_the_end(bare: Cluster) -> None:
 
 
 async def test_a_job_that_was_up_waits_for_its_workers_as_for_a_step(bare: Cluster) -> None:
-    """However short the patience at its start: they may all be restarting."""
+    """However short the deadline at its start: they may all be restarting."""
     rollout, trainer = await bare.add_rollout(), await bare.add_trainer()
     rollout.script.seconds = 1000
     job_id = await bare.submit(job_yaml())

@@ -55,7 +55,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tool]:
     wandb = types.ModuleType("wandb")
     wandb.init = tool.init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "SINK_WAIT_SECONDS", 0.3)
     yield tool
     tool.released.set()
 

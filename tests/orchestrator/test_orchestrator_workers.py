@@ -129,9 +129,9 @@ async def test_while_alive_leaves_other_timeouts_alone(registry: WorkerRegistry)
 
 
 async def test_waiting_names_what_is_missing(registry: WorkerRegistry) -> None:
-    patience = Deadline("waiting for workers", 0.05, "workers_timeout_seconds")
+    deadline = Deadline("waiting for workers", 0.05, "workers_timeout_seconds")
     with pytest.raises(DeadlineExceeded, match="waiting for a rollout and a trainer worker"):
-        await registry.wait_for((ROLLOUT, TRAINER), patience)
+        await registry.wait_for((ROLLOUT, TRAINER), deadline)
 
 
 async def test_a_stalled_orchestrator_does_not_blame_its_workers() -> None:

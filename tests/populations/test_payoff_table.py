@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from troupe.populations import PayoffTable, Precision, draw_opponents, matches_due, seats
+from troupe.populations import PayoffTable, Precision, matches_due, seats
 from troupe.populations.matches import turn_beside
 
 
@@ -29,7 +29,6 @@ def test_means_and_variances_are_those_of_the_matches() -> None:
     # Student's, with 49 degrees of freedom. Whoever is alone in a table is as others are.
     width = pytest.approx(2.0095752 * played.std(0, ddof=1).max() / math.sqrt(50))
     assert cell.half_width() == cell.half_width(table.pooled) == width
-    assert table.missing() == [(0, 0)]
     with pytest.raises(ValueError, match=r"\(0, 0\) have not met"):
         table.tensor()
     table.settle((0, 0), [1, -1])
@@ -77,7 +76,7 @@ def test_pools_grow_and_keep_what_is_known() -> None:
     table = PayoffTable([1, 1])
     table.record((0, 0), [1, -1])
     table.grow([2, 1])
-    assert table.missing() == [(1, 0)]
+    assert set(table.all()) - set(table.cells) == {(1, 0)}
     with pytest.raises(ValueError, match="only grow"):
         table.grow([1, 1])
     with pytest.raises(ValueError, match="one pool"):
@@ -96,7 +95,6 @@ def test_only_missing_and_uncertain_cells_are_played() -> None:
     table = PayoffTable([2, 2])
     precision = Precision(least=4, most=8, half_width=0.7)
     assert matches_due(table, precision) == [(m, 4) for m in itertools.product((0, 1), (0, 1))]
-    assert matches_due(table, precision, {(0, 0): 4, (0, 1): 1})[:1] == [((0, 1), 3)]
     for number in range(4):
         table.record((0, 0), [number / 10, -1])
         table.record((0, 1), [number % 2, 0])
@@ -132,7 +130,6 @@ def test_a_few_matches_that_end_alike_are_no_certainty() -> None:
 def test_in_symmetric_games_everybody_sits_everywhere() -> None:
     table = PayoffTable([1, 1, 1], symmetric=True)
     assert matches_due(table, Precision(least=4)) == [((0, 0, 0), 6)]
-    assert matches_due(table, Precision(least=4), {(0, 0, 0): 4}) == [((0, 0, 0), 2)]
 
 
 def test_copies_of_a_member_are_one_player() -> None:
@@ -158,14 +155,6 @@ def test_copies_of_a_member_are_one_player() -> None:
     table.record((0, 0, 1), [1.0, 1.0, -2.0])
     table.record((0, 0, 1), [-1.0, -1.0, 2.0])
     assert table.pooled.tolist() == [2.0, 2.0, 8.0]
-
-
-def test_opponents_are_drawn_once_per_episode() -> None:
-    profile = [np.array([1.0, 0.0]), np.array([0.25, 0.75]), np.array([0.0, 0.0, 1.0])]
-    drawn = [draw_opponents(profile, 0, episode, seed=3) for episode in range(400)]
-    assert drawn == [draw_opponents(profile, 0, episode, seed=3) for episode in range(400)]
-    assert {one[2] for one in drawn} == {2}
-    assert sum(one[1] for one in drawn) / 400 == pytest.approx(0.75, abs=0.08)
 
 
 @pytest.mark.parametrize("players", [1, 2, 3, 4])

@@ -1,8 +1,11 @@
-"""Populations of policies: pools, payoffs, meta-solvers (MALib; PSRO, Lanctot et al. 2017). Pure:
-no clock, no input or output, no randomness but a given seed."""
+"""Population-based training as pure functions: pools, payoffs, meta-solvers, opponents.
+
+After PSRO (Lanctot et al. 2017) and MALib. No clock, no input or output, no randomness but from a
+given seed.
+"""
 
 from troupe.populations.games import Array, Profile, nash_conv, regrets, values, zero_sum
-from troupe.populations.matches import Precision, draw_opponents, matches_due, seats
+from troupe.populations.matches import Precision, matches_due, seats
 from troupe.populations.opponents import Weighting, pfsp
 from troupe.populations.payoffs import Members, PayoffEntry, PayoffTable
 from troupe.populations.solvers import MetaSolver, NotZeroSum, solve
@@ -17,7 +20,6 @@ __all__ = [
     "Precision",
     "Profile",
     "Weighting",
-    "draw_opponents",
     "matches_due",
     "nash_conv",
     "pfsp",

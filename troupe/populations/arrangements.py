@@ -1,8 +1,7 @@
 """Exact values of agents that change seats from episode to episode, each seating equally often.
 
-`seatings[k][seat]` is the agent there; by default they are all permutations.
-
-An agent's plans are one per seat: it knows where it sits.
+`seatings[k][seat]` is the agent on a seat in arrangement k; by default all permutations. An agent
+has one plan per seat, since it knows where it sits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Seatings = Sequence[Sequence[int]]
 
 
 def mixed(members: Sequence[Plans], shares: Sequence[float]) -> list[Array]:
-    """The plans of who is one of `members` for a whole episode, drawn with `shares`."""
+    """The plans of an agent that plays one of `members` per episode, drawn with `shares`."""
     total = float(np.sum(shares))
     if len(members) != len(shares) or not members or total <= 0:
         raise ValueError(f"{len(members)} members and the shares {list(shares)} make no mixture")
@@ -33,7 +32,7 @@ def mixed(members: Sequence[Plans], shares: Sequence[float]) -> list[Array]:
 def agent_values(
     form: SequenceForm, agents: Sequence[Plans], seatings: Seatings | None = None
 ) -> Array:
-    """What each agent [n] gets on average over all seatings."""
+    """The expected return of each agent [n], on average over all seatings."""
     found = np.zeros(len(agents))
     seatings = seatings or list(permutations(range(len(agents))))
     for seating in seatings:
@@ -45,10 +44,10 @@ def agent_values(
 def agent_nash_conv(
     form: SequenceForm, agents: Sequence[Plans], seatings: Seatings | None = None
 ) -> float:
-    """What the agents together would gain by best responses; 0 at a Nash equilibrium.
+    """The sum of the agents' gains by best responses; 0 at a Nash equilibrium.
 
-    Half of it is the exploitability of two. Raises ValueError for more than two agents that differ
-    and change seats: a best response would have to know who sits where.
+    With two agents it is twice the exploitability. Raises ValueError for more than two different
+    agents that change seats: a best response would have to know who sits where.
     """
     alike = all(plans is agents[0] for plans in agents)
     seatings = seatings or list(permutations(range(len(agents))))

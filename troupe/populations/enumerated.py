@@ -1,12 +1,11 @@
-"""A language model's play of a small game, enumerated: what it does in every information state.
+"""A language model's policy in a small game, from its answers in every information state.
 
-Whoever plays through text is asked, in each information state, what it would be asked in a match;
-the probabilities of the moves' names make a behaviour, and the behaviour a plan of the game in
-sequence form (`troupe.populations.tree`): exact payoffs and NashConv, without a match.
+In each information state the model gets the prompt of a match. The probabilities of the moves'
+names are its behaviour policy, which is a plan of the game in sequence form
+(`troupe.populations.tree`): exact payoffs and NashConv without a match.
 
-Exact where an answer that is a move is the move's name and nothing else, as with
-`sampling.max_new_tokens: 1` and names of one token. Of models that dress up their moves it sees
-the undressed ones only.
+Exact if a valid answer is a move's name and nothing else, as with `sampling.max_new_tokens: 1` and
+names of one token. Longer answers that also contain a move count as illegal.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ from troupe.workflow.environments.episode import PlayRules
 from troupe.workflow.environments.interface import IllegalRule, Properties
 
 FORFEIT: Final = -1
-"""The action of losing by an illegal move, in games that can be lost so."""
+"""The action of making an illegal move and losing, in games with that rule."""
 
 Behaviour = dict[str, dict[int, float]]
 """Information state -> action -> probability."""
 Messages = tuple[Mapping[str, str], ...]
 
-# A tree with more nodes takes minutes to walk and gigabytes to hold.
+# A tree with more histories takes minutes to walk and gigabytes of memory.
 MAX_HISTORIES: Final = 200_000
-# Answers that are moves cannot be likelier than all answers, but for rounding.
+# Tolerance of the sum of the moves' probabilities, for rounding.
 _ROUNDING: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One information state, as a seat is asked there."""
+    """One information state, as a prompt to the player who moves there."""
 
     player: int
     state: str
-    """In the game's own words."""
+    """The game's name of the information state."""
     messages: Messages
-    """The conversation that the move answers."""
+    """The conversation to which the move is the answer."""
     moves: Mapping[str, int]
-    """What a player may write -> the action."""
+    """By name of a legal move: its action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Enumeration:
-    """A game that is played through text."""
+    """A game that is played through text, with the prompts of all information states."""
 
     form: SequenceForm
-    """The game; where an illegal move may lose it, with that as one more action of every set."""
+    """The game; if an illegal move may lose it, with `FORFEIT` as one more action of every set."""
     questions: tuple[Question, ...]
     rule: IllegalRule
     resamples: int
@@ -65,38 +64,40 @@ class Enumeration:
     def of(
         cls, environment: OpenSpiel, rules: PlayRules, *, rule: IllegalRule | None = None
     ) -> Enumeration:
-        """The information states of `environment` as `rules` put them; `rule` is the job's own.
+        """The information states of `environment` with the prompts of `rules`.
 
-        With `history: all` earlier answers stand in the conversation as the moves' names. Raises
-        ValueError where one information state is told in two ways (the text shows what its player
-        cannot know) or there are more than `MAX_HISTORIES`, and as `SequenceForm.of`.
+        `rule` is the job's own for illegal moves. With `history: all` earlier answers are in the
+        conversation as the moves' names. Raises ValueError if an information state has two prompts
+        (the text shows what its player cannot know) or there are more than `MAX_HISTORIES`, and as
+        `SequenceForm.of`.
         """
         rule = rule or rules.illegal or environment.properties.illegal
-        return cls.told(environment, questions(environment, rules), rule, rules.resamples)
+        return cls.of_questions(environment, questions(environment, rules), rule, rules.resamples)
 
     @classmethod
-    def told(
+    def of_questions(
         cls,
         environment: OpenSpiel,
         questions: Sequence[Question],
         rule: IllegalRule,
         resamples: int,
     ) -> Enumeration:
-        """The same of questions that somebody else has made, who has the text of the game."""
+        """The same with `questions` that another process has made, which has the job's prompts."""
         game = environment.game
-        # The walk reads states only: a game with forfeits is the same tree with more leaves.
+        # A game with forfeits is the same tree with more leaves.
         if rule != "random_legal":
             game = cast(Any, _Forfeitable(game, environment.properties))
         form = SequenceForm.of(game)
         return cls(form, tuple(questions), rule, resamples if rule == "resample" else 0)
 
     def behaviours(self, probabilities: Sequence[Mapping[int, float]]) -> tuple[Behaviour, ...]:
-        """By player, what one does that says each question's moves with `probabilities` (action ->
-        probability of its name); what is left is the chance of an answer that is no move.
+        """By player, the behaviour policy of a model that answers with `probabilities`.
 
-        `random_legal`: that is shared out among the legal moves. `lose`: it is `FORFEIT`.
-        `resample`: the seat is asked again, `resamples` times, and loses then, as if the correction
-        in the conversation changed nothing. Raises ValueError for what are no probabilities.
+        `probabilities` are, by question, those of the moves' names by action; the rest to 1 is the
+        probability of an answer that is no legal move. With `random_legal` that is divided among
+        the legal moves, with `lose` it is `FORFEIT`. With `resample` the model answers again,
+        `resamples` times, as if the correction in the conversation changed nothing, and then
+        loses. Raises ValueError for invalid probabilities.
         """
         found: tuple[Behaviour, ...] = tuple({} for _ in range(self.form.players))
         for question, given in zip(self.questions, probabilities, strict=True):
@@ -127,16 +128,16 @@ class Enumeration:
 
 
 def questions(environment: OpenSpiel, rules: PlayRules) -> tuple[Question, ...]:
-    """What the seats are asked. Raises ValueError as `Enumeration.of`."""
+    """The prompts of all information states. Raises ValueError as `Enumeration.of`."""
     game = environment.game
     load_sequential(game)
     asked: dict[tuple[int, str], Question] = {}
     talks: list[Messages] = [()] * game.num_players()
-    _ask(environment, rules, game.new_initial_state(), talks, asked, count(1))
+    _collect(environment, rules, game.new_initial_state(), talks, asked, count(1))
     return tuple(asked.values())
 
 
-def _ask(
+def _collect(
     environment: OpenSpiel,
     rules: PlayRules,
     state: Any,
@@ -144,14 +145,14 @@ def _ask(
     asked: dict[tuple[int, str], Question],
     seen_before: Iterator[int],
 ) -> None:
-    """Visit all histories below `state`; `talks` are the players' conversations so far."""
+    """Visits all histories below `state`; `talks` are the players' conversations so far."""
     if next(seen_before) > MAX_HISTORIES:
         raise ValueError(f"the tree of {environment.game} has more than {MAX_HISTORIES:,} nodes")
     if state.is_terminal():
         return
     if state.is_chance_node():
         for action, _ in state.chance_outcomes():
-            _ask(environment, rules, state.child(action), talks, asked, seen_before)
+            _collect(environment, rules, state.child(action), talks, asked, seen_before)
         return
     player = state.current_player()
     name = state.information_state_string(player)
@@ -170,11 +171,11 @@ def _ask(
     for label, action in question.moves.items():
         after = list(talks)
         after[player] = (*messages, {"role": "assistant", "content": label})
-        _ask(environment, rules, state.child(action), after, asked, seen_before)
+        _collect(environment, rules, state.child(action), after, asked, seen_before)
 
 
 class _Forfeitable:
-    """An OpenSpiel game, or a state of one, in which every move may also be `FORFEIT`."""
+    """An OpenSpiel game, or a state of one, with `FORFEIT` as a further legal action."""
 
     def __init__(
         self, of: Any, properties: Properties, state: Any = None, loser: int | None = None
@@ -197,7 +198,7 @@ class _Forfeitable:
         return self._loser is not None or self._state.is_terminal()
 
     def returns(self) -> list[float]:
-        """As `Episode` rewards a forfeit, on top of what was won before it."""
+        """The returns so far, and the reward of a forfeit as `Episode` gives it."""
         found = list(self._state.returns())
         if self._loser is None:
             return found
@@ -242,9 +243,9 @@ def score_request(
     ends: bool = False,
     version: int | None = None,
 ) -> pb.ScoreRequest:
-    """Asks how likely every move's name is, by itself or, with `ends`, as the whole answer.
+    """A request for the log-prob of every move's name, or with `ends` of it as the whole answer.
 
-    `ends` where answers may be longer than a move (`sampling.max_new_tokens`).
+    `ends` is for answers that may be longer than a move (`sampling.max_new_tokens`).
     """
     prompts = [
         pb.ScorePrompt(
@@ -259,7 +260,7 @@ def score_request(
 def probabilities(
     questions: Sequence[Question], answer: pb.ScoreResponse
 ) -> list[dict[int, float]]:
-    """Action -> probability of its name, by question: what `Enumeration.behaviours` takes."""
+    """By question, the probabilities of moves' names by action, for `Enumeration.behaviours`."""
     return [
         {
             action: math.exp(one.logprob)

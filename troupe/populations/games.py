@@ -1,7 +1,7 @@
-"""Meta-games: the strategies of a player are the members of its pool.
+"""Meta-games: normal-form games in which a player's strategies are the members of its pool.
 
-Shapes everywhere in this package: `payoffs` is a float array [n, k_1, ..., k_n]: of player i when
-player j plays its member a_j. A *profile* is one probability vector [k_i] per player.
+Shapes in this package: `payoffs` [n, k_1, ..., k_n] are floats; [i, a_1, ..., a_n] is the payoff of
+player i when each player j plays its member a_j. A *profile* is one distribution [k_i] per player.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def zero_sum(matrix: object) -> Array:
 
 
 def is_zero_sum(payoffs: Array, tolerance: float = 1e-9) -> bool:
-    """Whether payoffs add up to the same in every cell, so that players only compete."""
+    """Whether the game is constant-sum: payoffs have the same sum in every cell."""
     totals = payoffs.sum(axis=0)
     scale = max(1.0, float(np.abs(payoffs).max()))
     return bool(np.ptp(totals) <= tolerance * scale)
 
 
 def uniform(payoffs: Array) -> Profile:
-    """Every member as likely as any other."""
+    """The profile in which all members are equally likely."""
     return [np.full(size, 1.0 / size) for size in payoffs.shape[1:]]
 
 
 def member_values(payoffs: Array, profile: Sequence[Array], player: int) -> Array:
-    """What each member of `player` gets [k_i] while the others play `profile`."""
+    """The expected payoff of each member of `player` [k_i] while the others play `profile`."""
     found: Array = payoffs[player]
     for other in range(len(profile) - 1, -1, -1):
         if other != player:
@@ -61,13 +61,13 @@ def member_values(payoffs: Array, profile: Sequence[Array], player: int) -> Arra
 
 
 def values(payoffs: Array, profile: Sequence[Array]) -> Array:
-    """What each player gets [n] when all play `profile`."""
+    """The expected payoff of each player [n] when all play `profile`."""
     players = range(len(profile))
     return np.array([member_values(payoffs, profile, i) @ profile[i] for i in players])
 
 
 def regrets(payoffs: Array, profile: Sequence[Array]) -> Array:
-    """What each player would gain [n] by its best single member."""
+    """How much each player [n] would gain by its best member."""
     found = []
     for player, own in enumerate(profile):
         each = member_values(payoffs, profile, player)

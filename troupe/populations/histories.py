@@ -1,4 +1,4 @@
-"""`Histories`: a game's whole tree as arrays, so that thousands of games move at one stroke."""
+"""A game's whole tree as arrays, so that thousands of copies of the game move in one operation."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Histories:
-    """A finite game with perfect recall, history by history; the empty history is number 0.
+    """A finite game with perfect recall, by history; the empty history is number 0.
 
     Shapes: h histories, n players, A actions, m information sets of a player, d numbers of an
-    observation, w columns for what can come next: the actions, or the outcomes of chance.
+    observation, w = the larger of A and the most outcomes of a chance node.
     """
 
     form: SequenceForm
-    """The same game; sets of a player have the same numbers here and there."""
+    """The game in sequence form; a player's sets have the same numbers here and there."""
     actor: NDArray[np.int8]
-    """Who moves [h]: a player, `chance` or, at an end, `over`."""
+    """The player who moves [h]; `chance` at chance nodes, `over` at terminal histories."""
     sets: Indices
-    """The information set of who moves [h]; of chance: a row of `chances`."""
+    """The mover's information set [h]; at chance nodes a row of `chances`."""
     children: Indices
-    """The next history by action or outcome [h, w]; -1 where there is none, itself at an end."""
+    """The next history by action or outcome [h, w]; -1 for none, itself at terminal ones."""
     chances: Array
-    """Distributions of chance [c, w]."""
+    """Distributions of chance nodes [c, w]."""
     returns: Array
-    """What players get at an end [h, n]; elsewhere 0."""
+    """The players' returns at terminal histories [h, n]; elsewhere 0."""
     legal: tuple[Bools, ...]
     """By player, the legal actions of each set [m, A]."""
     tensors: tuple[Floats, ...]
     """By player, each set's information state as OpenSpiel gives it [m, d]."""
     longest: int
-    """Moves of players in the longest game."""
+    """The players' moves in the longest game."""
 
     @classmethod
     def of(cls, game: Any) -> Histories:
-        """The game of that OpenSpiel name, or a loaded one. Raises as `SequenceForm.of`, and
-        ValueError for a game whose information states are not given as tensors."""
+        """Reads the OpenSpiel game of a name, or a loaded one.
+
+        Raises as `SequenceForm.of`, and ValueError for a game without information state tensors.
+        """
         loaded = load_sequential(game)
         if not loaded.get_type().provides_information_state_tensor:
             raise ValueError(f"{game} has no information states as tensors: no network can see it")
@@ -53,29 +55,29 @@ class Histories:
 
     @property
     def chance(self) -> int:
-        """The number of chance in `actor`."""
+        """The value of `actor` at chance nodes."""
         return self.form.players
 
     @property
     def over(self) -> int:
-        """The number in `actor` of a history at which the game has ended."""
+        """The value of `actor` at terminal histories."""
         return self.form.players + 1
 
     @property
     def actions(self) -> int:
-        """A"""
+        """The number A of actions."""
         return int(self.legal[0].shape[1])
 
     def uniform(self, player: int) -> Array:
-        """Every legal action equally often [m, A]."""
+        """The uniform policy over legal actions [m, A]."""
         legal = self.legal[player]
         found: Array = legal / legal.sum(axis=1, keepdims=True)
         return found
 
     def plan(self, player: int, table: Array) -> Array:
-        """The plan [s] of probabilities of actions by set [m, A].
+        """The plan [s] of a policy: probabilities of actions by set [m, A].
 
-        Raises ValueError where a row is no distribution over legal actions.
+        Raises ValueError for a row that is no distribution over legal actions.
         """
         legal = self.legal[player]
         if table.shape != legal.shape:
@@ -89,7 +91,7 @@ class Histories:
         return self.form.plan(player, [row[may] for row, may in zip(table, legal, strict=True)])
 
     def table(self, player: int, plan: Array) -> Array:
-        """Probabilities of actions by set [m, A]; where the plan never comes: uniform."""
+        """The policy [m, A] of a plan; uniform in sets that the plan never reaches."""
         found = np.zeros(self.legal[player].shape)
         behaviour = self.form.behaviour(player, plan).values()
         for row, shares in zip(found, behaviour, strict=True):
@@ -99,8 +101,10 @@ class Histories:
 
 
 def cumulated(shares: Array, width: int) -> Floats:
-    """Cumulated probabilities of rows [r, A], as [r, width]; from the last possible one on, beyond
-    any draw."""
+    """Cumulative probabilities of rows [r, A] as [r, width], for drawing by comparison.
+
+    2, which no uniform draw reaches, from the last possible action on.
+    """
     found = np.full((len(shares), width), 2.0, dtype=np.float32)
     columns = np.arange(shares.shape[1])
     last = np.where(shares > 0, columns, -1).max(axis=1)
@@ -112,7 +116,7 @@ def cumulated(shares: Array, width: int) -> Floats:
 
 @dataclass
 class _HistoryReading:
-    """Visits all histories once."""
+    """One walk over all histories of a game."""
 
     game: Any
     form: SequenceForm

@@ -1,9 +1,9 @@
-"""PSRO whose best responses are networks that learn (Lanctot et al. 2017), several at once
-(pipeline PSRO, McAleer et al. 2020), on games whose tree can be walked.
+"""PSRO (Lanctot et al. 2017) and pipeline PSRO (McAleer et al. 2020) on games whose tree can be
+walked, with exact best responses or networks that learn them.
 
-A member is a network, and by what it does at every information set it is a plan, too: NashConv is
-exact, and so are payoffs unless they are to be played. It answers with its likeliest or best
-action. Importing this needs torch.
+A member is a network that plays its most probable or best action. Its actions in all information
+sets are also a plan, so NashConv is exact; payoffs are, too, unless they are sampled. Importing
+this module needs torch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,16 @@ from troupe.populations.payoffs import Members, PayoffTable
 from troupe.populations.solvers import MetaSolver, solve
 from troupe.populations.tree import Indices, SequenceForm
 
+Tensors = dict[str, torch.Tensor]
+# Policies of one player's members [k, m, A], and the probabilities of meeting them [k].
+Opponents = tuple[Array, Array]
+# Maps `train` over tasks: `map`, or that of an executor of processes.
+Workers = Callable[[Callable[["Training"], "Trained"], Iterable["Training"]], Iterable["Trained"]]
+# The name of the only policy of an actor.
+_POLICY: Final = "answer"
+# Games that `SampledGame` plays in one call of `play`.
+_GAMES_AT_ONCE: Final = 1 << 16
+
 
 @dataclass(frozen=True)
 class Iteration:
@@ -35,17 +45,17 @@ class Iteration:
 
     number: int
     meta: Profile
-    """Probabilities of each player's members."""
+    """The meta-strategy of each player."""
     plans: tuple[Array, ...]
     """Each player's mixture of its members, as one plan [s]."""
     nash_conv: float
-    """Of those plans in the whole game."""
+    """NashConv of those plans in the whole game."""
     sizes: tuple[int, ...]
-    """Members of each pool."""
+    """The size of each pool."""
 
 
 class MetaGame:
-    """Pools of plans, which begin with the uniform policy, and their exact payoffs."""
+    """Pools of plans, which start with the uniform policy, and their exact payoffs."""
 
     def __init__(self, form: SequenceForm) -> None:
         self.form = form
@@ -56,11 +66,11 @@ class MetaGame:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Members of each pool."""
+        """The size of each pool."""
         return tuple(len(pool) for pool in self.pools)
 
     def copy(self) -> MetaGame:
-        """One that grows apart from this."""
+        """An independent copy."""
         found = MetaGame.__new__(MetaGame)
         found.form, found.payoffs = self.form, self.payoffs
         found.pools = [list(pool) for pool in self.pools]
@@ -74,7 +84,7 @@ class MetaGame:
         )
 
     def grow(self, answers: Sequence[Array]) -> bool:
-        """Add a plan to each player's pool, unless it is there already; whether one was added."""
+        """Adds a plan to each player's pool unless it is there; whether one was added."""
         new = [
             not any(np.array_equal(answer, one) for one in pool)
             for answer, pool in zip(answers, self.pools, strict=True)
@@ -86,13 +96,13 @@ class MetaGame:
         return any(new)
 
     def _fill(self, player: int) -> None:
-        """The payoffs of a pool's newest member against all choices of the others."""
+        """Computes the payoffs of a pool's newest member against all members of the others."""
         shape = list(self.payoffs.shape[1:])
         slab = np.empty((self.form.players, *[k for i, k in enumerate(shape) if i != player]))
         others = [i for i in range(self.form.players) if i != player]
         newest = self.pools[player][-1]
         reach = newest[self.form.leaves[:, player]][:, None] * self.form.returns
-        # By the last of the others at one stroke: a matrix product instead of a loop.
+        # The last of the others in one matrix product instead of a loop.
         last = others[-1]
         columns = np.stack([plan[self.form.leaves[:, last]] for plan in self.pools[last]])
         for members in np.ndindex(*[shape[i] for i in others[:-1]]):
@@ -106,10 +116,9 @@ class MetaGame:
 
 
 class ExactPsro(MetaGame):
-    """Pools that grow by a best response to the others' meta-strategy in every iteration.
+    """PSRO with exact best responses to the others' meta-strategies.
 
-    Members that a pool has already are not added again: a pool that does not grow has no better
-    response among all policies of its player.
+    A pool does not grow by a member that it has: then no policy of its player is better.
     """
 
     def __init__(
@@ -126,7 +135,7 @@ class ExactPsro(MetaGame):
         self._solver, self._options = solver, options
 
     def run(self, iterations: int) -> Iterator[Iteration]:
-        """One `Iteration` after another, at most so many; ends when no pool grows."""
+        """Yields at most `iterations` iterations; ends when no pool grows."""
         for number in range(iterations):
             meta = solve(self._solver, self.payoffs, **self._options)
             plans = self.mixed(meta)
@@ -140,26 +149,22 @@ class ExactPsro(MetaGame):
                 return
 
 
-# Games that move at once.
-_TOGETHER: Final = 1 << 16
-
-
 def play(
     histories: Histories,
     tables: Sequence[Array],
     members: Indices,
     random: np.random.Generator,
 ) -> Array:
-    """Play games to their end: payoffs [g, n].
+    """Plays g games to their end; their payoffs [g, n].
 
-    `tables`: by player, probabilities of actions of its members [k, m, A]; `members` [g, n]: which
-    of them play each game.
+    `tables` are by player the policies of its members [k, m, A]; `members` [g, n] says which of
+    them play each game.
     """
     tree, width = histories, histories.children.shape[1]
     blocks = [one.reshape(-1, one.shape[-1]) for one in tables] + [tree.chances]
     first = np.concatenate([[0], np.cumsum([len(block) for block in blocks])])
     rows = np.concatenate([cumulated(block, width) for block in blocks])
-    # Where each mover's member begins in `rows`; then chance.
+    # The first row in `rows` of each player's member; then of chance.
     sets = np.array([one.shape[1] for one in tables])
     begin = np.concatenate(
         [members * sets + first[:-2], np.full((len(members), 1), first[-2])], axis=1
@@ -179,13 +184,13 @@ def play(
 
 
 class SampledGame(MetaGame):
-    """Cells that were never played, and those that are uncertain yet, are played; no others.
+    """Pools of plans with payoffs from sampled games, only as many as `precision` asks for.
 
-    What comes out is a function of the pools and the seed.
+    Deterministic in the pools and the seed.
     """
 
     def __init__(self, histories: Histories, precision: Precision, seed: int = 0) -> None:
-        """`precision`: how well payoffs have to be known."""
+        """`precision` of the payoffs."""
         self.form, self.histories, self.precision = histories.form, histories, precision
         players = histories.form.players
         self.pools = [[histories.form.uniform(player)] for player in range(players)]
@@ -195,7 +200,7 @@ class SampledGame(MetaGame):
         self._play_due()
 
     def copy(self) -> SampledGame:
-        """One that grows apart from this, with the matches played so far."""
+        """An independent copy, with the matches played so far."""
         found = SampledGame.__new__(SampledGame)
         found.form, found.histories, found.precision = self.form, self.histories, self.precision
         found.pools = [list(pool) for pool in self.pools]
@@ -206,7 +211,7 @@ class SampledGame(MetaGame):
         return found
 
     def _fill(self, player: int) -> None:
-        """Matches of a pool's newest member."""
+        """Plays the matches of a pool's newest member."""
         self._tables[player].append(self.histories.table(player, self.pools[player][-1]))
         self.table.grow(self.sizes)
         self._play_due()
@@ -217,26 +222,19 @@ class SampledGame(MetaGame):
         self.payoffs = self.table.tensor()
 
     def _play(self, due: Sequence[tuple[Members, int]]) -> None:
-        """So many matches of each of these cells."""
+        """Plays the given number of matches of each cell."""
         random = np.random.default_rng((self._seed, self._rounds))
         self._rounds += 1
         tables = [np.stack(pool) for pool in self._tables]
         counts = [count for _, count in due]
         members = np.repeat(np.array([cell for cell, _ in due]), counts, axis=0)
         parts = [
-            play(self.histories, tables, members[at : at + _TOGETHER], random)
-            for at in range(0, len(members), _TOGETHER)
+            play(self.histories, tables, members[at : at + _GAMES_AT_ONCE], random)
+            for at in range(0, len(members), _GAMES_AT_ONCE)
         ]
         ends = np.cumsum(counts)[:-1]
         for (cell, _), found in zip(due, np.split(np.concatenate(parts), ends), strict=True):
             self.table.record_all(cell, found)
-
-
-Tensors = dict[str, torch.Tensor]
-# Members of one player as probabilities of actions [k, m, A], and how often each is met [k].
-Opponents = tuple[Array, Array]
-
-_POLICY: Final = "answer"
 
 
 def _dqn() -> NetworkSpec:
@@ -255,49 +253,49 @@ def _dqn() -> NetworkSpec:
 
 @dataclass(frozen=True)
 class Oracle:
-    """How a best response is learned."""
+    """How a network learns a best response."""
 
     network: NetworkSpec = field(default_factory=_dqn)
-    """What it is and which paradigm trains it; `kind: mlp`, since an information state holds all
+    """The network and its learning paradigm; `kind: mlp`, since an information state contains all
     that its player has seen."""
     copies: int = 512
     """Games that are played at once: the episodes of one update."""
     updates: int = 60
-    """Of the learner, before its network becomes a member."""
+    """Updates of the learner before its network becomes a member."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A stretch of a best response's training: all that a process needs to carry it out."""
+    """A part of a best response's training, as a task for a process."""
 
     game: str
     player: int
     oracle: Oracle
     opponents: Mapping[int, Opponents]
-    """By player."""
+    """By player: its policies and their probabilities."""
     seed: int
     first: int
-    """The number of its first update."""
+    """The number of the first update."""
     updates: int
-    """How many."""
+    """How many updates."""
     state: Tensors | None = None
-    """The learner's, as the stretch before left it; None: a new one, drawn by `seed`."""
+    """The learner's state after the part before; None: a new learner, initialized by `seed`."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What became of it."""
+    """The result of a `Training` task."""
 
     table: Array
-    """What the network does at every information set [m, A]."""
+    """The network's policy [m, A]."""
     state: Tensors
-    """The learner's."""
+    """The learner's state."""
     weights: Tensors
-    """The network's."""
+    """The network's weights."""
 
 
 def train(task: Training) -> Trained:
-    """Play and learn. A function of the task, on one kind of machine with one torch thread.
+    """Carries out a task. Deterministic on one kind of machine with one torch thread.
 
     Raises InvalidArgument for a paradigm that cannot learn this game, ValueError as `enumerated`.
     """
@@ -327,11 +325,9 @@ def enumerated(
     histories: Histories,
     player: int,
 ) -> Array:
-    """The likeliest or best action of a network at every information set of a player, as
-    probabilities [m, A].
+    """The greedy policy [m, A] of a network in all information sets of a player.
 
-    Raises ValueError for a network with a memory of its own, InvalidArgument for weights that are
-    not its.
+    Raises ValueError for a recurrent network, InvalidArgument for weights of another network.
     """
     if network.kind != "mlp":
         raise ValueError("a network with a memory has no action by information set; take kind: mlp")
@@ -345,13 +341,9 @@ def enumerated(
     return table
 
 
-# How tasks are carried out: `map`, or that of processes that do so beside each other.
-Workers = Callable[[Callable[[Training], Trained], Iterable[Training]], Iterable[Trained]]
-
-
 @dataclass
 class _Active:
-    """Best responses, one of each player, that are in training."""
+    """The best responses of one level in training, one per player."""
 
     seeds: tuple[int, ...]
     updates: int = 0
@@ -359,12 +351,12 @@ class _Active:
 
 
 class LearnedPsro:
-    """Pools that grow by what networks learn against the others' meta-strategy.
+    """PSRO whose best responses are learned by networks.
 
-    With `levels` above 1 so many best responses of every player learn at once: the lowest against
-    the mixture of all members, each above it against the mixture of members and of those below it,
-    as they are by then; when the lowest has had all its updates it becomes a member, and a new one
-    begins on top. `stretch`: after how many updates the mixtures are formed anew.
+    With `levels` above 1 (pipeline PSRO) so many best responses of every player learn at once: the
+    lowest against the meta-strategy over members, each one above over members and the levels below
+    it. When the lowest has had all its updates it becomes a member, and a new level starts on top.
+    Mixtures are updated every `stretch` updates.
     """
 
     def __init__(
@@ -379,9 +371,9 @@ class LearnedPsro:
         workers: Workers = map,
         sampled: Precision | None = None,
     ) -> None:
-        """`game`: OpenSpiel's name. `workers`: carries out the trainings of a stretch, all at once
-        if it can (`Executor.map` of processes with one torch thread each). `sampled`: payoffs are
-        not computed, but played to this precision; NashConv stays exact. Raises ValueError."""
+        """`game` is an OpenSpiel name. `workers` maps `train` over the tasks of a stretch: `map`,
+        or `Executor.map` of processes with one torch thread each. With `sampled` payoffs are
+        sampled to this precision instead of computed; NashConv stays exact. Raises ValueError."""
         self.oracle = oracle or Oracle()
         if levels < 1 or (stretch is not None and stretch < 1):
             raise ValueError(f"levels and stretch are at least 1, not {levels} and {stretch}")
@@ -394,14 +386,14 @@ class LearnedPsro:
         self.tables: list[list[Array]] = [
             [self.histories.uniform(player)] for player in range(self.histories.form.players)
         ]
-        """By player, what each member does at its information sets [m, A]."""
+        """By player, the policy [m, A] of each member."""
         self._solver, self._seed, self._workers = solver, seed, workers
         self._levels, self._stretch = levels, stretch or self.oracle.updates
         self._begun = 0
         self._active = [self._new() for _ in range(levels)]
 
     def run(self, iterations: int) -> Iterator[Iteration]:
-        """One `Iteration` after another, as long as asked for."""
+        """Yields `iterations` iterations."""
         for number in range(iterations):
             if number:
                 self._raise_lowest()
@@ -411,7 +403,7 @@ class LearnedPsro:
             yield Iteration(number, meta, plans, gap, self.meta_game.sizes)
 
     def _raise_lowest(self) -> None:
-        """Train all levels until the lowest is done, and make members of it."""
+        """Trains all levels until the lowest is done, and makes members of it."""
         while self._active[0].updates < self.oracle.updates:
             tasks = [task for level in range(self._levels) for task in self._tasks(level)]
             answers = iter(list(self._workers(train, tasks)))
@@ -422,7 +414,7 @@ class LearnedPsro:
         self._active.append(self._new())
 
     def _add(self, game: MetaGame, tables: list[list[Array]], answers: _Active) -> None:
-        """Make them members of these pools; what a pool has already is not added again."""
+        """Adds best responses to the pools of a game, unless a pool has them already."""
         before = game.sizes
         game.grow(
             [self.histories.plan(p, answer.table) for p, answer in enumerate(answers.trained)]
@@ -432,11 +424,11 @@ class LearnedPsro:
                 tables[player].append(answer.table)
 
     def _length(self) -> int:
-        """Updates of the next stretch."""
+        """The number of updates in the next stretch."""
         return min(self._stretch, self.oracle.updates - self._active[0].updates)
 
     def _tasks(self, level: int) -> list[Training]:
-        """The next stretch of all players' best responses at a level."""
+        """The tasks of the next stretch of a level, one per player."""
         pools, mixture = self._known(level)
         everybody = {
             player: (np.stack(pool), weights)
@@ -458,7 +450,7 @@ class LearnedPsro:
         ]
 
     def _known(self, level: int) -> tuple[list[list[Array]], Profile]:
-        """Members and what is in training below `level`, and their meta-strategy."""
+        """Policies of members and of the levels below `level`, and their meta-strategy."""
         below = [one for one in self._active[:level] if one.trained]
         if not below:
             return self.tables, solve(self._solver, self.meta_game.payoffs)

@@ -1,40 +1,36 @@
-"""Which matches are played next, and who meets whom: decisions over a `PayoffTable`."""
+"""Which matches a payoff table needs next, and the seating of members in a match."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from troupe.populations.games import Array
 from troupe.populations.payoffs import Members, PayoffTable
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How well payoffs have to be known. In a symmetric table matches are counted up to whole turns
-    of its players, in which everybody sits everywhere."""
+    """How precisely payoffs have to be known.
+
+    In a symmetric table numbers of matches are rounded up to multiples of the number of players, so
+    that each member plays on every seat.
+    """
 
     least: int = 8
-    """Matches of every cell; at least 2, without which no variance is known."""
+    """Fewest matches of a cell; at least 2, for a variance."""
     most: int = 256
-    """After so many a cell is as good as it gets."""
+    """Most matches of a cell, however uncertain it is."""
     half_width: float = math.inf
-    """Of each cell's 95 % confidence interval (`Cell.half_width`); infinite: `least` matches are
-    enough."""
+    """Wanted half width of each cell's 95 % confidence interval (`PayoffEntry.half_width`);
+    infinite: `least` matches are enough."""
 
 
-def matches_due(
-    table: PayoffTable, precision: Precision, playing: Mapping[Members, int] | None = None
-) -> list[tuple[Members, int]]:
-    """Cells that need matches and how many now: those never played first, then the least certain.
+def matches_due(table: PayoffTable, precision: Precision) -> list[tuple[Members, int]]:
+    """The cells that need matches, and how many: those never played first, then the least certain.
 
-    `playing`: matches that are under way already. An uncertain cell is given as many as its
-    variance says it lacks, at most doubling what it has, since the variance itself is a guess.
+    An uncertain cell gets as many as its variance says it lacks, at most as many as it has, since
+    the variance is itself an estimate.
     """
-    playing = playing or {}
     pooled = table.pooled
     found = []
     for order, members in enumerate(table.all()):
@@ -50,33 +46,17 @@ def matches_due(
             wanted = min(math.ceil(enough), 2 * played, precision.most)
         if table.symmetric:
             wanted = math.ceil(wanted / table.players) * table.players
-        due = wanted - played - playing.get(members, 0)
+        due = wanted - played
         if due > 0:
             found.append((played > 0, -width, order, members, due))
     return [(members, due) for *_, members, due in sorted(found)]
 
 
-def draw_opponents(
-    profile: Sequence[Array], player: int, episode: int, seed: int
-) -> dict[int, int]:
-    """The members that the other players use in one episode, by player.
-
-    Drawn once per episode and never per step: a mixed strategy is a mixture of whole games.
-    The same (`seed`, `player`, `episode`) always gives the same members.
-    """
-    rng = np.random.default_rng((seed, player, episode))
-    return {
-        other: int(rng.choice(len(weights), p=weights / weights.sum()))
-        for other, weights in enumerate(profile)
-        if other != player
-    }
-
-
 def seats(players: int, episode: int) -> tuple[int, ...]:
-    """Who sits where in an episode: `seats[i]` is the place of player i.
+    """The seating of an episode: `seats[i]` is the seat of player i.
 
-    In as many episodes as there are players everybody sits everywhere, each in turn; who sits
-    behind whom is another order every time, until all `players!` arrangements have come.
+    In `players` consecutive episodes each player sits on every seat once. The cyclic order of the
+    players changes after that, until all `players!` arrangements have occurred.
     """
     turn, shift = divmod(episode, players)
     others, order = list(range(1, players)), [0]
@@ -87,11 +67,10 @@ def seats(players: int, episode: int) -> tuple[int, ...]:
 
 
 def turn_beside(players: int, match: int) -> int:
-    """The episode whose `seats` a match takes beside a game that may change seats itself.
+    """The episode number for `seats` of a match, if the game may change seats itself.
 
-    A game that keeps its seats comes through all arrangements. One that changes them by `seats`,
-    from match to match, comes through all of its own for each of these: so they change more slowly,
-    and whatever the game does, every arrangement is met equally often.
+    These seatings change more slowly than those of a game that uses `seats` from match to match, so
+    that every arrangement occurs equally often, whether the game changes seats or not.
     """
     slow = match // players
     order = slow // math.lcm(players, math.factorial(players - 1))

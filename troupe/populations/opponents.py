@@ -1,4 +1,4 @@
-"""Whom a learner meets: self-play against the past, and the league's matchmaking."""
+"""Opponents of a learner: prioritized fictitious self-play, past selves, AlphaStar's league."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import numpy as np
 from troupe.populations.games import Array
 
 Weighting = Literal["hard", "variance", "linear"]
+Role = Literal["main", "main_exploiter", "league_exploiter"]
 
+# The win rate of pairs that have not met.
+_EVEN: Final = 0.5
+# A main agent with a smaller win rate has forgotten how to beat the opponent.
+_LOST: Final = 0.3
 _WEIGHTINGS: Final = {
     "hard": lambda wins, power: (1.0 - wins) ** power,
     "variance": lambda wins, power: wins * (1.0 - wins),
@@ -21,12 +26,12 @@ _WEIGHTINGS: Final = {
 
 
 def pfsp(win_rates: object, *, weighting: Weighting = "hard", power: float = 2.0) -> Array:
-    """Probabilities [k] of meeting each opponent, from how often we beat it, in [0, 1].
+    """Probabilities [k] of opponents by our win rates [k] against them: prioritized self-play.
 
-    f(x) = (1 - x)^p ("hard": those we lose to), x (1 - x) ("variance": our equals) or 1 - x
-    ("linear"), normalized (Vinyals et al. 2019, methods, "PFSP"). All of weight zero: uniform.
+    Proportional to f(x) = (1 - x)^p ("hard": opponents we lose to), x (1 - x) ("variance": our
+    equals) or 1 - x ("linear") (Vinyals et al. 2019, methods, "PFSP"); uniform if all are 0.
 
-    Raises ValueError for rates outside [0, 1] or a weighting that there is not.
+    Raises ValueError for rates outside [0, 1] or an unknown weighting.
     """
     wins = np.asarray(win_rates, dtype=np.float64)
     if wins.ndim != 1 or not len(wins) or not ((wins >= 0) & (wins <= 1)).all():
@@ -40,20 +45,11 @@ def pfsp(win_rates: object, *, weighting: Weighting = "hard", power: float = 2.0
     return weights / total
 
 
-Role = Literal["main", "main_exploiter", "league_exploiter"]
-
-# Of games that were played; before any, nobody is known to be better.
-_EVEN: Final = 0.5
-# Who wins fewer games has forgotten how to beat the other.
-_LOST: Final = 0.3
-
-
 def past_selves(versions: int, *, delta: float = 0.0) -> Array:
-    """Probabilities [versions] of meeting each earlier self, the newest last: uniform over the
-    newest `1 - delta` of them (Bansal et al. 2018, section 4.2).
+    """Probabilities [versions] of earlier versions as opponents, the newest last.
 
-    delta 0 is the newest alone (naive self-play), 1 all of them (fictitious self-play). Raises
-    ValueError.
+    Uniform over the newest part `delta` of them (Bansal et al. 2018, section 4.2): 0 is the newest
+    version alone (naive self-play), 1 all versions (fictitious self-play). Raises ValueError.
     """
     if versions < 1 or not 0.0 <= delta <= 1.0:
         raise ValueError(f"delta is in [0, 1] and somebody there to meet, not {delta}, {versions}")
@@ -71,7 +67,7 @@ class LeagueMember:
     role: Role
     frozen: bool = True
     parent: str = ""
-    """Whose version it is; a learner: empty."""
+    """The learner whose version it is; empty for a learner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +75,16 @@ class LeagueRules:
     """AlphaStar's league (Vinyals et al. 2019, extended data table 5 and methods)."""
 
     self_play: float = 0.35
-    """Part of a main agent's games against the main agents themselves."""
+    """Share of a main agent's games against main agents."""
     forgotten: float = 0.15
-    """Part of its games against frozen versions that it has begun to lose to."""
+    """Share of its games against frozen versions to which it has begun to lose."""
     weighting: Weighting = "hard"
     exploiter_hopeless: float = 0.2
-    """A main exploiter that wins fewer games against the main agent meets its past instead."""
+    """Below this win rate against the main agents a main exploiter also plays their past."""
     freeze_at: float = 0.7
-    """A learner that beats everybody it is to beat so often is frozen."""
+    """A learner is frozen at this win rate against all of its opponents,"""
     freeze_after: int = 2_000_000_000
-    """Or after so many environment steps since it was frozen last."""
+    """or after so many environment steps."""
 
 
 def league_opponents(
@@ -97,10 +93,10 @@ def league_opponents(
     wins: Mapping[tuple[str, str], float],
     rules: LeagueRules | None = None,
 ) -> dict[str, float]:
-    """Probabilities of the members that `learner` meets next.
+    """By member, the probability that it is the next opponent of `learner`.
 
-    `wins[a, b]`: how often a beats b, in [0, 1]; pairs that never met count as even. Raises
-    ValueError where there is nobody to meet.
+    `wins[a, b]` is a's win rate against b, in [0, 1]; pairs that never met count as even. Raises
+    ValueError if there is no opponent.
     """
     rules = rules or LeagueRules()
     mains = [one.name for one in members if one.role == "main" and not one.frozen]
@@ -122,7 +118,7 @@ def league_opponents(
         if past and all(rate(name) < rules.exploiter_hopeless for name in mains):
             return _mixed([(0.5, even), (0.5, prioritised(past, "variance"))])
         return _mixed([(1.0, even)])
-    # A main agent: everybody who was, itself, and who it has forgotten how to beat.
+    # A main agent plays frozen members, main agents, and what it has forgotten how to beat.
     lost = [
         one.name
         for one in frozen
@@ -144,7 +140,7 @@ def is_due(
     steps: int,
     rules: LeagueRules | None = None,
 ) -> bool:
-    """Whether `learner`, `steps` environment steps after it was frozen last, is frozen now."""
+    """Whether `learner` is to be frozen, `steps` environment steps after the last time."""
     rules = rules or LeagueRules()
     if steps >= rules.freeze_after:
         return True
@@ -157,7 +153,7 @@ def is_due(
 
 
 def _mixed(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """The weighted mean of those distributions that are not empty."""
+    """The weighted mean of the distributions that are not empty."""
     there = [(weight, shares) for weight, shares in parts if shares and weight > 0]
     total = sum(weight for weight, _ in there)
     if not total:

@@ -1,4 +1,4 @@
-"""`PayoffTable`: what the members of the pools got against each other, and how sure that is."""
+"""Payoffs of members against each other with their uncertainty, and skill ratings of members."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from scipy.special import stdtrit
 
 from troupe.populations.games import Array
 
-# Of somebody who never played (Weng and Lin 2011, as openskill has it).
+# One choice of members: by role, the index of a member in its pool.
+Members = tuple[int, ...]
+# The rating of a member that never played: openskill's defaults (Weng and Lin 2011).
 MEAN = 25.0
 DEVIATION = 25.0 / 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """Skill as a normal distribution; `mean - 3 * deviation` is a cautious guess of it."""
+    """Skill as a normal distribution; `mean - 3 * deviation` is a conservative estimate."""
 
     mean: float = MEAN
     deviation: float = DEVIATION
@@ -32,12 +34,11 @@ class Rating:
 def rated(
     ratings: Mapping[str, Rating], members: Sequence[str], payoffs: Sequence[float]
 ) -> dict[str, Rating]:
-    """The new ratings of those who played one match; who has more is ahead of who has less.
+    """The new ratings of a match's members, ranked by payoff.
 
-    By the Plackett-Luce model (Weng and Lin 2011, algorithm 4) of `openskill`, for two players or
-    more. Members not in `ratings` never played. Somebody on several seats is one player, who got
-    the mean of them; a match of nobody else changes nobody. A function of its arguments alone, so
-    ratings of the same matches in the same order are the same to the bit.
+    By the Plackett-Luce model (Weng and Lin 2011, algorithm 4) of `openskill`, for two members or
+    more; a match of one member alone changes nothing. A member on several seats counts as one, with
+    the mean payoff. Members not in `ratings` never played. Deterministic to the bit.
 
     Raises ValueError where the lengths differ.
     """
@@ -65,13 +66,9 @@ def _model() -> Any:
     return PlackettLuce(mu=MEAN, sigma=DEVIATION)
 
 
-# One member of each role's pool, by its place in it.
-Members = tuple[int, ...]
-
-
 @dataclass
 class PayoffEntry:
-    """The matches of one joint choice of members."""
+    """A cell of the payoff table: the mean payoffs of one choice of members, with variance."""
 
     mean: Array
     """Per player [n]."""
@@ -82,14 +79,14 @@ class PayoffEntry:
     """Whether the mean was computed, not sampled."""
 
     def add(self, payoffs: Array) -> None:
-        """Count one match with these payoffs [n]."""
+        """Counts one match with these payoffs [n]."""
         self.matches += 1
         change = payoffs - self.mean
         self.mean = self.mean + change / self.matches
         self.squares = self.squares + change * (payoffs - self.mean)
 
     def add_all(self, payoffs: Array) -> None:
-        """Count many matches [m, n] at one stroke (Chan et al. 1979, section 2)."""
+        """Counts many matches [m, n] at once (Chan et al. 1979, section 2)."""
         new = len(payoffs)
         if not new:
             return
@@ -102,7 +99,7 @@ class PayoffEntry:
 
     @property
     def variance(self) -> Array:
-        """Of one match, per player [n]; infinite before the second."""
+        """The variance of one match, per player [n]; infinite before the second."""
         if self.exact:
             return np.zeros_like(self.mean)
         if self.matches < 2:
@@ -110,11 +107,10 @@ class PayoffEntry:
         return self.squares / (self.matches - 1)
 
     def half_width(self, pooled: Array | None = None, confidence: float = 0.95) -> float:
-        """Of the confidence interval (Student's) of the least certain player's mean.
+        """Half the width of Student's confidence interval of the least certain player's mean.
 
-        `pooled` [n]: the variance in cells of this kind, `PayoffTable.pooled`. The cell varies at
-        least as if one of its matches were such: where others vary, a few that all ended alike are
-        no certainty.
+        `pooled` [n] is `PayoffTable.pooled`, the variance within cells. It is a lower bound of the
+        cell's sum of squares, so that a few equal results are no certainty where others vary.
         """
         if self.exact:
             return 0.0
@@ -129,28 +125,29 @@ class PayoffEntry:
 
 @dataclass
 class PayoffTable:
-    """Empirical payoffs of pools that grow. Cells that were never played are missing.
+    """Empirical payoffs of growing pools. Cells that were never played are missing.
 
-    `symmetric`: all roles draw from one pool and only who the others are matters; then cells that
-    differ in the order of their members are one cell, and copies of one member are one player: they
-    get what they get on average, match by match.
+    In a `symmetric` table all roles draw from one pool and a payoff depends only on who the others
+    are: choices that differ in order are one cell, and copies of a member each get their mean.
     """
 
     sizes: list[int]
-    """Members of each role's pool; all equal where the table is symmetric."""
+    """Members of each role's pool; all equal if the table is symmetric."""
     symmetric: bool = False
     cells: dict[Members, PayoffEntry] = field(default_factory=dict)
 
     @property
     def players(self) -> int:
-        """Roles, each played by a member of its pool."""
+        """The number of roles, each played by a member of its pool."""
         return len(self.sizes)
 
     @property
     def pooled(self) -> Array:
-        """The variance of one match within its cell, per player [n]; 0 before anything varies. Of a
-        symmetric table without cells of one member alone, which vary less or not at all."""
-        # In one order, however the table came about: a resume adds up to the same bits.
+        """The variance of a match within its cell, per player [n]; 0 before any variation.
+
+        In a symmetric table without cells of one member alone, which vary less or not at all.
+        """
+        # Sorted: sums in the same order after a resume give the same bits.
         played = [
             cell
             for key, cell in sorted(self.cells.items())
@@ -160,7 +157,7 @@ class PayoffTable:
         return squares / max(1, sum(cell.matches - 1 for cell in played))
 
     def grow(self, sizes: Sequence[int]) -> None:
-        """The pools have so many members now. Raises ValueError if one has lost some."""
+        """Sets the sizes of the pools. Raises ValueError if one has become smaller."""
         if len(sizes) != self.players or any(
             new < old for new, old in zip(sizes, self.sizes, strict=False)
         ):
@@ -170,11 +167,11 @@ class PayoffTable:
         self.sizes = list(sizes)
 
     def record(self, members: Members, payoffs: Sequence[float]) -> None:
-        """Count one whole match. Raises ValueError for members or payoffs that are none."""
+        """Counts one match. Raises ValueError for invalid members or payoffs."""
         self._cell(members).add(self._canonical(members, payoffs))
 
     def record_all(self, members: Members, payoffs: Array) -> None:
-        """Count many whole matches of the same members, payoffs [m, n]. Raises as `record`."""
+        """Counts many matches of the same members, payoffs [m, n]. Raises as `record`."""
         given = np.asarray(payoffs, dtype=np.float64)
         if given.ndim != 2 or given.shape[1] != self.players or not np.isfinite(given).all():
             raise ValueError(f"matches give {self.players} finite payoffs each")
@@ -183,12 +180,12 @@ class PayoffTable:
         self._cell(members).add_all(given)
 
     def settle(self, members: Members, payoffs: Sequence[float]) -> None:
-        """The expected payoffs are known exactly. Raises ValueError."""
+        """Sets exact expected payoffs. Raises ValueError."""
         cell = self._cell(members)
         cell.mean, cell.exact = self._canonical(members, payoffs), True
 
     def cell(self, members: Members) -> PayoffEntry | None:
-        """What is known of these members, its players in the order of `key(members)`."""
+        """The entry of these members, in the order of `key(members)`; None if never played."""
         self._check(members)
         return self.cells.get(self.key(members))
 
@@ -197,18 +194,14 @@ class PayoffTable:
         return tuple(sorted(members)) if self.symmetric else members
 
     def all(self) -> Iterator[Members]:
-        """The cells that there are, played or not, each once."""
+        """All cells, played or not, each once."""
         if self.symmetric:
             yield from itertools.combinations_with_replacement(range(self.sizes[0]), self.players)
         else:
             yield from itertools.product(*map(range, self.sizes))
 
-    def missing(self) -> list[Members]:
-        """Cells that were never played."""
-        return [members for members in self.all() if members not in self.cells]
-
     def tensor(self, places: Sequence[Sequence[int]] | None = None) -> Array:
-        """Mean payoffs [n, k_1, ..., k_n]; of each role's members at `places`, or of all.
+        """Mean payoffs [n, k_1, ..., k_n] of each role's members at `places`, or of all.
 
         Raises ValueError while a cell is missing.
         """
@@ -224,7 +217,7 @@ class PayoffTable:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values; `from_json` gives the same bits back."""
+        """The table as plain values, from which `from_json` restores the same bits."""
         cells = [
             [list(key), cell.mean.tolist(), cell.squares.tolist(), cell.matches, cell.exact]
             for key, cell in sorted(self.cells.items())
@@ -233,7 +226,7 @@ class PayoffTable:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> PayoffTable:
-        """What `to_json` gave."""
+        """The table that `to_json` wrote."""
         cells = {
             tuple(key): PayoffEntry(np.array(mean), np.array(squares), matches, exact)
             for key, mean, squares, matches, exact in values["cells"]
@@ -266,12 +259,11 @@ class PayoffTable:
             return mean
         found = np.empty_like(mean)
         found[list(_order(members))] = mean
-        # Of a table that was written before these were one player.
-        return _shared(members, found)
+        return found
 
 
 def _shared(members: Members, payoffs: Array) -> Array:
-    """Payoffs [..., n] in which copies of one member have what they get on average."""
+    """Payoffs [..., n] in which copies of one member have their mean."""
     found: Array = payoffs.copy()
     for member in set(members):
         seats = [seat for seat, one in enumerate(members) if one == member]
@@ -281,5 +273,5 @@ def _shared(members: Members, payoffs: Array) -> Array:
 
 
 def _order(members: Members) -> tuple[int, ...]:
-    """Seats by the member that sits there."""
+    """Seats in the order of the members on them."""
     return tuple(sorted(range(len(members)), key=lambda seat: (members[seat], seat)))

@@ -1,4 +1,4 @@
-"""Members share a few served slots: who is loaded where, for training and for matches."""
+"""Which members of a population are loaded into its few served slots, for training and matches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Mixture = Mapping[str, float]
 def share_slots(
     mixtures: Sequence[Mixture], slots: int, seed: Sequence[int]
 ) -> tuple[list[str], list[dict[str, float]]]:
-    """The members to load into `slots` slots, and each mixture over those that are loaded.
+    """The members to load into `slots` slots, and each mixture restricted to them.
 
-    Where all members of the mixtures fit, they are loaded and nothing changes. Else `slots` of them
-    are drawn from the mixtures' mean, by systematic resampling (Kitagawa 1996): over many draws
-    everybody comes as often as it should. The same `seed` draws the same. Raises ValueError for
-    mixtures of nobody.
+    If all members of the mixtures fit, the mixtures do not change. Otherwise `slots` members are
+    drawn from the mean of the mixtures by systematic resampling (Kitagawa 1996), so that over many
+    draws each member has its share. Deterministic in `seed`. Raises ValueError for an empty
+    mixture.
     """
     if any(not mixture for mixture in mixtures):
         raise ValueError("a mixture of nobody")
@@ -33,7 +33,7 @@ def share_slots(
     mean = np.array([sum(_scaled(one).get(name, 0.0) for one in mixtures) for name in names])
     mean = mean / mean.sum()
     rng = np.random.default_rng(tuple(seed))
-    # In a random order, so that neighbours are not drawn together for ever.
+    # In random order, so that neighbours are not always drawn together.
     order = rng.permutation(len(names))
     points = (rng.random() + np.arange(slots)) / slots
     ends = np.cumsum(mean[order])
@@ -43,7 +43,7 @@ def share_slots(
     found = []
     for mixture in mixtures:
         own = _scaled(mixture)
-        # How often the mixture wants it beside how often it was drawn for all.
+        # Importance weights: the mixture's share over the mean's share, times the draws.
         parts = {
             name: counts[at] * own.get(name, 0.0) / mean[at]
             for at, name in enumerate(names)
@@ -56,12 +56,12 @@ def share_slots(
 def match_waves(
     cells: Sequence[Members], pool_of: Sequence[Name], slots: Mapping[Name, int]
 ) -> list[tuple[dict[Name, list[int]], list[Members]]]:
-    """An order in which to load members so that every cell can be played with few loads: who is
-    loaded in each pool, and the cells that are played then.
+    """Waves of matches that play every cell with few loads: per wave the members to load in each
+    pool, and the cells to play.
 
-    `pool_of[i]`: the pool of player i; `slots`: how many members of each pool are served at once.
-    Greedy: beginning with the first cell that is left, whoever lets most of the others be played is
-    loaded next. Raises ValueError for a cell that never fits.
+    `pool_of[i]` is the pool of player i, `slots` how many members of a pool are served at once.
+    Greedy: starts with the first cell that is left and loads next the member with which most others
+    can be played. Raises ValueError for a cell that does not fit.
     """
     left, waves = list(cells), []
     while left:
@@ -80,8 +80,8 @@ def match_waves(
 
 
 def training_seat(turn: int, players: int) -> int:
-    """Which of its agents a learner plays in its query number `turn`: each in turn, and out of
-    step with workflows that change the agents' seats from query to query."""
+    """Which of its agents a learner plays in its query number `turn`: each in turn, shifted so that
+    it is out of step with workflows that change the agents' seats from query to query."""
     return (turn + turn // players) % players
 
 
@@ -91,7 +91,7 @@ def _best_next(
     slots: Mapping[Name, int],
     loaded: Mapping[Name, list[int]],
 ) -> tuple[Name, int] | None:
-    """Who is missing in most cells that need but one more; None when nobody helps or fits."""
+    """The member that is missing in most cells that need one more; None if none helps or fits."""
     counts: dict[tuple[Name, int], int] = {}
     for cell in left:
         missing = _missing(cell, pool_of, loaded)
@@ -114,7 +114,7 @@ def _scaled(mixture: Mixture) -> dict[str, float]:
 
 
 def visible_cells(places: Sequence[Sequence[int]], *, symmetric: bool) -> list[Members]:
-    """The cells of those members: of role i the `places[i]`."""
+    """The cells of the members at `places[i]` of each role i."""
     if symmetric:
         return list(itertools.combinations_with_replacement(sorted(places[0]), len(places)))
     return list(itertools.product(*places))

@@ -1,4 +1,4 @@
-"""Meta-solvers by name: payoffs of a meta-game in, a distribution over each pool out."""
+"""Meta-solvers by name: from the payoffs of a meta-game to a distribution over each pool."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from troupe.populations.games import (
     uniform,
 )
 
+# A profile with a smaller NashConv is an equilibrium up to rounding.
+_EXACT: Final = 1e-7
+
 
 def alpha_rank(payoffs: object, *, alpha: float | None = None) -> Profile:
     """The marginals of the stationary distribution of alpha-rank (Omidshafiei et al. 2019).
 
-    `alpha`: the intensity of selection; None: raised until the ranking no longer changes, as their
-    sweep does. Computed by OpenSpiel. Raises ImportError without it, ValueError for payoffs that
-    are none.
+    `alpha` is the intensity of selection; None: raised until the ranking no longer changes. By
+    OpenSpiel: raises ImportError without it. Raises ValueError for invalid payoffs.
     """
     game = as_payoffs(payoffs)
     if game[0].size == 1 or not np.ptp(game, axis=tuple(range(1, game.ndim))).any():
-        return uniform(game)  # nobody is better anywhere
+        return uniform(game)  # all payoffs are equal
     return marginals(stationary(game, alpha))
 
 
@@ -51,7 +53,7 @@ def stationary(payoffs: Array, alpha: float | None = None) -> Array:
 
 
 def marginals(joint: Array) -> Profile:
-    """Each player's own distribution [k_i] in a joint one."""
+    """The marginal distribution of each player [k_i]."""
     axes = range(joint.ndim)
     return [joint.sum(axis=tuple(other for other in axes if other != one)) for one in axes]
 
@@ -59,16 +61,16 @@ def marginals(joint: Array) -> Profile:
 def projected_replicator(
     payoffs: object, *, iterations: int = 4_000, rate: float = 0.05, least: float = 1e-6
 ) -> Profile:
-    """Average of the projected replicator dynamics (Lanctot et al. 2017, section 3.2).
+    """The average of the projected replicator dynamics (Lanctot et al. 2017, section 3.2).
 
         x_i <- P(x_i + dt x_i (u_i - x_i u_i))
 
-    with P the nearest distribution of which nothing is below `least` (their gamma). `rate` (their
-    dt) is in units of the spread of the payoffs, so that their scale does not matter.
+    P projects on distributions with no part below `least` (their gamma). `rate` (their dt) is in
+    units of the spread of the payoffs, so that their scale does not matter.
     """
     game = as_payoffs(payoffs)
     least = min(least, 1.0 / max(game.shape[1:]))
-    # Payoffs relative to their spread: without one, nothing moves.
+    # Payoffs relative to their spread; without any, nothing moves.
     spread = float(np.ptp(game))
     game = game / spread if spread else np.zeros_like(game)
     now = uniform(game)
@@ -85,7 +87,7 @@ def projected_replicator(
 
 
 def project(vector: Array, least: float = 0.0) -> Array:
-    """The distribution nearest to `vector` [k] with no part below `least` (Wang and
+    """The distribution [k] nearest to `vector` with no part below `least` (Wang and
     Carreira-Perpinan 2013, with a floor)."""
     size = len(vector)
     count = np.arange(1, size + 1)
@@ -97,9 +99,9 @@ def project(vector: Array, least: float = 0.0) -> Array:
 
 
 def fictitious_play(payoffs: object, *, iterations: int = 2_000) -> Profile:
-    """How often each member was the best response to all play before (Brown 1951).
+    """Fictitious play (Brown 1951): how often each member was the best response to past play.
 
-    All players answer at once; the first answer is to the uniform profile.
+    All players answer at the same time, first to the uniform profile.
     """
     game = as_payoffs(payoffs)
     counts = [np.zeros(size) for size in game.shape[1:]]
@@ -114,19 +116,14 @@ def fictitious_play(payoffs: object, *, iterations: int = 2_000) -> Profile:
     return beliefs
 
 
-# Below this nobody gains by a change, up to rounding.
-_EXACT: Final = 1e-7
-
-
 class NotZeroSum(ValueError):
-    """A solver of zero-sum games was given another one."""
+    """A solver for two-player zero-sum games was given another game."""
 
 
 def zero_sum_nash(payoffs: object) -> Profile:
-    """Equilibrium of a two-player zero-sum game, by linear programming (von Neumann).
+    """A Nash equilibrium of a two-player zero-sum game, by linear programming (von Neumann).
 
-    Degenerate games (all payoffs equal, one strategy) have one, too: some vertex of the optimal
-    face. Raises NotZeroSum, ValueError.
+    Of several equilibria, a vertex. Raises NotZeroSum, ValueError.
     """
     game = as_payoffs(payoffs)
     if game.shape[0] != 2 or not is_zero_sum(game):
@@ -166,7 +163,7 @@ def nash(payoffs: object, *, starts: int = 16, seed: int = 0) -> Profile:
 
 
 def _best_floor(matrix: Array) -> Array:
-    """The mixture of rows [k] whose worst column is best."""
+    """The maximin mixture of rows [k]: the one whose worst column is best."""
     rows, columns = matrix.shape
     # max v such that x^T M >= v in every column, x a distribution.
     found = linprog(
@@ -184,6 +181,7 @@ def _best_floor(matrix: Array) -> Array:
 
 
 def _descend(game: Array, first: Profile) -> Profile:
+    """A local minimum of McKelvey's function from the profile `first`."""
     sizes = [len(one) for one in first]
     ends = np.cumsum(sizes)[:-1]
 
@@ -197,7 +195,7 @@ def _descend(game: Array, first: Profile) -> Profile:
         for player, own in enumerate(mixed):
             each = member_values(game, mixed, player)
             found.append(np.maximum(each - each @ own, 0.0))
-        # Keeps the points from drifting, which changes no profile.
+        # Keeps the parametrization's free scale at 1.
         lengths = [part @ part - 1.0 for part in np.split(point, ends)]
         return np.concatenate([*found, np.array(lengths)])
 
@@ -242,7 +240,7 @@ _SOLVERS: Final[dict[str, Callable[..., Profile]]] = {
     "projected_replicator": projected_replicator,
     "fictitious_play": fictitious_play,
     "uniform": _uniform,
-    # Naive self-play: against the newest member alone.
+    # Naive self-play against the newest member alone.
     "latest": _latest,
 }
 assert set(_SOLVERS) == set(get_args(MetaSolver))
@@ -251,8 +249,8 @@ assert set(_SOLVERS) == set(get_args(MetaSolver))
 def solve(solver: MetaSolver, payoffs: object, **options: Any) -> Profile:
     """The meta-strategy of each player.
 
-    Raises ValueError for a solver that there is not, for payoffs that are none, and for a game
-    that the solver is not for (`NotZeroSum`); ImportError where a library is missing.
+    Raises ValueError for an unknown solver, for invalid payoffs, and for a game that the solver is
+    not for (`NotZeroSum`); ImportError if a library is missing.
     """
     if solver not in _SOLVERS:
         raise ValueError(f"there is no meta-solver {solver!r}; use one of {sorted(_SOLVERS)}")

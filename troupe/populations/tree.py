@@ -1,9 +1,9 @@
-"""`SequenceForm`: an extensive-form game as arrays, for exact payoffs and best responses.
+"""Extensive-form games in sequence form, as arrays: exact payoffs and best responses.
 
-A *sequence* of a player is an information set and an action there, or the empty one (number 0). A
-*plan* is a vector [s] with the probability with which the player's own choices lead to each
-sequence (Koller, Megiddo and von Stengel 1996). Plans are linear: the plan of a policy drawn from a
-pool at the start of each episode is the weighted mean of the pool's plans.
+A *sequence* of a player is an information set with an action, or the empty one (number 0). A *plan*
+[s] is a policy's realization plan: the probability with which its own choices lead to each sequence
+(Koller, Megiddo and von Stengel 1996). Plans are linear: the plan of a policy that is drawn from a
+pool per episode is the weighted mean of the pool's plans.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Decisions:
-    """The information sets of one player, those with most own choices before them first."""
+    """The information sets of one player, deepest first (by its own moves before them)."""
 
     names: tuple[str, ...]
-    """Information states in the game's own words."""
+    """The game's names of the information states."""
     first: Indices
     """The sequence of each set's first legal action [m]; the others follow it."""
     actions: tuple[tuple[int, ...], ...]
@@ -35,7 +35,7 @@ class Decisions:
     levels: tuple[slice, ...]
     """Sets of equal depth, deepest first."""
     sequences: int
-    """Sequences, the empty one included."""
+    """The number of sequences, the empty one included."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,27 @@ class SequenceForm:
     decisions: tuple[Decisions, ...]
     """By player."""
     leaves: Indices
-    """The sequence of each player at each end of the game [t, n]."""
+    """The sequence of each player at each terminal history [t, n]."""
     returns: Array
-    """What each player gets there, times the probability of chance [t, n]."""
+    """The returns of each player there, times the probability of chance [t, n]."""
 
     @classmethod
     def of(cls, game: Any) -> SequenceForm:
-        """The game of that OpenSpiel name (`leduc_poker`), or a loaded `pyspiel.Game`.
+        """Reads the OpenSpiel game of a name (`leduc_poker`), or a loaded `pyspiel.Game`.
 
         Walks the whole tree: for games of up to some 10^5 histories. Raises ImportError without
-        OpenSpiel, ValueError for a game that is played at once or has no such tree.
+        OpenSpiel, ValueError for simultaneous games and games without perfect recall.
         """
         loaded = load_sequential(game)
         return _Walk(loaded.num_players()).form(loaded.new_initial_state())
 
     @property
     def players(self) -> int:
-        """Who plays, chance aside."""
+        """The number of players."""
         return len(self.decisions)
 
     def uniform(self, player: int) -> Array:
-        """The plan of who takes every legal action equally often."""
+        """The plan of the uniform policy over legal actions."""
         ours = self.decisions[player]
         return self.plan(player, [np.full(len(a), 1.0 / len(a)) for a in ours.actions])
 
@@ -81,7 +81,7 @@ class SequenceForm:
         return found
 
     def behaviour(self, player: int, plan: Array) -> dict[str, dict[int, float]]:
-        """Probabilities of actions by information state; where the plan never comes: uniform."""
+        """The policy of a plan by information state; uniform in sets that it never reaches."""
         ours = self.decisions[player]
         found = {}
         for name, at, actions in zip(ours.names, ours.first, ours.actions, strict=True):
@@ -92,7 +92,7 @@ class SequenceForm:
         return found
 
     def plan_of(self, player: int, policy: Mapping[str, Mapping[int, float]]) -> Array:
-        """The plan of probabilities by information state; sets it does not know: uniform."""
+        """The plan of a policy by information state; uniform in sets that are not in it."""
         ours = self.decisions[player]
         rows = []
         for name, actions in zip(ours.names, ours.actions, strict=True):
@@ -104,7 +104,7 @@ class SequenceForm:
         return self.plan(player, rows)
 
     def values(self, plans: Sequence[Array]) -> Array:
-        """Expected returns [n] when player i follows `plans[i]`."""
+        """The expected returns [n] when each player i follows `plans[i]`."""
         reach = np.ones(len(self.leaves))
         for player, plan in enumerate(plans):
             reach *= plan[self.leaves[:, player]]
@@ -112,8 +112,10 @@ class SequenceForm:
         return found
 
     def gradient(self, player: int, plans: Sequence[Array]) -> Array:
-        """What each sequence [s] of `player` contributes while the others follow their plans: the
-        value of a plan x is its product with this. `plans[player]` is not looked at."""
+        """The gradient [s] of a player's value in its own plan, while the others follow `plans`.
+
+        The value of a plan is its product with this; `plans[player]` is not used.
+        """
         weights = self.returns[:, player].copy()
         for other, plan in enumerate(plans):
             if other != player:
@@ -125,12 +127,11 @@ class SequenceForm:
     def best_response(
         self, player: int, plans: Sequence[Array], *, tremble: float = 0.0
     ) -> tuple[Array, float]:
-        """A best pure plan against the others' plans, and its value.
+        """A best pure response to the others' plans, and its value against them.
 
-        Among equally good actions the first is taken, also where the others never let play come.
-        With a small `tremble` the others err with that probability, and it is those actions that
-        are best against uniform play (Selten 1975): answers that are right in more of the game.
-        The value is always that against `plans`.
+        Of equally good actions it takes the first, also in sets that the others' plans never reach.
+        With a small `tremble` the others play uniformly with that probability (Selten 1975), so
+        that actions in such sets are good ones, too.
         """
         ours = self.decisions[player]
         exact = self.gradient(player, plans)
@@ -158,23 +159,22 @@ class SequenceForm:
         return plan, float(plan @ exact)
 
     def nash_conv(self, plans: Sequence[Array]) -> float:
-        """What all players together would gain by best responses; 0 at a Nash equilibrium."""
+        """The sum of the players' gains by best responses; 0 at a Nash equilibrium."""
         now = self.values(plans)
         best = [self.best_response(player, plans)[1] for player in range(self.players)]
         return float(np.sum(best) - now.sum())
 
 
 def load_sequential(game: Any) -> Any:
-    """The `pyspiel.Game` of that name, or the one that it is, in which players move one by one.
+    """Loads the `pyspiel.Game` of a name, or checks a loaded one: players must move one by one.
 
-    Raises ImportError without OpenSpiel, ValueError for a game that it has not or that is played at
-    once.
+    Raises ImportError without OpenSpiel, ValueError for unknown and for simultaneous games.
     """
     try:
         import pyspiel
     except ImportError as error:
         raise ImportError("exact games are OpenSpiel's: pip install 'troupe[games]'") from error
-    # Asked for a game that it has not it would print all that it has.
+    # For an unknown game OpenSpiel would print the names of all games.
     if isinstance(game, str) and game.partition("(")[0] not in pyspiel.registered_names():
         raise ValueError(f"OpenSpiel has no game of the name '{game}'")
     loaded = pyspiel.load_game(game) if isinstance(game, str) else game
@@ -186,7 +186,7 @@ def load_sequential(game: Any) -> Any:
 
 
 class _Walk:
-    """Visits all histories of a game once."""
+    """One walk over all histories of a game."""
 
     def __init__(self, players: int) -> None:
         # Per player: information state -> (number, sequence before it, depth, legal actions).
@@ -197,7 +197,7 @@ class _Walk:
 
     def form(self, root: Any) -> SequenceForm:
         self._visit(root, [None] * len(self._sets), [0] * len(self._sets), 1.0)
-        # Sets by falling depth; sequences of a set are neighbours.
+        # Sets by decreasing depth; the sequences of a set are adjacent.
         decisions, numbers = [], []
         for sets in self._sets:
             ordered = sorted(sets.items(), key=lambda item: (-item[1][2], item[1][0]))

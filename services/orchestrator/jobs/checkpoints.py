@@ -1,7 +1,6 @@
-"""Checkpoints on disk: what there is, and its files as a stream.
+"""Checkpoints on disk: listing, copying from trainers, and export as a stream.
 
-The trainer writes them as `{data_dir}/{job}/checkpoints/{policy}/v{version}`, complete or not at
-all.
+A checkpoint is a directory `{data_dir}/{job}/checkpoints/{policy}/v{version}`, written atomically.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import trainer_pb2 as tr
 
 
-async def at_hand(
+async def copy_to_job_directory(
     job: JobContext,
     worker: WorkerHandle,
     request: tr.SaveCheckpointRequest,
     saved: tr.SaveCheckpointResponse,
     seconds: float,
 ) -> tr.SaveCheckpointResponse:
-    """`saved`, in a directory of this host.
+    """Copies a checkpoint that a trainer on another host saved into the job's directory here.
 
     Raises `TroupeError`: what the worker raises, or `ResourceExhausted` of kind "storage_full"
     when there is no room here.
@@ -59,7 +58,7 @@ async def at_hand(
 
 
 def list_checkpoints(directory: Path) -> list[orch.Checkpoint]:
-    """The checkpoints of the job that lives in `directory`, by policy, oldest version first."""
+    """The checkpoints in a job's directory, by policy, oldest version first."""
     found = []
     for policy, versions in versions_of_all(directory).items():
         for version, path in versions:
@@ -77,7 +76,7 @@ def list_checkpoints(directory: Path) -> list[orch.Checkpoint]:
 
 
 def find_checkpoint(directory: Path, policy: str, version: int | None) -> orch.Checkpoint:
-    """A checkpoint of a policy, by default the newest. Raises `NotFound`, naming what there is."""
+    """A policy's checkpoint of a version, by default the newest. Raises `NotFound`."""
     every = list_checkpoints(directory)
     found = [one for one in every if one.policy == policy and version in (None, one.version)]
     if found:
@@ -86,9 +85,9 @@ def find_checkpoint(directory: Path, policy: str, version: int | None) -> orch.C
 
 
 async def export(checkpoint: orch.Checkpoint) -> AsyncIterator[orch.ExportCheckpointResponse]:
-    """The files of a checkpoint in chunks; the last chunk of each carries its xxh3-64.
+    """The files of a checkpoint in chunks; the last chunk of each file has its xxh3-64 checksum.
 
-    Raises `Aborted` when the checkpoint is removed meanwhile, since newer ones took its place.
+    Raises `Aborted` when newer checkpoints push it out meanwhile (`checkpoint.keep`).
     """
     try:
         async for chunk in read_folder(Path(checkpoint.path)):

@@ -1,4 +1,4 @@
-"""Jobs as users handle them: submit, pause, resume, cancel; and a runner for each that runs."""
+"""Operations on jobs (submit, pause, resume, cancel, forget), and the runners of active jobs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from troupe.v1 import orchestrator_pb2 as orch
 
 _log = structlog.get_logger(__name__)
 _JOB_ID: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}")
-# What else an embedded cluster keeps in the data directory, beside the jobs' directories.
+# Other directories of an embedded cluster in the data directory, beside those of jobs.
 _RESERVED: Final = frozenset({"logs", "redis", "transfer"})
-# Characters of an answer's list of problems.
+# Characters of an error's list of problems.
 _LONGEST_LIST: Final = 2000
-# A runner whose Redis is away looks again this often.
+# Seconds between pings of a Redis that is away.
 _RETRY_SECONDS: Final = 2.0
 _RESUMABLE: Final = (pb.JOB_STATE_PAUSED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED)
 _RUNS: Final = (pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING)
 
 
 class Jobs:
-    """All jobs of this orchestrator. Every change of state is durable before it is carried out."""
+    """All jobs of this orchestrator. Every change of state is durable before it takes effect."""
 
     def __init__(
         self,
@@ -48,23 +48,23 @@ class Jobs:
         guard: LaunchGuard,
         check: Callable[[JobSpec], Awaitable[None]] | None = None,
     ) -> None:
-        """`check` raises for a specification that cannot be carried out here."""
+        """`check` raises for a specification that this cluster cannot run."""
         self._shared = shared
         self._guard = guard
-        self._apart: asyncio.Task[None] | None = None
+        self._one_by_one: asyncio.Task[None] | None = None
         self._check = check
         self._runners: dict[str, JobRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # While somebody has or waits for them: anything can be asked for, and there are many jobs.
+        # Weak: a lock exists only while it is held or waited for, since there are many job ids.
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         self._stopping = False
 
     def lock(self, job_id: str) -> asyncio.Lock:
-        """Held by whoever changes a job's state or binds its policies."""
+        """The lock for changing a job's state or binding its policies."""
         return self._locks.setdefault(job_id, asyncio.Lock())
 
     async def submit(self, text: str, request_id: str, job_id: str) -> JobRecord:
-        """Store a job and start it. Repeating it with the same ids finds the same job.
+        """Stores a job and starts it. Repeating it with the same ids returns the same job.
 
         Raises `InvalidArgument` naming every fault of the specification, or `AlreadyExists` when
         `job_id` is another job's.
@@ -97,7 +97,7 @@ class Jobs:
         _check_viewable(record)
         async with self.lock(job_id):
             if not await self._shared.store.create(record):
-                found = await self._whole(job_id)
+                found = await self._readable_record(job_id)
                 same_submission(found, record)
                 self._launch_if_left(found)
                 return found
@@ -106,9 +106,9 @@ class Jobs:
         return record
 
     async def pause(self, job_id: str) -> JobRecord:
-        """Let the job stop after the step in flight. Pausing a paused job changes nothing."""
+        """Stops the job after its open steps. Pausing a paused job changes nothing."""
         async with self.lock(job_id):
-            record = await self._whole(job_id)
+            record = await self._readable_record(job_id)
             if record.state == pb.JOB_STATE_PAUSED:
                 return record
             record = await self._shared.store.move(job_id, pb.JOB_STATE_PAUSING)
@@ -119,15 +119,15 @@ class Jobs:
             return record
 
     async def resume(self, job_id: str, text: str = "") -> JobRecord:
-        """Continue a paused, failed or cancelled job from its last committed step; under the
-        specification `text`, if there is one.
+        """Continues a paused, failed or cancelled job from its last committed step, with the
+        specification `text` if that is given.
 
         Raises `FailedPrecondition` naming every difference that makes it another job,
         `InvalidArgument` naming every fault of the specification.
         """
         spec = await _parse(text) if text.strip() else None
         async with self.lock(job_id):
-            record = await self._whole(job_id)
+            record = await self._readable_record(job_id)
             if spec is not None:
                 _check_viewable(replace(record, spec_json=spec.model_dump_json()))
             changes = [] if spec is None else check_compatible(record, spec)
@@ -155,16 +155,16 @@ class Jobs:
                     orch.Notice.SEVERITY_INFO,
                     f"goes on under another specification: {text}",
                 )
-            await self._runner_before(job_id)
+            await self._last_runner_done(job_id)
             await self._guard.clear(job_id)
             await self._guard.begin(job_id)
             self.launch(job_id)
             return record
 
     async def cancel(self, job_id: str, reason: str) -> JobRecord:
-        """End the job now; what is committed and saved stays."""
+        """Ends the job now; committed versions and checkpoints stay."""
         async with self.lock(job_id):
-            record = await self._whole(job_id)
+            record = await self._readable_record(job_id)
             if record.state == pb.JOB_STATE_CANCELLED:
                 return record
             record = await self._shared.store.move(job_id, pb.JOB_STATE_CANCELLING)
@@ -179,8 +179,8 @@ class Jobs:
             return record
 
     async def forget(self, job_id: str) -> JobRecord:
-        """Delete what the cluster's memory holds of an ended job; its directory stays. Returns what
-        its record was.
+        """Deletes an ended job from Redis and from the other services; its directory stays. Returns
+        the record as it was.
 
         Raises `FailedPrecondition` while the job has not ended.
         """
@@ -194,7 +194,7 @@ class Jobs:
                     value=job_id,
                     remedy="Cancel it first.",
                 )
-            await self._runner_before(job_id)
+            await self._last_runner_done(job_id)
             with suppress(NotFound):  # it ended before it had any
                 await drop_tables(self._shared, job_id, purge_log=True)
             await delete_states(self._shared, job_id)
@@ -202,8 +202,8 @@ class Jobs:
             await self._guard.clear(job_id)
             return record
 
-    async def _whole(self, job_id: str) -> JobRecord:
-        """The record of a job. Raises `FailedPrecondition` when it cannot be read."""
+    async def _readable_record(self, job_id: str) -> JobRecord:
+        """The record of a job. Raises `FailedPrecondition` if it is broken."""
         record = await self._shared.store.get(job_id)
         if record.broken:
             assert record.problem is not None, "it says what is broken"
@@ -217,15 +217,15 @@ class Jobs:
         return record
 
     def launch(self, job_id: str) -> None:
-        """Run the job from wherever it is."""
+        """Starts a runner, which goes on from the job's current state."""
         if self._stopping:
             return
         runner = self._runners[job_id] = JobRunner(self._shared, job_id)
         task = self._tasks[job_id] = asyncio.create_task(self._run(job_id, runner))
         task.add_done_callback(lambda done: self._forget(job_id, runner, done))
 
-    def launch_apart(self, job_ids: Sequence[str]) -> None:
-        """Launch these one at a time, each when the orchestrator has survived the one before."""
+    def launch_one_by_one(self, job_ids: Sequence[str]) -> None:
+        """Launches jobs one at a time, each once the orchestrator has survived the one before."""
 
         async def one_by_one() -> None:
             for job_id in job_ids:
@@ -240,10 +240,10 @@ class Jobs:
                 await asyncio.sleep(self._guard.seconds)
 
         if job_ids:
-            self._apart = asyncio.create_task(one_by_one())
+            self._one_by_one = asyncio.create_task(one_by_one())
 
     async def set_aside(self, job_id: str, deaths: int) -> None:
-        """Fail a job that ended the orchestrator `deaths` times when it was launched."""
+        """Fails a job that ended the orchestrator `deaths` times when it was launched."""
         async with self.lock(job_id):
             error = FailedPrecondition(
                 f"the orchestrator died {deaths} times, each time within {self._guard.seconds:g} s "
@@ -258,15 +258,15 @@ class Jobs:
             await self._guard.clear(job_id)
 
     def running(self) -> list[str]:
-        """Ids of the jobs that have a runner here."""
+        """Ids of the jobs that have a runner in this process."""
         return sorted(self._runners)
 
     async def stop(self) -> None:
-        """Stop all runners and leave their jobs as they are, to be continued."""
+        """Stops all runners; their jobs stay as they are, to be continued."""
         self._stopping = True
         tasks = list(self._tasks.values())
-        if self._apart is not None:
-            tasks.append(self._apart)
+        if self._one_by_one is not None:
+            tasks.append(self._one_by_one)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -277,25 +277,23 @@ class Jobs:
                 return await runner.run()
             except Superseded as error:
                 _log.warning("job taken over", job_id=job_id, error=str(error))
-                here = self._shared.store.instance
+                text = f"{self._shared.store.instance} stops: {error}"
                 with suppress(TroupeError):
-                    await self._shared.log.notice(
-                        job_id, orch.Notice.SEVERITY_WARNING, f"{here} stops: {error}"
-                    )
+                    await self._shared.log.notice(job_id, orch.Notice.SEVERITY_WARNING, text)
                 return None
             except StateUnavailable as error:
                 _log.error("job waits for Redis", job_id=job_id, error=str(error))
                 await self._wait_for_redis()
-                # What the old runner had in memory may be older than what Redis has.
+                # What the old runner had in memory may be older than what is in Redis.
                 runner = self._runners[job_id] = JobRunner(self._shared, job_id)
 
-    async def _runner_before(self, job_id: str) -> None:
-        """Wait for the runner that wrote the job's last state; it has nothing left to do."""
+    async def _last_runner_done(self, job_id: str) -> None:
+        """Waits for the task of the runner that wrote the job's last state."""
         if (task := self._tasks.get(job_id)) is not None:
             await asyncio.gather(task, return_exceptions=True)
 
     def _launch_if_left(self, record: JobRecord) -> None:
-        """Run a job whose submission, or resume, was cut off before it was launched."""
+        """Launches a job whose submission or resume was cut off before the launch."""
         if record.state == pb.JOB_STATE_SUBMITTED and record.job_id not in self._tasks:
             self.launch(record.job_id)
 
@@ -316,13 +314,13 @@ class Jobs:
 
 
 def job_id_of(name: str, request_id: str) -> str:
-    """The id of a job submitted by `request_id`: the same whenever the request is repeated."""
+    """The id of a job without one of its own, the same whenever the request is repeated."""
     digest = hashlib.blake2s(f"{name}/{request_id}".encode(), digest_size=4).hexdigest()
     return f"{name}-{digest}"
 
 
 def _check_viewable(record: JobRecord) -> None:
-    """Raises `InvalidArgument` for what could be stored and never be shown."""
+    """Raises `InvalidArgument` for a record that could be stored and not be shown."""
     try:
         record.check_viewable()
     except Exception as error:
@@ -335,15 +333,15 @@ def _check_viewable(record: JobRecord) -> None:
 
 async def _parse(text: str) -> JobSpec:
     try:
-        # In a thread: YAML takes its time, and other calls should not have to.
+        # In a thread: parsing a long YAML text would block the event loop.
         return await asyncio.to_thread(parse_job, text)
     except JobSpecError as error:
         raise _explain(error) from error
 
 
 def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
-    """How `spec` differs from what the job ran under. Raises `FailedPrecondition` when it is not
-    the same job any more."""
+    """How `spec` differs from the job's specification. Raises `FailedPrecondition` if a difference
+    makes it another job."""
     old = record.spec()
     if bad := incompatible(old, spec, steps_done=record.step):
         raise FailedPrecondition(
@@ -358,13 +356,13 @@ def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
 
 
 def _explain(error: JobSpecError) -> InvalidArgument:
-    """All faults in the message; field, value and remedy of the first."""
+    """The error with all problems in its message, and field, value and remedy of the first."""
     first = error.problems[0]
     if len(error.problems) == 1:
         message = first.message
     else:
         listed = "; ".join(str(problem) for problem in error.problems)
-        if len(listed) > _LONGEST_LIST:  # it goes into a header of the answer
+        if len(listed) > _LONGEST_LIST:  # gRPC sends it in a header
             listed = f"{listed[:_LONGEST_LIST]}..."
         message = f"{first.message}. All {len(error.problems)} problems: {listed}"
     return InvalidArgument(

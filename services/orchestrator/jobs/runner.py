@@ -1,7 +1,8 @@
-"""The runner of one job: binds, prepares, lets it progress, and ends it in one of four ways.
+"""Runs one job: binds its policies, prepares its engines, steps until it has ended or is paused.
 
-All that it must not forget is in Redis and in the experience store; a runner that dies is replaced
-by another that begins with what those say.
+All durable state is in Redis and in the experience store, so a runner that dies is replaced by
+another one that goes on with what these say. `JobRunner` is the job's life, `JobProgress` its
+steps, evaluations and checkpoints; the manifest says which checkpoints belong together.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
-from services.orchestrator.cluster import delete_states, free_tables, make_room
+from services.orchestrator.cluster import delete_states, free_tables, release_ended_jobs
 from services.orchestrator.context import JobContext, Shared
-from services.orchestrator.errors import Deadline, alongside, cancelled_from_outside, together
+from services.orchestrator.errors import (
+    Deadline,
+    cancelled_from_outside,
+    run_all,
+    run_with_background,
+)
 from services.orchestrator.jobs.sinks import Sinks, make_directory
 from services.orchestrator.pipeline.dispatch import Dispatch
 from services.orchestrator.pipeline.evaluation import NO_TURNS_REMEDY, EvaluationRunner
 from services.orchestrator.pipeline.metrics import COMPLETED, WITHOUT_TURNS
-from services.orchestrator.pipeline.steps import StepContext, Window
+from services.orchestrator.pipeline.steps import StepContext, StepWindow
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.policy_trainer import Trainers
 from services.orchestrator.placement.trainer_scheduler import TableWatch
@@ -47,310 +53,32 @@ from troupe.v1 import trainer_pb2 as tr
 if TYPE_CHECKING:
     from services.orchestrator.populations.population import PopulationRun
 
-_NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
-
-
-def manifest(
-    spec: JobSpec,
-    directory: Path,
-    step: int,
-    last: es.GetStepResponse,
-    weights: Mapping[str, pb.WeightsRef],
-    saved: Mapping[str, tr.SaveCheckpointResponse],
-) -> dict[str, Any]:
-    """The manifest after `step` steps, as JSON.
-
-    Paths are relative to the job's `directory`, which may be moved. `last` is the newest step as
-    the store knows it, `weights` the ledger's, `saved` the checkpoint of every trained policy. The
-    same facts give the same bytes.
-    """
-    commits = {commit.policy: commit for commit in last.commits}
-    return {
-        "step": step,
-        "spec_hash": spec_hash(spec),
-        # All randomness of rollout derives from it and from a query's index.
-        "seed": spec.seed,
-        # The first item of the training split that no step has taken.
-        "cursor": last.cursor,
-        "policies": {
-            policy: {
-                "version": weights[policy].version,
-                "checksum": weights[policy].checksum,
-                "path": _within(directory, saved[policy].path),
-                "frontier": _frontier(commits[policy]),
-            }
-            for policy in sorted(saved)
-        },
-    }
-
-
-def _within(directory: Path, path: str) -> str:
-    """The path relative to the directory, if it is in there."""
-    with suppress(ValueError):
-        return str(Path(path).relative_to(directory))
-    return path
-
-
-def _frontier(commit: es.StepCommit) -> dict[str, Any]:
-    """What the store counts as trained up to here."""
-    digest = f"{commit.samples_digest:016x}" if commit.HasField("samples_digest") else None
-    return {
-        "committed_step": commit.step,
-        "outcome": es.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_"),
-        "samples": commit.num_samples,
-        "samples_digest": digest,
-    }
-
-
-def spec_hash(spec: JobSpec) -> str:
-    """A hash of the specification with its defaults filled in: hex blake2b-128."""
-    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def write_manifest(directory: Path, content: Mapping[str, Any], keep: int) -> Path:
-    """Write a manifest into a job's `directory`, whole or not at all; only the newest `keep` stay.
-
-    Raises `OSError`.
-    """
-    folder = directory / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"manifest-step{content['step']}.json"
-    draft = folder / f".{path.name}.new"
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    there = _manifests(folder)
-    for old in sorted(there)[:-keep]:
-        there[old].unlink(missing_ok=True)
-    return path
-
-
-def _manifests(folder: Path) -> dict[int, Path]:
-    named = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return {int(match[1]): path for match, path in named if match}
-
-
-# A job of which more trajectories made no turn at their endpoint is no plain success.
-_WITHOUT_TURNS_SHARE: Final = 0.1
-
-
-class JobProgress:
-    """Takes a job with bound policies and ready engines from step to step."""
-
-    def __init__(
-        self,
-        crew: StepContext,
-        record: JobRecord,
-        sinks: Sinks,
-        past: Iterable[orch.MetricsLogged] = (),
-    ) -> None:
-        """`past`: what was logged of the job before."""
-        self._crew = crew
-        self._job = crew.job
-        self._record = record
-        self._sinks = sinks
-        self._population = crew.population
-        self._judged = dict.fromkeys((COMPLETED, WITHOUT_TURNS), 0.0)
-        for row in past:
-            self._judge(row.values)
-        self._window = Window(crew, record.step, self._finish)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all steps are done, or a population is complete before."""
-        complete = self._population is not None and self._population.stopped
-        return complete or self._record.step >= self._job.spec.pipeline.steps
-
-    async def advance(self) -> None:
-        """Do all steps up to the next one after which something is due, or those that are open
-        after `close`."""
-        if self.finished:
-            return
-        steps = self._window.run(self._next_due())
-        if self._population is None:
-            await steps
-        else:
-            await alongside(steps, self._population.watch())
-
-    def close(self) -> None:
-        """Begin no further step."""
-        self._window.close()
-
-    async def _finish(self, step: int, values: dict[str, float]) -> None:
-        if self._population is not None:
-            values |= self._population.metrics()
-        self._judge(values)
-        store = self._job.shared.store
-        await store.finish_step(self._job.job_id, self._job.epoch, step, values)
-        self._record = replace(self._record, step=step + 1)
-        await self._copy(orch.MetricsLogged(step=step + 1, values=values))
-
-    async def shortfall(self) -> TroupeError | None:
-        """Why the job, all of whose steps are done, taught nothing; None: it did.
-
-        Policies that alone were never updated are named in the job's log.
-        """
-        policies = self._job.spec.trained_policies
-        if not policies or self._record.step == 0:
-            return None
-        completed, unused = self._judged[COMPLETED], self._judged[WITHOUT_TURNS]
-        if unused and unused >= _WITHOUT_TURNS_SHARE * completed:
-            return FailedPrecondition(
-                f"{unused:.0f} of {completed:.0f} trajectories opened an endpoint and were "
-                "rewarded, but made no turn: nothing of them was trained on",
-                kind="no_turns",
-                field="workflow",
-                value=self._job.spec.workflow,
-                remedy=NO_TURNS_REMEDY,
-            )
-        entries = await self._job.shared.ledger.entries(self._job.job_id)
-        idle = [one for one in policies if one in entries and not entries[one].weights.version]
-        if idle == list(policies):
-            return FailedPrecondition(
-                f"no policy was updated in {self._record.step} steps: no sample had a signal",
-                kind="nothing_learned",
-                field="policies",
-                value=", ".join(idle),
-                remedy="Rewards that are equal within every group teach nothing: look at "
-                "`reward/*/mean`, at the trajectories, and at `troupe jobs audit` for why samples "
-                "were dropped.",
-            )
-        if idle:
-            steps = self._record.step
-            await self._job.warn(f"not updated in any of {steps} steps: {', '.join(idle)}")
-        return None
-
-    def _judge(self, values: Mapping[str, float]) -> None:
-        for name in self._judged:
-            self._judged[name] += values.get(name, 0.0)
-
-    def _next_due(self) -> int:
-        """Steps after which an evaluation or checkpoints are due; at the latest the last."""
-        spec, step = self._job.spec, self._record.step
-        evaluations = spec.evaluation.every if spec.evaluation.queries else 0
-        every = [one for one in (spec.checkpoint.every, evaluations) if one > 0]
-        due = [(step // one + 1) * one for one in every]
-        if self._population is not None:
-            due.append(self._population.next_due(step))
-        return min([spec.pipeline.steps, *due])
-
-    async def catch_up(self) -> bool:
-        """Do what is due at this step and not done yet: a checkpoint, an evaluation. True.
-
-        Raises why the last checkpoint is missing, if it is: without it nobody gets what was
-        learned. A resumed job tries it again.
-        """
-        spec, step = self._job.spec, self._record.step
-        if self._population is not None:
-            began = self._record.started_at or self._record.created_at
-            await self._population.catch_up(
-                step, finished=self.finished, seconds=time.time() - began
-            )
-        # Checkpoints first: an evaluation that fails must not cost one.
-        if step > 0 and self._due(spec.checkpoint.every) and self._record.checkpointed != step:
-            await self._checkpoint()
-        due = step == 0 or self._due(spec.evaluation.every)
-        if due and spec.evaluation.queries > 0 and self._record.evaluated != step:
-            await self._evaluate()
-        if self.finished and (problem := self._record.checkpoint_problem) is not None:
-            raise TroupeError.from_problem(problem)
-        return True
-
-    def _due(self, every: int) -> bool:
-        return self.finished or (every > 0 and self._record.step % every == 0)
-
-    async def _evaluate(self) -> None:
-        record = self._record
-        evaluation = EvaluationRunner(self._job, self._crew.dispatch, record.step)
-        values = await evaluation.run()
-        name = "before" if record.step == 0 else "after" if self.finished else None
-        fields = {} if name is None else {name: json.dumps(evaluation.tally.scores())}
-        await self._job.shared.store.log_evaluation(
-            record.job_id, self._job.epoch, record.evaluated, record.step, values, fields
-        )
-        self._record = replace(record, evaluated=record.step)
-        await self._copy(orch.MetricsLogged(step=record.step, values=values))
-
-    async def _checkpoint(self) -> None:
-        """Save every trained policy. Before the last step one that cannot be saved costs its
-        checkpoint, not the job."""
-        job, step = self._job, self._record.step
-        job.show(f"saving checkpoints after step {step}", step=step)
-        policies = job.spec.trained_policies
-        results = await asyncio.gather(
-            *(self._crew.trainers.policies[policy].save_checkpoint() for policy in policies),
-            return_exceptions=True,
-        )
-        problem: pb.Problem | None = None
-        saved: dict[str, tr.SaveCheckpointResponse] = {}
-        for policy, result in zip(policies, results, strict=True):
-            what = f"checkpoint of {policy} after step {step}"
-            if isinstance(result, TroupeError):
-                problem = result.to_problem()
-                problem.message = f"no {what}: {result.message}"
-                await job.error(f"no {what}: {result}")
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                saved[policy] = result
-                await job.info(f"{what}: {result.path}")
-        if len(saved) == len(policies):
-            await self._write_manifest(saved)
-        await job.shared.store.note_checkpoint(job.job_id, job.epoch, step, problem)
-        self._record = replace(self._record, checkpointed=step, checkpoint_problem=problem)
-
-    async def _write_manifest(self, saved: Mapping[str, tr.SaveCheckpointResponse]) -> None:
-        """Say what belongs together. No step is open now, so that nothing moves meanwhile."""
-        job, step = self._job, self._record.step
-        request = es.GetStepRequest(job_id=job.job_id, step=step - 1, counts_only=True)
-        last = await job.shared.experience.GetStep(request)
-        entries = await job.shared.ledger.entries(job.job_id)
-        weights = {policy: entries[policy].weights for policy in saved}
-        content = manifest(job.spec, job.directory, step, last, weights, saved)
-        try:
-            await asyncio.to_thread(
-                write_manifest, job.directory, content, job.spec.checkpoint.keep
-            )
-        except OSError as error:
-            await job.error(f"no manifest of the checkpoints after step {step}: {error.strerror}")
-
-    async def _copy(self, row: orch.MetricsLogged) -> None:
-        for trouble in await self._sinks.write(row):
-            await self._job.warn(f"metrics not copied: {trouble}")
-
-
 T = TypeVar("T")
-
 _log = structlog.get_logger(__name__)
+# How often a runner checks that no other one has taken the job over.
 _EPOCH_SECONDS: Final = 1.0
 _BOTH: Final = (orch.WORKER_KIND_TRAINER, orch.WORKER_KIND_ROLLOUT)
+# A job in which a larger share of trajectories made no turn at their endpoint has a shortfall.
+_WITHOUT_TURNS_SHARE: Final = 0.1
+_MANIFEST_NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
 
 
 class JobRunner:
-    """Runs a job from wherever it is. One per job at a time; a newer one fences off an older."""
+    """Runs a job from its current state. A newer runner of the job fences off an older one."""
 
     def __init__(self, shared: Shared, job_id: str) -> None:
         self._shared = shared
         self._job_id = job_id
         self._pause = asyncio.Event()
         self._cancel = False
-        # Whether its engines and trainers were up in an earlier life.
+        # Whether an earlier runner had its engines and trainers up.
         self._was_up = False
         self._body: asyncio.Task[None] | None = None
         self._epoch: int
         self._job: JobContext
         self._record: JobRecord
         self._sinks: Sinks | None = None
-        # What was logged before this runner.
+        # The metrics that were logged before this runner.
         self._past: list[orch.MetricsLogged] = []
         self._tables: TableWatch
         self._trainers: Trainers | None = None
@@ -359,23 +87,23 @@ class JobRunner:
         self._population: PopulationRun | None = None
 
     def pause(self) -> None:
-        """The job's state has become PAUSING: stop after the step in flight."""
+        """Stops after the open steps; the job's state has become PAUSING."""
         self._pause.set()
         if self._progress is not None:
             self._progress.close()
 
     def cancel(self) -> None:
-        """The job's state has become CANCELLING: stop now."""
+        """Stops now; the job's state has become CANCELLING."""
         self._cancel = True
         if self._body is not None:
             self._body.cancel()
 
     async def run(self) -> None:
-        """Return when the job is paused or has ended.
+        """Returns when the job is paused or has ended.
 
-        Cancelling this leaves the job as it is, to be continued by another runner; so do
-        `Superseded` (another orchestrator has the job) and `StateUnavailable` (nothing can be
-        recorded), which it raises.
+        Cancelling this leaves the job as it is, for another runner to continue. So do the errors it
+        raises: `Superseded` (another orchestrator has the job) and `StateUnavailable` (Redis is
+        away, so nothing can be recorded).
         """
         try:
             await self._adopt()
@@ -404,7 +132,7 @@ class JobRunner:
             await self._end(pb.JOB_STATE_CANCELLED, "cancelling: giving workers back")
 
     async def _adopt(self) -> None:
-        """Take the job over, wherever the runner before this one left it."""
+        """Takes the job over from the runner before this one."""
         structlog.contextvars.bind_contextvars(job_id=self._job_id)
         self._epoch = epoch = await self._shared.store.adopt(self._job_id)
         self._record = record = await self._shared.store.get(self._job_id)
@@ -419,12 +147,12 @@ class JobRunner:
         )
         self._was_up = record.state == pb.JOB_STATE_RUNNING or record.step > 0
         if record.state == pb.JOB_STATE_PAUSING:
-            # The orchestrator died while the step finished; a resume takes the step up again.
+            # The orchestrator died while the step finished; a resume goes on with the step.
             self._pause.set()
 
     async def _run_body(self) -> None:
-        """Run what a cancellation of the job cuts off."""
-        self._body = asyncio.create_task(self._live())
+        """Runs the job in a task that `cancel` can end."""
+        self._body = asyncio.create_task(self._run_to_end())
         if self._cancel:
             self._body.cancel()
         try:
@@ -433,7 +161,7 @@ class JobRunner:
             self._body.cancel()
             await asyncio.gather(self._body, return_exceptions=True)
 
-    async def _live(self) -> None:
+    async def _run_to_end(self) -> None:
         trainers = await self._unless_paused(self._bind())
         if trainers is None:
             return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
@@ -448,7 +176,7 @@ class JobRunner:
             return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
         weights |= slots
         self._engines = engines = Engines(self._job, weights, self._republish)
-        crew = StepContext(
+        context = StepContext(
             job=self._job,
             trainers=trainers,
             engines=engines,
@@ -457,13 +185,15 @@ class JobRunner:
             population=self._population,
         )
         if self._population is not None:
-            self._population.attend(crew.dispatch, engines)
-        self._progress = progress = JobProgress(crew, self._record, self._sinks, self._past)
-        aside = together(engines.run(), crew.dispatch.run(), crew.tables.run(), self._watch_epoch())
-        if not await alongside(self._play(progress, engines), aside):
+            self._population.attach(context.dispatch, engines)
+        self._progress = progress = JobProgress(context, self._record, self._sinks, self._past)
+        background = run_all(
+            engines.run(), context.dispatch.run(), context.tables.run(), self._watch_epoch()
+        )
+        if not await run_with_background(self._run_steps(progress, engines), background):
             return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
-        # Engines stay up, so that people can generate, until another job needs the room.
-        await self._let_members_go()
+        # Engines stay up until another job needs the memory, so that users can generate.
+        await self._unpublish_members()
         await trainers.release(self._shared.settings.cleanup_seconds)
         shortfall = await progress.shortfall()
         if shortfall is not None:
@@ -475,7 +205,7 @@ class JobRunner:
         return self._shared.log.forget(self._job_id)
 
     async def _bind(self) -> Trainers:
-        """Wait for workers, declare the tables, bind every policy at the ledger's version."""
+        """Waits for workers, creates the tables, binds every policy at its committed version."""
         job, shared = self._job, self._shared
         if self._record.state == pb.JOB_STATE_SUBMITTED:
             for line in advice(job.spec):
@@ -486,8 +216,8 @@ class JobRunner:
         self._past = await shared.store.metrics(self._job_id)
         for trouble in await self._sinks.open(self._past):
             await job.warn(trouble)
-        await shared.workers.wait_for(_BOTH, self._patience("workers"))
-        await make_room(shared, self._job_id)
+        await shared.workers.wait_for(_BOTH, self._settings_deadline("workers"))
+        await release_ended_jobs(shared, self._job_id)
         job.show("declaring tables")
         tables = es.CreateTablesRequest(
             request_id=new_id("tables"),
@@ -498,35 +228,37 @@ class JobRunner:
             drop_without_signal=job.spec.pipeline.dynamic_sampling,
         )
         await shared.experience.CreateTables(tables)
-        # Commits that nobody reported: the store is the truth.
+        # The store is the truth about commits: some may not be recorded here.
         step, found = self._record.step, es.GetStepResponse(open=True)
         while found.open:
             request = es.GetStepRequest(job_id=self._job_id, step=step, counts_only=True)
             found = await shared.experience.GetStep(request)
             for commit in found.commits:
-                await shared.ledger.commit(self._job_id, commit)
+                await shared.weight_versions.commit(self._job_id, commit)
             step += 1
         await shared.store.note_states(self._job_id)
-        self._tables = TableWatch(shared.experience, self._job_id, shared.binder.touch)
-        self._trainers = Trainers(job, await shared.ledger.entries(self._job_id), self._tables)
-        await self._trainers.bind_all(self._patience("bind"))
+        self._tables = TableWatch(shared.experience, self._job_id, shared.trainer_scheduler.touch)
+        self._trainers = Trainers(
+            job, await shared.weight_versions.entries(self._job_id), self._tables
+        )
+        await self._trainers.bind_all(self._settings_deadline("bind"))
         return self._trainers
 
     async def _populate(self, trainers: Trainers) -> list[PopulationRun]:
-        """The job's population, if it has one."""
+        """The job's population in a list, empty if it has none."""
         if self._job.spec.population is None:
             return []
         found = await on_demand("population")
-        return [await found.Population.open(self._job, trainers, self._shared.populations)]
+        return [await found.PopulationRun.open(self._job, trainers, self._shared.populations)]
 
     async def _slots(self) -> dict[str, pb.WeightsRef]:
-        """What the slots of the population serve."""
+        """The weights of the population's slots."""
         if self._population is None:
             return {}
-        return await self._population.slots.refs(self._patience("bind"))
+        return await self._population.slots.refs(self._settings_deadline("bind"))
 
     async def _republish(self, policy: str) -> None:
-        """Publish a policy's weights again: they are not where they were."""
+        """Publishes a policy's weights again, since no host has them any more."""
         assert self._trainers is not None, "bound before engines load"
         if policy in self._job.spec.slots:
             assert self._population is not None, "it made the slots"
@@ -535,14 +267,15 @@ class JobRunner:
             await self._trainers.republish(policy)
 
     async def _watch_epoch(self) -> None:
-        """Notice within seconds, not at the next write, that another runner has the job."""
+        """Raises `Superseded` within seconds, not at the next write, once another runner has the
+        job."""
         while True:
             await asyncio.sleep(_EPOCH_SECONDS)
-            with suppress(StateUnavailable):  # what must be written will say so
+            with suppress(StateUnavailable):  # the next write raises it
                 await self._shared.store.check_epoch(self._job_id, self._epoch)
 
-    async def _play(self, progress: JobProgress, engines: Engines) -> bool:
-        """Prepare engines, then step until all is done (True) or a pause is asked for (False)."""
+    async def _run_steps(self, progress: JobProgress, engines: Engines) -> bool:
+        """Prepares engines, then steps until all is done (True) or a pause is asked for (False)."""
         if await self._unless_paused(self._prepare(engines)) is None:
             return False
         while not progress.finished:
@@ -554,17 +287,17 @@ class JobRunner:
         return await self._unless_paused(progress.catch_up()) is not None
 
     async def _prepare(self, engines: Engines) -> bool:
-        patience = self._patient(
+        deadline = self._startup_deadline(
             "preparing engines",
             engines.prepare_seconds,
             "policies.*.engine.start_timeout_seconds",
         )
-        await engines.wait_ready(patience)
+        await engines.wait_ready(deadline)
         await self._move(pb.JOB_STATE_RUNNING)
         return True
 
     async def _end(self, target: pb.JobState.ValueType, doing: str) -> None:
-        """Give every worker back, as far as they answer, then move to the state `target`."""
+        """Has all workers that answer release the job, then moves it to the state `target`."""
         if hasattr(self, "_job"):  # else its specification could not be read
             self._job.show(doing, step=self._record.step)
         await self._release()
@@ -592,31 +325,31 @@ class JobRunner:
     async def _release(self) -> None:
         seconds = self._shared.settings.cleanup_seconds
         if self._engines is None:
-            # Taken over from a runner that died: what it held is known from the workers only.
-            await make_room(self._shared, self._job_id, self_too=True)
+            # The runner before this one died: only the workers know what it held.
+            await release_ended_jobs(self._shared, self._job_id, self_too=True)
         else:
             await self._engines.release(seconds)
-        await self._let_members_go()
+        await self._unpublish_members()
         if self._trainers is not None:
             await self._trainers.release(seconds)
         if self._job_id in await self._shared.store.with_states():
             await delete_states(self._shared, self._job_id)
 
-    async def _let_members_go(self) -> None:
-        """Members of a population are published for its engines only."""
+    async def _unpublish_members(self) -> None:
+        """Removes published members of a population, which only the job's engines need."""
         if hasattr(self, "_job") and self._job.spec.population is not None:
             if self._population is not None:
                 await self._population.close()
             try:
-                await (await on_demand("pool")).let_go(self._job)
+                await (await on_demand("slots")).unpublish_members(self._job)
             except (Superseded, StateUnavailable):
                 raise
             except Exception as error:
-                # What stays costs memory; not to know how the job ended would cost more.
-                _log.warning("members not let go", job_id=self._job_id, error=str(error))
+                # What stays published costs memory; a job without an end would cost more.
+                _log.warning("members not unpublished", job_id=self._job_id, error=str(error))
 
     async def _unless_paused(self, part: Coroutine[Any, Any, T]) -> T | None:
-        """What `part` returns; None when a pause was asked for, before or during it."""
+        """The result of `part`; None when a pause was asked for before or during it."""
         task = asyncio.create_task(part)
         asked = asyncio.create_task(self._pause.wait())
         try:
@@ -625,7 +358,7 @@ class JobRunner:
                 return None
             return task.result()
         except FailedPrecondition as error:
-            # The job was told to pause just before `part` moved its state.
+            # The job's state became PAUSING just before `part` moved it.
             if error.kind == "illegal_transition" and await self._pausing():
                 return None
             raise
@@ -643,16 +376,289 @@ class JobRunner:
     async def _move(self, target: pb.JobState.ValueType, problem: pb.Problem | None = None) -> None:
         await self._shared.store.move(self._job_id, target, epoch=self._epoch, problem=problem)
 
-    def _patience(self, what: str) -> Deadline:
+    def _settings_deadline(self, what: str) -> Deadline:
         field = f"{what}_timeout_seconds"
         names = {"workers": "waiting for workers", "bind": "binding policies"}
         seconds: float = getattr(self._shared.settings, field)
-        return self._patient(names[what], seconds, f"TROUPE_{field.upper()}")
+        return self._startup_deadline(names[what], seconds, f"TROUPE_{field.upper()}")
 
-    def _patient(self, what: str, seconds: float, field: str) -> Deadline:
-        """Patience to come up. A job that was up before comes back, however often it must, for as
-        long as one of its steps may take."""
+    def _startup_deadline(self, what: str, seconds: float, field: str) -> Deadline:
+        """The deadline of a part of the start. A job that was up before may take as long to come
+        back as one of its steps."""
         limit = self._job.spec.limits.step_seconds
         if self._was_up and limit > seconds:
             seconds, field = limit, "limits.step_seconds"
         return Deadline(what, seconds, field, self._job.show)
+
+
+class JobProgress:
+    """The steps, evaluations and checkpoints of a job with bound policies and ready engines."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        record: JobRecord,
+        sinks: Sinks,
+        past: Iterable[orch.MetricsLogged] = (),
+    ) -> None:
+        """`past`: the metrics that were logged before this runner."""
+        self._context = context
+        self._job = context.job
+        self._record = record
+        self._sinks = sinks
+        self._population = context.population
+        self._verdict_counts = dict.fromkeys((COMPLETED, WITHOUT_TURNS), 0.0)
+        for row in past:
+            self._add_verdict_counts(row.values)
+        self._window = StepWindow(context, record.step, self._finish)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or a population is complete (`population.stop`)."""
+        complete = self._population is not None and self._population.stopped
+        return complete or self._record.step >= self._job.spec.pipeline.steps
+
+    async def advance(self) -> None:
+        """Runs the steps before the next evaluation or checkpoint; after `close` the open ones."""
+        if self.finished:
+            return
+        steps = self._window.run(self._next_due())
+        if self._population is None:
+            await steps
+        else:
+            await run_with_background(steps, self._population.watch())
+
+    def close(self) -> None:
+        """Opens no further step."""
+        self._window.close()
+
+    async def _finish(self, step: int, values: dict[str, float]) -> None:
+        if self._population is not None:
+            values |= self._population.metrics()
+        self._add_verdict_counts(values)
+        store = self._job.shared.store
+        await store.finish_step(self._job.job_id, self._job.epoch, step, values)
+        self._record = replace(self._record, step=step + 1)
+        await self._write_to_sinks(orch.MetricsLogged(step=step + 1, values=values))
+
+    async def shortfall(self) -> TroupeError | None:
+        """Why the finished job has learned nothing; None if it has.
+
+        Warns of single policies that were never updated.
+        """
+        policies = self._job.spec.trained_policies
+        if not policies or self._record.step == 0:
+            return None
+        completed, unused = self._verdict_counts[COMPLETED], self._verdict_counts[WITHOUT_TURNS]
+        if unused and unused >= _WITHOUT_TURNS_SHARE * completed:
+            return FailedPrecondition(
+                f"{unused:.0f} of {completed:.0f} trajectories opened an endpoint and were "
+                "rewarded, but made no turn: nothing of them was trained on",
+                kind="no_turns",
+                field="workflow",
+                value=self._job.spec.workflow,
+                remedy=NO_TURNS_REMEDY,
+            )
+        entries = await self._job.shared.weight_versions.entries(self._job.job_id)
+        idle = [one for one in policies if one in entries and not entries[one].weights.version]
+        if idle == list(policies):
+            return FailedPrecondition(
+                f"no policy was updated in {self._record.step} steps: no sample had a signal",
+                kind="nothing_learned",
+                field="policies",
+                value=", ".join(idle),
+                remedy="Rewards that are equal within every group teach nothing: look at "
+                "`reward/*/mean`, at the trajectories, and at `troupe jobs audit` for why samples "
+                "were dropped.",
+            )
+        if idle:
+            steps = self._record.step
+            await self._job.warn(f"not updated in any of {steps} steps: {', '.join(idle)}")
+        return None
+
+    def _add_verdict_counts(self, values: Mapping[str, float]) -> None:
+        for name in self._verdict_counts:
+            self._verdict_counts[name] += values.get(name, 0.0)
+
+    def _next_due(self) -> int:
+        """The step count at which an evaluation or checkpoints are due next, or the last one."""
+        spec, step = self._job.spec, self._record.step
+        evaluations = spec.evaluation.every if spec.evaluation.queries else 0
+        every = [one for one in (spec.checkpoint.every, evaluations) if one > 0]
+        due = [(step // one + 1) * one for one in every]
+        if self._population is not None:
+            due.append(self._population.next_due(step))
+        return min([spec.pipeline.steps, *due])
+
+    async def catch_up(self) -> bool:
+        """Does what is due after this step and not done yet: checkpoints, an evaluation. True.
+
+        Raises the error of the last checkpoint if it could not be written: what was learned would
+        be lost. A resumed job tries it again.
+        """
+        spec, step = self._job.spec, self._record.step
+        if self._population is not None:
+            began = self._record.started_at or self._record.created_at
+            await self._population.catch_up(
+                step, finished=self.finished, seconds=time.time() - began
+            )
+        # Checkpoints first: an evaluation that fails must not cost one.
+        if step > 0 and self._due(spec.checkpoint.every) and self._record.checkpointed != step:
+            await self._checkpoint()
+        due = step == 0 or self._due(spec.evaluation.every)
+        if due and spec.evaluation.queries > 0 and self._record.evaluated != step:
+            await self._evaluate()
+        if self.finished and (problem := self._record.checkpoint_problem) is not None:
+            raise TroupeError.from_problem(problem)
+        return True
+
+    def _due(self, every: int) -> bool:
+        return self.finished or (every > 0 and self._record.step % every == 0)
+
+    async def _evaluate(self) -> None:
+        record = self._record
+        evaluation = EvaluationRunner(self._job, self._context.dispatch, record.step)
+        values = await evaluation.run()
+        name = "before" if record.step == 0 else "after" if self.finished else None
+        fields = {} if name is None else {name: json.dumps(evaluation.tally.scores())}
+        await self._job.shared.store.log_evaluation(
+            record.job_id, self._job.epoch, record.evaluated, record.step, values, fields
+        )
+        self._record = replace(record, evaluated=record.step)
+        await self._write_to_sinks(orch.MetricsLogged(step=record.step, values=values))
+
+    async def _checkpoint(self) -> None:
+        """Saves every trained policy. One that cannot be saved is logged and noted in the record;
+        `catch_up` raises it after the last step only."""
+        job, step = self._job, self._record.step
+        job.show(f"saving checkpoints after step {step}", step=step)
+        policies = job.spec.trained_policies
+        results = await asyncio.gather(
+            *(self._context.trainers.policies[policy].save_checkpoint() for policy in policies),
+            return_exceptions=True,
+        )
+        problem: pb.Problem | None = None
+        saved: dict[str, tr.SaveCheckpointResponse] = {}
+        for policy, result in zip(policies, results, strict=True):
+            what = f"checkpoint of {policy} after step {step}"
+            if isinstance(result, TroupeError):
+                problem = result.to_problem()
+                problem.message = f"no {what}: {result.message}"
+                await job.error(f"no {what}: {result}")
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                saved[policy] = result
+                await job.info(f"{what}: {result.path}")
+        if len(saved) == len(policies):
+            await self._write_manifest(saved)
+        await job.shared.store.note_checkpoint(job.job_id, job.epoch, step, problem)
+        self._record = replace(self._record, checkpointed=step, checkpoint_problem=problem)
+
+    async def _write_manifest(self, saved: Mapping[str, tr.SaveCheckpointResponse]) -> None:
+        """Writes the manifest. No step is open, so that versions do not move meanwhile."""
+        job, step = self._job, self._record.step
+        request = es.GetStepRequest(job_id=job.job_id, step=step - 1, counts_only=True)
+        last = await job.shared.experience.GetStep(request)
+        entries = await job.shared.weight_versions.entries(job.job_id)
+        weights = {policy: entries[policy].weights for policy in saved}
+        content = manifest(job.spec, job.directory, step, last, weights, saved)
+        try:
+            await asyncio.to_thread(
+                write_manifest, job.directory, content, job.spec.checkpoint.keep
+            )
+        except OSError as error:
+            await job.error(f"no manifest of the checkpoints after step {step}: {error.strerror}")
+
+    async def _write_to_sinks(self, row: orch.MetricsLogged) -> None:
+        for trouble in await self._sinks.write(row):
+            await self._job.warn(f"metrics not copied: {trouble}")
+
+
+def manifest(
+    spec: JobSpec,
+    directory: Path,
+    step: int,
+    last: es.GetStepResponse,
+    weights: Mapping[str, pb.WeightsRef],
+    saved: Mapping[str, tr.SaveCheckpointResponse],
+) -> dict[str, Any]:
+    """The manifest of the checkpoints after `step` steps, as JSON.
+
+    Paths are relative to the job's `directory`, which may be moved. `last` is the newest step as
+    the store has it, `weights` the newest committed ones, `saved` the checkpoint of every trained
+    policy. The same arguments give the same bytes.
+    """
+    commits = {commit.policy: commit for commit in last.commits}
+    return {
+        "step": step,
+        "spec_hash": spec_hash(spec),
+        # All randomness of rollout derives from it and from a query's index.
+        "seed": spec.seed,
+        # The first item of the training split that no step has taken.
+        "cursor": last.cursor,
+        "policies": {
+            policy: {
+                "version": weights[policy].version,
+                "checksum": weights[policy].checksum,
+                "path": _relative_to(directory, saved[policy].path),
+                "frontier": _frontier(commits[policy]),
+            }
+            for policy in sorted(saved)
+        },
+    }
+
+
+def _relative_to(directory: Path, path: str) -> str:
+    """The path relative to the directory if it is inside."""
+    with suppress(ValueError):
+        return str(Path(path).relative_to(directory))
+    return path
+
+
+def _frontier(commit: es.StepCommit) -> dict[str, Any]:
+    """What the store has counted as trained up to a policy's commit."""
+    digest = f"{commit.samples_digest:016x}" if commit.HasField("samples_digest") else None
+    return {
+        "committed_step": commit.step,
+        "outcome": es.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_"),
+        "samples": commit.num_samples,
+        "samples_digest": digest,
+    }
+
+
+def spec_hash(spec: JobSpec) -> str:
+    """A hash of the specification with its defaults filled in: hex blake2b-128."""
+    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def write_manifest(directory: Path, content: Mapping[str, Any], keep: int) -> Path:
+    """Writes a manifest into a job's `directory` atomically and keeps the newest `keep` of them.
+
+    Raises `OSError`.
+    """
+    folder = directory / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"manifest-step{content['step']}.json"
+    draft = folder / f".{path.name}.new"
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    there = _manifests(folder)
+    for old in sorted(there)[:-keep]:
+        there[old].unlink(missing_ok=True)
+    return path
+
+
+def _manifests(folder: Path) -> dict[int, Path]:
+    named = ((_MANIFEST_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in named if match}

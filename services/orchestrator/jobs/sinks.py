@@ -1,8 +1,8 @@
-"""Where metrics go: JSON lines always, TensorBoard and Weights & Biases when asked.
+"""Metric sinks of a job: JSON lines always, TensorBoard and Weights & Biases if configured.
 
-Redis holds the rows; a sink is a copy that people's tools read. Sinks run in threads of their own
-and are waited for a little only, so that neither a slow disk nor a service that is away holds up a
-job; their faults are reported and never end one.
+Redis holds the rows; a sink is a copy for other tools. Sinks run in threads of their own and are
+waited for briefly, so that a slow disk or an unreachable service does not hold up a job. Their
+errors become notices in the job's log and never fail it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from troupe.rpc import FailedPrecondition
 from troupe.user_code import UserCodeTimeout, call_in_thread
 from troupe.v1 import orchestrator_pb2 as orch
 
-# A job waits for its sinks so long, then goes on while they catch up.
-PATIENCE_SECONDS = 10.0
-# One that has not come back from a call by then never will.
+# How long a job waits for its sinks before it goes on.
+SINK_WAIT_SECONDS = 10.0
+# A sink that has not returned from a call by then is given up.
 GIVE_UP_SECONDS = 300.0
 _TROUBLE_CHARS = 500
 
 
 async def make_directory(directory: Path, spec: JobSpec) -> None:
-    """Make a job's directory, with its specification. Raises `FailedPrecondition`."""
+    """Creates a job's directory with its `job.yaml`. Raises `FailedPrecondition`."""
 
     def write() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -52,13 +52,13 @@ async def make_directory(directory: Path, spec: JobSpec) -> None:
 
 
 class Sink(Protocol):
-    """Takes rows in order. Methods block; errors are OSError or what the tool raises."""
+    """Writes rows in order. Methods block and may raise anything."""
 
     def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
-        """Take rows in."""
+        """Writes rows of metrics."""
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flushes and closes."""
 
 
 class JsonLines:
@@ -68,13 +68,13 @@ class JsonLines:
         self._path = path
 
     def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
-        """Append whole lines."""
+        """Appends a line per row."""
         lines = [json.dumps({"step": row.step, **dict(sorted(row.values.items()))}) for row in rows]
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
     def count(self) -> int:
-        """Whole rows in the file; half a row, left by a crash, is cut off."""
+        """Number of rows in the file; cuts off half a row that a crash left."""
         if not self._path.exists():
             return 0
         data = self._path.read_bytes()
@@ -85,32 +85,32 @@ class JsonLines:
         return data.count(b"\n")
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: the file is opened for every write."""
 
 
 class TensorBoard:
-    """TensorBoard events, without TensorFlow."""
+    """A TensorBoard event file, written without TensorFlow."""
 
     def __init__(self, directory: Path) -> None:
-        from tensorboard.summary import Writer  # a third of a second; only jobs that want it
+        from tensorboard.summary import Writer  # slow to import, and needed by few jobs
 
         directory.mkdir(parents=True, exist_ok=True)
         self._writer: Any = Writer(str(directory))
 
     def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
-        """One scalar per value."""
+        """Writes one scalar per value."""
         for row in rows:
             for name, value in row.values.items():
                 self._writer.add_scalar(name, value, row.step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
+        """Closes the event file."""
         self._writer.close()
 
 
 class Wandb:
-    """Weights & Biases; a resumed job goes on in the same run."""
+    """A run of Weights & Biases, which a resumed job continues."""
 
     def __init__(self, project: str, job_id: str, directory: Path, config: dict[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
@@ -119,12 +119,12 @@ class Wandb:
         )
 
     def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
-        """One call per row."""
+        """Logs one row per call."""
         for row in rows:
             self._run.log(dict(row.values), step=row.step)
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finishes the run."""
         self._run.finish()
 
 
@@ -134,32 +134,32 @@ _feeding: set[asyncio.Task[None]] = set()
 
 @dataclass
 class _Entry:
-    """Rows on their way to a sink; its end, if there are none. `done` once the sink has them."""
+    """Rows for a sink, or None to close it; `done` is set once the sink has taken them."""
 
     rows: Sequence[orch.MetricsLogged] | None
     done: asyncio.Future[None]
 
 
 class _Feed:
-    """A sink and the rows that wait for it: it is opened and written to in order, in threads.
+    """Opens a sink and writes its queue of rows in order, in threads.
 
-    A sink is a tool of others: it may raise anything, exit, or hang. What it raises is told; when
-    it has not come back from a call after `GIVE_UP_SECONDS`, nothing is written to it any more.
+    A sink is third-party code: it may raise anything, exit, or hang. What it raises is reported; a
+    call that has not returned after `GIVE_UP_SECONDS` ends the feed.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink], remedy: str = "") -> None:
-        """`remedy`: for people who read that it cannot be opened."""
+        """`remedy` is part of the notice that the sink cannot be opened."""
         self.name = name
         self.troubles: list[str] = []
-        """Troubles of the sink that no notice has told yet."""
+        """Errors of the sink that are not in the job's log yet."""
         self.late = False
-        """Whether it was told that it does not answer."""
+        """Whether the job's log says that the sink does not answer."""
         self._make, self._remedy = make, remedy
         self._queue: asyncio.Queue[_Entry] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
     def take(self, rows: Sequence[orch.MetricsLogged] | None) -> asyncio.Future[None]:
-        """Hand rows over, or None to close it; the result is there once that is done."""
+        """Queues rows, or None to close the sink; the future is done once that has happened."""
         entry = _Entry(rows, asyncio.get_running_loop().create_future())
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -179,14 +179,14 @@ class _Feed:
         except UserCodeTimeout as error:
             self.troubles.append(f"{self.name} is given up: it {error}")
         except Exception as error:
-            said = described(error, _TROUBLE_CHARS)
-            self.troubles.append(f"no {self.name}: {said}. {self._remedy}".rstrip())
+            text = described(error, _TROUBLE_CHARS)
+            self.troubles.append(f"no {self.name}: {text}. {self._remedy}".rstrip())
         finally:
             while not self._queue.empty():
                 self._queue.get_nowait().done.set_result(None)
 
     async def _serve(self, sink: Sink) -> bool:
-        """Do one entry; whether another may follow. Raises `UserCodeTimeout`."""
+        """Handles one entry; whether another may follow. Raises `UserCodeTimeout`."""
         entry = await self._queue.get()
         try:
             if entry.rows is None:
@@ -213,9 +213,9 @@ class Sinks:
         self._feeds = [_Feed("JsonLines", lambda: self._lines)]
 
     async def open(self, rows: Sequence[orch.MetricsLogged]) -> list[str]:
-        """Open the sinks and bring them up to `rows`, all that the job has logged.
+        """Opens the sinks and brings them up to `rows`, all that the job has logged.
 
-        Returns what could not be opened, for people.
+        Returns a text for every sink that could not be opened.
         """
         logging, troubles, missing = self._spec.logging, [], rows[:0]
         if logging.tensorboard:
@@ -228,31 +228,31 @@ class Sinks:
             self._feeds.append(_Feed("Weights & Biases", make, "`pip install wandb`."))
         try:
             # What was logged just before a crash may be missing.
-            missing = rows[await call_in_thread(self._lines.count, seconds=PATIENCE_SECONDS) :]
+            missing = rows[await call_in_thread(self._lines.count, seconds=SINK_WAIT_SECONDS) :]
         except (OSError, UserCodeTimeout) as error:
             troubles.append(f"metrics.jsonl: {error}")
         return troubles + await self._hand_out(missing)
 
     async def write(self, row: orch.MetricsLogged) -> list[str]:
-        """Append a row everywhere. Returns what went wrong, for people."""
+        """Writes a row to all sinks. Returns texts that say what went wrong."""
         return await self._hand_out([row])
 
     async def close(self) -> list[str]:
-        """Close all of them; those that are late go on for as long as this process does. Returns
-        what went wrong, for people."""
+        """Closes all sinks. Those that are late go on as long as this process does. Returns texts
+        that say what went wrong."""
         troubles = await self._hand_out(None)
         self._feeds.clear()
         return troubles
 
     async def _hand_out(self, rows: Sequence[orch.MetricsLogged] | None) -> list[str]:
-        """Give every sink its entry, and wait for them a little; what went wrong since."""
+        """Gives every sink its entry and waits briefly. Returns what went wrong since last time."""
         given = {feed: feed.take(rows) for feed in self._feeds}
         if given:
-            await asyncio.wait(given.values(), timeout=PATIENCE_SECONDS)
+            await asyncio.wait(given.values(), timeout=SINK_WAIT_SECONDS)
         troubles = []
         for feed, done in given.items():
-            told, feed.troubles = feed.troubles, []
-            troubles += told
+            troubles += feed.troubles
+            feed.troubles = []
             if not done.done() and not feed.late:
                 feed.late = True
                 troubles.append(f"{feed.name} does not answer: the job goes on, its rows wait")

@@ -1,4 +1,8 @@
-"""Gives tickets to rollout workers until every trajectory has ended."""
+"""Dispatches trajectories to rollout workers, and again elsewhere when a worker is lost.
+
+A *ticket* is one trajectory to run, a *group* all tickets of one query, a `TicketBatch` what one
+step, evaluation or round of matches waits for. One `Dispatch` per job runs all of its batches.
+"""
 
 from __future__ import annotations
 
@@ -23,43 +27,58 @@ from troupe.scheduling import admission
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 
+Group = list[ro.Ticket]
+_log = structlog.get_logger(__name__)
+_ENDED: Final = frozenset(
+    {pb.TRAJECTORY_STATE_COMPLETED, pb.TRAJECTORY_STATE_FAILED, pb.TRAJECTORY_STATE_ABORTED}
+)
+# Another wave starts when a quarter of the window is free: a call per wave, not per trajectory.
+_WAVE_FRACTION: Final = 0.25
+# Groups that `add_in_parts` adds before the event loop does something else.
+_PART_GROUPS: Final = 256
+# What is aborted has ended in the store already; aborting it at the worker only saves work.
+_ABORT_SECONDS: Final = 10.0
+# The reason of an abort of what the store ended before the worker reported it.
+_ENDED_BEFORE: Final = "ended_before"
+
 
 class TicketBatch:
-    """What is waited for together. Tickets may be added until it is `sealed`.
+    """Trajectories that a step, an evaluation or a round of matches waits for.
 
-    `on_end` sees each trajectory's first ending; what it raises ends the batch. `ended` asks the
-    experience store which trajectories have ended although nobody said so. A worker may run them
-    when it serves at least the versions `floors` (None: exactly the newest ones). What runs `aside`
-    starts when nothing else waits.
+    Tickets may be added until it is sealed. `on_end` is called with each trajectory's first ending;
+    what it raises ends the batch. `ended` asks the experience store which trajectories have ended
+    although no worker reported it. A worker may run the tickets when it serves at least the
+    versions `floors` (None: exactly the newest ones). A `low_priority` batch starts when nothing
+    else waits.
     """
 
     def __init__(
         self,
         step: int,
-        patience: Deadline,
+        deadline: Deadline,
         on_end: Callable[[ro.TrajectoryEvent], None],
         *,
         floors: Mapping[str, int] | None = None,
         ended: Callable[[], Awaitable[Collection[str]]] | None = None,
-        aside: bool = False,
+        low_priority: bool = False,
     ) -> None:
         self.step = step
-        self.aside = aside
-        self.patience = patience
+        self.low_priority = low_priority
+        self.deadline = deadline
         self.floors = floors
-        # Trajectories that ended, says the store, while whoever ran them could not tell.
+        # Trajectories that ended in the store without a report of the worker that ran them.
         self.unseen = 0
-        # Trajectories that ended, says who ran them.
-        self.told = 0
+        # Trajectories whose end a worker reported.
+        self.reported = 0
         # By query: the oldest version of each policy that its trajectories started with.
         self.started: dict[str, dict[str, int]] = {}
         self._on_end = on_end
-        self._ask = ended
+        self._ended_in_store = ended
         self._open: set[str] = set()
-        # By query: trajectories that completed, as far as was told; of groups that are complete and
-        # of which not all members were told, how many there are, and who may be one.
+        # By query: completed trajectories that were reported; of complete groups with unreported
+        # members, the size of the group and which trajectories may be members.
         self._completed: Counter[str] = Counter()
-        self._parting: dict[str, tuple[int, set[str]]] = {}
+        self._draining: dict[str, tuple[int, set[str]]] = {}
         self._sealed = False
         self._fault: TroupeError | None = None
         self._changed = asyncio.Event()
@@ -70,58 +89,62 @@ class TicketBatch:
         return len(self._open)
 
     def add(self, trajectory_ids: Collection[str]) -> None:
-        """These are waited for, too."""
+        """Waits for these, too."""
         self._open.update(trajectory_ids)
 
     def remove(self, trajectory_ids: Collection[str]) -> None:
-        """These are not waited for any more."""
+        """Waits for these no longer."""
         self._open.difference_update(trajectory_ids)
         self._changed.set()
 
     def seal(self) -> None:
-        """Nothing will be added."""
+        """Declares that nothing will be added."""
         self._sealed = True
         self._changed.set()
 
     def note_started(self, query_id: str, versions: Mapping[str, int]) -> None:
-        """A trajectory of the query began with these versions."""
+        """Notes the versions with which a trajectory of the query began."""
         if versions:
             oldest = self.started.setdefault(query_id, {})
             for policy, version in versions.items():
                 oldest[policy] = min(version, oldest.get(policy, version))
 
     def end(self, event: ro.TrajectoryEvent) -> None:
-        """A trajectory has ended."""
+        """Counts the reported end of a trajectory."""
         self.remove((event.trajectory_id,))
-        self._tell(event)
+        self._report(event)
 
     def complete(self, query_id: str, running: Collection[str], members: int) -> None:
-        """The store has all `members` of a query's group. Which of those that are `running` are
-        members it does not say: a member's ending may be told after that of the last one."""
+        """Notes that the store has all `members` of a query's group.
+
+        Some of the trajectories still `running` may be members of it: a member's ending may be
+        reported after that of the last one.
+        """
         if running and self._completed[query_id] < members:
-            self._parting[query_id] = (members, set(running))
+            self._draining[query_id] = (members, set(running))
 
-    def end_withdrawn(self, event: ro.TrajectoryEvent) -> None:
-        """A trajectory has ended whose group was complete; its last words count."""
-        self._tell(event)
-        self._part(event.query_id, event.trajectory_id)
+    def end_drained(self, event: ro.TrajectoryEvent) -> None:
+        """Counts the reported end of a trajectory that was withdrawn while it ran, since its
+        group was complete."""
+        self._report(event)
+        self._note_drained(event.query_id, event.trajectory_id)
 
-    def end_untold(self, query_id: str, trajectory_id: str) -> None:
-        """Nobody will say any more how a trajectory ended whose group was complete."""
+    def end_unreported(self, query_id: str, trajectory_id: str) -> None:
+        """Counts a withdrawn trajectory whose end will not be reported any more."""
         self.unseen += 1
-        self._part(query_id, trajectory_id)
+        self._note_drained(query_id, trajectory_id)
 
-    def _part(self, query_id: str, trajectory_id: str) -> None:
-        if (parting := self._parting.get(query_id)) is None:
+    def _note_drained(self, query_id: str, trajectory_id: str) -> None:
+        if (draining := self._draining.get(query_id)) is None:
             return
-        members, running = parting
+        members, running = draining
         running.discard(trajectory_id)
         if not running or self._completed[query_id] >= members:
-            del self._parting[query_id]
+            del self._draining[query_id]
             self._changed.set()
 
-    def _tell(self, event: ro.TrajectoryEvent) -> None:
-        self.told += 1
+    def _report(self, event: ro.TrajectoryEvent) -> None:
+        self.reported += 1
         self._completed[event.query_id] += event.state == pb.TRAJECTORY_STATE_COMPLETED
         try:
             self._on_end(event)
@@ -129,56 +152,59 @@ class TicketBatch:
             self.fail(error)
 
     def end_unseen(self, trajectory_id: str) -> None:
-        """A trajectory has ended, and how is not known here."""
+        """Counts a trajectory that has ended in the store, without a report."""
         self.remove((trajectory_id,))
         self.unseen += 1
 
     def fail(self, error: TroupeError) -> None:
-        """A fault of the job, not of a worker."""
+        """Ends the batch with a fault of the job."""
         self._fault = error
         self._changed.set()
 
     async def ended(self) -> Collection[str]:
-        """What has ended although nobody said so, as far as the store can be asked."""
-        if self._ask is None:
+        """Trajectories that have ended in the store; none if it cannot be asked."""
+        if self._ended_in_store is None:
             return ()
         try:
-            return await self._ask()
+            return await self._ended_in_store()
         except TroupeError:
             return ()  # running one twice is safe: the store takes the first ending only
 
     async def finished(self, describe: Callable[[], str]) -> None:
-        """Return when all trajectories have ended, what ended is known, and none can be added.
+        """Returns when the batch is sealed and the ends of all its trajectories are known.
 
         Raises `TroupeError`: a fault of the job, or the deadline with what `describe` says.
         """
         while True:
             if self._fault is not None:
                 raise self._fault
-            if self._sealed and not self._open and not self._parting:
+            if self._sealed and not self._open and not self._draining:
                 return
             self._changed.clear()
             try:
-                await self.patience.wait(self._changed.wait())
+                await self.deadline.wait(self._changed.wait())
             except TroupeError:
-                self.patience.say(describe())
-                raise self.patience.exhausted() from None
+                self.deadline.report(describe())
+                raise self.deadline.exhausted() from None
 
 
 @dataclass
-class Flight:
-    """A trajectory that has not ended, and whose it is."""
+class OpenTicket:
+    """The ticket of a trajectory that has not ended, and its batch."""
 
     batch: TicketBatch
     ticket: ro.Ticket
 
 
 class Draining:
-    """Redundant ones that were withdrawn while they ran: how far they came is still to be told, and
-    some may be members of their group."""
+    """Redundant trajectories that were withdrawn while they ran and have not been reported yet.
+
+    Their reports still count: how far they came is a metric, and some may be members of their
+    group.
+    """
 
     def __init__(self) -> None:
-        # With its query.
+        # By trajectory: its batch and query.
         self._batches: dict[str, tuple[TicketBatch, str]] = {}
 
     def __contains__(self, trajectory_id: str) -> bool:
@@ -187,47 +213,44 @@ class Draining:
     def add(
         self, batch: TicketBatch, query_id: str, running: Collection[str], members: int
     ) -> None:
-        """These of a query run, and the store has all `members` of its group."""
+        """Adds a query's running trajectories; the store has all `members` of its group."""
         self._batches.update(dict.fromkeys(running, (batch, query_id)))
         batch.complete(query_id, running, members)
 
     def of(self, batch: TicketBatch, trajectory_ids: Collection[str]) -> set[str]:
-        """Which of these are parting from this batch."""
+        """Which of these trajectories drain from the batch."""
         return {one for one in trajectory_ids if one in self and self._batches[one][0] is batch}
 
     def end(self, event: ro.TrajectoryEvent) -> None:
-        """One of them has ended."""
+        """Takes the report of one of them."""
         batch, _ = self._batches.pop(event.trajectory_id)
-        batch.end_withdrawn(event)
+        batch.end_drained(event)
 
-    def end_untold(self, trajectory_ids: Collection[str]) -> None:
-        """Nobody will say any more how these ended, as far as they are parting."""
+    def end_unreported(self, trajectory_ids: Collection[str]) -> None:
+        """Gives up waiting for the reports of those of these that drain."""
         for trajectory_id in trajectory_ids:
             if (found := self._batches.pop(trajectory_id, None)) is not None:
                 batch, query_id = found
-                batch.end_untold(query_id, trajectory_id)
-
-
-_log = structlog.get_logger(__name__)
+                batch.end_unreported(query_id, trajectory_id)
 
 
 class EarlyStart:
-    """Has rollout workers begin trajectories whose step is not open (`pipeline.early_start`).
+    """Has rollout workers set up trajectories whose step is not open yet (`pipeline.early_start`).
 
-    They wait there, without a turn and without an end, until the dispatch asks for the same ones
-    as its step's. Nothing relies on it: what was not begun, or is lost, begins with its step, and
-    what nobody comes to ask for ends without a trace when `close` gives it up.
+    The worker starts their environments and waits before the first turn, until `Dispatch` sends the
+    same tickets for their step. Nothing relies on it: what was not begun, or is lost, begins with
+    its step, and `close` ends without a trace what was never asked for.
     """
 
     def __init__(self, job: JobContext, engines: Engines) -> None:
         self._job = job
         self._engines = engines
-        # By query: who has begun it.
+        # By query: the worker that has begun it.
         self._begun: dict[str, WorkerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
     def begin(self, step: int, groups: Sequence[list[ro.Ticket]]) -> None:
-        """Begin these, each group on one worker; what was begun before is given up."""
+        """Begins these, each group on one worker; gives up what was begun before."""
         self.close()
         workers = {worker.worker_id: worker for worker in self._engines.ready()}
         if not workers:
@@ -240,29 +263,29 @@ class EarlyStart:
         for worker_id, tickets in together.items():
             worker = workers[worker_id]
             self._begun.update((ticket.query_id, worker) for ticket in tickets)
-            call = asyncio.create_task(self._hold(worker, step, tickets))
+            call = asyncio.create_task(self._hold_ahead(worker, step, tickets))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
     def worker_of(self, query_id: str, among: Collection[WorkerHandle]) -> WorkerHandle | None:
-        """Who has begun a query, if that is one of `among`."""
+        """The worker that has begun a query, if it is one of `among`."""
         worker = self._begun.get(query_id)
         return worker if worker in among else None
 
     def close(self) -> None:
-        """Give up what nobody has asked for. Repeatable."""
+        """Gives up what was not asked for. Repeatable."""
         self._begun.clear()
         for call in self._calls:
             call.cancel()
 
     async def closed(self) -> None:
-        """Close, and wait for it."""
+        """Closes, and waits until the calls have ended."""
         self.close()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    async def _hold(self, worker: WorkerHandle, step: int, tickets: list[ro.Ticket]) -> None:
-        """Whoever began them keeps them for as long as this call lasts: to their end, if they are
-        asked for; to the end of both steps at the latest."""
+    async def _hold_ahead(self, worker: WorkerHandle, step: int, tickets: list[ro.Ticket]) -> None:
+        """The call for which the worker keeps early trajectories: until they have ended, if they
+        are asked for; for the time limit of both steps at most."""
         request = ro.RunQueriesRequest(
             request_id=new_id("ahead"),
             job_id=self._job.job_id,
@@ -285,53 +308,39 @@ class EarlyStart:
                     del self._begun[ticket.query_id]
 
 
-_ENDED: Final = frozenset(
-    {pb.TRAJECTORY_STATE_COMPLETED, pb.TRAJECTORY_STATE_FAILED, pb.TRAJECTORY_STATE_ABORTED}
-)
-# Another wave starts when a quarter of the window is free: a call per wave, not per trajectory.
-_WAVE_FRACTION: Final = 0.25
-# Groups that are taken in before the event loop does something else.
-_AT_ONCE: Final = 256
-# The store has ended what is aborted; telling who runs it only saves the work.
-_ABORT_SECONDS: Final = 10.0
-# Why a trajectory is aborted that the store ended before whoever runs it could tell.
-_ENDED_BEFORE: Final = "ended_before"
-Group = list[ro.Ticket]
-
-
 class Dispatch:
-    """All trajectories of a job, of however many batches, in one window.
+    """Runs all trajectories of a job, at most `limits.max_concurrent_trajectories` at a time.
 
-    A stream that breaks, or a worker that is lost, costs nothing but time: what it had not ended
-    goes to whoever is ready. Batches of older steps go first, those that run aside last.
+    A stream that breaks, or a worker that is lost, costs only time: what had not ended there goes
+    to another worker. Batches of older steps go first, those of low priority last.
     """
 
     def __init__(self, job: JobContext, engines: Engines) -> None:
         self._job = job
         self._engines = engines
         self._limit = job.spec.limits.max_concurrent_trajectories
-        self._open: dict[str, Flight] = {}
-        # Those of each query: one of thousands ends every few milliseconds.
+        self._open: dict[str, OpenTicket] = {}
+        # Open trajectories by query: one of thousands ends every few milliseconds.
         self._by_query: dict[str, set[str]] = {}
         # Groups that wait for a worker, oldest step first.
         self._waiting: list[Group] = []
         # Trajectories per worker that are dispatched and not ended.
         self._running: dict[WorkerHandle, set[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # A worker that just failed, until its pause is over.
-        self._resting: set[WorkerHandle] = set()
+        # Workers that just failed, until their pause is over.
+        self._backing_off: set[WorkerHandle] = set()
         self._attempts: dict[WorkerHandle, RetryBackoff] = {}
-        self._parting = Draining()
+        self._draining = Draining()
         self.early = EarlyStart(job, engines)
-        # By trajectory: what kills its worker is run again only so often.
-        self._victims: dict[str, CrashLoopGuard] = {}
+        # By trajectory: what kills its worker is run again `limits.worker_deaths` times only.
+        self._crash_guards: dict[str, CrashLoopGuard] = {}
         self._wake = asyncio.Event()
         self._turn = 0
-        # Waits for this job's turn on workers that it shares deaths with others of.
+        # Waits for this job's turn, when jobs share workers that died (`SharedDeaths`).
         self._admission: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Start what was added, until cancelled. Raises `TroupeError`: a fault of the job."""
+        """Runs what is added, until cancelled. Raises `TroupeError`: a fault of the job."""
         watch = asyncio.create_task(self._watch_engines())
         try:
             while True:
@@ -339,8 +348,8 @@ class Dispatch:
                 self._wake.clear()
                 await self._wake.wait()
                 self._reap()
-                for victims in list(self._victims.values()):
-                    victims.check()
+                for guard in list(self._crash_guards.values()):
+                    guard.check()
         finally:
             self._job.shared.in_flight.pop(self._job.job_id, None)
             watch.cancel()
@@ -349,82 +358,82 @@ class Dispatch:
             await asyncio.gather(watch, *self._tasks, self.early.closed(), return_exceptions=True)
 
     def add(self, batch: TicketBatch, groups: Iterable[Group]) -> None:
-        """Run these, too. The members of a group start together."""
+        """Adds groups to a batch; a group's trajectories start together, on one worker."""
         groups = list(groups)
         for group in groups:
             batch.add([ticket.trajectory_id for ticket in group])
             for ticket in group:
-                self._open[ticket.trajectory_id] = Flight(batch, ticket)
+                self._open[ticket.trajectory_id] = OpenTicket(batch, ticket)
                 self._by_query.setdefault(ticket.query_id, set()).add(ticket.trajectory_id)
         last = self._waiting[-1] if self._waiting else None
         if groups and (
             last is None
             or (
                 last[0].trajectory_id in self._open
-                and self._turn_of(last) <= (batch.aside, batch.step)
+                and self._priority_of(last) <= (batch.low_priority, batch.step)
             )
         ):  # behind all that wait: nothing has to be sorted
             self._waiting += groups
             self._wake.set()
         else:
-            self._wait(groups)
+            self._enqueue(groups)
 
     def withdraw(self, batch: TicketBatch, query_ids: Collection[str], reason: str) -> set[str]:
-        """The store has ended these queries: wait for them no longer, abort what runs of them.
+        """Stops waiting for queries that were ended in the store, and aborts what runs of them.
 
         Returns the trajectories that run until they are aborted.
         """
-        gone = self._of(batch, query_ids)
+        gone = self._open_in(batch, query_ids)
         for trajectory_id in gone:
             self._close(trajectory_id)
         batch.remove(gone)
         there = self._abort_running(gone, reason)
         if len(there) < len(gone):
-            self._wait(())
+            self._enqueue(())
         self._wake.set()
         return there
 
     def _complete(self, batch: TicketBatch, query_id: str) -> None:
-        """The store has all members of the query's group: the rest of it is redundant."""
+        """Withdraws the rest of a query of whose group the store has all members."""
         running = self.withdraw(batch, (query_id,), REDUNDANT)
-        self._parting.add(batch, query_id, running, self._job.spec.pipeline.group_size)
+        self._draining.add(batch, query_id, running, self._job.spec.pipeline.group_size)
 
-    def end_untold(self, batch: TicketBatch, ended: Collection[str]) -> None:
-        """The store ended these long ago and whoever runs them does not say so: what is still
-        waited for of them has ended, unseen. What is told of it later does not count."""
-        untold = {one for one in ended if one in self._open and self._open[one].batch is batch}
-        parting = self._parting.of(batch, ended)
-        if not (gone := untold | parting):
+    def end_unreported(self, batch: TicketBatch, ended: Collection[str]) -> None:
+        """Counts trajectories as ended, unseen, that the store has ended long ago and that no
+        worker reported. A later report of them does not count."""
+        unreported = {one for one in ended if one in self._open and self._open[one].batch is batch}
+        draining = self._draining.of(batch, ended)
+        if not (gone := unreported | draining):
             return
-        _log.warning("nobody told how they ended", trajectory_ids=sorted(gone))
+        _log.warning("ends of trajectories were not reported", trajectory_ids=sorted(gone))
         self._abort_running(gone, _ENDED_BEFORE)
         for running in self._running.values():
             running -= gone
-        for trajectory_id in untold:
+        for trajectory_id in unreported:
             self._close(trajectory_id)
             batch.end_unseen(trajectory_id)
-        self._parting.end_untold(parting)
-        self._wait(())
+        self._draining.end_unreported(draining)
+        self._enqueue(())
 
     def move(self, source: TicketBatch, query_ids: Collection[str], target: TicketBatch) -> None:
-        """These queries go on in another batch; what runs of them runs on."""
-        moved = self._of(source, query_ids)
+        """Moves queries to another batch; what runs of them runs on."""
+        moved = self._open_in(source, query_ids)
         for trajectory_id in moved:
             self._open[trajectory_id].batch = target
         target.add(moved)
         source.remove(moved)
         for query_id in query_ids:
             target.note_started(query_id, source.started.pop(query_id, {}))
-        self._wait(())
+        self._enqueue(())
 
     def describe(self, batch: TicketBatch) -> str:
-        """Where the trajectories of a batch are."""
+        """What the batch waits for, for people."""
         where = ", ".join(f"{len(ids)} on {worker}" for worker, ids in self._running.items() if ids)
         if not where:
             return f"waiting for a ready rollout worker for {batch.open} trajectories"
         return f"waiting for {batch.open} trajectories ({where})"
 
-    def _of(self, batch: TicketBatch, query_ids: Collection[str]) -> set[str]:
+    def _open_in(self, batch: TicketBatch, query_ids: Collection[str]) -> set[str]:
         return {
             trajectory_id
             for query_id in query_ids
@@ -433,32 +442,32 @@ class Dispatch:
         }
 
     def _close(self, trajectory_id: str) -> None:
-        if (victims := self._victims.pop(trajectory_id, None)) is not None:
-            victims.clear()
+        if (guard := self._crash_guards.pop(trajectory_id, None)) is not None:
+            guard.clear()
         query_id = self._open.pop(trajectory_id).ticket.query_id
         left = self._by_query[query_id]
         left.discard(trajectory_id)
         if not left:
             del self._by_query[query_id]
 
-    def _wait(self, more: Collection[Group]) -> None:
-        """Put groups where they belong in the queue, and those that left out of it."""
+    def _enqueue(self, more: Collection[Group]) -> None:
+        """Adds groups to the queue in their order of priority, and removes ended trajectories."""
         groups = [
             left
             for group in (*self._waiting, *more)
             if (left := [one for one in group if one.trajectory_id in self._open])
         ]
-        # Stable: first come, first served within a step.
-        groups.sort(key=self._turn_of)
+        # Stable: first in, first out within a step.
+        groups.sort(key=self._priority_of)
         self._waiting = groups
         self._wake.set()
 
-    def _turn_of(self, group: Group) -> tuple[bool, int]:
+    def _priority_of(self, group: Group) -> tuple[bool, int]:
         batch = self._open[group[0].trajectory_id].batch
-        return batch.aside, batch.step
+        return batch.low_priority, batch.step
 
     def _in_flight(self) -> int:
-        """Trajectories dispatched and not ended; also told to whoever pictures the cluster."""
+        """Trajectories dispatched and not ended; also kept for `GetCluster`."""
         count = sum(len(running) for running in self._running.values())
         self._job.shared.in_flight[self._job.job_id] = count
         return count
@@ -488,11 +497,11 @@ class Dispatch:
         self._in_flight()
 
     def _start(self, batch: TicketBatch, groups: list[Group]) -> list[Group]:
-        """Give a batch's groups to workers; returns them when there is none."""
+        """Sends a batch's groups to ready workers; returns them if there is none."""
         workers = {
             worker.worker_id: worker
             for worker in self._engines.ready(batch.floors)
-            if worker not in self._resting
+            if worker not in self._backing_off
         }
         if not workers:
             return groups
@@ -514,7 +523,7 @@ class Dispatch:
         return []
 
     async def _follow(self, worker: WorkerHandle, batch: TicketBatch, tickets: Group) -> None:
-        """Run tickets on one worker to their end, or give back what is left of them."""
+        """Runs tickets on one worker to their ends; queues again what is left when that fails."""
         request = ro.RunQueriesRequest(
             request_id=new_id("run"),
             job_id=self._job.job_id,
@@ -524,26 +533,28 @@ class Dispatch:
             together=True,
         )
         running = self._running[worker]
-        # Not ended here yet. Whoever has may be asked for again, under the same id, before this
-        # stream is over: that is another's.
+        # Tickets of this stream that have not ended. A trajectory that has may be dispatched again
+        # under the same id before this stream is over: that one is another stream's.
         left = {ticket.trajectory_id for ticket in tickets}
         try:
             try:
                 async with worker.while_alive():
-                    stream = worker.rollout.RunQueries(request, timeout=batch.patience.left)
+                    stream = worker.rollout.RunQueries(request, timeout=batch.deadline.left)
                     async for first in stream:
-                        self._hear(worker, _split(first), left)
+                        self._handle_events(worker, _split(first), left)
             finally:
                 running -= left
-                self._parting.end_untold(left)
+                self._draining.end_unreported(left)
             if lost := left & self._open.keys():
                 raise Unavailable(f"{worker} ended its stream before {len(lost)} trajectories did")
         except TroupeError as error:
-            await self._give_back(worker, left & self._open.keys(), error)
+            await self._requeue(worker, left & self._open.keys(), error)
 
-    def _hear(self, worker: WorkerHandle, events: list[ro.TrajectoryEvent], left: set[str]) -> None:
-        """Take what a stream says; what ended is not `left` any more."""
-        ended = {event.trajectory_id for event in events if self._take(event)}
+    def _handle_events(
+        self, worker: WorkerHandle, events: list[ro.TrajectoryEvent], left: set[str]
+    ) -> None:
+        """Handles a message of a stream; removes from `left` what has ended."""
+        ended = {event.trajectory_id for event in events if self._handle_event(event)}
         if not ended:
             return
         left -= ended
@@ -555,26 +566,26 @@ class Dispatch:
         if worker in self._attempts:
             self._attempts[worker].reset()
 
-    def _take(self, event: ro.TrajectoryEvent) -> bool:
-        """Whether the event ended a trajectory. Only its first ending counts."""
-        if event.state in _ENDED and event.trajectory_id in self._parting:
-            self._parting.end(event)
+    def _handle_event(self, event: ro.TrajectoryEvent) -> bool:
+        """Handles one event; whether it ended a trajectory. Only its first ending counts."""
+        if event.state in _ENDED and event.trajectory_id in self._draining:
+            self._draining.end(event)
             return True
-        flight = self._open.get(event.trajectory_id)
-        if flight is not None:
-            flight.batch.note_started(event.query_id, event.start_versions)
+        ticket_state = self._open.get(event.trajectory_id)
+        if ticket_state is not None:
+            ticket_state.batch.note_started(event.query_id, event.start_versions)
             if event.HasField("problem"):
-                flight.batch.fail(job_fault(event.problem))
+                ticket_state.batch.fail(job_fault(event.problem))
         if event.state not in _ENDED:
             return False
-        if flight is not None:
+        if ticket_state is not None:
             self._close(event.trajectory_id)
-            flight.batch.end(event)
+            ticket_state.batch.end(event)
             if event.group_complete:
-                self._complete(flight.batch, event.query_id)
+                self._complete(ticket_state.batch, event.query_id)
         return True
 
-    async def _give_back(
+    async def _requeue(
         self, worker: WorkerHandle, ids: Collection[str], error: TroupeError
     ) -> None:
         over: set[str] = set()
@@ -584,15 +595,15 @@ class Dispatch:
         self._abort_running(over.difference(ids), REDUNDANT)
         left: dict[str, Group] = {}
         for trajectory_id in sorted(ids):
-            if (flight := self._open.get(trajectory_id)) is None:
+            if (ticket_state := self._open.get(trajectory_id)) is None:
                 continue
             if trajectory_id in over:
                 self._close(trajectory_id)
-                flight.batch.end_unseen(trajectory_id)
+                ticket_state.batch.end_unseen(trajectory_id)
                 continue
-            left.setdefault(flight.ticket.query_id, []).append(flight.ticket)
-            self._note_victim(trajectory_id, worker)
-        self._wait(left.values())
+            left.setdefault(ticket_state.ticket.query_id, []).append(ticket_state.ticket)
+            self._note_crash(trajectory_id, worker)
+        self._enqueue(left.values())
         if error.kind in RENEWABLE:
             self._engines.lost_job(worker)
         elif not worker.alive:
@@ -600,7 +611,7 @@ class Dispatch:
         count = sum(len(group) for group in left.values())
         lasting = Deadline(f"work on {worker}", math.inf, "")
         attempts = self._attempts.setdefault(worker, RetryBackoff(lasting))
-        self._resting.add(worker)
+        self._backing_off.add(worker)
         self._wake.set()
         try:
             if attempts.worth_a_notice:
@@ -610,13 +621,13 @@ class Dispatch:
             if worker.alive:
                 await attempts.failed(error)
         finally:
-            self._resting.discard(worker)
+            self._backing_off.discard(worker)
             self._wake.set()
 
-    def _note_victim(self, trajectory_id: str, worker: WorkerHandle) -> None:
-        victims = self._victims.get(trajectory_id)
-        if victims is None:
-            victims = self._victims[trajectory_id] = CrashLoopGuard(
+    def _note_crash(self, trajectory_id: str, worker: WorkerHandle) -> None:
+        guard = self._crash_guards.get(trajectory_id)
+        if guard is None:
+            guard = self._crash_guards[trajectory_id] = CrashLoopGuard(
                 self._job.shared.workers,
                 self._job.shared.deaths,
                 self._job.job_id,
@@ -626,10 +637,10 @@ class Dispatch:
                 "Look into the rollout workers' logs for what ended them: the workflow, a crash in "
                 "a library of its, too little memory. Then resume the job.",
             )
-        victims.note(worker)
+        guard.note(worker)
 
     def _abort_running(self, trajectory_ids: Collection[str], reason: str) -> set[str]:
-        """Abort those of them that run; which these are."""
+        """Aborts those of the trajectories that run, and returns them."""
         found: set[str] = set()
         for worker, running in self._running.items():
             if there := running.intersection(trajectory_ids):
@@ -668,17 +679,17 @@ class Dispatch:
 
 
 async def add_in_parts(dispatch: Dispatch, batch: TicketBatch, groups: Iterable[Group]) -> None:
-    """Add these to `batch` a part at a time: heartbeats and users do not wait until a step of
-    200,000 trajectories is planned."""
+    """Adds groups a part at a time, so that a step of 200,000 trajectories does not block the event
+    loop: heartbeats and users do not wait for it."""
     parts = iter(groups)
-    while some := list(itertools.islice(parts, _AT_ONCE)):
+    while some := list(itertools.islice(parts, _PART_GROUPS)):
         dispatch.add(batch, some)
         await asyncio.sleep(0)
 
 
 def _split(first: ro.TrajectoryEvent) -> list[ro.TrajectoryEvent]:
-    """The events of a message, in their order. Those that came with the first leave it: who keeps
-    it must not keep them all."""
+    """The events of a message, in order. Clears `together`, so that keeping the first event does
+    not keep all of them in memory."""
     events = [first, *first.together]
     first.ClearField("together")
     return events

@@ -1,4 +1,4 @@
-"""One evaluation on the held-out split, and the bound on failed trajectories of any batch."""
+"""Evaluations on the held-out split, and the limit on failed trajectories of any batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ NO_TURNS_REMEDY: Final = (
 
 
 class EvaluationRunner:
-    """One evaluation: the same held-out queries each time, nothing stored, nothing trained."""
+    """One evaluation after `step` steps, of the same held-out queries each time.
+
+    Its samples are neither stored nor trained on.
+    """
 
     def __init__(self, job: JobContext, dispatch: Dispatch, step: int) -> None:
         self._job = job
@@ -34,28 +37,28 @@ class EvaluationRunner:
         self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=True)
 
     async def run(self) -> dict[str, float]:
-        """The evaluation's metrics, `evaluation/...`; `tally.scores()` compares."""
+        """The evaluation's metrics, `evaluation/...`; `tally.scores()` are for comparison."""
         began = time.monotonic()
-        # In a thread: the loop has others to serve.
+        # In a thread: planning thousands of queries would block the event loop.
         self._plan = await asyncio.to_thread(
             admission.plan_evaluation,
             job_seed=self._job.spec.seed,
             step=self._step,
             queries=self._job.spec.evaluation.queries,
         )
-        patience = Deadline(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
-        batch = TicketBatch(self._step, patience, self._on_end)
-        ticker = asyncio.create_task(self._tick())
+        deadline = Deadline(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
+        batch = TicketBatch(self._step, deadline, self._on_end)
+        progress = asyncio.create_task(self._show_progress())
         try:
             tickets = ([evaluation_ticket(query)] for query in self._plan)
             await add_in_parts(self._dispatch, batch, tickets)
             batch.seal()
             await batch.finished(lambda: self._dispatch.describe(batch))
         finally:
-            # Those of a pause run for nobody.
+            # After a pause some still run.
             self._dispatch.withdraw(batch, [query.query_id for query in self._plan], "cancelled")
-            ticker.cancel()
-            await asyncio.gather(ticker, return_exceptions=True)
+            progress.cancel()
+            await asyncio.gather(progress, return_exceptions=True)
             await self._recent.flush()
         await report_failures(self._job, self._name, self.tally, len(self._plan))
         values = self.tally.values(time.monotonic() - began)
@@ -66,7 +69,7 @@ class EvaluationRunner:
         self._recent.add(event)
         check_failures(self._job, self._name, self.tally, len(self._plan))
 
-    async def _tick(self) -> None:
+    async def _show_progress(self) -> None:
         while True:
             self._job.show(
                 f"evaluating: {self.tally.ended} of {len(self._plan)} held-out queries",
@@ -92,9 +95,9 @@ def evaluation_ticket(query: admission.QueryPlan) -> ro.Ticket:
 def check_failures(
     job: JobContext, name: str, tally: Tally, total: int, *, forgiven: int = 0
 ) -> None:
-    """Raise, as soon as it is certain, when more trajectories failed than the job allows.
+    """Raises `ResourceExhausted` as soon as more trajectories failed than the job allows.
 
-    `total` have been begun; `forgiven` of the failed ones in `tally` are not of these.
+    `total` trajectories are run; `forgiven` of the failed ones in `tally` are not counted.
     """
     limit = job.spec.limits.max_failed_fraction
     failed = tally.failed - forgiven
@@ -111,11 +114,10 @@ def check_failures(
 
 
 async def report_failures(job: JobContext, name: str, tally: Tally, total: int) -> None:
-    """Say that some trajectories failed, though not too many, or completed with a remark: the first
-    time, the 2nd, 4th, ..."""
+    """Warns that some trajectories failed, though not too many, or completed with a remark."""
     if tally.failed:
         reason = tally.most_common_reason
-        await _complain(
+        await _warn_rarely(
             job,
             reason.partition(":")[0],
             f"{name}: {tally.failed} of {total} trajectories failed{{again}}, "
@@ -123,7 +125,7 @@ async def report_failures(job: JobContext, name: str, tally: Tally, total: int) 
         )
     count, remark = tally.remark
     if count:
-        await _complain(
+        await _warn_rarely(
             job,
             remark.partition(":")[0],
             f"{name}: {count} of {total} trajectories completed with a remark{{again}}, "
@@ -132,9 +134,9 @@ async def report_failures(job: JobContext, name: str, tally: Tally, total: int) 
 
 
 async def report_unused_endpoints(job: JobContext, name: str, tally: Tally) -> None:
-    """Say that trajectories opened an endpoint and made no turn: the first time, the 2nd, ..."""
+    """Warns that trajectories opened an endpoint, were rewarded, and made no turn there."""
     if tally.without_turns:
-        await _complain(
+        await _warn_rarely(
             job,
             "endpoint_unused",
             f"{name}: {tally.without_turns} of {tally.completed} trajectories opened an endpoint "
@@ -142,8 +144,8 @@ async def report_unused_endpoints(job: JobContext, name: str, tally: Tally) -> N
         )
 
 
-async def _complain(job: JobContext, kind: str, text: str) -> None:
-    """Warn of a `kind` of trouble the first time, the 2nd, 4th, ...; `text` says {again}."""
+async def _warn_rarely(job: JobContext, kind: str, text: str) -> None:
+    """Warns of a `kind` of trouble at its occurrences 1, 2, 4, ...; `text` has `{again}` in it."""
     job.complaints[kind] += 1
     count = job.complaints[kind]
     if count & (count - 1) == 0:

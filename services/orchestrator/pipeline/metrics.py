@@ -1,4 +1,4 @@
-"""What a batch of trajectories adds up to: rewards, lengths, speeds, failures."""
+"""Metrics of a step or an evaluation: rewards, lengths, speeds, failures, staleness."""
 
 from __future__ import annotations
 
@@ -12,28 +12,37 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import rollout_pb2 as ro
 
-# Why the experience store ends trajectories whose group is complete without them.
+# The reason with which the store ends trajectories whose group is complete without them.
 REDUNDANT: Final = "redundant"
+# A reward of this name belongs to no agent: it says how the team did.
+TEAM: Final = "team"
+# A trajectory's metric: how often it was begun anew after its environment or a tool failed.
+RETRIES: Final = "environment_retries"
+# Prefixes of the reasons of failures of environments and tools.
+_FAULTS: Final = ("environment_", "tool_")
+# Metrics of a step by which its job is judged when it ends.
+COMPLETED: Final = "trajectories/completed"
+WITHOUT_TURNS: Final = "trajectories/without_turns"
 
 
 class Redundancy:
-    """Counts ended trajectories of a job that starts more per query than count.
+    """Counts ended trajectories of a job with `pipeline.redundant_trajectories`.
 
-    Taking the first to complete favours short ones. By how much, the means say: of the kept ones
-    over their whole length, of the cancelled ones as far as they came. Those would have become
-    longer: where they are the longer ones already, the bias is at least that.
+    Keeping the first to complete favours short ones. The mean lengths show by how much: of kept
+    trajectories at their end, of cancelled ones when they were cancelled. The latter would have
+    become longer: where they are the longer ones already, the bias is at least that.
     """
 
     def __init__(self, redundant: int) -> None:
         self._redundant = redundant
         self._kept = _Lengths()
         self._cancelled = _Lengths()
-        # Cancelled before it began: it has no length.
+        # Cancelled before they began: without a length.
         self._unstarted = 0
         self._failed: Counter[str] = Counter()
 
     def add(self, event: ro.TrajectoryEvent) -> None:
-        """Count an ended trajectory."""
+        """Counts an ended trajectory."""
         if event.state == pb.TRAJECTORY_STATE_COMPLETED:
             self._kept.add(event)
         elif event.state == pb.TRAJECTORY_STATE_FAILED:
@@ -49,7 +58,7 @@ class Redundancy:
         trajectory: generated tokens, turns, seconds."""
         if not self._redundant:
             return {}
-        # A query has so many to spare; what fails beyond that makes its group smaller.
+        # Failures beyond the redundant trajectories of a query make its group smaller.
         replaced = sum(min(count, self._redundant) for count in self._failed.values())
         found = {
             "redundancy/cancelled": float(self._cancelled.count + self._unstarted),
@@ -65,7 +74,7 @@ class Redundancy:
 
 
 class _Lengths:
-    """Sums over trajectories."""
+    """Sums of lengths over trajectories."""
 
     __slots__ = ("count", "seconds", "tokens", "turns")
 
@@ -80,21 +89,10 @@ class _Lengths:
         self.seconds += event.seconds
 
 
-# A reward of this name belongs to no agent: it says how the team did.
-TEAM: Final = "team"
-# A trajectory's metric: how often it was begun anew since its environment or a tool failed; and how
-# reasons begin that name these.
-RETRIES: Final = "environment_retries"
-_FAULTS: Final = ("environment_", "tool_")
-# Metrics of a step that its job is judged by when it ends.
-COMPLETED: Final = "trajectories/completed"
-WITHOUT_TURNS: Final = "trajectories/without_turns"
-
-
 class Tally:
-    """Counts ended trajectories as they come; `values` names the metrics as the field does.
+    """Accumulates metrics of ended trajectories.
 
-    A mean is over those trajectories that have the value: a failed one has no reward.
+    A mean is over the trajectories that have the value: a failed one has no reward.
     """
 
     def __init__(self, agents: Iterable[str], versions: Mapping[str, int]) -> None:
@@ -102,15 +100,15 @@ class Tally:
         self._versions = versions
         self.completed = 0
         self.failed = 0
-        # Ended because nobody needs them any more.
+        # Ended because they were not needed any more.
         self.aborted = 0
-        # Completed ones that opened an endpoint and were rewarded, and at which nobody spoke.
+        # Completed ones that opened an endpoint and were rewarded, without a turn at it.
         self.without_turns = 0
         self._reasons: Counter[str] = Counter()
-        # What was said of those that completed all the same.
+        # Reasons of trajectories that completed all the same.
         self._remarks: Counter[str] = Counter()
-        # Attempts that were made again, and trajectories that failed for good, because of their
-        # environment or a tool.
+        # Repeated attempts, and trajectories that failed for good, because of an environment or a
+        # tool.
         self._retries = 0.0
         self._faults = 0
         self._rewards: defaultdict[str, _RunningMean] = defaultdict(_RunningMean)
@@ -130,11 +128,11 @@ class Tally:
 
     @property
     def most_common_reason(self) -> str:
-        """Why most of the failed ones failed."""
+        """The most common reason of failures; empty if there is none."""
         return self._reasons.most_common(1)[0][0] if self._reasons else ""
 
     def add(self, event: ro.TrajectoryEvent, *, timed: bool = True) -> None:
-        """Count one ended trajectory; `timed` if it ended in the seconds that `values` gets."""
+        """Counts an ended trajectory; `timed` if it ended in the seconds that `values` gets."""
         for turn in event.turns:
             self._tokens += turn.response_tokens if timed else 0
             self._lengths[turn.agent].add(turn.response_tokens)
@@ -176,7 +174,7 @@ class Tally:
         return self._remarks.total(), self._remarks.most_common(1)[0][0]
 
     def scores(self) -> dict[str, float]:
-        """How well it went, for comparing before and after: `reward/<agent>`, `team_success`."""
+        """Mean rewards for comparing evaluations: `reward/<agent>`, `team_success`."""
         found = {f"reward/{agent}": mean.value for agent, mean in sorted(self._rewards.items())}
         if self._team.count:
             found["team_success"] = self._team.value
@@ -185,7 +183,7 @@ class Tally:
         return found
 
     def values(self, seconds: float) -> dict[str, float]:
-        """All metrics; `seconds` is what the trajectories took together, by the clock."""
+        """All metrics; `seconds` is the wall-clock time of the rollout."""
         found = {
             COMPLETED: float(self.completed),
             "trajectories/failed": float(self.failed),
@@ -217,7 +215,7 @@ class Tally:
 
 
 def commit_metrics(commits: Iterable[es.StepCommit]) -> dict[str, float]:
-    """The trainers' metrics, under the name of their policy."""
+    """The trainers' metrics of a step, `<policy>/<name>`."""
     found: dict[str, float] = {}
     for commit in commits:
         for name, value in commit.metrics.items():
@@ -229,27 +227,27 @@ def commit_metrics(commits: Iterable[es.StepCommit]) -> dict[str, float]:
 
 
 def staleness(commits: Iterable[es.StepCommit]) -> dict[str, float]:
-    """How many versions older than the one they trained the samples of a step were, over all
-    policies: mean over samples, and max. Empty when no trainer says."""
-    told = [one for one in commits if one.num_samples and "staleness/mean" in one.metrics]
-    samples = sum(one.num_samples for one in told)
+    """How many versions older than the trained one the samples of a step were, over all policies:
+    mean over samples, and max. Empty when no trainer reports it."""
+    metrics = [one for one in commits if one.num_samples and "staleness/mean" in one.metrics]
+    samples = sum(one.num_samples for one in metrics)
     found: dict[str, float] = {}
     if samples:
-        total = sum(one.metrics["staleness/mean"] * one.num_samples for one in told)
+        total = sum(one.metrics["staleness/mean"] * one.num_samples for one in metrics)
         found["staleness/mean"] = total / samples
-    if worst := [one.metrics["staleness/max"] for one in told if "staleness/max" in one.metrics]:
+    if worst := [one.metrics["staleness/max"] for one in metrics if "staleness/max" in one.metrics]:
         found["staleness/max"] = max(worst)
     return found
 
 
 def percentile(values: list[float], fraction: float) -> float:
-    """The smallest of `values` that at least `fraction` of them do not exceed."""
+    """The nearest-rank quantile: the smallest value that `fraction` of `values` do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 class _RunningMean:
-    """A mean that grows."""
+    """The mean of values that are added one by one."""
 
     __slots__ = ("_sum", "count")
 

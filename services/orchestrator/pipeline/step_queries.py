@@ -1,4 +1,4 @@
-"""The queries of one step, as the experience store holds them, and what may change about them."""
+"""The queries of one step: taken from the training split, kept durably in the experience store."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from troupe.rpc import new_id
 from troupe.scheduling import admission
 from troupe.v1 import experience_store_pb2 as es
 
-# Why a query leaves its step: others were complete first; it would be too old when it is trained.
+# Why a query leaves its step: others were complete first, or it would be too old when trained.
 SURPLUS: Final = "surplus"
 STALE: Final = "stale"
 
 
 class Cursor:
-    """The first item of the training split that no step of a job has taken. Every step keeps where
-    it was when it last took some, so that no item is taken twice or left out."""
+    """The next item of the training split that no step of a job has taken.
+
+    The store keeps with every step where the cursor was after it, so that no item is taken twice or
+    left out after a restart.
+    """
 
     def __init__(self, start: int = 0) -> None:
         self.at = start
@@ -29,15 +32,15 @@ class Cursor:
         return range(first, self.at)
 
     def see(self, found: es.GetStepResponse) -> None:
-        """A step that was opened before took these."""
+        """Moves past the items of a step that was opened before."""
         taken = [admission.index_of(query_id) + 1 for query_id in found.query_ids]
         self.at = max(self.at, found.cursor, *taken)
 
 
 class StepQueries:
-    """The queries of one step. `plans` are those in it now; they may only change until `closed`.
+    """The queries of one step; `plans` are those in it now, which change only until it is `closed`.
 
-    Every change is durable in the store before anything else is done about it.
+    Every change is durable in the store before it takes effect.
     """
 
     def __init__(self, job: JobContext, step: int, cursor: Cursor) -> None:
@@ -51,26 +54,26 @@ class StepQueries:
         self.redundant = pipeline.redundant_trajectories
         self.max_refills = (pipeline.max_refills or self.wanted) if pipeline.dynamic_sampling else 0
         self.held = bool(self.spare or self.max_refills)
-        # In mode async a query may go on in a later step than it began in.
-        self._home = None if pipeline.mode == "async" else step
+        # The step in the queries' ids. In mode async a query may end in a later step.
+        self._named_step = None if pipeline.mode == "async" else step
         self.plans: dict[str, admission.QueryPlan] = {}
-        # What the rows of this step were or will be generated with, at least.
+        # By policy: the oldest version that generates samples of this step.
         self.versions: dict[str, int] = {}
         self.closed = not self.held
-        # Trajectories that had ended when this was opened.
+        # Trajectories that had ended when this step was opened.
         self.ended: Collection[str] = frozenset()
         self.commits: dict[str, es.StepCommit] = {}
         self.left = 0
 
     @property
     def trajectories(self) -> int:
-        """Trajectories of the queries that are in it now."""
+        """How many trajectories the queries in it have."""
         return len(self.plans) * (self._job.spec.pipeline.group_size + self.redundant)
 
     async def open(
         self, found: es.GetStepResponse, versions: Mapping[str, int], fresh: int
     ) -> None:
-        """Admit the step with `fresh` queries, or take it up as it was `found`."""
+        """Opens the step in the store with `fresh` queries, or goes on with it as `found`."""
         self.commits = {commit.policy: commit for commit in found.commits}
         if found.open:
             self.versions.update(found.versions)
@@ -100,7 +103,7 @@ class StepQueries:
         self.ended = await self._over(response.ended_trajectory_ids)
 
     async def progress(self) -> list[admission.QueryProgress]:
-        """How far each query is."""
+        """The progress of each query, as the store counts it."""
         request = es.GetStepRequest(
             job_id=self._job.job_id, step=self.step, counts_only=True, with_queries=True
         )
@@ -116,13 +119,13 @@ class StepQueries:
         ]
 
     async def ended_now(self) -> Collection[str]:
-        """The trajectories that have ended by now."""
+        """Trajectories that have ended by now, as the store says."""
         request = es.GetStepRequest(job_id=self._job.job_id, step=self.step)
         return await self._over((await self._store.GetStep(request)).ended_trajectory_ids)
 
     async def _over(self, ended: Collection[str]) -> Collection[str]:
-        """Those that `ended` by themselves, and those that were redundant: the store ends these
-        without knowing their names."""
+        """`ended`, and the redundant trajectories of complete queries: the store ends these without
+        knowing their names."""
         if not (self.redundant and ended):
             return frozenset(ended)
         complete = [one.query_id for one in await self.progress() if one.complete]
@@ -130,7 +133,7 @@ class StepQueries:
         return frozenset(ended).union(*redundant)
 
     async def join(self, count: int) -> list[admission.QueryPlan]:
-        """Fresh queries, in order."""
+        """Adds `count` new queries, in the order of the split."""
         added = await self._plan(self._cursor.take(count))
         await self._amend(add_query_ids=[plan.query_id for plan in added], cursor=self._cursor.at)
         return added
@@ -143,8 +146,11 @@ class StepQueries:
         carry: Collection[str] = (),
         target: StepQueries | None = None,
     ) -> tuple[list[str], list[str]]:
-        """From now on nobody joins or leaves. Of those to `drop` and to `carry` to another step,
-        returns which have really left: what was complete by then stays."""
+        """Closes the step: no query joins or leaves it any more.
+
+        Returns which queries of `drop` and of `carry` (to the step `target`) have left: those that
+        were complete by then stay.
+        """
         complete = await self._amend(
             drop_query_ids=drop,
             drop_reason=reason,
@@ -164,8 +170,7 @@ class StepQueries:
         return dropped, carried
 
     def next_plans(self, most: int) -> list[admission.QueryPlan]:
-        """The first `most` of what it would open with now, if the step before is closed. Nothing is
-        taken."""
+        """The first `most` queries that the step would open with now, without taking them."""
         at = self._cursor.at
         return self._planned(range(at, at + min(most, self.wanted + self.spare)))
 
@@ -175,13 +180,13 @@ class StepQueries:
             indexes,
             job_seed=spec.seed,
             group_size=spec.pipeline.group_size + self.redundant,
-            step=self._home,
+            step=self._named_step,
         )
         return list(plans)
 
     async def _plan(self, indexes: Collection[int]) -> list[admission.QueryPlan]:
-        # In a thread: of hundreds of thousands of trajectories it takes seconds, and a loop that
-        # hears no heartbeats takes workers for dead.
+        # In a thread: hundreds of thousands of trajectories take seconds, and an event loop that
+        # handles no heartbeats would count workers as lost.
         plans = await asyncio.to_thread(self._planned, indexes)
         self.plans.update((plan.query_id, plan) for plan in plans)
         return plans
@@ -194,5 +199,5 @@ class StepQueries:
         return frozenset((await self._store.AmendStep(request)).complete_query_ids)
 
     async def _check_epoch(self) -> None:
-        """Items of the tasks are given out here: not by one that another has taken the job from."""
+        """Raises `Superseded` if another orchestrator has the job, which takes items now."""
         await self._job.shared.store.check_epoch(self._job.job_id, self._job.epoch)

@@ -1,4 +1,22 @@
-"""One training step: open it, roll it out, train each policy, bring engines up to date."""
+"""The life of a training step, from its queries to engines that serve its result.
+
+Of one step, in order (`StepRunner`):
+
+1. take queries: `open` takes items of the training split and opens the step in the experience
+   store;
+2. dispatch: `_roll_out` gives the queries' trajectories to rollout workers, which run the workflow,
+   have it rewarded and write the samples into the store;
+3. wait for rewards: `StepRollout` waits until all trajectories have ended, while queries join
+   (`pipeline.dynamic_sampling`) or leave (`pipeline.over_sampling`) the step;
+4. train, publish: `_train` has each policy's trainer worker run the optimizer step; the trainer
+   publishes the new weights and commits the step in the store;
+5. commit: the policy's version moves in `WeightVersions`, for good;
+6. admit: `Engines.update` has every rollout worker load the version. When the version is served,
+   `StepWindow` may open a further step.
+
+Modes `serial` and `sync` train once the rollout is over, `micro_batch` and `async` with the first
+samples that are ready; in `async` several steps are open at once (`pipeline.alpha`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from services.orchestrator.context import JobContext
-from services.orchestrator.errors import Deadline, alongside, together
+from services.orchestrator.errors import Deadline, run_all, run_with_background
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, add_in_parts
 from services.orchestrator.pipeline.evaluation import (
     check_failures,
@@ -34,55 +52,265 @@ from troupe.v1 import rollout_pb2 as ro
 if TYPE_CHECKING:
     from services.orchestrator.populations.population import PopulationRun
 
-# The store says when something changed; this is for what it could not say.
+# The store pushes changes; this poll is for what it could not push.
 _LOOK_SECONDS: Final = 1.0
-# What the store has ended is told by whoever ran it so soon, or never.
-_LAST_WORDS_SECONDS: Final = 10.0
+# A worker reports a trajectory's end this soon after the store has it, or never.
+_REPORT_GRACE_SECONDS: Final = 10.0
+# To look up missing columns in the store once the step has failed.
+_LOOKUP_SECONDS: Final = 5.0
+# Modes in which training begins with the first micro-batch that is ready.
+_EAGER: Final = frozenset({"micro_batch", "async"})
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """The parts that the steps of a job share."""
+    """The parts of a running job that its steps share."""
 
     job: JobContext
     trainers: Trainers
     engines: Engines
     dispatch: Dispatch
     tables: TableWatch
-    # Who plays whom, in a job that says so.
+    # Draws opponents, in a job with a `population` section.
     population: PopulationRun | None = None
-    # Steps that each trained policy has committed; those that engines serve the result of.
+    # By trained policy: steps committed, and steps whose result engines serve.
     committed: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
 
 
-class StepRollout:
-    """Runs the trajectories of a step until its roster is closed and all of them have ended.
+class StepRunner:
+    """Runs one step of a job in the job's pipeline mode; see the module for the order of events.
 
-    Steps are closed in order: what leaves a step goes on in the one after it, if that is open and
-    it will not be too old there.
+    The step may have been begun before a restart: trajectories that ended then are not run again,
+    and policies that committed are not trained again. In mode `async` the step `before` may still
+    be open: every policy trains its steps in order, independently of the others.
     """
 
     def __init__(
         self,
-        crew: StepContext,
-        roster: StepQueries,
-        patience: Deadline,
+        context: StepContext,
+        step: int,
+        cursor: Cursor,
+        before: StepRunner | None,
+        ahead: int,
+        will_follow: Callable[[], bool],
+        rolled_out: Callable[[], None],
+    ) -> None:
+        """`ahead`: open steps before this one. `will_follow` says whether the next step will open
+        while this one is open; `rolled_out` is called when all trajectories have ended."""
+        job = context.job
+        self._context = context
+        self._job = job
+        self.step = step
+        self._before = before
+        self._rolled_out = rolled_out
+        self._mode = job.spec.pipeline.mode
+        self._name = f"step {step + 1}"
+        # The open steps before it may take as long each.
+        self._deadline = Deadline(
+            self._name, job.spec.limits.step_seconds * (1 + ahead), "limits.step_seconds"
+        )
+        self._queries = StepQueries(job, step, cursor)
+        self._rollout: StepRollout = StepRollout(
+            context,
+            self._queries,
+            self._deadline,
+            self._on_end,
+            None if before is None else before._rollout,
+            will_follow,
+        )
+        # Failures before a restart: a job that was resumed must not fail over them again, since
+        # their cause may be mended.
+        self._forgiven = 0
+        # Trajectories that ended before a restart and are not kept any more.
+        self._unseen = 0
+        self._commits: dict[str, es.StepCommit] = {}
+        self._committed = {policy: asyncio.Event() for policy in job.spec.trained_policies}
+        on_policy = self._mode != "async"
+        self._tally = Tally(job.spec.agents, self._queries.versions if on_policy else {})
+        self._redundancy = Redundancy(self._queries.redundant)
+        self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=False)
+        self._began = time.monotonic()
+        self._ended = 0.0
+
+    async def open(self, found: es.GetStepResponse) -> None:
+        """Takes queries and opens the step in the store, or goes on with the open step `found`."""
+        queries, before = self._queries, self._before
+        # Queries that the step before may leave over come here, so spare ones are not taken yet.
+        first = before is None or before._queries.closed
+        await queries.open(
+            found,
+            {one: self._context.trainers.policies[one].weights.version for one in self._committed},
+            queries.wanted + (queries.spare if first else 0),
+        )
+        self._rollout.opened()
+        for policy in queries.commits:
+            self._context.committed[policy] = max(self._context.committed[policy], self.step + 1)
+        kept = await self._job.shared.trajectories.find(self._job.job_id, queries.ended)
+        for one in kept:
+            self._tally.add(as_event(one), timed=False)
+            self._redundancy.add(as_event(one))
+        self._unseen = len(queries.ended) - len(kept)
+        self._forgiven = self._tally.failed
+
+    async def run(self) -> dict[str, float]:
+        """The step's metrics, once every policy has committed it and engines serve the result.
+
+        Raises `TroupeError`: a fault of the job, or `DeadlineExceeded` naming what was missing.
+        """
+        policies = self._job.spec.trained_policies
+        try:
+            if self._mode in _EAGER:
+                await run_all(self._roll_out(), *(self._train(policy) for policy in policies))
+            elif self._mode == "serial":
+                await self._roll_out()
+                for policy in policies:
+                    await self._train(policy)
+            else:
+                await self._roll_out()
+                await run_all(*(self._train(policy) for policy in policies))
+        except DeadlineExceeded as error:
+            raise await name_missing_columns(self._job, self.step, error) from error
+        finally:
+            await self._recent.flush()
+        await report_failures(self._job, self._name, self._tally, self._total)
+        await report_unused_endpoints(self._job, self._name, self._tally)
+        return await self._values()
+
+    async def _roll_out(self) -> None:
+        """Runs the step's trajectories until all have ended with their rewards."""
+        await self._rollout.run()
+        self._rolled_out()
+
+    async def _train(self, policy: str) -> None:
+        """Trains a policy's step, commits its version, and has engines serve it."""
+        if self._before is not None:
+            await self._deadline.wait(self._before._committed[policy].wait())
+        trainer = self._context.trainers.policies[policy]
+        # Train and publish, unless the store has the commit of a runner before this one.
+        if (found := self._queries.commits.get(policy)) is not None:
+            commit = trainer.adopt(found)
+        else:
+            commit = await trainer.run_step(self.step, self._deadline)
+        # Commit: the version moves.
+        await self._job.shared.weight_versions.commit(self._job.job_id, commit)
+        await self._warn_of(commit)
+        self._commits[policy] = commit
+        weights = trainer.weights
+        committed, served = self._context.committed, self._context.served
+        committed[policy] = max(committed[policy], self.step + 1)
+        self._committed[policy].set()
+        # Admit: rollout workers load the version.
+        await self._context.engines.update(weights, self._deadline)
+        served[policy] = max(served[policy], self.step + 1)
+        # More steps may open.
+        self._context.tables.touch()
+
+    async def _warn_of(self, commit: es.StepCommit) -> None:
+        """Tells the user of a step that changed no weights, or lost samples."""
+        policy = commit.policy
+        if commit.outcome == es.STEP_OUTCOME_SKIPPED:
+            await self._job.warn(
+                f"{self._name}: {policy} skipped its update, its weights stay: {commit.reason}"
+            )
+        elif commit.outcome == es.STEP_OUTCOME_EMPTY:
+            await self._job.warn(f"{self._name}: there was no sample for {policy}")
+        if gone := int(commit.metrics.get("train/values_gone", 0)):
+            await self._job.warn(
+                f"{self._name}: {gone} samples of {policy} were dropped: no host has their values"
+            )
+
+    async def flush(self) -> None:
+        """Writes the trajectories that have ended, for people to look at."""
+        await self._recent.flush()
+
+    @property
+    def _total(self) -> int:
+        return self._queries.trajectories
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Trajectories that have ended, and all of them."""
+        return max(0, self._total - self._rollout.batch.open), self._total
+
+    def describe(self) -> str:
+        """What the step does now, for people."""
+        policies = self._context.trainers.policies
+        trained = self._job.spec.trained_policies
+        busy = sum(
+            policies[policy].progress is not None
+            for policy in trained
+            if policy not in self._commits
+        )
+        total = self._job.spec.pipeline.steps
+        over, of = self.progress
+        parts = [f"{over} of {of} trajectories"]
+        if busy:
+            parts.append(f"{busy} of {len(trained)} policies training")
+        if self._commits:
+            parts.append(f"{len(self._commits)} committed")
+        if over < of and not self._context.engines.ready(self._queries.versions):
+            parts.append("waiting for a rollout worker")
+        waiting = [policies[policy] for policy in trained if policies[policy].worker is None]
+        if suspended := sum(one.suspended for one in waiting):
+            parts.append(f"{suspended} suspended")
+        if unbound := [one.policy for one in waiting if not one.suspended]:
+            parts.append(f"waiting for a trainer worker for {', '.join(unbound)}")
+        return f"step {self.step + 1}/{total}: {', '.join(parts)}"
+
+    def _on_end(self, event: ro.TrajectoryEvent) -> None:
+        self._tally.add(event)
+        self._redundancy.add(event)
+        self._recent.add(event)
+        begun = self._total - len(self._queries.ended)
+        check_failures(self._job, self._name, self._tally, begun, forgiven=self._forgiven)
+
+    async def _values(self) -> dict[str, float]:
+        values = self._tally.values(self._rollout.seconds)
+        if unseen := self._unseen + self._rollout.batch.unseen:
+            # Ended in the store just before a worker or an orchestrator could report it.
+            values["trajectories/unseen"] = float(unseen)
+        values |= self._rollout.values()
+        values |= self._redundancy.values()
+        values |= self._context.engines.values()
+        values |= self._context.trainers.swaps()
+        values |= commit_metrics(self._commits.values())
+        values |= staleness(self._commits.values())
+        self._ended = time.monotonic()
+        began = self._began if self._before is None else max(self._began, self._before._ended)
+        values["step/seconds"] = self._ended - began
+        # Or it would keep every step before it in memory.
+        self._before = None
+        return values
+
+
+class StepRollout:
+    """Runs the trajectories of a step, and decides which queries stay in it, until all have ended.
+
+    Steps are closed in order: a query that leaves a step goes on in the next one, if that is open
+    and the query will not be too old there.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        queries: StepQueries,
+        deadline: Deadline,
         on_end: Callable[[ro.TrajectoryEvent], None],
         before: StepRollout | None,
         will_follow: Callable[[], bool],
     ) -> None:
-        self._crew = crew
-        self._patience = patience
+        self._context = context
+        self._deadline = deadline
         self._before = before
         self._will_follow = will_follow
-        self.roster = roster
-        floors: Mapping[str, int] = roster.versions
-        if crew.population is not None:
-            # A view: versions are known once the roster is open.
-            floors = ChainMap(roster.versions, crew.population.slots.training_floors)
+        self.queries = queries
+        floors: Mapping[str, int] = queries.versions
+        if context.population is not None:
+            # A view: versions are known once the step is open.
+            floors = ChainMap(queries.versions, context.population.slots.training_floors)
         self.batch = TicketBatch(
-            roster.step, patience, on_end, floors=floors, ended=roster.ended_now
+            queries.step, deadline, on_end, floors=floors, ended=queries.ended_now
         )
         self.after: StepRollout | None = None
         self.joined = 0
@@ -90,85 +318,73 @@ class StepRollout:
         self.seconds = 0.0
 
     def opened(self) -> None:
-        """The store knows the step: from now on queries of the one before may go on in it."""
+        """The store knows the step: queries of the one before may go on in it from now on."""
         if self._before is not None:
             self._before.after = self
 
     async def run(self) -> None:
         """Raises `TroupeError`: a fault of the job, or the deadline saying what was missing."""
         began = time.monotonic()
-        await self._start(list(self.roster.plans.values()))
-        if self.roster.closed:
+        await self._dispatch(list(self.queries.plans.values()))
+        if self.queries.closed:
             self.batch.seal()
-        if self.roster.closed and not self.batch.open:
+        if self.queries.closed and not self.batch.open:
             return
-        dispatch = self._crew.dispatch
+        dispatch = self._context.dispatch
         ends = self.batch.finished(lambda: dispatch.describe(self.batch))
-        await alongside(together(self._keep(), ends), self._watch())
+        await run_with_background(
+            run_all(self._adjust_until_closed(), ends), self._end_unreported()
+        )
         self.seconds = time.monotonic() - began
 
-    async def _start(self, plans: Collection[admission.QueryPlan]) -> None:
+    async def _dispatch(self, plans: Collection[admission.QueryPlan]) -> None:
         groups = (group for plan in plans if (group := self._tickets(plan)))
-        await add_in_parts(self._crew.dispatch, self.batch, groups)
+        await add_in_parts(self._context.dispatch, self.batch, groups)
 
     def _tickets(self, plan: admission.QueryPlan) -> list[ro.Ticket]:
-        tickets = train_tickets(plan, self.roster.ended)
-        if (population := self._crew.population) is not None:
+        tickets = train_tickets(plan, self.queries.ended)
+        if (population := self._context.population) is not None:
             cast, learners = population.slots.cast_of(plan.index)
             for ticket in tickets:
                 ticket.cast.update(cast)
                 ticket.learners[:] = learners
         return tickets
 
-    async def _keep(self) -> None:
-        """Let queries join and leave until the roster is closed."""
-        while not self.roster.closed:
-            await self._patience.wait(self._crew.tables.change(_LOOK_SECONDS))
-            await self._look()
+    async def _adjust_until_closed(self) -> None:
+        while not self.queries.closed:
+            await self._deadline.wait(self._context.tables.change(_LOOK_SECONDS))
+            await self._adjust()
         self.batch.seal()
 
-    async def _watch(self) -> None:
-        """Whoever runs a trajectory tells how it ended, or its stream breaks, and the store is
-        asked. A stream that stays and says nothing must not hold the step: while nothing is told,
-        what the store has ended for longer than telling takes is not waited for any more."""
-        known: frozenset[str] = frozenset()
-        while True:
-            told = self.batch.told
-            await asyncio.sleep(_LAST_WORDS_SECONDS)
-            if self.batch.told != told:
-                continue
-            ended = frozenset(await self.batch.ended())
-            self._crew.dispatch.end_untold(self.batch, known & ended)
-            known = ended
-
-    async def _look(self) -> None:
-        roster = self.roster
+    async def _adjust(self) -> None:
+        """Lets queries join, or closes the step and lets the surplus leave, as progress says."""
+        queries = self.queries
         # What the step before leaves over comes here: only then is it known what is missing.
-        first = self._before is None or self._before.roster.closed
+        first = self._before is None or self._before.queries.closed
         move = admission.next_move(
-            await roster.progress(),
-            wanted=roster.wanted,
-            spare=roster.spare if first else 0,
-            max_refills=roster.max_refills,
+            await queries.progress(),
+            wanted=queries.wanted,
+            spare=queries.spare if first else 0,
+            max_refills=queries.max_refills,
             may_close=first,
-            first_k=roster.spare > 0,
+            first_k=queries.spare > 0,
         )
         if move.add:
             self.joined += move.add
-            await self._start(await roster.join(move.add))
+            await self._dispatch(await queries.join(move.add))
         elif move.close:
             await self._close(move.leave)
 
     async def _close(self, leave: Collection[str]) -> None:
-        dispatch = self._crew.dispatch
-        if not leave or self._crew.job.spec.pipeline.mode != "async":
-            dropped, _ = await self.roster.close(drop=leave)
+        dispatch = self._context.dispatch
+        if not leave or self._context.job.spec.pipeline.mode != "async":
+            dropped, _ = await self.queries.close(drop=leave)
             dispatch.withdraw(self.batch, dropped, SURPLUS)
         elif (after := self.after) is not None:
             stale = [query_id for query_id in leave if self._too_old(query_id, after)]
             carry = [query_id for query_id in leave if query_id not in stale]
-            dropped, carried = await self.roster.close(
-                drop=stale, reason=STALE, carry=carry, target=after.roster
+            dropped, carried = await self.queries.close(
+                drop=stale, reason=STALE, carry=carry, target=after.queries
             )
             dispatch.withdraw(self.batch, dropped, STALE)
             dispatch.move(self.batch, carried, after.batch)
@@ -176,29 +392,46 @@ class StepRollout:
         elif self._will_follow():
             return  # they go on in the next step once it is open
         else:
-            dropped, _ = await self.roster.close(drop=leave)
+            dropped, _ = await self.queries.close(drop=leave)
             dispatch.withdraw(self.batch, dropped, SURPLUS)
-        self._crew.tables.touch()
+        self._context.tables.touch()
 
     def _too_old(self, query_id: str, after: StepRollout) -> bool:
-        spec, policies = self._crew.job.spec, self._crew.trainers.policies
-        committed = self._crew.committed
+        spec, policies = self._context.job.spec, self._context.trainers.policies
+        committed = self._context.committed
         return admission.too_old(
             self.batch.started.get(query_id, {}),
-            after.roster.step,
+            after.queries.step,
             committed=committed,
             versions={policy: policies[policy].weights.version for policy in committed},
             alpha={policy: spec.alpha_of(policy) for policy in committed},
         )
 
+    async def _end_unreported(self) -> None:
+        """Stops waiting for trajectories that have ended in the store and are never reported.
+
+        A worker reports how a trajectory ended, or its stream breaks and the store is asked. But a
+        stream that stays open and silent must not hold up the step: while no end is reported, what
+        has been ended in the store for a whole grace period is counted as ended, unseen.
+        """
+        known: frozenset[str] = frozenset()
+        while True:
+            reported = self.batch.reported
+            await asyncio.sleep(_REPORT_GRACE_SECONDS)
+            if self.batch.reported != reported:
+                continue
+            ended = frozenset(await self.batch.ended())
+            self._context.dispatch.end_unreported(self.batch, known & ended)
+            known = ended
+
     def values(self) -> Mapping[str, float]:
-        """Metrics of a roster that could change."""
-        if not self.roster.held:
+        """Metrics of a step whose queries could change."""
+        if not self.queries.held:
             return {}
         return {
-            "queries/trained": float(len(self.roster.plans)),
+            "queries/trained": float(len(self.queries.plans)),
             "queries/joined": float(self.joined),
-            "queries/left": float(self.roster.left),
+            "queries/left": float(self.queries.left),
             "queries/carried_in": float(self.carried),
         }
 
@@ -219,17 +452,13 @@ def train_tickets(query: admission.QueryPlan, ended: Collection[str]) -> list[ro
     ]
 
 
-# The step is lost already: the store is asked once, briefly.
-_ASK_SECONDS: Final = 5.0
-
-
 async def name_missing_columns(
     job: JobContext, step: int, error: DeadlineExceeded
 ) -> DeadlineExceeded:
-    """`error`, or one that names the required columns that nobody filled, and in which rows."""
+    """`error`, or one that names the required columns that were never filled, and in which rows."""
     lacking: dict[str, list[str]] = {}
     for policy in job.spec.trained_policies:
-        for column in await _missing(job, policy, step):
+        for column in await _missing_columns(job, policy, step):
             lacking.setdefault(column, []).append(policy)
     if not lacking:
         return error
@@ -247,7 +476,7 @@ async def name_missing_columns(
     )
 
 
-async def _missing(job: JobContext, policy: str, step: int) -> list[str]:
+async def _missing_columns(job: JobContext, policy: str, step: int) -> list[str]:
     """Required columns that the first pending row of a policy lacks."""
     required = job.spec.pipeline.required_columns
     if not required:
@@ -260,254 +489,55 @@ async def _missing(job: JobContext, policy: str, step: int) -> list[str]:
         page_size=1,
     )
     with suppress(TroupeError):
-        found = await job.shared.experience.ListSamples(request, timeout=_ASK_SECONDS)
+        found = await job.shared.experience.ListSamples(request, timeout=_LOOKUP_SECONDS)
         return [name for row in found.samples for name in required if name not in row.columns]
     return []
 
 
-# Modes in which training begins with the first micro-batch that is ready.
-_EAGER: Final = frozenset({"micro_batch", "async"})
-
-
-class StepRunner:
-    """Runs one step of a job in the job's pipeline mode.
-
-    The step may have been begun before a crash: trajectories that ended then are not run again,
-    and policies that committed are not trained again. In mode `async` the step `before` may not be
-    over: every policy trains its steps in order, whatever the others do.
-    """
-
-    def __init__(
-        self,
-        crew: StepContext,
-        step: int,
-        cursor: Cursor,
-        before: StepRunner | None,
-        ahead: int,
-        will_follow: Callable[[], bool],
-        rolled_out: Callable[[], None],
-    ) -> None:
-        """`rolled_out` is called when all trajectories have ended, while policies are trained."""
-        job = crew.job
-        self._crew = crew
-        self._job = job
-        self.step = step
-        self._before = before
-        self._rolled_out = rolled_out
-        self._mode = job.spec.pipeline.mode
-        self._name = f"step {step + 1}"
-        # Those `ahead` of it may take as long each.
-        self._patience = Deadline(
-            self._name, job.spec.limits.step_seconds * (1 + ahead), "limits.step_seconds"
-        )
-        self._roster = StepQueries(job, step, cursor)
-        self._rollout: StepRollout = StepRollout(
-            crew,
-            self._roster,
-            self._patience,
-            self._on_end,
-            None if before is None else before._rollout,
-            will_follow,
-        )
-        # Of what ended before a restart, the failures: a job that was resumed must not fail over
-        # them again, their cause may be mended.
-        self._forgiven = 0
-        self._unseen = 0
-        self._commits: dict[str, es.StepCommit] = {}
-        self._committed = {policy: asyncio.Event() for policy in job.spec.trained_policies}
-        on_policy = self._mode != "async"
-        self._tally = Tally(job.spec.agents, self._roster.versions if on_policy else {})
-        self._redundancy = Redundancy(self._roster.redundant)
-        self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=False)
-        self._began = time.monotonic()
-        self._ended = 0.0
-
-    async def open(self, found: es.GetStepResponse) -> None:
-        """Admit the step durably, or take it up as it was `found`."""
-        roster, before = self._roster, self._before
-        # What the step before leaves over is still to come, if it may leave anything.
-        first = before is None or before._roster.closed
-        await roster.open(
-            found,
-            {one: self._crew.trainers.policies[one].weights.version for one in self._committed},
-            roster.wanted + (roster.spare if first else 0),
-        )
-        self._rollout.opened()
-        for policy in roster.commits:
-            self._crew.committed[policy] = max(self._crew.committed[policy], self.step + 1)
-        kept = await self._job.shared.trajectories.find(self._job.job_id, roster.ended)
-        for one in kept:
-            self._tally.add(as_event(one), timed=False)
-            self._redundancy.add(as_event(one))
-        self._unseen = len(roster.ended) - len(kept)
-        self._forgiven = self._tally.failed
-
-    async def run(self) -> dict[str, float]:
-        """The step's metrics, when every policy has committed it and engines serve the result.
-
-        Raises `TroupeError`: a fault of the job, or `DeadlineExceeded` naming what was missing.
-        """
-        rollout = self._roll_out()
-        policies = self._job.spec.trained_policies
-        try:
-            if self._mode in _EAGER:
-                await together(rollout, *(self._train(policy) for policy in policies))
-            else:
-                await rollout
-                if self._mode == "serial":
-                    for policy in policies:
-                        await self._train(policy)
-                else:
-                    await together(*(self._train(policy) for policy in policies))
-        except DeadlineExceeded as error:
-            raise await name_missing_columns(self._job, self.step, error) from error
-        finally:
-            await self._recent.flush()
-        await report_failures(self._job, self._name, self._tally, self._total)
-        await report_unused_endpoints(self._job, self._name, self._tally)
-        return await self._values()
-
-    async def _roll_out(self) -> None:
-        await self._rollout.run()
-        self._rolled_out()
-
-    async def flush(self) -> None:
-        """Write the trajectories that have ended."""
-        await self._recent.flush()
-
-    @property
-    def _total(self) -> int:
-        return self._roster.trajectories
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Trajectories that have ended, and all of them."""
-        return max(0, self._total - self._rollout.batch.open), self._total
-
-    async def _values(self) -> dict[str, float]:
-        values = self._tally.values(self._rollout.seconds)
-        if unseen := self._unseen + self._rollout.batch.unseen:
-            # Ended in the store just before a worker or an orchestrator could tell.
-            values["trajectories/unseen"] = float(unseen)
-        values |= self._rollout.values()
-        values |= self._redundancy.values()
-        values |= self._crew.engines.values()
-        values |= self._crew.trainers.swaps()
-        values |= commit_metrics(self._commits.values())
-        values |= staleness(self._commits.values())
-        self._ended = time.monotonic()
-        began = self._began if self._before is None else max(self._began, self._before._ended)
-        values["step/seconds"] = self._ended - began
-        # It would keep every step before it.
-        self._before = None
-        return values
-
-    def _on_end(self, event: ro.TrajectoryEvent) -> None:
-        self._tally.add(event)
-        self._redundancy.add(event)
-        self._recent.add(event)
-        begun = self._total - len(self._roster.ended)
-        check_failures(self._job, self._name, self._tally, begun, forgiven=self._forgiven)
-
-    async def _train(self, policy: str) -> None:
-        """Commit the policy's step; the ledger moves, engines load what is new."""
-        if self._before is not None:
-            await self._patience.wait(self._before._committed[policy].wait())
-        trainer = self._crew.trainers.policies[policy]
-        if (found := self._roster.commits.get(policy)) is not None:
-            commit = trainer.adopt(found)
-        else:
-            commit = await trainer.run_step(self.step, self._patience)
-        await self._job.shared.ledger.commit(self._job.job_id, commit)
-        if commit.outcome == es.STEP_OUTCOME_SKIPPED:
-            await self._job.warn(
-                f"{self._name}: {policy} skipped its update, its weights stay: {commit.reason}"
-            )
-        elif commit.outcome == es.STEP_OUTCOME_EMPTY:
-            await self._job.warn(f"{self._name}: there was no sample for {policy}")
-        if gone := int(commit.metrics.get("train/values_gone", 0)):
-            await self._job.warn(
-                f"{self._name}: {gone} samples of {policy} were dropped: no host has their values"
-            )
-        self._commits[policy] = commit
-        weights = trainer.weights
-        crew = self._crew
-        crew.committed[policy] = max(crew.committed[policy], self.step + 1)
-        self._committed[policy].set()
-        await crew.engines.update(weights, self._patience)
-        crew.served[policy] = max(crew.served[policy], self.step + 1)
-        # More steps may open.
-        crew.tables.touch()
-
-    def describe(self) -> str:
-        """What the step does now, for people."""
-        policies = self._crew.trainers.policies
-        trained = self._job.spec.trained_policies
-        busy = sum(
-            policies[policy].progress is not None
-            for policy in trained
-            if policy not in self._commits
-        )
-        total = self._job.spec.pipeline.steps
-        over, of = self.progress
-        parts = [f"{over} of {of} trajectories"]
-        if busy:
-            parts.append(f"{busy} of {len(trained)} policies training")
-        if self._commits:
-            parts.append(f"{len(self._commits)} committed")
-        if over < of and not self._crew.engines.ready(self._roster.versions):
-            parts.append("waiting for a rollout worker")
-        waiting = [policies[policy] for policy in trained if policies[policy].worker is None]
-        if suspended := sum(one.suspended for one in waiting):
-            parts.append(f"{suspended} suspended")
-        if unbound := [one.policy for one in waiting if not one.suspended]:
-            parts.append(f"waiting for a trainer worker for {', '.join(unbound)}")
-        return f"step {self.step + 1}/{total}: {', '.join(parts)}"
-
-
-# Nothing has to be pushed for a step to be allowed to open: another job may have freed memory.
-OnFinish = Callable[[int, dict[str, float]], Awaitable[None]]
-
-
-class Window:
+class StepWindow:
     """Opens the steps of a job, as many at once as its staleness bounds allow, and ends them in
     order. In the on-policy modes that is one at a time.
 
     `on_finish` is awaited with every step that is over and its metrics.
     """
 
-    def __init__(self, crew: StepContext, first: int, on_finish: OnFinish) -> None:
-        spec = crew.job.spec
-        self._crew = crew
+    def __init__(
+        self,
+        context: StepContext,
+        first: int,
+        on_finish: Callable[[int, dict[str, float]], Awaitable[None]],
+    ) -> None:
+        spec = context.job.spec
+        self._context = context
         self._next = first
         self._on_finish = on_finish
         self._alpha = {policy: spec.alpha_of(policy) for policy in spec.trained_policies}
         self._depth = 1 + max(self._alpha.values())
         self._cursor = Cursor()
         self._open: deque[tuple[StepRunner, asyncio.Task[dict[str, float]]]] = deque()
-        self._taken_up = False
-        # No step from here on may open: something else comes first.
+        self._resumed = False
+        # The first step that may not open yet: an evaluation or a checkpoint comes before it.
         self._until = first
         self._closing = False
-        crew.committed.update(dict.fromkeys(self._alpha, first))
-        crew.served.update(crew.committed)
+        context.committed.update(dict.fromkeys(self._alpha, first))
+        context.served.update(context.committed)
 
     def close(self) -> None:
         """Open no further step; `run` returns when those that are open are over."""
         self._closing = True
-        self._crew.tables.touch()
+        self._context.tables.touch()
 
     async def run(self, until: int) -> None:
         """Return when all steps before `until` are over, or all open ones after `close`.
 
-        What a runner before this one had opened is taken up, whatever `until` says.
+        Steps that a runner before this one had opened are run, whatever `until` says.
         Raises `TroupeError`: a fault of the job.
         """
         self._until = until
         try:
-            if not self._taken_up:
-                await self._take_up()
-            ticker = asyncio.create_task(self._tick())
+            if not self._resumed:
+                await self._resume_open_steps()
+            progress = asyncio.create_task(self._show_progress())
             try:
                 while True:
                     while self._may_open():
@@ -517,8 +547,8 @@ class Window:
                     await self._wait()
                     await self._finish()
             finally:
-                ticker.cancel()
-                await asyncio.gather(ticker, return_exceptions=True)
+                progress.cancel()
+                await asyncio.gather(progress, return_exceptions=True)
         finally:
             # Only a fault or a cancellation leaves any.
             for _, task in self._open:
@@ -529,52 +559,53 @@ class Window:
     def _may_open(self) -> bool:
         if self._closing or self._next >= self._until or len(self._open) >= self._depth:
             return False
-        if self._open and self._crew.tables.over_high_water:
+        if self._open and self._context.tables.over_high_water:
             return False
-        return not admission.holding_back(self._next, self._crew.served, self._alpha)
+        # The staleness bound: engines must serve recent enough versions of every policy.
+        return not admission.holding_back(self._next, self._context.served, self._alpha)
 
     def _will_follow(self, step: int) -> bool:
         """Whether a step will open while the one before it is still open."""
-        if self._closing or step >= self._until or self._crew.tables.over_high_water:
+        if self._closing or step >= self._until or self._context.tables.over_high_water:
             return False
         return self._depth > 1
 
     def _begin_early(self, step: int) -> None:
-        """Have the trajectories of a step begun that opens next, if the job asks for it."""
-        job = self._crew.job
+        """Has workers begin trajectories of the step that opens next (`pipeline.early_start`)."""
+        job = self._context.job
         if not job.spec.pipeline.early_start or self._closing or step >= self._until:
             return
         limit = job.spec.limits.max_concurrent_trajectories
         plans = StepQueries(job, step, self._cursor).next_plans(most=limit)
         groups = [train_tickets(plan, ()) for plan in plans]
         count = admission.next_wave([len(one) for one in groups], in_flight=0, limit=limit)
-        self._crew.dispatch.early.begin(step, groups[:count])
+        self._context.dispatch.early.begin(step, groups[:count])
 
-    async def _take_up(self) -> None:
-        """Go on with what was open, and with the cursor where the newest step left it."""
+    async def _resume_open_steps(self) -> None:
+        """Goes on with the steps that were open, and with the cursor of the newest of them."""
         first = self._next
         if first:
-            self._cursor.see(await self._ask(first - 1))
-        found = [await self._ask(first)]
+            self._cursor.see(await self._get_step(first - 1))
+        found = [await self._get_step(first)]
         while found[-1].open and len(found) < self._depth:
-            found.append(await self._ask(first + len(found)))
-        # All of them have seen to the cursor before any takes from it.
+            found.append(await self._get_step(first + len(found)))
+        # All of them move the cursor before any step takes from it.
         steps = [one for one in found if one.open]
         for one in steps:
             self._cursor.see(one)
         for one in steps:
             await self._start(one)
-        self._taken_up = True
+        self._resumed = True
 
-    async def _ask(self, step: int) -> es.GetStepResponse:
-        request = es.GetStepRequest(job_id=self._crew.job.job_id, step=step)
-        return await self._crew.job.shared.experience.GetStep(request)
+    async def _get_step(self, step: int) -> es.GetStepResponse:
+        request = es.GetStepRequest(job_id=self._context.job.job_id, step=step)
+        return await self._context.job.shared.experience.GetStep(request)
 
     async def _start(self, found: es.GetStepResponse) -> None:
         step = self._next
         before = self._open[-1][0] if self._open else None
         runner = StepRunner(
-            self._crew,
+            self._context,
             step,
             self._cursor,
             before,
@@ -585,11 +616,14 @@ class Window:
         await runner.open(found)
         self._open.append((runner, asyncio.create_task(runner.run())))
         self._next += 1
-        self._crew.tables.touch()
+        self._context.tables.touch()
 
     async def _wait(self) -> None:
-        """Until a step is over, has failed, or another may perhaps open."""
-        change = asyncio.ensure_future(self._crew.tables.change(_LOOK_SECONDS))
+        """Waits until a step is over or has failed, or another one may be allowed to open.
+
+        Looks again every `_LOOK_SECONDS`, since memory that another job frees is not pushed.
+        """
+        change = asyncio.ensure_future(self._context.tables.change(_LOOK_SECONDS))
         try:
             await asyncio.wait(
                 {change, *(task for _, task in self._open)}, return_when=asyncio.FIRST_COMPLETED
@@ -598,7 +632,7 @@ class Window:
             change.cancel()
 
     async def _finish(self) -> None:
-        """End what is over, oldest first; raise what failed."""
+        """Ends the steps that are over, oldest first; raises the error of one that failed."""
         for _, task in self._open:
             if task.done():
                 task.result()
@@ -606,9 +640,9 @@ class Window:
             runner, task = self._open.popleft()
             await self._on_finish(runner.step, task.result())
 
-    async def _tick(self) -> None:
-        """Tell followers of progress, and write trajectories, now and then."""
-        job = self._crew.job
+    async def _show_progress(self) -> None:
+        """Shows followers the progress of the oldest step, and writes ended trajectories."""
+        job = self._context.job
         while True:
             if self._open:
                 oldest = self._open[0][0]

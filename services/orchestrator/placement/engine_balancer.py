@@ -1,10 +1,7 @@
-"""Moves a job's engines from idle policies to busy ones.
+"""Moves a job's engines from idle policies to busy ones, as `troupe.scheduling.balancing` decides.
 
-What the workers' heartbeats say goes to `troupe.scheduling.balancing`; what that decides, workers
-carry out. A trajectory stays on its worker, so each worker's engines are balanced by themselves.
-
-Nothing here must survive: an orchestrator that comes back finds every engine where the heartbeats
-say that it is, and one that was on its way arrives without it.
+A trajectory stays on its worker, so each worker's engines are balanced by themselves. No state is
+durable: after a restart, heartbeats say where engines are, and a move under way ends without us.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 
 _log = structlog.get_logger(__name__)
-# The weights of the target are to be published again, then the move may succeed.
+# Kinds of errors after which the weights must be published again; then a move may succeed.
 WEIGHTS_GONE: Final = frozenset({"weights_not_found", "weights_missing"})
 
 
@@ -34,15 +31,15 @@ class _Pool:
     """The engines of one worker."""
 
     memory: balancing.Memory = field(default_factory=balancing.Memory)
-    # By engine: the policy that it goes to.
+    # By engine: the policy that it is moved to.
     moving: dict[str, str] = field(default_factory=dict)
-    # By engine: the policy that has it, and since when. An older heartbeat does not know.
+    # By engine: the policy that it was moved to, and when. Older heartbeats do not know of it.
     moved: dict[str, tuple[str, float]] = field(default_factory=dict)
     seen: float = 0.0
 
 
 class Balancer:
-    """One per running job."""
+    """Balances the engines of one running job."""
 
     def __init__(
         self,
@@ -53,8 +50,8 @@ class Balancer:
         start_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`workers`: those that are prepared for the job. `start_seconds`: what an engine may take
-        to come up with other weights. `clock` is that of the workers' registry."""
+        """`workers`: those that are prepared for the job. `start_seconds`: how long an engine may
+        take to come up with other weights. `clock` is that of the workers' registry."""
         self._job = job
         self._workers = workers
         self._republish = republish
@@ -62,18 +59,18 @@ class Balancer:
         section = job.spec.balancing
         self._section, self._rules = section, section.rules
         self._barred = section.barred(job.spec.policies)
-        # A worker answers when the engine serves, or is back.
+        # A worker answers when the engine serves its new policy, or its old one again.
         self._seconds = section.drain_seconds + 2 * start_seconds
         self._pools: dict[WorkerHandle, _Pool] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Since the values were asked for last.
+        # Counts since the last call of `values`.
         self._moves = self._failures = self._looks = 0
         self._disparity = self._seconds_moving = 0.0
 
     async def run(self) -> None:
-        """Look at every heartbeat once, until cancelled. Returns at once if nothing may move.
+        """Decides on every heartbeat once, until cancelled. Returns at once if nothing may move.
 
-        Raises what keeps events from being recorded, or weights from being published again.
+        Raises errors of recording events and of publishing weights again.
         """
         if not self._job.spec.balances:
             return
@@ -91,7 +88,7 @@ class Balancer:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def look(self) -> None:
-        """Decide for each worker that has something new to say."""
+        """Decides for each worker that has sent a heartbeat since the last call."""
         workers = [worker for worker in self._workers() if worker.usable]
         self._pools = {worker: self._pools.get(worker) or _Pool() for worker in workers}
         for worker, pool in self._pools.items():
@@ -100,7 +97,7 @@ class Balancer:
                 self._decide(worker, pool)
 
     def values(self) -> dict[str, float]:
-        """Metrics since they were asked for last; none where nothing may move."""
+        """Metrics since the last call; none where nothing may move."""
         if not self._looks:
             return {}
         found = {
@@ -117,23 +114,23 @@ class Balancer:
 
     def _decide(self, worker: WorkerHandle, pool: _Pool) -> None:
         pool.moved = {one: at for one, at in pool.moved.items() if at[1] >= worker.seen}
-        demands, seats = self._picture(worker, pool)
+        demands, engines = self._demands_and_engines(worker, pool)
         if len(demands) < 2:
             return
         self._looks += 1
-        disparity = balancing.disparity(demands, seats)
+        disparity = balancing.disparity(demands, engines)
         self._disparity += disparity if disparity < float("inf") else 0.0
         moves, pool.memory = balancing.decide(
-            self._rules, pool.memory, demands, seats, self._clock(), barred=self._barred
+            self._rules, pool.memory, demands, engines, self._clock(), barred=self._barred
         )
         for move in moves:
             pool.moving[move.engine_id] = move.target
             self._tasks.add(asyncio.create_task(self._move(worker, pool, move)))
 
-    def _picture(
+    def _demands_and_engines(
         self, worker: WorkerHandle, pool: _Pool
     ) -> tuple[list[balancing.Demand], list[balancing.EngineAssignment]]:
-        """The worker's policies and engines, as of its last heartbeat and what we know better."""
+        """The worker's policies and engines, as of its newest heartbeat and of newer moves."""
         tokens = self._section.measure == "tokens"
         demands = [
             balancing.Demand(
@@ -144,14 +141,14 @@ class Balancer:
             for load in worker.beat.loads
             if load.job_id == self._job.job_id
         ]
-        seats = []
+        assignments = []
         for engine in worker.beat.engines:
             if engine.job_id != self._job.job_id:
                 continue
             healthy = engine.state == pb.ENGINE_STATE_HEALTHY
             target = pool.moving.get(engine.engine_id)
             arrived = pool.moved.get(engine.engine_id)
-            seats.append(
+            assignments.append(
                 balancing.EngineAssignment(
                     engine.engine_id,
                     target or (arrived[0] if arrived else engine.policy),
@@ -160,7 +157,7 @@ class Balancer:
                     work=float(engine.running + engine.waiting),
                 )
             )
-        return demands, seats
+        return demands, assignments
 
     async def _move(self, worker: WorkerHandle, pool: _Pool, move: balancing.Move) -> None:
         what = f"engine {move.engine_id}"
@@ -177,7 +174,7 @@ class Balancer:
             self._failures += 1
             pool.memory = balancing.failed(pool.memory, move.source, move.target, self._clock())
             if not worker.alive:
-                return  # others say so
+                return  # the loss of the worker is logged elsewhere
             count, _ = pool.memory.failures[move.source, move.target]
             text = f"{what} did not move from {move.source} to {move.target}: {error}"
             _log.warning("an engine did not move", engine=move.engine_id, error=str(error))
@@ -190,12 +187,12 @@ class Balancer:
             self._seconds_moving += reply.seconds
             pool.moved[move.engine_id] = (move.target, self._clock())
             pool.memory = balancing.succeeded(pool.memory, move.source, move.target)
-            await self._job.info(_told(what, move, reply))
+            await self._job.info(_moved_text(what, move, reply))
         finally:
             pool.moving.pop(move.engine_id, None)
 
 
-def _told(what: str, move: balancing.Move, reply: ro.MoveEngineResponse) -> str:
+def _moved_text(what: str, move: balancing.Move, reply: ro.MoveEngineResponse) -> str:
     text = f"{what} moved from {move.source} to {move.target} in {reply.seconds:.1f} s"
     if reply.rebuilt:
         text += ", made anew"

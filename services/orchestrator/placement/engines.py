@@ -1,4 +1,8 @@
-"""A job's engines: on every rollout worker, at the versions of the ledger."""
+"""Keeps a job's engines up on every rollout worker, at the newest committed versions.
+
+This is the orchestrator's part of admitting a weight version: `update` has every prepared worker
+load it, and `ready` names the workers that may run a query which needs it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.crash_loops import CrashLoopGuard
-from services.orchestrator.errors import Deadline, RetryBackoff, is_transient, together
+from services.orchestrator.errors import Deadline, RetryBackoff, is_transient, run_all
 from services.orchestrator.placement.engine_balancer import WEIGHTS_GONE, Balancer
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.rpc import TroupeError, Unavailable, new_id
@@ -18,15 +22,15 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
-# Loading weights and the like, beyond the start of the engines themselves.
+# Time for loading weights and the like, beyond the start of the engines themselves.
 _MARGIN_SECONDS: Final = 60.0
 
 
 class Engines:
-    """Brings the job to every rollout worker that joins, and every new version to all of them.
+    """Prepares the job on every rollout worker that joins, and has all of them load new versions.
 
-    A worker is `ready` while its engines serve exactly the versions wanted: a worker that lags, or
-    came back with nothing, gets no query. Fatal faults end `run`.
+    A worker is `ready` while its engines serve the wanted versions: one that lags, or restarted,
+    gets no query. Faults of the job end `run`.
     """
 
     def __init__(
@@ -42,10 +46,10 @@ class Engines:
         self._served: dict[WorkerHandle, dict[str, int]] = {}
         self._troubles: dict[WorkerHandle, str] = {}
         self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # What updates took since it was asked for last.
+        # Metrics of updates since the last call of `values`.
         self._swaps: dict[str, float] = {}
         self._changed = asyncio.Event()
-        self._victims = CrashLoopGuard(
+        self._crash_guard = CrashLoopGuard(
             job.shared.workers,
             job.shared.deaths,
             job.job_id,
@@ -56,15 +60,15 @@ class Engines:
             "memory, a workflow's module that crashes. Then resume the job.",
         )
         limits = [policy.engine.start_timeout_seconds for policy in job.spec.policies.values()]
-        # What a worker may take to have all engines up.
+        # How long a worker may take to have all engines up.
         self.prepare_seconds = max(limits) + _MARGIN_SECONDS
         self._balancer = Balancer(
             job, lambda: self._served, republish, start_seconds=self.prepare_seconds
         )
 
     def ready(self, floors: Mapping[str, int] | None = None) -> list[WorkerHandle]:
-        """The workers to which queries may go now: those that serve the newest versions, or any
-        from `floors` on for the policies that it names."""
+        """The workers that may run queries now: those that serve the newest version of every
+        policy, or at least the version in `floors`."""
         wanted = {policy: ref.version for policy, ref in self._wanted.items()} | dict(floors or {})
         return [
             worker
@@ -75,16 +79,16 @@ class Engines:
         ]
 
     async def change(self) -> None:
-        """Wait until `ready` may have changed."""
+        """Waits until `ready` may have changed."""
         await self._changed.wait()
 
     def lost_job(self, worker: WorkerHandle) -> None:
-        """The worker says that it does not know the job: prepare it again."""
+        """Has a worker prepared again that says that it does not know the job."""
         if self._served.pop(worker, None) is not None:
             self._notify()
 
-    async def wait_ready(self, patience: Deadline) -> None:
-        """Wait for at least one ready worker. Raises `DeadlineExceeded`, saying what is wrong."""
+    async def wait_ready(self, deadline: Deadline) -> None:
+        """Waits for a ready worker. Raises `DeadlineExceeded`, saying what is wrong."""
         while not self.ready():
             workers = self._job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
             troubles = "; ".join(
@@ -93,20 +97,20 @@ class Engines:
                 if worker in self._troubles
             )
             waiting = "preparing engines" if workers else "waiting for a rollout worker"
-            patience.say(f"{waiting} ({troubles})" if troubles else waiting)
-            await patience.wait(self.change())
+            deadline.report(f"{waiting} ({troubles})" if troubles else waiting)
+            await deadline.wait(self.change())
 
     async def run(self) -> None:
-        """Keep every rollout worker prepared and its engines balanced, until cancelled."""
-        await together(self._keep_all(), self._balancer.run())
+        """Keeps every rollout worker prepared and its engines balanced, until cancelled."""
+        await run_all(self._keep_all(), self._balancer.run())
 
     def values(self) -> dict[str, float]:
-        """Metrics since they were asked for last."""
+        """Metrics since the last call."""
         swaps, self._swaps = self._swaps, {}
         return self._balancer.values() | swaps
 
     async def _keep_all(self) -> None:
-        """One task per rollout worker that prepares it."""
+        """Runs a task per rollout worker that keeps it prepared."""
         keepers: dict[WorkerHandle, asyncio.Task[None]] = {}
         workers = self._job.shared.workers
         try:
@@ -131,24 +135,24 @@ class Engines:
                 task.cancel()
             await asyncio.gather(*keepers.values(), return_exceptions=True)
 
-    async def update(self, weights: pb.WeightsRef, patience: Deadline) -> None:
-        """Bring a policy to a version on every prepared worker, and wait until they serve it.
+    async def update(self, weights: pb.WeightsRef, deadline: Deadline) -> None:
+        """Has every prepared worker load a version, and waits until they serve it.
 
         A worker that is lost meanwhile, or has lost the job, is left to `run`.
         """
         if self._wanted[weights.policy].version == weights.version:
             return
         self._wanted[weights.policy] = weights
-        # Commits may come faster than engines load: one version after another, in order.
+        # Commits may come faster than engines load: versions are loaded in order.
         async with self._loading[weights.policy]:
             workers = list(self._served)
             swaps: list[ro.UpdateWeightsResponse] = []
-            await together(*(self._update(worker, weights, patience, swaps) for worker in workers))
+            await run_all(*(self._update(worker, weights, deadline, swaps) for worker in workers))
             self._note(weights.policy, swaps)
         self._notify()
 
     async def release(self, seconds: float) -> None:
-        """Tell every rollout worker that the job is over; who does not answer is left."""
+        """Has rollout workers release the job, as far as they answer."""
         request = ro.ReleaseJobRequest(request_id=new_id("release"), job_id=self._job.job_id)
         workers = self._job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
         self._served.clear()
@@ -158,7 +162,7 @@ class Engines:
         )
 
     async def _keep(self, worker: WorkerHandle) -> None:
-        """Prepare the worker, and again whenever it lost the job, until it is gone."""
+        """Prepares the worker, and again whenever it lost the job, until it is lost."""
         attempts = RetryBackoff(Deadline(f"preparing {worker}", math.inf, ""))
         while worker.alive:
             if worker in self._served:
@@ -169,12 +173,12 @@ class Engines:
                     await self._job.shared.deaths.turn(self._job.job_id)
                     await self._prepare(worker)
                 attempts.reset()
-                self._victims.clear()
+                self._crash_guard.clear()
                 self._troubles.pop(worker, None)
                 self._notify()
             except TroupeError as error:
                 if isinstance(error, Unavailable):
-                    self._victims.note(worker)
+                    self._crash_guard.note(worker)
                 if not worker.alive:
                     break
                 self._troubles[worker] = str(error)
@@ -188,10 +192,10 @@ class Engines:
         if self._served.pop(worker, None) is not None:
             await self._job.warn(f"{worker} was lost")
         self._troubles.pop(worker, None)
-        self._victims.check()
+        self._crash_guard.check()
 
     async def _prepare(self, worker: WorkerHandle) -> None:
-        """PrepareJob, and then whatever versions moved in the meantime."""
+        """Prepares the job, then loads the versions that were committed meanwhile."""
         wanted = dict(self._wanted)
         request = ro.PrepareJobRequest(
             request_id=new_id("prepare"),
@@ -210,8 +214,8 @@ class Engines:
         self._served[worker] = versions
 
     def _note(self, policy: str, swaps: list[ro.UpdateWeightsResponse]) -> None:
-        """Hosts fetch at the same time: the slowest counts. Engines are lost to turns one by one:
-        they are added up."""
+        """Adds up an update's metrics: the transfer of the slowest host, since hosts fetch at the
+        same time, and the sum of the time in which engines did not serve."""
         if not swaps:
             return
         found = {
@@ -226,15 +230,15 @@ class Engines:
         self,
         worker: WorkerHandle,
         ref: pb.WeightsRef,
-        patience: Deadline,
+        deadline: Deadline,
         swaps: list[ro.UpdateWeightsResponse],
     ) -> None:
-        """One worker; who cannot be reached is left to its keeper, and nobody waits for it."""
-        attempts = RetryBackoff(patience)
+        """Has one worker load a version; one that cannot be reached is left to `_keep`."""
+        attempts = RetryBackoff(deadline)
         while worker in self._served and worker.alive:
             try:
                 async with worker.while_alive():
-                    seconds = min(patience.left, self.prepare_seconds)
+                    seconds = min(deadline.left, self.prepare_seconds)
                     swaps.append(await self._call_update(worker, ref, seconds))
                 if (versions := self._served.get(worker)) is not None:
                     versions[ref.policy] = ref.version

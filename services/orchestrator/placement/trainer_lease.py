@@ -1,4 +1,4 @@
-"""The place of one policy among those that share trainer workers: what the binder sees of it."""
+"""The lease of one policy on a trainer worker, as the trainer scheduler gives and takes it."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import trainer_pb2 as tr
 
 _log = structlog.get_logger(__name__)
-# A frozen policy is loaded but never computes.
+# Scheduling cost of a frozen policy, which is loaded but never computes.
 _FROZEN_COST: Final = 0.25
-# States of a step that nothing interrupts.
+# States of a step in which a policy cannot be suspended.
 _UNINTERRUPTED: Final = frozenset({pb.BINDING_STATE_STEPPING, pb.BINDING_STATE_PUBLISHING})
-# It is not bound there (any more); of a gang that was lost, nothing is left to suspend.
+# Kinds of errors that say that the policy is not bound there; of a lost gang nothing is left.
 _UNBOUND: Final = RENEWABLE | {"gang_lost"}
-# A policy that could not be suspended is not asked again for so long.
+# Pause before a policy that could not be suspended is asked again.
 _STUCK_SECONDS: Final = 10.0
 
 
 class TrainerLease:
-    """Where a policy is bound or suspended, and what work it has. See `binder.Seated`.
+    """Where a policy is bound or suspended, and how much work it has.
 
-    Leases of a suspended step are renewed here: nobody else knows of them.
+    `PolicyTrainer` uses the first part of the methods, `TrainerScheduler` the second. While a step
+    is suspended, its samples' claims in the store are renewed here.
     """
 
     def __init__(self, job: JobContext, policy: str, tables: TableWatch | None) -> None:
         spec = job.spec.policies[policy]
         self._job, self._policy, self._tables = job, policy, tables
-        self._binder = job.shared.binder
+        self._scheduler = job.shared.trainer_scheduler
         self._trainable = spec.trainable
         self._rules: dict[str, Any] = {
             "cost": 1.0 if spec.trainable else _FROZEN_COST,
@@ -49,107 +50,107 @@ class TrainerLease:
         }
         self.name = f"{job.job_id}/{policy}"
         self.worker: WorkerHandle | None = None
-        # Whether the worker has bound it since it was seated there.
+        # Whether the assigned worker has bound the policy.
         self.bound = False
         self.suspended: tr.SuspendedState | None = None
-        # The step that it trains, and how far that is.
+        # The open step, and its newest event.
         self._step: int | None = None
         self.progress: tr.StepEvent | None = None
         self.size = 0
-        self._home: WorkerHandle | None = None
-        # Who may have something of it: its device, its state, a copy that was fetched ahead.
-        self._places: set[WorkerHandle] = set()
+        self._suspended_on: WorkerHandle | None = None
+        # Workers that may hold something of the policy: a binding, a state, a prefetched copy.
+        self._touched: set[WorkerHandle] = set()
         self._prefetched: set[str] = set()
         self._avoid: WorkerHandle | None = None
-        # Where state of this size found no room.
+        # Ids of workers without room for a state of this size.
         self._barred: set[str] = set()
         self._refusal: FailedPrecondition | None = None
         self._arrivals = ReadyOrder()
         self._bound_at = self._idle_since = time.monotonic()
-        # Those that need it bound for something else than a step, and those that use it now.
-        self._visits = self._uses = 0
+        # Callers that need it bound for something else than a step, and those that use it now.
+        self._needs = self._uses = 0
         self._stuck_until = 0.0
-        self._leaving: asyncio.Task[None] | None = None
+        self._suspending: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self.swaps, self.swap_seconds = 0, 0.0
-        self._binder.add(self)
+        self._scheduler.add(self)
 
-    # What its policy says.
+    # Called by the policy's trainer.
 
     @contextmanager
-    def visit(self) -> Iterator[None]:
-        """It is to be bound although it may have no step: for its weights, or a checkpoint."""
-        self._visits += 1
-        self._binder.touch()
+    def needed(self) -> Iterator[None]:
+        """Asks for a worker although no step is open: for weights, or a checkpoint."""
+        self._needs += 1
+        self._scheduler.touch()
         try:
             yield
         finally:
-            self._visits -= 1
-            self._rest()
+            self._needs -= 1
+            self._mark_idle()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """It cannot be suspended meanwhile."""
+        """Prevents suspension meanwhile."""
         self._uses += 1
         try:
             yield
         finally:
             self._uses -= 1
-            self._binder.touch()
+            self._scheduler.touch()
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
-        """A step of it is open."""
+        """Marks a step of the policy as open meanwhile."""
         self._step = step
-        self._binder.touch()
+        self._scheduler.touch()
         try:
             yield
         finally:
             self._step = self.progress = None
-            self._rest()
+            self._mark_idle()
 
     def note(self, event: tr.StepEvent) -> None:
-        """Its step went on."""
+        """Takes an event of the open step."""
         self.progress = event
-        self._binder.touch()
+        self._scheduler.touch()
 
-    def was_bound(self, size: int) -> None:
-        """Its worker has bound it; bytes of its training state, if that is known."""
+    def mark_bound(self, size: int) -> None:
+        """Notes that the worker has bound the policy; `size`: bytes of its state, 0 if unknown."""
         self.bound, self.size = True, size or self.size
         self._bound_at = time.monotonic()
-        self._binder.touch()
+        self._scheduler.touch()
 
-    def vacate(self, avoid: WorkerHandle | None = None) -> None:
-        """It is bound nowhere (any more); `avoid`: not there, if there is another."""
+    def unassign(self, avoid: WorkerHandle | None = None) -> None:
+        """Gives the worker up; `avoid` is not assigned again while there is another worker."""
         self.worker, self.bound, self._avoid = None, False, avoid
-        self._binder.touch()
+        self._scheduler.touch()
 
     def too_large_for(self, worker: WorkerHandle, size: int) -> bool:
-        """`worker` has found no room for so many bytes; whether that is so of all there are."""
+        """Notes that `worker` has no room for `size` bytes; whether that holds for all workers."""
         self.size = max(self.size, size)
         self._barred.add(worker.worker_id)
-        self.vacate()
+        self.unassign()
         usable = self._job.shared.workers.usable(worker.kind)
         return all(one.worker_id in self._barred for one in usable)
 
     def change(self) -> Coroutine[Any, Any, object]:
-        """Wait until it is seated, refused, or has left: from this call on."""
+        """Waits until a worker is assigned, refused or given up, from the time of this call on."""
         return self._changed.wait()
 
     def check(self) -> None:
-        """Raise what makes it impossible to bind."""
+        """Raises the scheduler's refusal, if the policy fits on no worker."""
         if self._refusal is not None:
             raise self._refusal
 
     async def settled(self) -> None:
-        """Wait until a suspension that is under way is over."""
-        if self._leaving is not None:
-            await asyncio.wait({self._leaving})
+        """Waits until a running suspension is over."""
+        if self._suspending is not None:
+            await asyncio.wait({self._suspending})
 
-    def drop(self) -> None:
-        """Its suspended state is used, or of no more use."""
+    def discard_suspended(self) -> None:
+        """Forgets the suspended state, which is in use again or of no use."""
         self.suspended = None
         self._prefetched.clear()
         if self._renewing is not None:
@@ -157,11 +158,11 @@ class TrainerLease:
             self._renewing = None
 
     async def release(self, seconds: float) -> None:
-        """Give devices and memory back, wherever it has been. Raises `TroupeError`."""
-        places, self._places = self._places, set()
-        self.vacate()
-        self.drop()
-        calls = [self._release_at(one, seconds) for one in places if one.alive]
+        """Frees devices and memory of all workers that hold something. Raises `TroupeError`."""
+        touched, self._touched = self._touched, set()
+        self.unassign()
+        self.discard_suspended()
+        calls = [self._release_at(one, seconds) for one in touched if one.alive]
         for ended in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
@@ -173,106 +174,111 @@ class TrainerLease:
         try:
             await ask()
         except TroupeError:
-            self._binder.evict(self, worker, ask)
+            self._scheduler.evict(self, worker, ask)
             raise
 
     def close(self) -> None:
-        """Its job has ended."""
-        self._binder.remove(self)
-        self.drop()
+        """Ends the lease with its job."""
+        self._scheduler.remove(self)
+        self.discard_suspended()
         for task in self._tasks:
             task.cancel()
 
-    # What the binder says; see `binder.Seated`.
+    # Called by the trainer scheduler.
 
-    def picture(self, now: float) -> binding.Policy:
+    def scheduling_view(self, now: float) -> binding.Policy:
+        """What the policy needs, for `binding.decide`; the scheduler adds where it is."""
         work = self._work()
         self._arrivals.note(work, now)
         oldest = self._arrivals.oldest
         stepping = self.progress is not None and self.progress.state in _UNINTERRUPTED
         stuck = now < self._stuck_until
         barred = set(self._barred)
-        if self._avoid is not None and self._others(self._avoid):
+        if self._avoid is not None and self._others_usable(self._avoid):
             barred.add(self._avoid.worker_id)
         return binding.Policy(
             self.name,
             work=work,
             since=self._idle_since if oldest is None else oldest,
-            wanted=self._step is not None or self._visits > 0,
+            wanted=self._step is not None or self._needs > 0,
             size=self.size,
             bound_at=self._bound_at,
-            busy=self._uses > 0 or stepping or stuck or self._leaving is not None,
-            leaving=self._leaving is not None,
+            busy=self._uses > 0 or stepping or stuck or self._suspending is not None,
+            leaving=self._suspending is not None,
             accumulating=self.progress is not None and self.progress.samples > 0,
             prefetched=frozenset(self._prefetched),
             barred=frozenset(barred),
             **self._rules,
         )
 
-    def home(self) -> WorkerHandle | None:
-        return None if self.suspended is None else self._home
+    def suspended_on(self) -> WorkerHandle | None:
+        """The worker on whose host the suspended state is, if there is one."""
+        return None if self.suspended is None else self._suspended_on
 
-    def seat(self, worker: WorkerHandle) -> None:
+    def assign(self, worker: WorkerHandle) -> None:
+        """Lets the policy bind to `worker`."""
         self.worker, self.bound = worker, False
-        self._places.add(worker)
+        self._touched.add(worker)
         self._bound_at = time.monotonic()
-        self._wake()
+        self._notify()
 
     def refuse(self, error: FailedPrecondition) -> None:
+        """Says that the policy can be bound nowhere."""
         self._refusal = error
-        self._wake()
+        self._notify()
 
-    def leave(self) -> None:
-        if self.worker is not None and self._leaving is None:
-            self._leaving = self._spawn(self._leave(self.worker))
+    def suspend(self) -> None:
+        """Has the policy suspended, so that another one may have its worker."""
+        if self.worker is not None and self._suspending is None:
+            self._suspending = self._spawn(self._suspend(self.worker))
 
-    def expect(self, worker: WorkerHandle) -> None:
-        # Once: whatever comes of it, it is not asked for again.
+    def prefetch(self, worker: WorkerHandle) -> None:
+        """Has the suspended state fetched to `worker`, where the policy will be bound next."""
+        # Once: it is not repeated if it fails.
         self._prefetched.add(worker.worker_id)
         if self.suspended is not None:
-            self._places.add(worker)
+            self._touched.add(worker)
             self._spawn(self._prefetch(worker, self.suspended))
-        # It may come while the one before leaves: the worker brings its state first.
-        self._binder.touch()
+        # The worker fetches the state while the policy before is being suspended.
+        self._scheduler.touch()
 
-    def retire(self) -> None:
+    def release_idle(self) -> None:
+        """Releases the policy, which has been idle for long."""
         self._idle_since = time.monotonic()
-        self._spawn(self._retire())
-
-    # How.
+        self._spawn(self._release_idle())
 
     def _work(self) -> int:
-        if self._visits:
+        if self._needs:
             return 1
         if self._step is None:
             return 0
         if self._tables is None or self._tables.blind:
-            return 1  # nobody says: everyone has a turn
+            return 1  # the amount of work is unknown: the policy takes its turn
         accumulated = self.suspended.samples if self.suspended is not None else 0
         if self.worker is not None and self.progress is not None:
             accumulated = self.progress.samples
         size = self._job.spec.pipeline.micro_batch_samples
         return ready_work(self._tables.latest(self._step), self._policy, size, accumulated)
 
-    def _others(self, worker: WorkerHandle) -> bool:
+    def _others_usable(self, worker: WorkerHandle) -> bool:
         usable = self._job.shared.workers.usable(worker.kind)
         return any(one is not worker for one in usable)
 
-    def _rest(self) -> None:
+    def _mark_idle(self) -> None:
         self._idle_since = time.monotonic()
-        self._binder.touch()
+        self._scheduler.touch()
 
-    async def _leave(self, worker: WorkerHandle) -> None:
+    async def _suspend(self, worker: WorkerHandle) -> None:
         seconds = self._job.shared.settings.bind_timeout_seconds
         try:
             async with worker.while_alive():
                 if not self._trainable:
-                    # Nothing but what is published is needed of a frozen policy.
+                    # A frozen policy has no training state to keep.
                     await worker.trainer.Release(self._request(tr.ReleaseRequest), timeout=seconds)
                 else:
                     request = self._request(tr.SuspendRequest)
                     response = await worker.trainer.Suspend(request, timeout=seconds)
-                    self._home, self.suspended = worker, response.state
+                    self._suspended_on, self.suspended = worker, response.state
                     self.count_swap(response.state.seconds)
                     self._renewing = self._spawn(self._renew(response.state))
         except TroupeError as error:
@@ -283,15 +289,15 @@ class TrainerLease:
                 _log.warning("not suspended", policy=self.name, error=str(error))
                 return
         finally:
-            self._leaving = None
-            self._wake()
+            self._suspending = None
+            self._notify()
         if self.worker is worker:
-            self.vacate()
-            self._wake()
+            self.unassign()
+            self._notify()
 
     async def _touch_once_unstuck(self) -> None:
         await asyncio.sleep(_STUCK_SECONDS)
-        self._binder.touch()
+        self._scheduler.touch()
 
     async def _prefetch(self, worker: WorkerHandle, state: tr.SuspendedState) -> None:
         request = self._request(tr.PrefetchRequest, spec_json=self._job.spec_json, state=state)
@@ -302,14 +308,14 @@ class TrainerLease:
         except TroupeError as error:
             _log.info("not prefetched", policy=self.name, error=str(error))
 
-    async def _retire(self) -> None:
+    async def _release_idle(self) -> None:
         try:
             await self.release(self._job.shared.settings.cleanup_seconds)
         except TroupeError as error:
             _log.warning("not released", policy=self.name, error=str(error))
 
     async def _renew(self, state: tr.SuspendedState) -> None:
-        """Keep the samples of a suspended step leased, until it goes on."""
+        """Renews the claims of a suspended step on its samples until it is resumed."""
         if not state.HasField("step"):
             return
         while True:
@@ -327,21 +333,23 @@ class TrainerLease:
                     request, timeout=state.lease_seconds / 2
                 )
             except TroupeError as error:
-                # Who resumes it finds out whether they were lost: then its step begins again.
-                _log.warning("leases not renewed", policy=self.name, error=str(error))
+                # If claims were lost, the resumed step begins again.
+                _log.warning("claims not renewed", policy=self.name, error=str(error))
 
     def _request(self, kind: Any, **more: Any) -> Any:
-        return kind(request_id=new_id("seat"), job_id=self._job.job_id, policy=self._policy, **more)
+        return kind(
+            request_id=new_id("lease"), job_id=self._job.job_id, policy=self._policy, **more
+        )
 
     def count_swap(self, seconds: float) -> None:
-        """It came to, or left, a device that did not compute for so long."""
+        """Counts a suspension or resumption that kept a device from computing for `seconds`."""
         self.swaps += 1
         self.swap_seconds += seconds
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        self._binder.touch()
+        self._scheduler.touch()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -1,4 +1,4 @@
-"""The registry of rollout and trainer workers, as their heartbeats tell it."""
+"""The registry of rollout and trainer workers, kept up by their heartbeats."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2_grpc, trainer_pb2_grpc
 
 _log = structlog.get_logger(__name__)
-# Who calls a worker decides itself where to go when it is away: do not insist for long.
+# Few attempts: callers go on with another worker when one is away.
 _RETRY: Final = RetryPolicy(max_attempts=2)
-# Workers that are gone stay visible for a while.
+# How long lost workers stay listed.
 _REMEMBER_SECONDS: Final = 120.0
-# Not bound: states in which a heartbeat's binding holds no device.
+# States in which a binding holds no device.
 AWAY: Final = frozenset({pb.BINDING_STATE_RELEASED, pb.BINDING_STATE_SUSPENDED})
 NAMES: Final = {orch.WORKER_KIND_ROLLOUT: "rollout", orch.WORKER_KIND_TRAINER: "trainer"}
 
@@ -38,7 +38,7 @@ class WorkerHandle:
         self.beat = beat
         self.seen = now
         self.alive = True
-        # What runs only as long as it lives.
+        # Scopes of `while_alive` that end when the worker is lost.
         self._scopes: set[asyncio.Timeout] = set()
         self._channel = connect(beat.address, client)
         self.rollout = rollout_pb2_grpc.RolloutStub(self._channel)
@@ -46,7 +46,7 @@ class WorkerHandle:
 
     @asynccontextmanager
     async def while_alive(self) -> AsyncIterator[None]:
-        """Runs its body until the worker is lost: then it is cancelled and `Unavailable` raised."""
+        """Cancels its body when the worker is lost, and raises `Unavailable` instead."""
         if not self.alive:
             raise self._gone()
         scope = asyncio.timeout(None)
@@ -63,7 +63,7 @@ class WorkerHandle:
             raise
 
     def lose(self) -> None:
-        """It is gone, for good: a worker that comes back is another `WorkerHandle`."""
+        """Marks the worker as lost for good: one that comes back gets another `WorkerHandle`."""
         self.alive = False
         now = asyncio.get_running_loop().time()
         for scope in list(self._scopes):
@@ -79,20 +79,22 @@ class WorkerHandle:
 
     @property
     def holds(self) -> set[tuple[str, str]]:
-        """The policies that are on its device, by job and name, as it told last."""
+        """The policies on its devices, by job and name, as of its newest heartbeat."""
         return {(one.job_id, one.policy) for one in self.beat.bindings if one.state not in AWAY}
 
     def __str__(self) -> str:
         return f"{NAMES.get(self.kind, 'unknown')} worker {self.worker_id}"
 
     async def close(self) -> None:
-        """Close the channel."""
+        """Closes the channel."""
         await self._channel.close(None)
 
 
 class WorkerRegistry:
-    """Knows the workers that report. LOST after missed beats, or when the process at its address
-    has become another."""
+    """All workers that send heartbeats.
+
+    A worker is lost after missed heartbeats, or when another process reports from its address.
+    """
 
     def __init__(
         self, settings: OrchestratorSettings, clock: Callable[[], float] = time.monotonic
@@ -101,7 +103,7 @@ class WorkerRegistry:
         self._client = settings.client(retry=_RETRY)
         self._clock = clock
         self._workers: dict[str, WorkerHandle] = {}
-        # By the id of a worker that seemed to be gone: who was heard from at its address since.
+        # By the id of a replaced worker: the worker that reports from its address since.
         self._replaced: dict[str, WorkerHandle] = {}
         self._changed = asyncio.Event()
         # How many jobs wait for the first worker of a kind.
@@ -110,9 +112,9 @@ class WorkerRegistry:
         self._closing: set[asyncio.Task[None]] = set()
 
     def beat(self, beat: orch.HeartbeatRequest) -> float:
-        """Take a heartbeat in; returns seconds until the next is due.
+        """Handles a heartbeat; returns seconds until the next one is due.
 
-        Raises `AlreadyExists` for a worker that cannot be told from another one that lives.
+        Raises `AlreadyExists` if a living worker has the same id or the same address.
         """
         now = self._clock()
         known = self._workers.get(beat.worker_id)
@@ -140,40 +142,42 @@ class WorkerRegistry:
         return sorted(self._workers.values(), key=lambda worker: worker.worker_id)
 
     def usable(self, kind: orch.WorkerKind.ValueType) -> list[WorkerHandle]:
-        """The workers of a kind that take work, by id."""
+        """The workers of a kind that take new work, by id."""
         return [worker for worker in self.all() if worker.kind == kind and worker.usable]
 
     def age(self, worker: WorkerHandle) -> float:
-        """Seconds since the worker reported."""
+        """Seconds since the worker's newest heartbeat."""
         return self._clock() - worker.seen
 
     def change(self) -> Coroutine[Any, Any, object]:
-        """Wait until a worker joins, leaves, starts draining, or tells of other policies on its
-        device: from this call on, not only from when it is awaited."""
+        """Waits until a worker joins, leaves, drains, or reports other policies on its devices.
+
+        From the time of this call on, not only from when the coroutine is awaited.
+        """
         return self._changed.wait()
 
     async def wait_for(
-        self, kinds: Iterable[orch.WorkerKind.ValueType], patience: Deadline
+        self, kinds: Iterable[orch.WorkerKind.ValueType], deadline: Deadline
     ) -> None:
-        """Wait until there is a usable worker of every kind. Raises `DeadlineExceeded`."""
+        """Waits until there is a usable worker of every kind. Raises `DeadlineExceeded`."""
         while missing := [kind for kind in kinds if not self.usable(kind)]:
-            patience.say(f"waiting for a {' and a '.join(NAMES[one] for one in missing)} worker")
+            deadline.report(f"waiting for a {' and a '.join(NAMES[one] for one in missing)} worker")
             self._awaited.update(missing)
             try:
-                await patience.wait(self.change())
+                await deadline.wait(self.change())
             finally:
                 self._awaited.subtract(missing)
 
     def awaited(self, kind: orch.WorkerKind.ValueType) -> bool:
-        """Whether somebody waits for the first worker of a kind."""
+        """Whether a job waits for the first worker of a kind."""
         return self._awaited[kind] > 0
 
     def start(self) -> None:
-        """Begin to notice missing heartbeats."""
-        self._watch = asyncio.create_task(self._look())
+        """Starts to check for missing heartbeats."""
+        self._watch = asyncio.create_task(self._check_heartbeats())
 
     async def close(self) -> None:
-        """Stop noticing and close every channel."""
+        """Stops checking and closes every channel."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -181,13 +185,13 @@ class WorkerRegistry:
             self._forget(worker)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    async def _look(self) -> None:
+    async def _check_heartbeats(self) -> None:
         interval = self._settings.heartbeat_seconds / 2
         woke = self._clock()
         while True:
             await asyncio.sleep(interval)
             now = self._clock()
-            # If this process itself was stopped, beats wait unread: count from now.
+            # If this process itself was stopped, heartbeats wait unread: count from now.
             stalled = now - woke > 2 * interval + self._settings.heartbeat_seconds
             woke = now
             for worker in list(self._workers.values()):
@@ -209,7 +213,7 @@ class WorkerRegistry:
         self._replaced = {one: by for one, by in self._replaced.items() if by.alive}
         other = self._replaced.get(beat.worker_id)
         if other is not None and other.address == beat.address:
-            # It is not gone after all: both would take each other's place for ever.
+            # The replaced worker still reports: both would replace each other for ever.
             raise AlreadyExists(
                 f"{other} reports from the same address",
                 kind="worker_address_taken",
@@ -219,7 +223,7 @@ class WorkerRegistry:
             )
 
     def _judge(self, worker: WorkerHandle, age: float) -> None:
-        # Half a beat of grace: the last one may be on its way.
+        # Half an interval more: the last heartbeat may be on its way.
         limit = (self._settings.lost_after_beats + 0.5) * self._settings.heartbeat_seconds
         if worker.alive and age > limit:
             self._lose(worker, f"no heartbeat for {age:.1f} s")
@@ -240,6 +244,6 @@ class WorkerRegistry:
         task.add_done_callback(self._closing.discard)
 
     def _notify(self) -> None:
-        # Whoever waits now is woken; who comes later waits for the next change.
+        # Wakes those that wait now; later callers wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Populations of a job: pools of frozen versions, matches between them, who meets whom next."""
+"""Populations of a job: pools of frozen versions, matches between them, opponents in training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from troupe.rpc import FailedPrecondition
 
 
 async def on_demand(module: str) -> Any:
-    """A module of this package. Most jobs have no population, and the libraries that solve games
-    take a while to come: in a thread, since others do not wait for that.
+    """Imports a module of this package in a thread.
+
+    Most jobs have no population, and the libraries that solve games are slow to import.
 
     Raises FailedPrecondition of kind "populations_missing".
     """

@@ -1,6 +1,7 @@
-"""Whom each learner meets next: `population.algorithm` of a job over its payoffs.
+"""The decisions of `population.algorithm`: opponents of each learner, settled members, restarts.
 
-Functions of the specification and the state alone: who takes a job over decides the same.
+Pure functions of the specification and the state, so a runner that takes a job over decides the
+same.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from troupe.rpc import FailedPrecondition
 
 
 def sections(spec: JobSpec) -> tuple[PopulationSpec, Pools]:
-    """The population of a job that has one."""
+    """The `population` section and the pools of a job that has them."""
     assert spec.population is not None, "the job has one"
     assert spec.pools is not None, "the job has one"
     return spec.population, spec.pools
 
 
 def solve_pools(spec: JobSpec, state: PopulationState, visible: dict[str, list[int]]) -> Profile:
-    """The meta-strategy of each player over the `visible` places of its pool.
+    """The meta-strategy of each player over the members at `visible` indices of its pool.
 
     Raises FailedPrecondition of kind "not_zero_sum" or "no_meta_strategy", naming the field.
     """
@@ -68,17 +69,17 @@ def solve_pools(spec: JobSpec, state: PopulationState, visible: dict[str, list[i
 
 
 def measured(spec: JobSpec) -> bool:
-    """Whether there will be payoffs at all."""
+    """Whether payoffs are measured at all, by matches or exactly."""
     population, _ = sections(spec)
     return population.matches.least > 0 or population.game is not None
 
 
 def settle_due(spec: JobSpec, state: PopulationState) -> list[str]:
-    """The learners whose candidates become members for good."""
+    """The learners whose candidates become settled members."""
     population, pools = sections(spec)
     fresh = [name for name in pools.learners if state.newest(name).state == CANDIDATE]
     if population.algorithm == "pipeline_psro":
-        # The lowest of each pool: whose candidate is the oldest since it was settled last.
+        # The lowest level of each pool: the learner that was settled longest ago.
         lowest = {levels(pool, state)[0] for pool in pools.pools}
         return [name for name in fresh if name in lowest]
     if population.algorithm != "league":
@@ -97,28 +98,28 @@ def settle_due(spec: JobSpec, state: PopulationState) -> list[str]:
 def restart_due(
     spec: JobSpec, state: PopulationState, settled: Collection[str] | None = None
 ) -> list[str]:
-    """`restart: base`: the learners whose best response is over now that an iteration is, or that
-    the candidates of `settled` have become members for good."""
+    """With `restart: base` the learners that begin again with their first weights: after an
+    iteration, or after the candidates of `settled` were settled."""
     population, pools = sections(spec)
     if population.restart == "latest":
         return []
     if population.algorithm == "pipeline_psro":
         return sorted(settled or ())
     if population.algorithm == "league":
-        # Main agents are what the league is for (Vinyals et al. 2019, methods).
+        # Main agents are never reset (Vinyals et al. 2019, methods).
         return [name for name in sorted(settled or ()) if pools.learners[name].kind != "main"]
     return list(pools.learners) if settled is None else []
 
 
 def levels(pool: OpponentPool, state: PopulationState) -> list[str]:
-    """`pipeline_psro`: the learners of a pool, the lowest first: who was settled longest ago."""
+    """With `pipeline_psro` a pool's learners by level, lowest first: settled longest ago."""
     return sorted(
         pool.learners, key=lambda name: (state.settled_at.get(name, 0), pool.learners.index(name))
     )
 
 
 def mixtures(spec: JobSpec, state: PopulationState) -> dict[str, dict[str, Mixture]]:
-    """Whom each learner meets: probabilities over members and live learners, by pool."""
+    """By learner and pool: the probabilities of opponents, which are members or live learners."""
     population, pools = sections(spec)
     if pools.together:
         return {}
@@ -143,7 +144,7 @@ def mixtures(spec: JobSpec, state: PopulationState) -> dict[str, dict[str, Mixtu
 
 
 def solution(spec: JobSpec, state: PopulationState, step: int) -> Solution:
-    """The meta-strategy over all settled members, and what the newest of them brought."""
+    """The meta-strategy over all settled members, and the gains of the newest of them."""
     _, pools = sections(spec)
     settled = {pool.name: state.places(pool.name, SETTLED) for pool in pools.pools}
     if not measured(spec):
@@ -159,7 +160,7 @@ def solution(spec: JobSpec, state: PopulationState, step: int) -> Solution:
 def by_pool(
     pools: Pools, state: PopulationState, visible: dict[str, list[int]], profile: Profile
 ) -> dict[str, Mixture]:
-    """A profile by agent as mixtures by pool; where agents share one, their mean."""
+    """A profile by agent as mixtures by pool: the mean over the agents of a pool."""
     found = {}
     for pool in pools.pools:
         rows = [profile[pools.agents.index(agent)] for agent in pool.agents]
@@ -174,8 +175,8 @@ def by_pool(
 def _gains(
     pools: Pools, state: PopulationState, settled: dict[str, list[int]], payoffs: Array
 ) -> dict[str, float]:
-    """By pool, what its newest members get beyond the mixture that was solved last, against it;
-    nothing where no pool has any."""
+    """By pool, how much more its newest members get than the mixture of the last solution, both
+    against that mixture; empty if there are no newest members."""
     if not state.history:
         return {}
     before = []
@@ -199,7 +200,7 @@ def _gains(
         if newest:
             gain = float(max(newest) - each @ before[player])
             found[pool] = max(found.get(pool, gain), gain)
-    # Told in the order of the pools, of whom some may have nobody new.
+    # In the order of the pools; 0 for those without a new member.
     return {pool.name: found.get(pool.name, 0.0) for pool in pools.pools} if found else {}
 
 
@@ -215,7 +216,7 @@ def _past(population: PopulationSpec, state: PopulationState, pool: str, learner
 
 
 def _below(spec: JobSpec, state: PopulationState, learner: str) -> dict[str, Mixture]:
-    """`pipeline_psro`: settled members, and the newest candidates of the levels below."""
+    """With `pipeline_psro`: mixtures of settled members and of the candidates of lower levels."""
     _, pools = sections(spec)
     visible = {}
     for pool in pools.pools:
@@ -241,7 +242,7 @@ def _league_mixture(
     league = _league(pools, state)
     me = next(one for one in league if one.name == learner)
     shares = league_opponents(me, league, _live_wins(pools, state), _rules(population))
-    # Who cannot play here is for other pools.
+    # Only members and learners of this pool.
     found = {live(name): shares.get(name, 0.0) for name in pool.learners}
     found |= {name: shares.get(name, 0.0) for name in state.pools[pool.name]}
     total = sum(found.values())
@@ -263,7 +264,7 @@ def _league(pools: Pools, state: PopulationState) -> list[LeagueMember]:
 
 
 def _live_wins(pools: Pools, state: PopulationState) -> dict[tuple[str, str], float]:
-    """Win rates in which learners stand for their newest versions."""
+    """Win rates of members, in which learners stand for their newest members, too."""
     rates = state.win_rates()
     names = {state.newest(learner).member_id: learner for learner in pools.learners}
     found = dict(rates)

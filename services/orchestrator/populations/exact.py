@@ -1,8 +1,8 @@
-"""What members get in a game whose tree can be walked: `population.game`.
+"""Exact payoffs and NashConv of members in a game whose tree can be walked (`population.game`).
 
-A rollout worker says what the players are asked in every information state, slots say how likely
-members answer what, and the rest is arithmetic. Answers are durable, member by member: who takes
-the job over computes with the same numbers.
+A rollout worker lists the prompts of every information state, and engines score how likely each
+member answers which move; payoffs follow without matches. Answers are stored member by member, so
+that a runner which takes the job over computes with the same numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import factorial
 from typing import Final, TypeVar, cast
 
 from services.orchestrator.context import JobContext
-from services.orchestrator.errors import Deadline, RetryBackoff, together
+from services.orchestrator.errors import Deadline, RetryBackoff, run_all
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.populations.decisions import sections
 from services.orchestrator.populations.slots import Slots
@@ -38,44 +39,44 @@ from troupe.workflow import WorkflowError
 from troupe.workflow.environments import IllegalRule
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
 
-# Characters of one call: it ends within `limits.turn_seconds`, and a worker that dies has done
-# little for nothing. A prompt counts once per move, and some for the marks of its conversation.
+# Most characters of one scoring call, so that it ends within `limits.turn_seconds` and little work
+# is lost with a worker. A prompt counts once per move.
 _CALL_CHARACTERS: Final = 1 << 17
-_MARKS: Final = 64
+# Added per message, for the chat template.
+_TEMPLATE_CHARACTERS: Final = 64
 AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True)
 class Game:
-    """A game whose tree was walked, as a job plays it."""
+    """An enumerated game, and the seatings in which a job plays it."""
 
     tree: Enumeration
     seatings: list[list[int]]
-    """Players of the population by seat, each as often as the others."""
+    """Agents' indices by seat, each seating equally often."""
 
 
-class Inquiry:
-    """Of one job. What is asked of an engine that is lost meanwhile is asked of another one."""
+class MoveProbabilities:
+    """Asks a job's rollout workers how likely members make which move in every information state.
+
+    A call to a worker that is lost is repeated at another one.
+    """
 
     def __init__(self, job: JobContext, slots: Slots, state: PopulationState) -> None:
         self._job, self._slots, self._state = job, slots, state
         self._population, self._pools = sections(job.spec)
 
-    async def game(self, patience: Deadline) -> Game:
-        """The game as the job's workflow puts it."""
+    async def game(self, deadline: Deadline) -> Game:
+        """The game with the prompts of the job's workflow."""
         name = self._population.game
-        assert name is not None, "nobody asks otherwise"
+        assert name is not None, "only for jobs with population.game"
         request = ro.DescribeGameRequest(job_id=self._job.job_id, game=name)
 
-        async def call(worker: WorkerHandle) -> ro.DescribeGameResponse:
-            found: ro.DescribeGameResponse = await worker.rollout.DescribeGame(
-                request, timeout=patience.left
-            )
-            return found
-
-        told = await self._anybody(call, patience)
+        reply = await self._call_any_worker(
+            lambda worker: worker.rollout.DescribeGame(request, timeout=deadline.left), deadline
+        )
         agents = list(self._pools.agents)
-        seatings = [[agents.index(one) for one in seating.agents] for seating in told.seatings]
+        seatings = [[agents.index(one) for one in seating.agents] for seating in reply.seatings]
         if any(sorted(one) != list(range(len(agents))) for one in seatings):
             raise self.impossible("a player sits on several seats")
         asked = tuple(
@@ -85,13 +86,13 @@ class Inquiry:
                 tuple({"role": m.role, "content": m.content} for m in one.messages),
                 {move.name: move.action for move in one.moves},
             )
-            for one in told.questions
+            for one in reply.questions
         )
-        rule = cast(IllegalRule, told.illegal)
+        rule = cast(IllegalRule, reply.illegal)
 
         def walk() -> Enumeration:
-            environment = OpenSpiel(name, illegal=rule, illegal_reward=told.illegal_reward)
-            return Enumeration.told(environment, asked, rule, told.resamples)
+            environment = OpenSpiel(name, illegal=rule, illegal_reward=reply.illegal_reward)
+            return Enumeration.of_questions(environment, asked, rule, reply.resamples)
 
         try:
             return Game(await asyncio.to_thread(walk), seatings)
@@ -99,11 +100,11 @@ class Inquiry:
             raise self.impossible(str(error)) from error
 
     async def answers(
-        self, game: Game, pool: OpponentPool, slot: str, patience: Deadline
+        self, game: Game, pool: OpponentPool, slot: str, deadline: Deadline
     ) -> list[list[float]]:
-        """By question, the probability of each move's name, as the agents of the pool say it."""
+        """By question, the probability of each move, for the member in a slot of the pool."""
         if self._job.spec.environment is not None:
-            return await self._behaviour(slot, patience)
+            return await self._behaviour(slot, deadline)
         agent = self._job.spec.agents[pool.agents[0]]
         version = self._state.slots[slot][1]
         found: list[list[float]] = []
@@ -118,20 +119,12 @@ class Inquiry:
             )
             request.temperature = agent.sampling.temperature
 
-            async def call(
-                worker: WorkerHandle, request: ro.ScoreRequest = request
-            ) -> ro.ScoreResponse:
-                answer: ro.ScoreResponse = await worker.rollout.Score(
-                    request, timeout=patience.left
-                )
-                return answer
-
-            answer = await self._anybody(call, patience)
+            answer = await self._call_any_worker(partial(_score, request, deadline), deadline)
             found += [list(one.values()) for one in probabilities(some, answer)]
         return found
 
-    async def _behaviour(self, slot: str, patience: Deadline) -> list[list[float]]:
-        """The same of a network, which answers all questions at once."""
+    async def _behaviour(self, slot: str, deadline: Deadline) -> list[list[float]]:
+        """The same for a network policy, which answers all questions in one call."""
         request = ro.BehaveRequest(
             job_id=self._job.job_id,
             policy=slot,
@@ -139,15 +132,13 @@ class Inquiry:
             version=self._state.slots[slot][1],
         )
 
-        async def call(worker: WorkerHandle) -> ro.BehaveResponse:
-            answer: ro.BehaveResponse = await worker.rollout.Behave(request, timeout=patience.left)
-            return answer
-
-        told = await self._anybody(call, patience)
-        return [list(one.probabilities) for one in told.behaviours]
+        reply = await self._call_any_worker(
+            lambda worker: worker.rollout.Behave(request, timeout=deadline.left), deadline
+        )
+        return [list(one.probabilities) for one in reply.behaviours]
 
     def impossible(self, message: str) -> FailedPrecondition:
-        """Exact values cannot be had."""
+        """The error of a game whose values cannot be computed exactly."""
         return FailedPrecondition(
             message,
             kind="game_not_enumerable",
@@ -156,16 +147,16 @@ class Inquiry:
             remedy="Remove the field: matches fill the payoff table.",
         )
 
-    async def _anybody(
-        self, call: Callable[[WorkerHandle], Awaitable[AnswerT]], patience: Deadline
+    async def _call_any_worker(
+        self, call: Callable[[WorkerHandle], Awaitable[AnswerT]], deadline: Deadline
     ) -> AnswerT:
-        """The answer of a rollout worker whose slots serve what they should."""
-        attempts, engines = RetryBackoff(patience), self._slots.engines
+        """The answer of a rollout worker that serves the slots' versions."""
+        attempts, engines = RetryBackoff(deadline), self._slots.engines
         while True:
             workers = engines.ready(self._slots.match_floors())
             if not workers:
-                patience.say("asking members: waiting for a rollout worker")
-                await patience.wait(engines.change())
+                deadline.report("asking members: waiting for a rollout worker")
+                await deadline.wait(engines.change())
                 continue
             worker = workers[attempts.count % len(workers)]
             try:
@@ -181,12 +172,18 @@ class Inquiry:
                 await attempts.failed(error)
 
 
+async def _score(
+    request: ro.ScoreRequest, deadline: Deadline, worker: WorkerHandle
+) -> ro.ScoreResponse:
+    return await worker.rollout.Score(request, timeout=deadline.left)
+
+
 def _calls(questions: Sequence[Question]) -> Iterator[list[Question]]:
-    """Questions in their order, cut into calls."""
+    """The questions, in order, in parts of at most `_CALL_CHARACTERS`."""
     some: list[Question] = []
     size = 0
     for one in questions:
-        text = sum(len(message["content"]) + _MARKS for message in one.messages)
+        text = sum(len(message["content"]) + _TEMPLATE_CHARACTERS for message in one.messages)
         size += text * len(one.moves)
         if some and size > _CALL_CHARACTERS:
             yield some
@@ -197,61 +194,61 @@ def _calls(questions: Sequence[Question]) -> Iterator[list[Question]]:
 
 
 def _with_system(question: Question, system: str | None) -> Question:
-    """As an agent with a system prompt is asked."""
+    """The question with an agent's system prompt before it."""
     if system is None or question.messages[0]["role"] == "system":
         return question
     messages = ({"role": "system", "content": system}, *question.messages)
     return Question(question.player, question.state, messages, question.moves)
 
 
-# A member as the agents of a pool play it.
+# Names of a pool and of a member: as the pool's agents play it.
 _Player = tuple[str, str]
 
 
 class ExactPayoffs:
-    """Payoffs and NashConv of one job's members."""
+    """The exact payoffs and NashConv of one job's members."""
 
     def __init__(
         self, job: JobContext, store: PopulationStore, slots: Slots, state: PopulationState
     ) -> None:
         self._job, self._store, self._slots, self._state = job, store, slots, state
         self._population, self._pools = sections(job.spec)
-        self._inquiry = Inquiry(job, slots, state)
+        self._probabilities = MoveProbabilities(job, slots, state)
         self._game: Game | None = None
         self._plans: dict[_Player, list[Array]] = {}
 
     async def settle(self) -> None:
-        """Know what all members do, and what they get against each other.
+        """Finds out what all members do, and fills the payoff table.
 
         Raises `TroupeError`: FailedPrecondition of kind "game_not_enumerable" for games that are
         unknown, too large, not the workflow's, or whose members' answers have no probabilities.
         """
-        patience = Deadline(
+        deadline = Deadline(
             "asking members", self._job.spec.limits.step_seconds, "limits.step_seconds"
         )
         if self._game is None:
-            self._game = await self._inquiry.game(patience)
+            self._game = await self._probabilities.game(deadline)
         game = self._game
         players = [
             (pool.name, self._state.pools[pool.name][at])
             for pool in self._pools.pools
             for at in self._visible(pool)
         ]
-        await self._recall(game, players)
+        await self._load_plans(game, players)
         for pool in self._pools.pools:
             unknown = [
                 one for name, one in players if name == pool.name and (name, one) not in self._plans
             ]
             while unknown:
                 served = len(pool.match_slots)
-                await self._ask_members(game, pool, unknown[:served], patience)
+                await self._ask_members(game, pool, unknown[:served], deadline)
                 unknown = unknown[served:]
         if not self._population.by_wins:
             await asyncio.to_thread(self._settle_cells, game)
 
     async def nash_conv(self, mixtures: dict[str, Mixture]) -> float:
-        """What all agents would gain by best responses to `mixtures` (by pool) of members."""
-        assert self._game is not None, "members are known first"
+        """The sum of what agents gain by best responses to the `mixtures` of members, by pool."""
+        assert self._game is not None, "after `settle`"
         game = self._game
         played = {
             pool: mixed([self._plans[pool, name] for name in mixture], list(mixture.values()))
@@ -261,46 +258,46 @@ class ExactPayoffs:
         try:
             found = await asyncio.to_thread(agent_nash_conv, game.tree.form, agents, game.seatings)
         except ValueError as error:
-            raise self._inquiry.impossible(str(error)) from error
-        # An equilibrium to the last bit may come out below.
+            raise self._probabilities.impossible(str(error)) from error
+        # Rounding may give a small negative value at an equilibrium.
         return max(found, 0.0)
 
     def _visible(self, pool: OpponentPool) -> list[int]:
         return self._state.places(pool.name, SETTLED, CANDIDATE)
 
-    async def _recall(self, game: Game, players: list[_Player]) -> None:
-        """Know what is kept of `players`, and nothing of others: nobody meets them any more."""
+    async def _load_plans(self, game: Game, players: list[_Player]) -> None:
+        """Loads the stored answers of `players`, and forgets those of all other members."""
         self._plans = {one: self._plans[one] for one in players if one in self._plans}
         names = {"/".join(one): one for one in players}
         await self._store.forget_answers(self._job.job_id, self._job.epoch, but=names)
         unknown = [name for name, one in names.items() if one not in self._plans]
         kept = await self._store.answers(self._job.job_id, unknown)
         for name, text in kept.items():
-            await self._learn(game, names[name], json.loads(text))
+            await self._add_plan(game, names[name], json.loads(text))
 
     async def _ask_members(
-        self, game: Game, pool: OpponentPool, members: list[str], patience: Deadline
+        self, game: Game, pool: OpponentPool, members: list[str], deadline: Deadline
     ) -> None:
-        """Load as many as there are slots, and ask all at once."""
+        """Loads members into slots, at most as many as there are, and asks all of them at once."""
         places = self._state.pools[pool.name]
         wanted: dict[str, list[int]] = {one.name: [] for one in self._pools.pools}
         wanted[pool.name] = [places.index(one) for one in members]
-        await self._slots.load_matches(wanted, patience)
+        await self._slots.load_matches(wanted, deadline)
         slot_of = self._slots.places()
         found: dict[str, str] = {}
 
         async def ask(member: str) -> None:
             slot = slot_of[pool.name, member]
-            answer = await self._inquiry.answers(game, pool, slot, patience)
-            await self._learn(game, (pool.name, member), answer)
+            answer = await self._probabilities.answers(game, pool, slot, deadline)
+            await self._add_plan(game, (pool.name, member), answer)
             found[f"{pool.name}/{member}"] = json.dumps(answer)
 
-        if not self._slots.apart:
+        if not self._slots.separate_match_slots:
             self._job.show(f"asking members: {', '.join(members)}", step=self._state.began)
-        await together(*(ask(member) for member in members))
+        await run_all(*(ask(member) for member in members))
         await self._store.add_answers(self._job.job_id, self._job.epoch, found)
 
-    async def _learn(self, game: Game, player: _Player, answer: list[list[float]]) -> None:
+    async def _add_plan(self, game: Game, player: _Player, answer: list[list[float]]) -> None:
         def plans() -> list[Array]:
             given = [
                 dict(zip(question.moves.values(), one, strict=True))
@@ -311,7 +308,7 @@ class ExactPayoffs:
         try:
             self._plans[player] = await asyncio.to_thread(plans)
         except ValueError as error:
-            raise self._inquiry.impossible(f"{player[1]}: {error}") from error
+            raise self._probabilities.impossible(f"{player[1]}: {error}") from error
 
     def _settle_cells(self, game: Game) -> None:
         agents, table = self._pools.agents, self._state.table
@@ -339,7 +336,9 @@ class ExactPayoffs:
 
 
 def _turns(players: int, seatings: int) -> list[Sequence[int]]:
-    """Who is whom: as in matches, members of a symmetric game take turns as agents. Where these
-    change seats themselves everybody sits behind everybody anyway."""
+    """The orders in which the members of a symmetric game take turns as agents, as in matches.
+
+    If the agents change seats themselves, fewer orders cover all arrangements.
+    """
     count = factorial(players) if seatings == 1 else players
     return [seats(players, turn) for turn in range(count)]

@@ -1,7 +1,7 @@
-"""The population of one job: iterations of learning, freezing, matches, and deciding.
+"""The population of one job: iterations of training, freezing members, matches, and decisions.
 
-Every decision is durable before the next thing is begun, so whoever takes the job over does what is
-missing and nothing twice. Members are frozen, and opponents drawn, while no step is open.
+Every decision is durable before the next one begins, so a runner that takes the job over does what
+is missing and nothing twice. Members are frozen, and opponents drawn, while no step is open.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from services.orchestrator.context import JobContext
-from services.orchestrator.errors import Deadline, together
+from services.orchestrator.errors import Deadline, run_all
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, add_in_parts
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.policy_trainer import Trainers
@@ -50,36 +50,38 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
-# Times that a match is played which somebody aborts.
-_ROUNDS: Final = 3
-# Matches in a row, in whole rounds, that fail before nobody expects another end of the next one.
-_IN_VAIN: Final = 16
-# To write what had ended when a wave broke off.
-_LAST_SECONDS: Final = 5.0
 _log = structlog.get_logger(__name__)
+# How often a match is played that workers abort.
+_ATTEMPTS: Final = 3
+# Failed matches in a row, in rounds that fail as a whole, after which the job fails.
+_MOST_FAILED_IN_A_ROW: Final = 16
+# Time limit for writing the results of a wave that broke off.
+_LAST_SECONDS: Final = 5.0
+# Iterations back in which retired members are looked for whose files are not needed any more.
+_SWEPT: Final = 3
 
 
 @dataclass(frozen=True)
 class PlannedMatch:
-    """One match: a cell, and which of its matches."""
+    """One match: a cell of the payoff table, and its number among the cell's matches."""
 
     cell: Members
     number: int
 
     @property
     def name(self) -> str:
-        """The trajectory."""
+        """The id of its query and trajectory."""
         return f"m{'x'.join(map(str, self.cell))}-t{self.number}"
 
 
 def due(spec: JobSpec, state: PopulationState) -> list[PlannedMatch]:
-    """The matches of the next round of a job."""
+    """The matches of a job's next round."""
     population, pools = sections(spec)
     if not population.plays_matches:
         return []
     wanted, width = population.matches, population.matches.half_width
     precision = Precision(wanted.least, wanted.most, float("inf") if width is None else width)
-    # Members that anybody may still meet.
+    # Only members that may still be met.
     places = [state.places(pools.pool_of(one).name, SETTLED, CANDIDATE) for one in pools.agents]
     visible = set(visible_cells(places, symmetric=pools.symmetric))
     return [
@@ -91,7 +93,7 @@ def due(spec: JobSpec, state: PopulationState) -> list[PlannedMatch]:
 
 
 class Matches:
-    """Fills a population's payoff table."""
+    """Plays matches between members and counts them in the payoff table."""
 
     def __init__(
         self,
@@ -105,29 +107,29 @@ class Matches:
         self._state = state
         self._population, self._pools = sections(job.spec)
         self._ended: dict[str, orch.Match] = {}
-        # Seen here in this round; in whole rounds since a match was completed.
-        self._failed = self._in_vain = 0
+        # Failures of this round; failures since the last match that completed.
+        self._failed = self._failed_in_a_row = 0
 
     def due(self) -> list[PlannedMatch]:
-        """The matches of the next round, the same whenever this is asked before it is folded."""
+        """The matches of the next round, the same until `play` has counted it."""
         return due(self._job.spec, self._state)
 
     async def play(self, plan: Sequence[PlannedMatch]) -> None:
-        """Play what has not ended of `plan`, and count all of it.
+        """Plays what has not ended of `plan`, and counts all of it.
 
         Raises `TroupeError`: a fault of the job, or ResourceExhausted where too many fail.
         """
         names = {one.name: one for one in plan}
         known = await self._store.matches(self._job.job_id, list(names))
         self._ended = dict(known)
-        # Those that are known may be what a resume has mended.
+        # Failures before a resume do not count: their cause may be mended.
         self._failed = 0
-        for _ in range(_ROUNDS):
+        for _ in range(_ATTEMPTS):
             left = [one for name, one in names.items() if name not in self._ended]
             await self._waves(left, len(plan))
         if gone := [name for name in names if name not in self._ended]:
             raise ResourceExhausted(
-                f"{len(gone)} matches were aborted {_ROUNDS} times, the first is {gone[0]}",
+                f"{len(gone)} matches were aborted {_ATTEMPTS} times, the first is {gone[0]}",
                 kind="matches_aborted",
                 field="population.matches",
                 remedy="Look into the rollout workers' logs for who aborts them, then resume the "
@@ -135,20 +137,22 @@ class Matches:
             )
         failed = sum(one.state == pb.TRAJECTORY_STATE_FAILED for one in self._ended.values())
         if failed < len(plan):
-            self._in_vain = 0
+            self._failed_in_a_row = 0
         elif len(known) < len(plan):
-            # However many may fail: else such rounds would follow each other for ever. But a round
-            # of a few, those that failed before, may fail as a whole by chance.
-            self._in_vain += len(plan)
-            if self._in_vain >= _IN_VAIN:
+            # Whatever the limit of failures: such rounds would follow each other for ever. But a
+            # single round of a few matches may fail as a whole by chance.
+            self._failed_in_a_row += len(plan)
+            if self._failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
                 last = next(one for name, one in self._ended.items() if name not in known)
-                raise self._too_many(f"the last {self._in_vain} matches all failed", last.reason)
+                raise self._too_many(
+                    f"the last {self._failed_in_a_row} matches all failed", last.reason
+                )
         self._state.planned += len(plan)
         self._state.failed += failed
-        self._fold(plan)
+        self._count_results(plan)
 
     async def _waves(self, left: Sequence[PlannedMatch], total: int) -> None:
-        """Play these, with as few loads as may be."""
+        """Plays matches in waves, with few loads of members."""
         pool_of = [self._pools.pool_of(agent).name for agent in self._pools.agents]
         served = {pool.name: len(pool.match_slots) for pool in self._pools.pools}
         cells = list(dict.fromkeys(one.cell for one in left))
@@ -160,10 +164,10 @@ class Matches:
         self, loaded: dict[str, list[int]], wave: Sequence[PlannedMatch], total: int
     ) -> None:
         step = self._state.began
-        patience = Deadline(
+        deadline = Deadline(
             "matches between members", self._job.spec.limits.step_seconds, "limits.step_seconds"
         )
-        await self._slots.load_matches(loaded, patience)
+        await self._slots.load_matches(loaded, deadline)
         places = self._slots.places()
         new: dict[str, orch.Match] = {}
         recent = self._job.shared.trajectories.buffer(
@@ -173,14 +177,18 @@ class Matches:
 
         def on_end(event: ro.TrajectoryEvent) -> None:
             if event.state == pb.TRAJECTORY_STATE_ABORTED:
-                return  # by whoever ran it, for no fault of the game: it is played again
+                return  # the worker's doing, not the game's: it is played again
             match = self._match(event, members[event.trajectory_id])
             new[event.trajectory_id] = self._ended[event.trajectory_id] = match
             recent.add(event)
             self._check_failures(event, total)
 
         batch = TicketBatch(
-            step, patience, on_end, floors=self._slots.match_floors(), aside=self._slots.apart
+            step,
+            deadline,
+            on_end,
+            floors=self._slots.match_floors(),
+            low_priority=self._slots.separate_match_slots,
         )
 
         async def write() -> None:
@@ -198,9 +206,9 @@ class Matches:
                 except Superseded as error:
                     return batch.fail(error)
                 except TroupeError as error:
-                    # It is written with what ends next.
+                    # Written with what ends next.
                     self._warn(error)
-                if not self._slots.apart:
+                if not self._slots.separate_match_slots:
                     text = f"matches: {len(self._ended)} of {total}"
                     self._job.show(text, step=step, done=len(self._ended), total=total)
 
@@ -212,12 +220,12 @@ class Matches:
                 batch.seal()
                 await batch.finished(lambda: self._dispatch.describe(batch))
             finally:
-                # Those of a pause run for nobody.
+                # After a pause some still run.
                 self._dispatch.withdraw(batch, [one.name for one in wave], "cancelled")
                 ticker.cancel()
                 await asyncio.gather(ticker, return_exceptions=True)
         except BaseException:
-            # What has ended is not played again, whatever ended the wave; which is what is told.
+            # What has ended must not be played again, whatever ended the wave.
             try:
                 async with asyncio.timeout(_LAST_SECONDS):
                     await write()
@@ -236,7 +244,7 @@ class Matches:
         return ro.Ticket(
             query_id=one.name,
             trajectory_id=one.name,
-            # Of the training items, in their order: every cell meets the same ones.
+            # Training items in their order: the same ones for every cell.
             split="train",
             index=one.number,
             seed=admission.seed_of(self._job.spec.seed, seed, one.number, 0),
@@ -248,7 +256,7 @@ class Matches:
         )
 
     def _members(self, one: PlannedMatch) -> dict[str, str]:
-        """Who plays whom, by agent."""
+        """By agent: the member that plays it."""
         return {
             agent: self._state.pools[self._pools.pool_of(agent).name][place]
             for agent, place in zip(self._agents_of(one), one.cell, strict=True)
@@ -279,7 +287,7 @@ class Matches:
             at=timestamp(time.time()),
         )
 
-    def _fold(self, plan: Sequence[PlannedMatch]) -> None:
+    def _count_results(self, plan: Sequence[PlannedMatch]) -> None:
         state = self._state
         for one in plan:
             state.attempts[one.cell] = max(state.attempts.get(one.cell, 0), one.number + 1)
@@ -287,7 +295,7 @@ class Matches:
             if match.state != pb.TRAJECTORY_STATE_COMPLETED:
                 continue
             members = self._members(one)
-            # By player of the cell; the members of a symmetric one may have sat anywhere.
+            # By player of the cell: in a symmetric game members take turns as agents.
             by_member = [match.payoffs[agent] for agent in self._agents_of(one)]
             state.table.record(one.cell, by_member)
             state.played += 1
@@ -297,11 +305,11 @@ class Matches:
             state.ratings |= rated(state.ratings, names, paid)
 
     def _agents_of(self, one: PlannedMatch) -> list[str]:
-        """The agent that each player of the cell is; in a symmetric game they take turns."""
+        """By player of the cell: its agent; in a symmetric game members take turns as agents."""
         agents = self._pools.agents
         if not self._pools.symmetric:
             return list(agents)
-        # Workflows may change seats from query to query. Networks never do.
+        # Workflows may change agents' seats from query to query, networks never do.
         fixed = self._job.spec.environment is not None
         turn = one.number if fixed else turn_beside(len(agents), one.number)
         return [agents[place] for place in seats(len(agents), turn)]
@@ -321,7 +329,7 @@ class Matches:
         if event.state != pb.TRAJECTORY_STATE_FAILED:
             return
         self._failed += 1
-        # Of all rounds of the iteration: those after the first are of few matches.
+        # Over all rounds of the iteration, since later rounds have few matches.
         failed, planned = self._state.failed + self._failed, self._state.planned + total
         limit = self._job.spec.limits.max_failed_fraction
         if admission.too_many_failed(failed, planned, limit):
@@ -340,12 +348,11 @@ class Matches:
         )
 
 
-# Iterations back to which retired members are looked for whose files nobody needs any more.
-_SWEPT: Final = 3
-
-
 class PopulationRun:
-    """Between the steps of a job: `catch_up`. During them: `slots.cast_of`."""
+    """The population of a running job.
+
+    Between steps `catch_up` does what is due; during them `slots.cast_of` draws opponents.
+    """
 
     def __init__(
         self,
@@ -364,15 +371,17 @@ class PopulationRun:
         self._exact: ExactPayoffs | None = None
         if self._population.game is not None:
             self._exact = ExactPayoffs(job, store, self.slots, state)
-        # Matches beside the steps of the next iteration.
-        self._aside: asyncio.Task[None] | None = None
+        # Plays matches during the steps of the next iteration.
+        self._background_matches: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
         cls, job: JobContext, trainers: Trainers, store: PopulationStore
     ) -> PopulationRun:
-        """The population where the runner before left it; of a new job, its learners' first
-        versions. Policies are bound."""
+        """The population as the runner before left it; of a new job its learners' first versions.
+
+        Policies must be bound.
+        """
         weights = MemberWeights(job, trainers)
         state = await store.load(job.job_id)
         if state is None:
@@ -386,18 +395,18 @@ class PopulationRun:
                 state.stopped = ""
         return found
 
-    def attend(self, dispatch: Dispatch, engines: Engines) -> None:
-        """Who plays matches, and where slots are."""
+    def attach(self, dispatch: Dispatch, engines: Engines) -> None:
+        """Sets how matches are dispatched, and the engines that serve slots."""
         self.slots.engines = engines
         self._matches = Matches(self._job, dispatch, self._store, self.slots, self.state)
 
     @property
     def stopped(self) -> bool:
-        """No further iteration begins."""
+        """Whether the population is complete: no further iteration begins."""
         return bool(self.state.stopped)
 
     def next_due(self, step: int) -> int:
-        """Steps after which something is to be done, from `step` on."""
+        """The step count, after `step`, at which `catch_up` has something to do next."""
         due = self.state.began + self._population.iteration_steps
         every = self._population.redraw_steps
         if every and self.state.casting is not None:
@@ -405,7 +414,7 @@ class PopulationRun:
         return max(due, step + 1)
 
     async def catch_up(self, step: int, *, finished: bool, seconds: float) -> None:
-        """Do what is due after `step` steps. `seconds` have passed since the job began.
+        """Does what is due after `step` steps, `seconds` after the job began.
 
         Raises `TroupeError`: a member that is gone, matches that fail, payoffs that the meta-solver
         is not for.
@@ -413,33 +422,33 @@ class PopulationRun:
         state = self.state
         over = finished and step > state.began
         boundary = over or step >= state.began + self._population.iteration_steps
-        if state.pending and (boundary or finished or not self.slots.apart):
+        if state.pending and (boundary or finished or not self.slots.separate_match_slots):
             await self._conclude(step, seconds)
         if boundary and not self.stopped:
             await self._freeze(step)
-            if finished or not self.slots.apart:
+            if finished or not self.slots.separate_match_slots:
                 await self._conclude(step, seconds)
         if finished or self.stopped:
             return
         await self._begin_again()
-        if state.pending and self._aside is None:
-            self._aside = asyncio.create_task(self._measure(), name="matches")
-        await self.slots.cast(step, self._patience("loading opponents"))
+        if state.pending and self._background_matches is None:
+            self._background_matches = asyncio.create_task(self._measure(), name="matches")
+        await self.slots.cast(step, self._deadline("loading opponents"))
 
     async def close(self) -> None:
-        """Nothing is played any more. Repeatable."""
-        aside, self._aside = self._aside, None
+        """Stops matches in the background. Repeatable."""
+        aside, self._background_matches = self._background_matches, None
         if aside is not None:
             aside.cancel()
             await asyncio.gather(aside, return_exceptions=True)
 
     async def watch(self) -> None:
-        """Raise what goes wrong beside the steps; else return when there is nothing beside them."""
-        if self._aside is not None:
-            await asyncio.shield(self._aside)
+        """Raises errors of matches in the background; returns when they are over."""
+        if self._background_matches is not None:
+            await asyncio.shield(self._background_matches)
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest solution."""
+        """Metrics of the newest solution."""
         state = self.state
         found = {
             "population/iteration": float(state.iteration),
@@ -454,7 +463,7 @@ class PopulationRun:
         return found
 
     async def _measure(self) -> None:
-        """Compute what can be; play until nothing is due, every round being counted at once."""
+        """Computes exact payoffs if possible, and plays rounds of matches until none is due."""
         if self._exact is not None:
             await self._exact.settle()
         while plan := self._matches.due():
@@ -462,10 +471,10 @@ class PopulationRun:
             await self._save()
 
     async def _conclude(self, step: int, seconds: float) -> None:
-        """Know the payoffs of all members, and decide upon them."""
-        if self._aside is not None:
+        """Completes the payoffs of all members, then decides on settling, mixtures and stopping."""
+        if self._background_matches is not None:
             try:
-                await self._aside
+                await self._background_matches
             finally:
                 await self.close()
         await self._measure()
@@ -488,7 +497,7 @@ class PopulationRun:
             await self._job.info(f"the population is complete: {state.stopped}")
 
     async def _freeze(self, step: int) -> None:
-        """An iteration is over: what learners are now become candidates, older ones retire."""
+        """Ends an iteration: learners' current versions become candidates, older ones retire."""
         state, retired = self.state, []
         fresh: list[FrozenMember] = []
         for learner in self._pools.learners:
@@ -497,7 +506,7 @@ class PopulationRun:
             if newest.state == CANDIDATE:
                 retired.append(newest)
             if ref.checksum == parent.checksum:
-                continue  # it has not learned anything: there is such a member
+                continue  # it has not changed: there is such a member
             where = {"step": step, "iteration": state.iteration + 1}
             fresh.append(_member(self._job, ref, size, **where, parent=parent.member_id))
         for one in retired:
@@ -516,31 +525,33 @@ class PopulationRun:
         state.pending = True
         self._note_restarts(restart_due(self._job.spec, state))
         await self._save()
-        # Who retired before may have been drawn from until now, or a crash came between.
+        # Members that retired earlier may have been in use until now.
         for one in state.unneeded(since=state.iteration - _SWEPT):
             await self._weights.drop(one, files=True)
 
     def _note_restarts(self, learners: Iterable[str]) -> None:
-        """These begin again with their first weights, unless they are there: durable before it is
-        done, so that whoever takes the job over leaves the same versions."""
+        """Notes learners that have to begin again with their first weights, unless they have them.
+
+        Durable before it is done, so that after a restart the same versions are left.
+        """
         for learner in learners:
             weights = self._trainers.policies[learner].weights
             if weights.checksum != self.state.first(learner).checksum:
                 self.state.restarting[learner] = weights.version
 
     async def _begin_again(self) -> None:
-        """Move those that are to begin again to their next version. No step is open."""
+        """Moves learners that begin again to their next version. No step may be open."""
         state = self.state
         if not state.restarting:
             return
-        patience = self._patience("beginning again")
+        deadline = self._deadline("beginning again")
 
         async def one(learner: str, left: int) -> None:
             trainer = self._trainers.policies[learner]
-            weights = await trainer.restart(left, state.first(learner).checksum, patience)
-            await self.slots.engines.update(weights, patience)
+            weights = await trainer.restart(left, state.first(learner).checksum, deadline)
+            await self.slots.engines.update(weights, deadline)
 
-        await together(*(one(*item) for item in state.restarting.items()))
+        await run_all(*(one(*item) for item in state.restarting.items()))
         names = ", ".join(sorted(state.restarting))
         state.began_with |= {learner: left + 1 for learner, left in state.restarting.items()}
         state.restarting = {}
@@ -570,12 +581,12 @@ class PopulationRun:
     async def _save(self) -> None:
         await self._store.save(self._job.job_id, self._job.epoch, self.state)
 
-    def _patience(self, what: str) -> Deadline:
+    def _deadline(self, what: str) -> Deadline:
         return Deadline(what, self._job.spec.limits.step_seconds, "limits.step_seconds")
 
 
 async def _first(job: JobContext, weights: MemberWeights) -> PopulationState:
-    """Pools of the learners' first versions, one of them in every slot."""
+    """The state of a new job: pools of the learners' first versions, one of them in every slot."""
     _, pools = sections(job.spec)
     members = {}
     for learner in pools.learners:
@@ -593,7 +604,7 @@ async def _first(job: JobContext, weights: MemberWeights) -> PopulationState:
     if not measured(job.spec) or all(size == 1 for size in sizes):
         state.mixtures = mixtures(job.spec, state)
     else:
-        # Nobody has met: whoever there is comes equally often, until payoffs are known.
+        # Uniform until payoffs are known.
         state.mixtures = {
             learner: {
                 pool: dict.fromkeys(names, 1.0 / len(names)) for pool, names in by_pool.items()
@@ -606,7 +617,7 @@ async def _first(job: JobContext, weights: MemberWeights) -> PopulationState:
 def _member(
     job: JobContext, ref: pb.WeightsRef, size: int, *, step: int, iteration: int, parent: str
 ) -> FrozenMember:
-    """The member that a frozen version is; the first ones are settled."""
+    """The member for a frozen version: a candidate, or settled if it is a first version."""
     _, pools = sections(job.spec)
     return FrozenMember(
         member_id=member_id_of(ref),

@@ -1,4 +1,8 @@
-"""What the slots serve: members are loaded into frozen policies as any new version is."""
+"""Slots: frozen policies into which members of a population are loaded as new versions.
+
+`MemberWeights` has trainer workers keep, publish and drop members' weights; `Slots` decides which
+slot serves which member, and draws the opponents of training queries.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import numpy as np
 import structlog
 
 from services.orchestrator.context import JobContext
-from services.orchestrator.errors import Deadline, RetryBackoff, together
+from services.orchestrator.errors import Deadline, RetryBackoff, run_all
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.policy_trainer import Trainers
 from services.orchestrator.placement.workers import WorkerHandle
@@ -33,7 +37,7 @@ from troupe.v1 import trainer_pb2 as tr
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
-# Writing or reading the files of one policy.
+# Time limit for writing or reading the files of one policy.
 _SECONDS: Final = 600.0
 _DROP_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 1.0
@@ -41,23 +45,23 @@ _TRAINER: Final = orch.WORKER_KIND_TRAINER
 
 
 class MemberWeights:
-    """Has trainer workers keep, publish and drop members."""
+    """Has trainer workers keep, publish and drop members' weights."""
 
     def __init__(self, job: JobContext, trainers: Trainers) -> None:
         self._job = job
         self._trainers = trainers
 
     async def freeze(self, learner: str) -> tuple[pb.WeightsRef, int]:
-        """Keep a learner's newest version for good: what it is, and the bytes of its files.
+        """Writes a learner's newest version as a member's files; returns it and the files' bytes.
 
-        No step of it is open. Raises `TroupeError` when that fails for good.
+        No step of it may be open. Raises `TroupeError` if that fails for good.
         """
-        patience = Deadline(f"freezing {learner}", _SECONDS, "population")
-        attempts = RetryBackoff(patience)
+        deadline = Deadline(f"freezing {learner}", _SECONDS, "population")
+        attempts = RetryBackoff(deadline)
         trainer = self._trainers.policies[learner]
         while True:
             try:
-                worker = await trainer.bind(patience)
+                worker = await trainer.bind(deadline)
                 ref = trainer.weights
                 request = tr.KeepMemberRequest(
                     request_id=new_id("member"),
@@ -67,46 +71,45 @@ class MemberWeights:
                     checksum=ref.checksum,
                 )
                 async with worker.while_alive():
-                    kept = await worker.trainer.KeepMember(request, timeout=patience.left)
+                    kept = await worker.trainer.KeepMember(request, timeout=deadline.left)
                 return ref, kept.num_bytes
             except TroupeError as error:
                 trainer.unbind_after(error)
                 if error.kind == "version_not_kept":
-                    # What is bound again is published again.
-                    await trainer.rebind(patience)
+                    # Binding again publishes the version again.
+                    await trainer.rebind(deadline)
                     error = Unavailable(str(error))
                 await attempts.failed(error)
 
-    async def publish(self, member: FrozenMember, patience: Deadline) -> pb.WeightsRef:
-        """Have engines find a member's weights.
+    async def publish(self, member: FrozenMember, deadline: Deadline) -> pb.WeightsRef:
+        """Publishes a member's weights to the transfer layer, for engines to load.
 
-        Raises NotFound of kind "member_gone" when no trainer worker has its files any more.
+        Raises NotFound of kind "member_gone" if no trainer worker has its files any more.
         """
-
-        async def call(worker: WorkerHandle) -> pb.WeightsRef:
-            request = tr.PublishMemberRequest(
-                request_id=new_id("member"),
-                job_id=self._job.job_id,
-                policy=member.learner,
-                version=member.version,
-                checksum=member.checksum,
-            )
-            response = await worker.trainer.PublishMember(request, timeout=patience.left)
-            weights: pb.WeightsRef = response.weights
-            return weights
-
-        return await self._anybody(call, patience, f"publishing {member.member_id}")
+        request = tr.PublishMemberRequest(
+            request_id=new_id("member"),
+            job_id=self._job.job_id,
+            policy=member.learner,
+            version=member.version,
+            checksum=member.checksum,
+        )
+        response: tr.PublishMemberResponse = await self._call_any_worker(
+            lambda worker: worker.trainer.PublishMember(request, timeout=deadline.left),
+            deadline,
+            f"publishing {member.member_id}",
+        )
+        return response.weights
 
     async def drop(self, member: FrozenMember, *, files: bool) -> None:
-        """Nobody plays it now; with `files`: never again. Who does not answer keeps it."""
+        """Removes a member's published weights, and with `files` its files, as workers answer."""
         await _drop(self._job, member, files=files)
 
-    async def _anybody(
-        self, call: Callable[[WorkerHandle], Awaitable[T]], patience: Deadline, what: str
+    async def _call_any_worker(
+        self, call: Callable[[WorkerHandle], Awaitable[T]], deadline: Deadline, what: str
     ) -> T:
-        """The answer of the first trainer worker that can give one."""
-        attempts, workers = RetryBackoff(patience), self._job.shared.workers
-        patience.say(what)
+        """The answer of the first trainer worker that can give one; `what` is for people."""
+        attempts, workers = RetryBackoff(deadline), self._job.shared.workers
+        deadline.report(what)
         until = time.monotonic() + self._job.shared.settings.workers_timeout_seconds
         while True:
             refused: TroupeError | None = None
@@ -120,32 +123,32 @@ class MemberWeights:
                 except TroupeError as error:
                     passing = error
             if passing is None and refused is not None:
-                # Hosts may share no files, and who has them may be about to come back.
+                # Hosts may not share files: a worker that has them may be about to come back.
                 away = [one for one in workers.all() if one.kind == _TRAINER and not one.usable]
                 if not away or time.monotonic() >= until:
                     raise refused
-                patience.say(f"{what}: waiting for {away[0]}, which may have its files")
+                deadline.report(f"{what}: waiting for {away[0]}, which may have its files")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_SECONDS):
-                        await patience.wait(workers.change())
+                        await deadline.wait(workers.change())
             elif passing is not None:
                 await attempts.failed(passing)
             else:
-                patience.say(f"{what}: waiting for a trainer worker")
-                await patience.wait(workers.change())
+                deadline.report(f"{what}: waiting for a trainer worker")
+                await deadline.wait(workers.change())
 
 
-async def let_go(job: JobContext) -> None:
-    """Take all members of a job out of the transfer layer: it is over, or paused. Their files stay;
-    whoever wants one again publishes it again. Who does not answer in time keeps them.
+async def unpublish_members(job: JobContext) -> None:
+    """Removes all published members of a job that has ended or is paused; their files stay.
 
-    Raises `Superseded`: whoever has the job now may have published its own.
+    Workers that do not answer in time keep them. Raises `Superseded`: another orchestrator that has
+    the job now may have published members of its own.
     """
     state = await job.shared.populations.load(job.job_id)
     if state is None:
         return
     held = {member for member, _ in state.slots.values()}
-    # A crash may have come between publishing others and saying where.
+    # All members: after a crash some may be published that are in no slot.
     members = sorted(state.members.values(), key=lambda one: one.member_id not in held)
     with suppress(TimeoutError):
         async with asyncio.timeout(job.shared.settings.cleanup_seconds):
@@ -176,7 +179,7 @@ def member_id_of(ref: pb.WeightsRef) -> str:
 
 
 def slot_ref(slot: str, version: int, weights: pb.WeightsRef) -> pb.WeightsRef:
-    """A member's weights as version `version` of the slot that is to serve them."""
+    """A member's weights as version `version` of a slot."""
     found = pb.WeightsRef()
     found.CopyFrom(weights)
     found.policy, found.version = slot, version
@@ -184,10 +187,10 @@ def slot_ref(slot: str, version: int, weights: pb.WeightsRef) -> pb.WeightsRef:
 
 
 class Slots:
-    """Loads members into slots, and says who plays whom in training.
+    """Loads members into slots, and draws the opponents of training queries.
 
-    That a slot is to serve a member as its version n is durable before any engine hears of it: one
-    version of a slot is one content.
+    That a slot serves a member as its version n is durable before any engine loads it, so that one
+    version of a slot always has the same content.
     """
 
     def __init__(
@@ -200,20 +203,20 @@ class Slots:
         self._job, self._weights, self._store = job, weights, store
         self._state = state
         self._population, self._pools = sections(job.spec)
-        # Held by who publishes members for slots, or drops those that are in none.
-        self._moving = asyncio.Lock()
+        # Held while members are published for slots, or those in no slot are dropped.
+        self._placement_lock = asyncio.Lock()
         self.engines: Engines
 
     @property
-    def apart(self) -> bool:
-        """Whether matches have slots of their own."""
+    def separate_match_slots(self) -> bool:
+        """Whether matches have slots of their own (`population.evaluation_slots`)."""
         return self._population.evaluation_slots > 0
 
-    async def refs(self, patience: Deadline) -> dict[str, pb.WeightsRef]:
-        """What each slot serves, published."""
+    async def refs(self, deadline: Deadline) -> dict[str, pb.WeightsRef]:
+        """Publishes the members in slots; returns each slot's weights."""
         held = dict.fromkeys(member for member, _ in self._state.slots.values())
         published = {
-            name: await self._weights.publish(self._state.members[name], patience) for name in held
+            name: await self._weights.publish(self._state.members[name], deadline) for name in held
         }
         return {
             slot: slot_ref(slot, version, published[member])
@@ -221,23 +224,23 @@ class Slots:
         }
 
     async def republish(self, slot: str) -> None:
-        """The weights of a slot are not where they were."""
+        """Publishes a slot's weights again, since no host has them any more."""
         seconds = self._job.shared.settings.bind_timeout_seconds
         member, _ = self._state.slots[slot]
-        patience = Deadline(f"publishing {member} again", seconds, "bind_timeout_seconds")
-        await self._weights.publish(self._state.members[member], patience)
+        deadline = Deadline(f"publishing {member} again", seconds, "bind_timeout_seconds")
+        await self._weights.publish(self._state.members[member], deadline)
 
-    async def load_matches(self, wanted: Mapping[str, list[int]], patience: Deadline) -> None:
-        """Have members, by pool, in the slots of matches."""
+    async def load_matches(self, wanted: Mapping[str, list[int]], deadline: Deadline) -> None:
+        """Loads the members at the `wanted` indices of each pool into the slots of matches."""
         members = {
             pool.name: [self._state.pools[pool.name][at] for at in wanted[pool.name]]
             for pool in self._pools.pools
         }
         slots = {pool.name: pool.match_slots for pool in self._pools.pools}
-        await self._bring(self._place(members, slots), patience)
+        await self._load(self._place(members, slots), deadline)
 
     def places(self) -> dict[tuple[str, str], str]:
-        """The slot of matches where a member of a pool is."""
+        """By pool and member: the slot of matches in which it is."""
         return {
             (pool.name, self._state.slots[slot][0]): slot
             for pool in self._pools.pools
@@ -245,19 +248,19 @@ class Slots:
         }
 
     def match_floors(self) -> dict[str, int] | None:
-        """Matches beside training do not wait for learners to have their newest versions."""
-        if not self.apart:
+        """The versions that matches need: beside training they do not wait for newest ones."""
+        if not self.separate_match_slots:
             return None
         training = [slot for pool in self._pools.pools for slot in pool.slots]
         return dict.fromkeys([*self._job.spec.trained_policies, *training], 0)
 
     @property
     def training_floors(self) -> dict[str, int]:
-        """Training does not wait for the slots of matches."""
+        """The versions that training needs of the slots of matches: any."""
         return {slot: 0 for pool in self._pools.pools for slot in pool.evaluation_slots}
 
-    async def cast(self, step: int, patience: Deadline) -> None:
-        """Draw who the opponents of the steps from `step` on are, and load them."""
+    async def cast(self, step: int, deadline: Deadline) -> None:
+        """Draws the opponents of the steps from `step` on, and loads them."""
         state = self._state
         if self._pools.together:
             return
@@ -299,16 +302,16 @@ class Slots:
                 },
             )
         assert state.casting is not None, "drawn above, or before"
-        await self._bring(state.casting.members, patience)
+        await self._load(state.casting.members, deadline)
 
     def _redraws(self, step: int) -> bool:
         casting, every = self._state.casting, self._population.redraw_steps
         return casting is None or bool(every and step >= casting.step + every)
 
     def cast_of(self, index: int) -> tuple[dict[str, str], list[str]]:
-        """Who plays whom in the training query at `index`, and who learns from it.
+        """By agent the policy that plays it in the training query at `index`; and its learners.
 
-        A function of the job's seed and the draw: whoever takes the step up says the same.
+        A function of the job's seed and the draw, so the same after a restart.
         """
         casting = self._state.casting
         if self._pools.together or casting is None:
@@ -329,7 +332,7 @@ class Slots:
     def _place(
         self, wanted: Mapping[str, list[str]], slots: Mapping[str, tuple[str, ...]]
     ) -> dict[str, str]:
-        """A slot for every member that is wanted; who is loaded stays."""
+        """By slot the member to load, for all `wanted` members; loaded ones stay where they are."""
         placed: dict[str, str] = {}
         for pool, members in wanted.items():
             free = list(slots[pool])
@@ -344,24 +347,24 @@ class Slots:
             placed |= dict(zip(free, missing, strict=False))
         return placed
 
-    async def _bring(self, members: Mapping[str, str], patience: Deadline) -> None:
+    async def _load(self, members: Mapping[str, str], deadline: Deadline) -> None:
         state = self._state
-        # Steps and matches bring members at once: what one has published the other may not drop
-        # before it is said where it is.
-        async with self._moving:
+        # Steps and matches load members concurrently: neither may drop a member that the other has
+        # published and not yet put into a slot.
+        async with self._placement_lock:
             changed = {slot: one for slot, one in members.items() if state.slots[slot][0] != one}
             before = {state.slots[slot][0] for slot in changed}
             refs: dict[str, pb.WeightsRef] = {}
             for member in dict.fromkeys(changed.values()):
-                refs[member] = await self._weights.publish(state.members[member], patience)
+                refs[member] = await self._weights.publish(state.members[member], deadline)
             loaded = {slot: (one, state.slots[slot][1] + 1) for slot, one in changed.items()}
             await self._store.save_slots(self._job.job_id, self._job.epoch, state, loaded)
         loads: list[Any] = [
-            self.engines.update(slot_ref(slot, version, refs[member]), patience)
+            self.engines.update(slot_ref(slot, version, refs[member]), deadline)
             for slot, (member, version) in loaded.items()
         ]
-        await together(*loads)
-        async with self._moving:
+        await run_all(*loads)
+        async with self._placement_lock:
             held = {member for member, _ in state.slots.values()}
             over = {one.member_id for one in state.unneeded()}
             for member in sorted(before - held):

@@ -1,4 +1,4 @@
-"""What is remembered of a job's population: one record, which moves as a whole."""
+"""The durable state of a job's population, in Redis: one record that is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -6,40 +6,50 @@ import asyncio
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from services.orchestrator.populations import on_demand
 from services.orchestrator.state.job_store import JobStore
 from services.orchestrator.state.redis import JobKeys, RedisAccess
-from troupe.populations.payoffs import Members, PayoffTable, Rating
 from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import orchestrator_pb2 as orch
 
-# Of a place in a list; Redis takes no larger ones.
+if TYPE_CHECKING:  # numpy and scipy are slow to import, and most jobs have no population
+    from troupe.populations.payoffs import Members, PayoffTable, Rating
+
+FORMAT: Final = 1
+CANDIDATE: Final = "candidate"
+SETTLED: Final = "settled"
+RETIRED: Final = "retired"
+# Probabilities by name of a member, or of a learner as it is now (`live`).
+Mixture = dict[str, float]
+_LIVE: Final = "="
+# Digits of an index into a Redis list, at most.
 _DIGITS: Final = 18
 
 
 class PopulationStore:
-    """Records and matches by job. Who has lost a job to another orchestrator writes nothing."""
+    """Records and matches by job. Writes fail if another orchestrator has taken the job over."""
 
     def __init__(self, redis: RedisAccess, jobs: JobStore) -> None:
         self._redis = redis
         self._jobs = jobs
-        # Matches and steps write beside each other; what was the case earlier must not come later.
+        # Matches and steps write concurrently; an older state must not be written later.
         self._writing = WeakValueDictionary[str, asyncio.Lock]()
 
     async def load(self, job_id: str) -> PopulationState | None:
-        """The population as it was last saved; None before that."""
+        """The population as saved last; None if it was never saved."""
         found = await self._redis.call("HGETALL", JobKeys(job_id).population)
         if not found:
             return None
         fields = {name.decode(): value.decode() for name, value in found.items()}
-        state: PopulationState = (await on_demand("state")).PopulationState.from_fields(fields)
-        return state
+        # Imports numpy and scipy in a thread, or says what is missing.
+        await on_demand("decisions")
+        return PopulationState.from_fields(fields)
 
     async def save(self, job_id: str, epoch: int, state: PopulationState) -> None:
-        """Replace all of it. Raises `Superseded`."""
+        """Replaces the record. Raises `Superseded`."""
         async with self._writing.setdefault(job_id, asyncio.Lock()):
             await self._write(job_id, epoch, state.to_fields())
 
@@ -50,8 +60,8 @@ class PopulationStore:
         state: PopulationState,
         loaded: Mapping[str, tuple[str, int]],
     ) -> None:
-        """Replace what is said of slots; that some have `loaded` something else, `state` says only
-        once it is durable. Raises `Superseded`."""
+        """Writes which members slots serve, with those that are being `loaded`; `state` changes
+        once that is durable. Raises `Superseded`."""
         async with self._writing.setdefault(job_id, asyncio.Lock()):
             slots = {**state.slots, **loaded}
             await self._write(job_id, epoch, replace(state, slots=slots).slot_fields())
@@ -61,7 +71,7 @@ class PopulationStore:
         await self._fenced("population", [JobKeys(job_id).population], job_id, epoch, fields)
 
     async def answers(self, job_id: str, names: Collection[str]) -> dict[str, str]:
-        """What `add_answers` kept of the named."""
+        """The answers of the named members that `add_answers` has stored."""
         if not names:
             return {}
         found = await self._redis.call("HMGET", JobKeys(job_id).answers, *names)
@@ -69,7 +79,7 @@ class PopulationStore:
         return {name: one.decode() for name, one in kept if one is not None}
 
     async def forget_answers(self, job_id: str, epoch: int, *, but: Collection[str]) -> None:
-        """Keep no answers but those of the named. Raises `Superseded`."""
+        """Deletes all answers but those of the named members. Raises `Superseded`."""
         key = JobKeys(job_id).answers
         names = {name.decode() for name in await self._redis.call("HKEYS", key)}
         if over := names.difference(but):
@@ -77,19 +87,19 @@ class PopulationStore:
             await self._redis.call("HDEL", key, *over)
 
     async def add_answers(self, job_id: str, epoch: int, answers: Mapping[str, str]) -> None:
-        """Keep what members answer in a game, as JSON by `{pool}/{member}`. Raises `Superseded`."""
+        """Stores members' answers in a game, JSON by `{pool}/{member}`. Raises `Superseded`."""
         args = [part for item in answers.items() for part in item]
         await self._fenced("population", [JobKeys(job_id).answers], job_id, epoch, args)
 
     async def add_matches(self, job_id: str, epoch: int, matches: Mapping[str, orch.Match]) -> None:
-        """Keep how matches ended, by trajectory id. Raises `Superseded`."""
+        """Stores how matches ended, by trajectory id. Raises `Superseded`."""
         if not matches:
             return
         args = [part for name, one in matches.items() for part in (name, one.SerializeToString())]
         await self._fenced("matches", JobKeys(job_id).matches, job_id, epoch, args)
 
     async def matches(self, job_id: str, names: Collection[str]) -> dict[str, orch.Match]:
-        """Those of the named matches that have ended."""
+        """Those of the named matches that have ended, by trajectory id."""
         if not names:
             return {}
         found = await self._redis.call("HMGET", JobKeys(job_id).matches[1], *names)
@@ -100,7 +110,7 @@ class PopulationStore:
         }
 
     async def ended(self, job_id: str) -> int:
-        """Matches that have ended, counted or not."""
+        """How many matches have ended, counted in the payoffs or not."""
         return int(await self._redis.call("LLEN", JobKeys(job_id).matches[0]))
 
     async def page(
@@ -111,7 +121,7 @@ class PopulationStore:
         Raises InvalidArgument for a token of another list.
         """
         order, kept = JobKeys(job_id).matches
-        # The list only grows, so that a place in it stays what it is.
+        # The list only grows, so that an index in it always names the same match.
         before = int(await self._redis.call("LLEN", order))
         if token:
             before = await self._place(order, token)
@@ -134,7 +144,7 @@ class PopulationStore:
         return page, f"{place}:{page[-1].trajectory_id}" if more else ""
 
     async def _place(self, order: str, token: str) -> int:
-        """Where the match is that `token` names."""
+        """The index of the match that `token` names."""
         place, _, name = token.partition(":")
         if place.isdecimal() and len(place) < _DIGITS:
             found = await self._redis.call("LINDEX", order, int(place))
@@ -155,14 +165,14 @@ class PopulationStore:
         epoch: int,
         args: Iterable[str | bytes],
     ) -> None:
-        """Run a script that writes only for who has the job. Raises `Superseded`."""
+        """Runs a script that writes only if `epoch` is the job's newest. Raises `Superseded`."""
         keys = [JobKeys(job_id).record, *where]
         if await self._redis.run(script, keys, [str(epoch), *args]) != b"written":
             await self._jobs.check_epoch(job_id, epoch)
 
 
 def no_population(job_id: str) -> NotFound:
-    """Of a job that has none."""
+    """The error for a job without a population."""
     return NotFound(
         f"job {job_id} has no population",
         kind="no_population",
@@ -172,22 +182,13 @@ def no_population(job_id: str) -> NotFound:
     )
 
 
-FORMAT: Final = 1
-CANDIDATE: Final = "candidate"
-SETTLED: Final = "settled"
-RETIRED: Final = "retired"
-# Name of -> probability. A learner as it is now is named by `live`.
-Mixture = dict[str, float]
-_LIVE: Final = "="
-
-
 def live(policy: str) -> str:
-    """A learner as an opponent, not one of its frozen versions."""
+    """The name, in a mixture, of a learner as it is now rather than a frozen version."""
     return f"{_LIVE}{policy}"
 
 
 def live_policy(name: str) -> str | None:
-    """Whom `live` named; None for a member."""
+    """The learner that a name of `live` stands for; None for a member."""
     return name[1:] if name.startswith(_LIVE) else None
 
 
@@ -201,10 +202,10 @@ class FrozenMember:
     version: int
     checksum: str
     step: int
-    """Optimizer steps that were done."""
+    """Optimizer steps that its learner had done."""
     iteration: int
     parent: str
-    """The member that its learner went on from."""
+    """The member from which its learner went on."""
     state: str
     num_bytes: int
     frozen_at: float
@@ -212,7 +213,7 @@ class FrozenMember:
 
 @dataclass
 class Solution:
-    """What was decided after one iteration."""
+    """The meta-strategy that was computed after one iteration."""
 
     iteration: int
     step: int
@@ -221,86 +222,86 @@ class Solution:
     values: list[float]
     """By player."""
     gains: dict[str, float]
-    """By pool: what the newest members get beyond what was played before."""
+    """By pool: how much more the newest members get than the mixture before."""
     nash_conv: float | None = None
-    """What all agents would gain by best responses in the whole game, where that can be walked."""
+    """Sum of the agents' gains by best responses in the whole game, if that can be enumerated."""
 
 
 @dataclass
 class Casting:
-    """Who plays the opponents in training, until the next draw."""
+    """The opponents of training until the next draw."""
 
     step: int
-    """The first that it is for."""
+    """The first step that it is for."""
     members: dict[str, str]
-    """By slot."""
+    """By slot: the member in it."""
     shares: dict[str, dict[str, Mixture]]
-    """By learner and pool: slots and `live` policies."""
+    """By learner and pool: probabilities of slots and of `live` learners."""
 
 
 @dataclass
 class PopulationState:
-    """Everything that a resume goes on from. Places of members in `pools` are those of cells."""
+    """The state from which a resume goes on. Cells of `table` hold indices into `pools`."""
 
     pools: dict[str, list[str]]
-    """Member ids."""
+    """By pool: member ids, oldest first."""
     table: PayoffTable
     members: dict[str, FrozenMember] = field(default_factory=dict)
     iteration: int = 0
     began: int = 0
     """Steps that were done when the iteration began."""
     pending: bool = True
-    """Members are there whose payoffs nothing was decided upon yet."""
+    """Whether the newest members' payoffs have not been decided upon yet."""
     mixtures: dict[str, dict[str, Mixture]] = field(default_factory=dict)
-    """Whom each learner meets, by learner and pool."""
+    """By learner and pool: probabilities of opponents."""
     history: list[Solution] = field(default_factory=list)
     attempts: dict[Members, int] = field(default_factory=dict)
-    """Matches of each cell that have ended, however."""
+    """By cell: matches that have ended, failed ones included."""
     planned: int = 0
-    """Matches of the iteration that have ended, however."""
+    """Matches of the iteration that have ended, failed ones included."""
     failed: int = 0
-    """Those of them that have failed."""
+    """Matches of the iteration that have failed."""
     wins: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    """Of a member against another: won, drawn, played."""
+    """By member and opponent: matches won, drawn, played."""
     ratings: dict[str, Rating] = field(default_factory=dict)
     """By member."""
     played: int = 0
     slots: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """The member in each slot, and how often one was loaded there."""
+    """By slot: its member, and the slot's version, which counts the loads."""
     casting: Casting | None = None
     settled_at: dict[str, int] = field(default_factory=dict)
-    """By learner: the iteration in which a version of it was settled last."""
+    """By learner: the iteration in which a member of it was settled last."""
     restarting: dict[str, int] = field(default_factory=dict)
-    """By learner that is to begin again with its first weights: the version that it leaves."""
+    """By learner that has to begin again with its first weights: the version before that."""
     began_with: dict[str, int] = field(default_factory=dict)
-    """By learner: the version that its best response began with, where that was a restart."""
+    """By learner that began again: the version with which it did."""
     stopped: str = ""
 
     def win_rates(self) -> dict[tuple[str, str], float]:
-        """How often each member beats another, draws half."""
+        """By pair of members: the share of matches that the first wins, draws counting half."""
         return {
             pair: (won + 0.5 * drawn) / played for pair, (won, drawn, played) in self.wins.items()
         }
 
     def newest(self, learner: str) -> FrozenMember:
-        """Its newest member."""
+        """A learner's newest member."""
         own = [one for one in self.members.values() if one.learner == learner]
         return max(own, key=lambda one: (one.iteration, one.version))
 
     def first(self, learner: str) -> FrozenMember:
-        """Its first version, with which it begins again."""
+        """A learner's first member, with whose weights it begins again."""
         own = [one for one in self.members.values() if one.learner == learner]
         return min(own, key=lambda one: one.version)
 
     def parent(self, learner: str) -> FrozenMember:
-        """The member that it has gone on from."""
+        """The member from whose weights the learner went on."""
         newest = self.newest(learner)
         if self.began_with.get(learner, 0) > newest.version:
             return self.first(learner)
         return newest
 
     def unneeded(self, since: int = 0) -> list[FrozenMember]:
-        """Retired members of the iterations from `since` on whom nobody plays, or may draw."""
+        """Retired members, from iteration `since` on, that are in no slot and no mixture."""
         needed = {member for member, _ in self.slots.values()}
         for pools in self.mixtures.values():
             for mixture in pools.values():
@@ -312,12 +313,12 @@ class PopulationState:
         ]
 
     def places(self, pool: str, *states: str) -> list[int]:
-        """Where members of the pool in one of `states` are, oldest first."""
+        """Indices of a pool's members in one of `states`, oldest first."""
         found = enumerate(self.pools[pool])
         return [at for at, member in found if self.members[member].state in states]
 
     def to_fields(self) -> list[str]:
-        """As fields of a hash, in pairs."""
+        """All fields of the Redis hash, in pairs."""
         rest = {
             "format": FORMAT,
             "pools": self.pools,
@@ -342,13 +343,15 @@ class PopulationState:
         return ["state", json.dumps(rest), *self.slot_fields()]
 
     def slot_fields(self) -> list[str]:
-        """Those that change with what is loaded."""
+        """The fields that change when members are loaded into slots, in pairs."""
         casting = None if self.casting is None else asdict(self.casting)
         return ["slots", json.dumps(self.slots), "casting", json.dumps(casting)]
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> PopulationState:
-        """What `to_fields` gave, bit for bit."""
+        """The state that `to_fields` wrote, bit for bit."""
+        from troupe.populations.payoffs import PayoffTable, Rating
+
         rest: dict[str, Any] = json.loads(fields["state"])
         casting = json.loads(fields["casting"])
         members = [FrozenMember(**one) for one in rest["members"]]
@@ -362,17 +365,15 @@ class PopulationState:
             mixtures=rest["mixtures"],
             history=[Solution(**one) for one in rest["history"]],
             attempts={tuple(key): count for key, count in rest["attempts"]},
-            # Of a job that began before there were any.
-            planned=rest.get("planned", 0),
-            failed=rest.get("failed", 0),
+            planned=rest["planned"],
+            failed=rest["failed"],
             wins={(one, other): counts for one, other, *counts in rest["wins"]},
             ratings={name: Rating(**one) for name, one in rest["ratings"].items()},
             played=rest["played"],
             slots={slot: (one, n) for slot, (one, n) in json.loads(fields["slots"]).items()},
             casting=None if casting is None else Casting(**casting),
             settled_at=rest["settled_at"],
-            # Of a job that began before there were any.
-            restarting=rest.get("restarting", {}),
-            began_with=rest.get("began_with", {}),
+            restarting=rest["restarting"],
+            began_with=rest["began_with"],
             stopped=rest["stopped"],
         )

@@ -1,4 +1,4 @@
-"""A job's population as users see it."""
+"""A job's population as the message that users get."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STATES: Final = {
 
 
 async def population(shared: Shared, record: JobRecord) -> orch.Population:
-    """Pools, payoffs and meta-strategies of a job; before it has begun, what it will have.
+    """Pools, payoffs and meta-strategies of a job; before it has begun, pools without members.
 
     Raises NotFound of kind "no_population".
     """
@@ -55,7 +55,7 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
     found.stopped = state.stopped
     found.matches_played = state.played
     if state.pending and (plan := due(spec, state)):
-        # What has ended beyond what was counted is of this very round.
+        # Matches that have ended and were not counted yet are of the current round.
         begun = await shared.populations.ended(record.job_id) - sum(state.attempts.values())
         found.matches_due = max(0, len(plan) - max(0, begun))
     for pool in found.pools:
@@ -73,7 +73,7 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
 
 
 async def known_member(shared: Shared, record: JobRecord, member_id: str) -> FrozenMember:
-    """A member by its name. Raises NotFound of kind "no_population" or "member_not_found"."""
+    """A member by its id. Raises NotFound of kind "no_population" or "member_not_found"."""
     if record.spec().population is None:
         raise no_population(record.job_id)
     state = await shared.populations.load(record.job_id)
@@ -90,7 +90,7 @@ async def known_member(shared: Shared, record: JobRecord, member_id: str) -> Fro
 
 
 async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Checkpoint:
-    """Where the files of a member are.
+    """The files of a member, as a checkpoint.
 
     Raises NotFound of kind "member_not_found" (there never was one) or "member_gone".
     """
@@ -164,7 +164,7 @@ def _solutions(state: PopulationState) -> list[orch.MetaStrategy]:
 
 
 def _slots(state: PopulationState, training: dict[str, str]) -> list[orch.OpponentSlot]:
-    """Every slot; `training`: the pool of those that training draws from."""
+    """All slots with their probability in training; `training`: by training slot its pool."""
     shares: dict[str, float] = dict.fromkeys(state.slots, 0.0)
     drawn = [] if state.casting is None else list(state.casting.shares.values())
     for pools in drawn:

@@ -1,4 +1,4 @@
-"""The event log of a job: a Redis stream, and what wakes those who follow it."""
+"""The event log of jobs: a Redis stream per job, and its followers in this process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from troupe.rpc.ids import check_event_id
 from troupe.v1 import orchestrator_pb2 as orch
 
 _PAGE: Final = 256
-# The log is written through this process, which wakes its followers; looking again without
-# having been woken is for what another orchestrator wrote.
+# What this process writes wakes its followers; this poll is for what another orchestrator wrote.
 _LOOK_AGAIN_SECONDS: Final = 15.0
-_CAP: Final = 50_000
+# Events kept per job. A step logs about one, so this is months of steps.
+LOG_CAP: Final = 50_000
 
 
 class EventLog:
-    """Appends events, remembers the newest activity, and lets anyone follow a job.
+    """Appends events, keeps the newest activity of each job, and serves followers.
 
-    A follower holds a position in the log and nothing else, so a slow one costs no memory: it
-    reads the next page when it has sent the last, and of activities only ever the newest.
+    A follower holds only a position in the log, so a slow one costs no memory: it reads the next
+    page when it has sent the last, and gets only the newest activity.
     """
 
     def __init__(self, redis: RedisAccess, clock: Callable[[], float] = time.time) -> None:
@@ -37,7 +37,7 @@ class EventLog:
     async def notice(
         self, job_id: str, severity: orch.Notice.Severity.ValueType, text: str
     ) -> None:
-        """Log something that a person should know."""
+        """Appends a notice for users."""
         event = orch.JobEvent(
             at=timestamp(self._clock()), notice=orch.Notice(severity=severity, text=text)
         )
@@ -46,7 +46,7 @@ class EventLog:
             JobKeys(job_id).events,
             "MAXLEN",
             "~",
-            _CAP,
+            LOG_CAP,
             "*",
             "e",
             event.SerializeToString(),
@@ -54,7 +54,7 @@ class EventLog:
         self.wake(job_id)
 
     def show(self, job_id: str, activity: orch.Activity) -> None:
-        """Tell followers what the job does now; not kept."""
+        """Sends followers what the job does now; not stored."""
         last = self._activities.get(job_id)
         if last is not None and last.activity == activity:
             return
@@ -62,16 +62,16 @@ class EventLog:
         self.wake(job_id)
 
     def activity(self, job_id: str) -> str:
-        """What the job does now, for people; empty when nothing is known."""
+        """What the job does now, for people; empty if unknown."""
         event = self._activities.get(job_id)
         return "" if event is None else event.activity.text
 
     def forget(self, job_id: str) -> None:
-        """The job is not running here any more."""
+        """Forgets the activity of a job that does not run here any more."""
         self._activities.pop(job_id, None)
 
     def wake(self, job_id: str) -> None:
-        """The log of `job_id` has grown."""
+        """Wakes the followers of a job whose log has grown."""
         for event in self._waiting.get(job_id, ()):
             event.set()
 
@@ -92,10 +92,10 @@ class EventLog:
     async def follow(
         self, job_id: str, after: str, ended: Callable[[], Awaitable[bool]]
     ) -> AsyncIterator[orch.JobEvent]:
-        """Replay the log from `after`, then go on until the job ends.
+        """The events after the event id `after`, then new ones until the job ends.
 
-        `ended` is awaited once the log is read to its end without a state in it: whether the job
-        has ended already. Raises `InvalidArgument` when `after` is not an event id.
+        If no state is in them, `ended` says whether the job has ended already. Raises
+        `InvalidArgument` if `after` is not an event id.
         """
         check_event_id(after)
         woken = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The durable part of jobs: records, the state machine, the ledger of versions, metrics."""
+"""Jobs in Redis: records, the state machine, metrics, and which jobs hosts hold states of."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from services.orchestrator.state.event_log import EventLog
+from services.orchestrator.state.event_log import LOG_CAP, EventLog
 from services.orchestrator.state.records import MAX_JOB_ID, JobRecord, problem_field, timestamp
 from services.orchestrator.state.redis import INDEX, STATES, JobKeys, RedisAccess, Value
 from services.orchestrator.state.weight_versions import entries_of
@@ -29,12 +29,10 @@ from troupe.rpc import (
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
-# The event log is bounded; a step logs about one event, so this is months of steps.
-_LOG_CAP = 50_000
-# Jobs whose state is looked at at once, for a list of those in one state.
+# Jobs whose states are read at once for a list of those in one state.
 _SCANNED: Final = 500
 _SCORE: Final = re.compile(r"[0-9]{1,20}\.[0-9]{1,20}")
-# What to do about a move that a job's state forbids.
+# Remedies for a move that a job's state forbids, by the target of the move.
 _REMEDIES = {
     pb.JOB_STATE_SUBMITTED: "Only a paused, failed or cancelled job can go on.",
     pb.JOB_STATE_PAUSING: "Only a job that is starting or running can be paused.",
@@ -43,14 +41,14 @@ _REMEDIES = {
 
 
 class Superseded(Aborted):
-    """Another orchestrator has taken the job over: stop, and write no more."""
+    """Another orchestrator has taken the job over: this one must stop running it."""
 
     default_kind = "superseded"
 
 
 @dataclass(frozen=True)
 class StoredJob:
-    """A job as lists show it."""
+    """A job with its policies' newest versions and the newest value of every metric."""
 
     record: JobRecord
     versions: Mapping[str, int]
@@ -58,7 +56,7 @@ class StoredJob:
 
 
 class JobStore:
-    """Jobs in Redis. Whatever must not be half done is one Lua script."""
+    """The jobs in Redis. Whatever must be atomic is one Lua script."""
 
     def __init__(
         self,
@@ -68,25 +66,25 @@ class JobStore:
         *,
         data_dir: Path | None = None,
     ) -> None:
-        """Directories of jobs are kept relative to `data_dir`, which may be moved."""
+        """Jobs' directories are stored relative to `data_dir`, which may be moved."""
         self._redis = redis
         self._log = log
         self._clock = clock
         self._data_dir = data_dir
-        # Which orchestrator this is, for people that look for the other one.
+        # Names this process to users who look for the other orchestrator of a job.
         self.instance = f"{socket.gethostname()}, process {os.getpid()}"
 
     @property
     def address(self) -> str:
-        """Where the Redis is, without its password."""
+        """The URL of Redis without its password."""
         return self._redis.address
 
     async def ping(self) -> None:
-        """Raise `RedisUnavailable` unless Redis answers."""
+        """Raises `StateUnavailable` unless Redis answers."""
         await self._redis.ping()
 
     async def create(self, record: JobRecord) -> bool:
-        """Store a new job. False when the id is taken; the record there stays as it is."""
+        """Stores a new job. False if the id is taken; that job's record stays as it is."""
         keys = JobKeys(record.job_id)
         event = self._event(state=orch.StateChanged(state=record.state))
         kept = record.to_hash()
@@ -94,7 +92,7 @@ class JobStore:
             kept["directory"] = str(record.directory.relative_to(self._data_dir))
         fields = [part for pair in kept.items() for part in pair]
         made = await self._redis.run("create", [keys.record, keys.events], [event, *fields])
-        # Repeated after a crash between the two: the index is a set.
+        # Repeated after a crash between the two writes: the index is a set.
         await self._redis.call("ZADD", INDEX, "NX", record.created_at, record.job_id)
         self._log.wake(record.job_id)
         return bool(made)
@@ -107,12 +105,8 @@ class JobStore:
         return self._read(job_id, found)
 
     def _directory(self, kept: Path) -> Path:
-        """The directory of a job, wherever the data directory is by now."""
-        if self._data_dir is None or not kept.name:
-            return kept
-        if kept.is_absolute() and not kept.is_relative_to(self._data_dir):
-            return self._data_dir / kept.name  # of an older release
-        return self._data_dir / kept
+        """The absolute directory of a job."""
+        return kept if self._data_dir is None or not kept.name else self._data_dir / kept
 
     async def ids(self) -> list[str]:
         """All job ids, oldest first."""
@@ -122,10 +116,10 @@ class JobStore:
     async def page(
         self, size: int, token: str = "", state: pb.JobState.ValueType | None = None
     ) -> tuple[list[str], str]:
-        """Ids of up to `size` jobs (in `state`), newest first, after the one that `token` names;
-        the token of the next page, empty on the last.
+        """Ids of up to `size` jobs (in `state`), newest first, after the job that `token` names;
+        and the token of the next page, empty on the last.
 
-        Raises `InvalidArgument` for what is no token of this list.
+        Raises `InvalidArgument` for a token that is not of this list.
         """
         highest, last = _parse_page(token)
         found: list[tuple[float, str]] = []
@@ -137,7 +131,7 @@ class JobStore:
             )
             pairs = _scored(rows)
             skip += len(pairs)
-            # Jobs of one moment are sorted by id; those down to `last` were on pages before.
+            # Jobs of the same time are sorted by id; those down to `last` were on pages before.
             fresh = [one for one in pairs if not last or one < (highest, last)]
             found += fresh if state is None else await self._in_state(fresh, state)
             if len(pairs) < count:
@@ -156,8 +150,8 @@ class JobStore:
         return [job for job, found in zip(jobs, states, strict=True) if found == wanted]
 
     async def views(self, job_ids: Sequence[str]) -> list[StoredJob]:
-        """What lists show of jobs, in one round trip. One that cannot be read, whatever it is of
-        it, is broken: it must not keep people from seeing the others."""
+        """Jobs for lists, in one round trip. One that cannot be read gets a broken record, so that
+        the others can be listed."""
         keys = [JobKeys(job_id) for job_id in job_ids]
         replies = await self._redis.call_each(
             [("HGETALL", key) for one in keys for key in (one.record, one.ledger, one.latest)]
@@ -179,7 +173,7 @@ class JobStore:
             return StoredJob(JobRecord.unreadable(job_id, str(error), str(read.directory)), {}, {})
 
     def _read(self, job_id: str, found: Any) -> JobRecord:
-        """The record of a job that is listed, from what Redis answered."""
+        """The record of a listed job, from Redis' reply."""
         if isinstance(found, Exception):
             return JobRecord.unreadable(job_id, str(found))
         if not found:
@@ -188,22 +182,22 @@ class JobStore:
         return replace(record, directory=self._directory(record.directory))
 
     async def delete(self, job_id: str) -> None:
-        """Forget the job, with all that Redis holds of it. Repeatable."""
+        """Deletes everything that Redis holds of the job. Repeatable."""
         await self._redis.call("UNLINK", *JobKeys(job_id).all)
-        # The index last: what a crash leaves is still listed, and can be forgotten again.
+        # The index last: after a crash the job is still listed and can be deleted again.
         await self._redis.call("ZREM", INDEX, job_id)
         self._log.wake(job_id)
 
     async def note_states(self, job_id: str) -> None:
-        """From now on hosts may hold published weights of the job."""
+        """Notes that hosts may hold published weights of the job."""
         await self._redis.call("SADD", STATES, job_id)
 
     async def note_no_states(self, job_id: str) -> None:
-        """No host holds any."""
+        """Notes that no host holds published weights of the job."""
         await self._redis.call("SREM", STATES, job_id)
 
     async def with_states(self) -> list[str]:
-        """The jobs of which hosts may hold published weights."""
+        """Ids of the jobs of which hosts may hold published weights."""
         return sorted(one.decode() for one in await self._redis.call("SMEMBERS", STATES))
 
     async def move(
@@ -216,11 +210,12 @@ class JobStore:
         sources: Sequence[pb.JobState.ValueType] | None = None,
         spec_json: str | None = None,
     ) -> JobRecord:
-        """Move the state machine and log it, at once; already there: nothing happens.
-        With the move the specification becomes `spec_json`, if that is given.
+        """Moves the job's state and logs the move, atomically. In the state `target` already:
+        changes nothing.
 
-        A runner passes its `epoch`. Of the sources that the table allows, `sources` keeps a part.
-        Raises `FailedPrecondition` for a move that is not allowed, `Superseded`, `NotFound`.
+        With the move the specification becomes `spec_json`, if given. A runner passes its `epoch`.
+        `sources` restricts the states from which the table allows the move. Raises
+        `FailedPrecondition` for a move that is not allowed, `Superseded`, `NotFound`.
         """
         keys = JobKeys(job_id)
         allowed = [
@@ -239,7 +234,7 @@ class JobStore:
                 "," + ",".join(str(source) for source in allowed) + ",",
                 "" if epoch is None else str(epoch),
                 self._event(state=change),
-                _LOG_CAP,
+                LOG_CAP,
                 *self._fields_of(target, problem),
                 *(() if spec_json is None else ("spec_json", spec_json)),
             ],
@@ -258,13 +253,13 @@ class JobStore:
         return await self.get(job_id)
 
     async def adopt(self, job_id: str) -> int:
-        """Take the job over: the epoch with which the new runner writes. Older ones are fenced."""
+        """Takes the job over; returns the new runner's epoch, which fences off older runners."""
         return int(await self._redis.run("adopt", [JobKeys(job_id).record], [self.instance]))
 
     async def finish_step(
         self, job_id: str, epoch: int, step: int, values: Mapping[str, float]
     ) -> bool:
-        """Step `step` (from 0) is over: count it and log its metrics, once."""
+        """Counts step `step` (from 0) as over and logs its metrics, once."""
         return await self._record(
             job_id, epoch, ("step", str(step)), step + 1, values, {"step": str(step + 1)}
         )
@@ -278,34 +273,31 @@ class JobStore:
         values: Mapping[str, float],
         fields: Mapping[str, str],
     ) -> bool:
-        """An evaluation after `step` steps is done; the one before was after `previous`."""
+        """Logs the metrics of the evaluation after `step` steps, once; the one before was after
+        `previous`."""
         update = {"evaluated": str(step), **fields}
         return await self._record(job_id, epoch, ("evaluated", str(previous)), step, values, update)
 
     async def note_checkpoint(
         self, job_id: str, epoch: int, step: int, problem: pb.Problem | None
     ) -> None:
-        """The checkpoints after `step` steps were written; or could not be, because of `problem`:
-        whoever takes the job over at this step tries again."""
+        """Notes that the checkpoints after `step` steps were written; with `problem` that they were
+        not, so that a runner which takes the job over at this step tries again."""
         await self.check_epoch(job_id, epoch)
         done = () if problem else ("checkpointed", str(step))
         fields = (*done, "checkpoint_problem", problem_field(problem))
         await self._redis.call("HSET", JobKeys(job_id).record, *fields)
 
     async def check_epoch(self, job_id: str, epoch: int) -> None:
-        """Raise `Superseded` unless `epoch` is the newest."""
+        """Raises `Superseded` unless `epoch` is the newest."""
         now = await self._redis.call("HGET", JobKeys(job_id).record, "epoch")
         if now is None or int(now) != epoch:
             await self._raise_if_superseded(job_id, b"superseded" if now else b"missing")
 
-    async def metrics(self, job_id: str, start: int = 0) -> list[orch.MetricsLogged]:
-        """The rows from number `start` on, oldest first."""
-        rows = await self._redis.call("LRANGE", JobKeys(job_id).rows, start, -1)
+    async def metrics(self, job_id: str) -> list[orch.MetricsLogged]:
+        """All logged rows of metrics, oldest first."""
+        rows = await self._redis.call("LRANGE", JobKeys(job_id).rows, 0, -1)
         return [orch.MetricsLogged.FromString(row) for row in rows]
-
-    async def latest(self, job_id: str) -> dict[str, float]:
-        """Newest value of every metric."""
-        return _numbers(await self._redis.call("HGETALL", JobKeys(job_id).latest))
 
     async def _record(
         self,
@@ -327,7 +319,7 @@ class JobStore:
                 *guard,
                 row.SerializeToString(),
                 self._event(metrics=row),
-                _LOG_CAP,
+                LOG_CAP,
                 len(values),
                 *pairs,
                 *(part for pair in fields.items() for part in pair),
@@ -343,7 +335,7 @@ class JobStore:
         if target == pb.JOB_STATE_SUBMITTED:
             fields += ["ended_at", "0.0"]
         elif target == pb.JOB_STATE_STARTING:
-            # The first time: a job that is taken over has not begun anew.
+            # "?": only the first time, since a job that is taken over has not begun anew.
             fields += ["?started_at", now]
         elif target in (
             pb.JOB_STATE_SUCCEEDED,
@@ -385,7 +377,7 @@ class JobStore:
 
 
 def same_submission(found: JobRecord, record: JobRecord) -> None:
-    """Raise `AlreadyExists` unless `found` is what `record` would have been."""
+    """Raises `AlreadyExists` unless `found` has the specification of `record`."""
     if found.spec_json != record.spec_json:
         raise AlreadyExists(
             f"job {record.job_id} exists with another specification",
@@ -396,7 +388,7 @@ def same_submission(found: JobRecord, record: JobRecord) -> None:
 
 
 def _mapping(found: Any) -> Mapping[bytes, bytes]:
-    """The hash that Redis answered with. Raises ValueError where the key is of another type."""
+    """Redis' reply as a hash. Raises ValueError if the key is of another type."""
     if isinstance(found, Exception):
         raise ValueError(str(found)) from found
     answer: Mapping[bytes, bytes] = found
@@ -408,14 +400,14 @@ def _numbers(fields: Mapping[bytes, bytes]) -> dict[str, float]:
 
 
 def _scored(rows: Sequence[Any]) -> list[tuple[float, str]]:
-    """Members with their scores, as either protocol of Redis tells them."""
+    """Members of a sorted set with their scores, in the form of either protocol of Redis."""
     if rows and not isinstance(rows[0], bytes):
         return [(float(score), member.decode()) for member, score in rows]
     return [(float(rows[i + 1]), rows[i].decode()) for i in range(0, len(rows), 2)]
 
 
 def _parse_page(token: str) -> tuple[float, str]:
-    """Score and id of the last job of a page; of no page, what is before all jobs."""
+    """Score and id of the last job of a page; without a token, values before all jobs."""
     if not token:
         return math.inf, ""
     score, _, job_id = token.partition(":")

@@ -1,12 +1,12 @@
-"""The durable record of a job, and its two other forms: a Redis hash and the `Job` message."""
+"""The durable record of a job: as an object, as a Redis hash, and as the `Job` message of users."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from pydantic import ValidationError
@@ -30,9 +30,50 @@ MAX_JOB_ID: Final = 128
 NEVER: Final = -1
 
 
+def problem_field(problem: pb.Problem | None) -> bytes:
+    """A problem as a field of the hash; empty for None."""
+    return b"" if problem is None else problem.SerializeToString()
+
+
+def _parse_problem(data: bytes) -> pb.Problem | None:
+    return pb.Problem.FromString(data) if data else None
+
+
+def _parse_state(data: bytes) -> pb.JobState.ValueType:
+    # `Name` raises for a number that is no state.
+    return pb.JobState.Value(pb.JobState.Name(pb.JobState.ValueType(int(data))))
+
+
+# How a field is written to the hash, and read from it.
+_Codec = tuple[Callable[[Any], str | bytes], Callable[[bytes], Any]]
+_TEXT: Final[_Codec] = (str, bytes.decode)
+_INT: Final[_Codec] = (str, int)
+_FLOAT: Final[_Codec] = (repr, float)
+_PROBLEM: Final[_Codec] = (problem_field, _parse_problem)
+_VALUES: Final[_Codec] = (lambda values: json.dumps(dict(values)), json.loads)
+_CODECS: Final[Mapping[str, _Codec]] = {
+    "job_id": _TEXT,
+    "request_id": _TEXT,
+    "spec_json": _TEXT,
+    "directory": (str, lambda data: Path(data.decode())),
+    "created_at": _FLOAT,
+    "state": (lambda state: str(int(state)), _parse_state),
+    "epoch": _INT,
+    "step": _INT,
+    "evaluated": _INT,
+    "checkpointed": _INT,
+    "started_at": _FLOAT,
+    "ended_at": _FLOAT,
+    "problem": _PROBLEM,
+    "checkpoint_problem": _PROBLEM,
+    "before": _VALUES,
+    "after": _VALUES,
+}
+
+
 @dataclass(frozen=True)
 class JobRecord:
-    """What the orchestrator knows of a job after a restart. Times are seconds since the epoch."""
+    """What is stored of a job. Times are seconds since the epoch."""
 
     job_id: str
     request_id: str
@@ -40,9 +81,9 @@ class JobRecord:
     directory: Path
     created_at: float
     state: pb.JobState.ValueType = pb.JOB_STATE_SUBMITTED
-    # Counts the runners that took the job over; only the newest may write.
+    # Counts the runners that took the job over; only the newest one may write.
     epoch: int = 0
-    # Steps whose commits are in and served.
+    # Steps that are committed and whose result engines serve.
     step: int = 0
     # The step count at which evaluation and checkpoints were last done.
     evaluated: int = NEVER
@@ -52,9 +93,10 @@ class JobRecord:
     problem: pb.Problem | None = None
     # Why the newest checkpoint is missing, if it is.
     checkpoint_problem: pb.Problem | None = None
+    # Scores of the evaluations before the first step and after the last.
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
-    # What Redis has cannot be read; the record has only what could be, and says so as a problem.
+    # Whether the stored record cannot be read; `problem` says why.
     broken: bool = False
 
     @property
@@ -64,7 +106,7 @@ class JobRecord:
 
     @property
     def state_name(self) -> str:
-        """The state as people say it: RUNNING."""
+        """The state without its prefix: RUNNING."""
         return pb.JobState.Name(self.state).removeprefix("JOB_STATE_")
 
     def spec(self) -> JobSpec:
@@ -86,30 +128,13 @@ class JobRecord:
 
     def to_hash(self) -> dict[str, str | bytes]:
         """The fields of the Redis hash."""
-        return {
-            "job_id": self.job_id,
-            "request_id": self.request_id,
-            "spec_json": self.spec_json,
-            "directory": str(self.directory),
-            "created_at": repr(self.created_at),
-            "state": str(int(self.state)),
-            "epoch": str(self.epoch),
-            "step": str(self.step),
-            "evaluated": str(self.evaluated),
-            "checkpointed": str(self.checkpointed),
-            "started_at": repr(self.started_at),
-            "ended_at": repr(self.ended_at),
-            "problem": problem_field(self.problem),
-            "checkpoint_problem": problem_field(self.checkpoint_problem),
-            "before": json.dumps(dict(self.before)),
-            "after": json.dumps(dict(self.after)),
-        }
+        return {name: write(getattr(self, name)) for name, (write, _) in _CODECS.items()}
 
     @staticmethod
     def read(job_id: str, fields: Mapping[bytes, bytes]) -> JobRecord:
-        """The record that `to_hash` wrote; one that is broken if that cannot be read."""
+        """The record that `to_hash` wrote, or a broken one if that cannot be read."""
         try:
-            # By what it is listed as, whatever it says.
+            # The id of the list of jobs counts, whatever the record says.
             return replace(JobRecord.from_hash(fields), job_id=job_id)
         except Exception as error:
             directory = fields.get(b"directory", b"").decode(errors="replace")
@@ -117,7 +142,7 @@ class JobRecord:
 
     @staticmethod
     def unreadable(job_id: str, why: str, directory: str = "") -> JobRecord:
-        """The job in place of one whose record cannot be read, because of `why`."""
+        """A broken record in place of one that cannot be read because of `why`."""
         return JobRecord(
             job_id=job_id,
             request_id="",
@@ -131,33 +156,9 @@ class JobRecord:
 
     @staticmethod
     def from_hash(fields: Mapping[bytes, bytes]) -> JobRecord:
-        """The record that `to_hash` wrote. Raises whatever reading another one comes to."""
-
-        def text(name: str) -> str:
-            return fields[name.encode()].decode()
-
-        def problem(name: str) -> pb.Problem | None:
-            data = fields[name.encode()]
-            return pb.Problem.FromString(data) if data else None
-
+        """The record that `to_hash` wrote. Raises any error for other fields."""
         return JobRecord(
-            job_id=text("job_id"),
-            request_id=text("request_id"),
-            spec_json=text("spec_json"),
-            directory=Path(text("directory")),
-            created_at=float(text("created_at")),
-            # Raises for a number that is no state.
-            state=pb.JobState.Value(pb.JobState.Name(pb.JobState.ValueType(int(text("state"))))),
-            epoch=int(text("epoch")),
-            step=int(text("step")),
-            evaluated=int(text("evaluated")),
-            checkpointed=int(text("checkpointed")),
-            started_at=float(text("started_at")),
-            ended_at=float(text("ended_at")),
-            problem=problem("problem"),
-            checkpoint_problem=problem("checkpoint_problem"),
-            before=json.loads(text("before")),
-            after=json.loads(text("after")),
+            **{name: read(fields[name.encode()]) for name, (_, read) in _CODECS.items()}
         )
 
     def to_message(
@@ -167,8 +168,8 @@ class JobRecord:
         metrics: Mapping[str, float],
         activity: str,
     ) -> orch.Job:
-        """The job as users see it. What cannot be shown of it is said to be broken: one job must
-        not keep people from seeing the others."""
+        """The job as users see it. If it cannot be shown, a message that says so: one broken record
+        must not prevent listing the other jobs."""
         try:
             return self._message(versions, metrics, activity)
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -178,7 +179,8 @@ class JobRecord:
             return job
 
     def check_viewable(self) -> None:
-        """Raise ValueError (or its kin) unless the record can be shown: before it is stored."""
+        """Raises ValueError or the like unless the record can be shown; to be called before it is
+        stored."""
         self._message({}, {}, "").SerializeToString()
         JobRecord.from_hash({key.encode(): _bytes(value) for key, value in self.to_hash().items()})
 
@@ -223,11 +225,6 @@ def _broken(why: str) -> pb.Problem:
 
 def _bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode()
-
-
-def problem_field(problem: pb.Problem | None) -> bytes:
-    """A problem as a field of the hash; empty: none."""
-    return b"" if problem is None else problem.SerializeToString()
 
 
 def timestamp(seconds: float) -> Timestamp:

@@ -1,4 +1,4 @@
-"""The newest trajectories of a job, kept for looking at."""
+"""The newest trajectories of a job, kept in Redis for inspection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
-# Below it compression is not worth its time; above it even the compressed one is cut.
+# Smaller ones are not compressed; messages of those that are larger when compressed are cut.
 _COMPRESS_BYTES: Final = 16 * 2**10
 _LARGEST_BYTES: Final = 256 * 2**10
 _CLIP_CHARS: Final = 1000
@@ -21,7 +21,7 @@ _PLAIN, _COMPRESSED = b"p", b"z"
 
 
 def summarize(event: ro.TrajectoryEvent, *, step: int, evaluation: bool) -> orch.TrajectorySummary:
-    """What a list shows of an ended trajectory."""
+    """The summary of an ended trajectory for lists."""
     return orch.TrajectorySummary(
         trajectory_id=event.trajectory_id,
         query_id=event.query_id,
@@ -36,8 +36,8 @@ def summarize(event: ro.TrajectoryEvent, *, step: int, evaluation: bool) -> orch
 
 
 def pack(full: orch.GetTrajectoryResponse) -> bytes:
-    """A trajectory as it is stored. A long one is compressed: every turn repeats its history.
-    One that is huge all the same loses the middle of its long messages."""
+    """A trajectory as it is stored. A long one is compressed, since every turn repeats its history;
+    one that is still too large loses the middle of its long messages."""
     data = full.SerializeToString()
     if len(data) < _COMPRESS_BYTES:
         return _PLAIN + data
@@ -54,7 +54,7 @@ def pack(full: orch.GetTrajectoryResponse) -> bytes:
 
 
 def unpack(stored: bytes) -> orch.GetTrajectoryResponse:
-    """What `pack` packed."""
+    """The trajectory that `pack` packed."""
     data = stored[1:] if stored[:1] == _PLAIN else zlib.decompress(stored[1:])
     return orch.GetTrajectoryResponse.FromString(data)
 
@@ -67,7 +67,7 @@ def _clip(text: str) -> str:
 
 
 class RecentTrajectories:
-    """Keeps at most `cap` trajectories of training and as many of evaluations per job."""
+    """Keeps the newest `cap` trajectories per job and kind: training, evaluation, matches."""
 
     def __init__(self, redis: RedisAccess, cap: int) -> None:
         self._redis = redis
@@ -76,15 +76,15 @@ class RecentTrajectories:
     def buffer(
         self, job_id: str, step: int, *, evaluation: bool, match: bool = False
     ) -> TrajectoryBuffer:
-        """Collects what one step ends, and writes it in batches. A `match` evaluates, too."""
+        """A buffer for the ended trajectories of one step, evaluation or round of matches."""
         kind = "match" if match else "evaluate" if evaluation else "train"
         return TrajectoryBuffer(self, job_id, step, kind, self._cap)
 
     async def keep(self, job_id: str, kind: str, found: list[orch.GetTrajectoryResponse]) -> None:
-        """Store trajectories, oldest first; the surplus goes."""
+        """Stores trajectories, oldest first, and drops the oldest ones beyond the cap."""
         if not found:
             return
-        # Long ones take a while to compress.
+        # In a thread: compressing long ones takes a while.
         packed = await asyncio.to_thread(lambda: [pack(one) for one in found])
         args = [
             part
@@ -124,7 +124,7 @@ class RecentTrajectories:
     async def find(
         self, job_id: str, trajectory_ids: Collection[str]
     ) -> list[orch.GetTrajectoryResponse]:
-        """Those training trajectories that are kept, in no order."""
+        """Those of the training trajectories that are still kept, in no order."""
         if not trajectory_ids:
             return []
         full = JobKeys(job_id).trajectories("train")[2]
@@ -147,7 +147,7 @@ class RecentTrajectories:
 
 
 def as_event(kept: orch.GetTrajectoryResponse) -> ro.TrajectoryEvent:
-    """The ending that a kept trajectory came from, but for its metrics."""
+    """The event that ended a kept trajectory, without its metrics."""
     summary = kept.summary
     return ro.TrajectoryEvent(
         query_id=summary.query_id,
@@ -161,7 +161,7 @@ def as_event(kept: orch.GetTrajectoryResponse) -> ro.TrajectoryEvent:
 
 
 class TrajectoryBuffer:
-    """Ended trajectories of one step that are not written yet; no more than are kept anyway."""
+    """Ended trajectories that are not written yet, at most as many as are kept."""
 
     def __init__(
         self, recent: RecentTrajectories, job_id: str, step: int, kind: str, cap: int
@@ -174,13 +174,13 @@ class TrajectoryBuffer:
         self._events: OrderedDict[str, ro.TrajectoryEvent] = OrderedDict()
 
     def add(self, event: ro.TrajectoryEvent) -> None:
-        """Take an ended trajectory in."""
+        """Adds an ended trajectory."""
         self._events[event.trajectory_id] = event
         if len(self._events) > self._cap:
             self._events.popitem(last=False)
 
     async def flush(self) -> None:
-        """Write what was added."""
+        """Writes what was added."""
         events, self._events = self._events, OrderedDict()
         found = [
             orch.GetTrajectoryResponse(

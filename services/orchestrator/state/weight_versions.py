@@ -1,8 +1,13 @@
-"""The ledger: which version each policy of a job has, and every version it ever had.
+"""The record of weight versions: which version each policy of a job has, and all it ever had.
 
-It is the only place where a version moves, one step at a time, or back to the first weights under
-the next number (`restart`). It remembers one checksum per version: the same number with other
-content is refused.
+Only here a policy's version moves: by the commit of its next step (`commit`), or back to its first
+weights under the next number (`restart`). There is one checksum per version, so the same number
+with other content is refused.
+
+How a version is admitted: `pipeline.steps.StepRunner` commits it here, then
+`placement.engines.Engines.update` has the rollout workers load it. `Engines.ready` names the
+workers that serve it, and `pipeline.steps.StepWindow` opens a step only when every policy's served
+version is recent enough (`pipeline.alpha`).
 """
 
 from __future__ import annotations
@@ -21,14 +26,14 @@ from troupe.v1 import orchestrator_pb2 as orch
 
 @dataclass(frozen=True)
 class VersionEntry:
-    """Where one policy is: steps done, and the weights that it has since."""
+    """The newest version of a policy: steps done, and the weights after them."""
 
     done: int
     weights: pb.WeightsRef
 
 
 class WeightVersions:
-    """The ledgers of all jobs, in Redis."""
+    """The weight versions of all jobs, in Redis."""
 
     def __init__(self, redis: RedisAccess, clock: Callable[[], float] = time.time) -> None:
         self._redis = redis
@@ -39,31 +44,31 @@ class WeightVersions:
         return entries_of(await self._redis.call("HGETALL", JobKeys(job_id).ledger))
 
     async def versions(self, job_id: str, policy: str = "") -> list[orch.PolicyVersion]:
-        """Every entry that the ledger held, oldest first; of one policy or of all."""
+        """All versions so far, oldest first, of one policy or of all."""
         rows = await self._redis.call("LRANGE", JobKeys(job_id).versions, 0, -1)
         versions = [orch.PolicyVersion.FromString(row) for row in rows]
         return [one for one in versions if policy in ("", one.weights.policy)]
 
     async def open(self, job_id: str, weights: pb.WeightsRef) -> VersionEntry:
-        """The first entry of a policy: its weights before any step. Repeatable."""
+        """Records a policy's weights before any step. Repeatable."""
         return await self._move(job_id, 0, weights, es.STEP_OUTCOME_UNSPECIFIED)
 
     async def commit(self, job_id: str, commit: es.StepCommit) -> VersionEntry:
-        """Move a policy by the commit of its next step. Repeating it, or reporting an older
-        commit again, changes nothing.
+        """Moves a policy by the commit of its next step. Repeating it, or an older commit, changes
+        nothing.
 
-        Raises `FailedPrecondition` when a step is left out, or when the version is known with
-        another checksum; `NotFound` for an unknown job.
+        Raises `FailedPrecondition` if a step is left out or the version has another checksum,
+        `NotFound` for an unknown job.
         """
         weights = commit.weights
-        if not weights.policy:  # a step without an update may leave them out
+        if not weights.policy:  # the commit of a step without an update may leave them out
             known = (await self.entries(job_id)).get(commit.policy)
             weights = pb.WeightsRef(policy=commit.policy) if known is None else known.weights
         return await self._move(job_id, commit.step + 1, weights, commit.outcome)
 
     async def restart(self, job_id: str, done: int, weights: pb.WeightsRef) -> VersionEntry:
-        """Move a policy that has `done` steps to its next version without one: `weights`, which
-        are its first ones again. Repeating it, or a step later, changes nothing.
+        """Moves a policy that has `done` steps to its next version without a step: `weights`, its
+        first ones again. Repeating it, or after a later step, changes nothing.
 
         Raises as `commit`.
         """
@@ -131,7 +136,7 @@ class WeightVersions:
 
 
 def entries_of(fields: Mapping[bytes, bytes]) -> dict[str, VersionEntry]:
-    """The newest entry of every policy, from the hash of a job's ledger."""
+    """The newest entry of every policy, from the Redis hash of a job's versions."""
     found: dict[str, VersionEntry] = {}
     for name, value in fields.items():
         policy, _, kind = name.decode().rpartition(":")

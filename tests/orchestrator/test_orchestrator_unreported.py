@@ -30,7 +30,7 @@ async def test_a_stream_that_stays_and_says_nothing_holds_no_step(
     cluster: Cluster, mode: str, redundant: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of each group ends in the store and is never told, while its worker is well."""
-    monkeypatch.setattr(steps, "_LAST_WORDS_SECONDS", 0.25)
+    monkeypatch.setattr(steps, "_REPORT_GRACE_SECONDS", 0.25)
     rollout = cluster.rollouts[0]
     rollout.script.slow = lambda ticket: (0.0, 0.05, 1000, 1000)[number(ticket)]
     rollout.script.late = lambda ticket: 1000 if number(ticket) == 1 else 0.0
@@ -108,8 +108,8 @@ class Play:
         self._running: asyncio.Task[None] | None = None
 
     def add(self, query_id: str, ids: list[str]) -> TicketBatch:
-        patience = Deadline("a test", 30, "nothing")
-        batch = TicketBatch(0, patience, lambda event: self.told.append(event.trajectory_id))
+        deadline = Deadline("a test", 30, "nothing")
+        batch = TicketBatch(0, deadline, lambda event: self.told.append(event.trajectory_id))
         tickets = [ro.Ticket(query_id=query_id, trajectory_id=one) for one in ids]
         self.dispatch.add(batch, [tickets])
         batch.seal()
@@ -132,10 +132,10 @@ class Play:
 async def test_what_the_store_ended_is_given_up_and_nothing_else() -> None:
     async with Play(ended(IDS[0])) as play:
         other = play.add("q1", ["q1-t0"])
-        play.dispatch.end_untold(play.batch, [IDS[0], IDS[1], IDS[2], "q1-t0"])
+        play.dispatch.end_unreported(play.batch, [IDS[0], IDS[1], IDS[2], "q1-t0"])
         assert (play.batch.open, play.batch.unseen) == (1, 2), "the fourth has not ended"
         assert (other.open, other.unseen) == (1, 0), "another step asks for itself"
-        play.dispatch.end_untold(play.batch, IDS)
+        play.dispatch.end_unreported(play.batch, IDS)
         await play.finished()
         assert (play.batch.open, play.batch.unseen) == (0, 3)
         await asyncio.sleep(0)
@@ -149,16 +149,16 @@ async def test_last_words_of_a_complete_group_are_given_up_too() -> None:
         assert play.batch.open == 0
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(play.batch.finished(lambda: "waiting"), 0.05)
-        play.dispatch.end_untold(play.batch, IDS)
+        play.dispatch.end_unreported(play.batch, IDS)
         await play.finished()
     assert (play.told, play.batch.unseen) == ([IDS[1]], 3)
 
 
 async def test_what_is_told_after_it_was_given_up_counts_once() -> None:
     async with Play(ended(IDS[1], group_complete=True)) as play:
-        play.dispatch.end_untold(play.batch, IDS)
+        play.dispatch.end_unreported(play.batch, IDS)
         for one in IDS:
-            assert play.dispatch._take(ended(one)), "it has ended"
+            assert play.dispatch._handle_event(ended(one)), "it has ended"
     assert (play.told, play.batch.unseen) == ([IDS[1]], 3)
 
 
