@@ -18,6 +18,7 @@ from typing import Final
 
 import structlog
 
+from services.orchestrator.errors import cancel_all
 from services.orchestrator.placement.workers import NAMES, WorkerHandle, WorkerRegistry
 from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import RedisAccess, StateUnavailable
@@ -227,9 +228,7 @@ class LaunchGuard:
     async def close(self) -> None:
         """Forgets launches that are still counted, since the orchestrator stops in order."""
         timers, self._timers = self._timers, {}
-        for timer in timers.values():
-            timer.cancel()
-        await asyncio.gather(*timers.values(), return_exceptions=True)
+        await cancel_all(timers.values())
         try:
             async with asyncio.timeout(1):
                 for job_id in timers:

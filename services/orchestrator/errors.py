@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Final, TypeVar
 
 from troupe.rpc import (
@@ -50,6 +50,14 @@ def job_fault(problem: pb.Problem) -> FailedPrecondition:
     )
 
 
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancels tasks and waits until they have ended, ignoring their errors."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def run_all(*parts: Coroutine[Any, Any, object]) -> None:
     """Runs coroutines concurrently; the first that fails cancels the others, its error is raised.
 
@@ -61,10 +69,7 @@ async def run_all(*parts: Coroutine[Any, Any, object]) -> None:
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        # Cancelling what is done has no effect.
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
     for task in done:
         task.result()
 
@@ -75,9 +80,7 @@ async def wait_for_first(*waits: Coroutine[Any, Any, object]) -> None:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 async def run_with_background(
@@ -91,9 +94,7 @@ async def run_with_background(
             beside.result()
         return await body
     finally:
-        body.cancel()
-        beside.cancel()
-        await asyncio.gather(body, beside, return_exceptions=True)
+        await cancel_all((body, beside))
 
 
 def cancelled_from_outside() -> bool:
@@ -115,20 +116,18 @@ class Deadline:
         total: float,
         field: str,
         on_report: Callable[[str], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._what = what
         self._total = total
         self._field = field
         self._on_report = on_report
-        self._clock = clock
-        self._end = clock() + total
+        self._end = time.monotonic() + total
         self.state = what
 
     @property
     def left(self) -> float:
         """Seconds left; raises `DeadlineExceeded` when there are none."""
-        left = self._end - self._clock()
+        left = self._end - time.monotonic()
         if left <= 0:
             raise self.exhausted()
         return left
@@ -139,24 +138,20 @@ class Deadline:
         if self._on_report is not None:
             self._on_report(state)
 
-    async def wait(self, awaitable: Awaitable[T], at_most: float | None = None) -> T:
-        """The result of `awaitable`, waited for until the deadline.
-
-        Raises `DeadlineExceeded`, naming what was waited for, and TimeoutError after `at_most`
-        seconds.
-        """
+    async def wait(self, awaitable: Awaitable[T]) -> T:
+        """The result of `awaitable`. Raises `DeadlineExceeded`, naming what was waited for."""
         try:
             left = self.left
         except DeadlineExceeded:
             if asyncio.iscoroutine(awaitable):
                 awaitable.close()
             raise
-        timer = asyncio.timeout(left if at_most is None else min(left, at_most))
+        timer = asyncio.timeout(left)
         try:
             async with timer:
                 return await awaitable
         except TimeoutError:
-            if timer.expired() and (at_most is None or left <= at_most):
+            if timer.expired():
                 raise self.exhausted() from None
             raise
 

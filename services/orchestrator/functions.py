@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
+from services.orchestrator.errors import cancel_all
 from services.orchestrator.state.redis import RedisAccess
 from troupe.functions.declaration import NAME, VERSION
 from troupe.job import JobSpec
@@ -37,6 +38,8 @@ _log = structlog.get_logger(__name__)
 _FORGOTTEN: Final = ("function_not_found", "source_not_found")
 # Kind of the error of a service that does not know yet whether there is a host for a function.
 _HOSTS_EXPECTED: Final = "hosts_expected"
+# How often functions that the reward service has forgotten are restored.
+_RESTORE_SECONDS: Final = 2.0
 # Time limit of a call without a deadline.
 _INVOKE_SECONDS: Final = 3600.0
 _PREFIX: Final = "troupe:orchestrator:{functions}"
@@ -50,9 +53,8 @@ _SOURCES: Final = f"{_PREFIX}:sources"
 class Catalogue:
     """Deployed functions in Redis. A name and version always stand for the same function."""
 
-    def __init__(self, redis: RedisAccess, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, redis: RedisAccess) -> None:
         self._redis = redis
-        self._clock = clock
 
     async def keep_source(self, sha256: str, files: pb.UploadSourceRequest) -> None:
         """Stores source files by their hash."""
@@ -74,7 +76,7 @@ class Catalogue:
 
     async def check(self, spec: pb.FunctionSpec) -> None:
         """Raises `AlreadyExists` if the name and version stand for another function."""
-        kept = await self._redis.call("HGET", _SPECS, _function_key(spec.name, spec.version))
+        kept = await self._redis.call("HGET", _SPECS, _key(spec))
         if kept is not None and pb.FunctionSpec.FromString(kept) != spec:
             raise AlreadyExists(
                 f"version {spec.version!r} of this function is deployed with other code or costs",
@@ -86,15 +88,15 @@ class Catalogue:
 
     async def keep(self, spec: pb.FunctionSpec) -> None:
         """Stores a function. Raises `AlreadyExists`, as `check`."""
-        key = _function_key(spec.name, spec.version)
+        key = _key(spec)
         kept = spec.SerializeToString(deterministic=True)
         if not await self._redis.call("HSETNX", _SPECS, key, kept):
             await self.check(spec)
-        await self._redis.call("ZADD", _ORDER, "NX", self._clock(), key)
+        await self._redis.call("ZADD", _ORDER, "NX", time.time(), key)
 
     async def delete(self, name: str, version: str) -> bool:
         """Deletes a function, and its source if no other function has it. False: there was none."""
-        key = _function_key(name, version)
+        key = f"{name}@{version}"
         kept = await self._redis.call("HGET", _SPECS, key)
         await self._redis.call("ZREM", _ORDER, key)
         await self._redis.call("HDEL", _SPECS, key)
@@ -128,20 +130,12 @@ class Catalogue:
         return found[-1]
 
 
-def _function_key(name: str, version: str) -> str:
-    return f"{name}@{version}"
-
-
 class FunctionService:
     """Deploys, calls and deletes functions for users; `reward` is the service that runs them."""
 
-    def __init__(
-        self, catalogue: Catalogue, reward: RewardAsyncStub, *, look_seconds: float = 2.0
-    ) -> None:
-        """Restores what the reward service has forgotten every `look_seconds`."""
+    def __init__(self, catalogue: Catalogue, reward: RewardAsyncStub) -> None:
         self.catalogue = catalogue
         self.reward = reward
-        self._look_seconds = look_seconds
         self._looking: asyncio.Task[None] | None = None
         # By function: why the reward service refuses it by now.
         self._refused: dict[str, str] = {}
@@ -153,8 +147,7 @@ class FunctionService:
     async def stop(self) -> None:
         """Stops restoring functions."""
         if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+            await cancel_all([self._looking])
 
     async def upload(self, request: pb.UploadSourceRequest) -> pb.UploadSourceResponse:
         """Stores source here and in the reward service. Raises `TroupeError`, as that does."""
@@ -280,11 +273,11 @@ class FunctionService:
                 _log.debug("deployed functions were not restored", error=str(error))
             except Exception:
                 _log.exception("restoring deployed functions")
-            await asyncio.sleep(self._look_seconds)
+            await asyncio.sleep(_RESTORE_SECONDS)
 
 
 def _key(spec: pb.FunctionSpec) -> str:
-    return _function_key(spec.name, spec.version)
+    return f"{spec.name}@{spec.version}"
 
 
 def _known(reply: pb.ListFunctionsResponse) -> set[str]:

@@ -1,4 +1,4 @@
-"""Patience, attempts, and running things together."""
+"""Deadlines, attempts, and running coroutines at the same time."""
 
 import asyncio
 import math
@@ -43,7 +43,7 @@ def test_what_repetition_can_cure(error: TroupeError, transient: bool) -> None:
     assert is_transient(error) is transient
 
 
-async def test_patience_says_what_it_waited_for() -> None:
+async def test_a_deadline_says_what_it_waited_for() -> None:
     said: list[str] = []
     deadline = Deadline("step 3", 0.05, "limits.step_seconds", said.append)
     deadline.report("waiting for 2 trajectories")
@@ -58,10 +58,8 @@ async def test_patience_says_what_it_waited_for() -> None:
         await deadline.wait(asyncio.sleep(10))  # no warning of a coroutine never awaited
 
 
-async def test_patience_lets_shorter_waits_pass() -> None:
+async def test_a_deadline_lets_timeouts_of_what_is_awaited_pass() -> None:
     deadline = Deadline("step 3", 10, "limits.step_seconds")
-    with pytest.raises(TimeoutError):
-        await deadline.wait(asyncio.sleep(10), at_most=0.01)
     assert await deadline.wait(asyncio.sleep(0, "done")) == "done"
 
     async def own_timeout() -> None:

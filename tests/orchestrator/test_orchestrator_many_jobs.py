@@ -48,7 +48,7 @@ async def test_two_hundred_jobs_are_listed_and_forgotten(cluster: Cluster) -> No
         assert cluster.orchestrator is not None
         at = cluster.orchestrator.service._at  # type: ignore[union-attr]
         gc.collect()
-        assert not at.jobs.running()
+        assert not at.jobs._runners
         assert not at.jobs._locks
         assert not at.shared.log._activities
         assert not at.shared.log._waiting

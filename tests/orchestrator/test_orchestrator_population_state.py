@@ -97,7 +97,7 @@ async def test_answers_of_members_that_nobody_meets_are_not_kept(redis_url: str)
         slots: Any = None
         found = ExactPayoffs(job, store, slots, state)
         found._game = SimpleNamespace()  # type: ignore[assignment]
-        found._learn = learn  # type: ignore[method-assign]
+        found._add_plan = learn  # type: ignore[method-assign]
         return found
 
     pools = SimpleNamespace(pools=[SimpleNamespace(name="all")])

@@ -76,7 +76,7 @@ async def test_the_loser_stops_before_its_step_does(cluster: Cluster) -> None:
     redis = Redis.from_url(cluster.settings.redis_url)
     record = JobKeys(job_id).record
     await redis.hset(record, mapping={"epoch": 99, "owner": "elsewhere, process 1"})
-    await cluster.until(job_id, lambda job: not jobs.running(), seconds=5)
+    await cluster.until(job_id, lambda job: not jobs._runners, seconds=5)
     page = await cluster.orchestrator.service._at.shared.log.page(job_id, "")  # type: ignore[union-attr]
     texts = [event.notice.text for event in page]
     assert any("orchestrator (elsewhere, process 1) has taken" in text for text in texts)
@@ -98,7 +98,7 @@ async def test_two_orchestrators_one_wins(cluster: Cluster) -> None:
     job = await cluster.wait(job_id)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 3, POLICIES)
-    assert old.service._at.jobs.running() == []  # type: ignore[union-attr]
+    assert old.service._at.jobs._runners == {}  # type: ignore[union-attr]
     stops = [text for text in await cluster.notices(job_id) if " stops: " in text]
     assert len(stops) == 1
     assert f"process {os.getpid()}) has taken job {job_id} over, as number 2" in stops[0]

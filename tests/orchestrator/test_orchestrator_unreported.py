@@ -167,5 +167,5 @@ async def test_last_words_are_not_waited_for_while_a_worker_rests() -> None:
     async with Play(ended(IDS[1], group_complete=True)) as play:
         play.worker.breaks.set()
         await play.finished()
-        assert play.dispatch._resting == {play.worker}, "the step ended before the pause did"
+        assert play.dispatch._backing_off == {play.worker}, "the step ended before the pause did"
     assert (play.told, play.batch.unseen) == ([IDS[1]], 3)

@@ -17,6 +17,7 @@ import structlog
 from services.orchestrator.cluster import delete_states, drop_tables
 from services.orchestrator.context import Shared
 from services.orchestrator.crash_loops import LaunchGuard
+from services.orchestrator.errors import cancel_all
 from services.orchestrator.jobs.runner import JobRunner
 from services.orchestrator.state.job_store import Superseded, same_submission
 from services.orchestrator.state.records import JobRecord
@@ -257,19 +258,13 @@ class Jobs:
             await self._shared.store.move(job_id, pb.JOB_STATE_FAILED, problem=error.to_problem())
             await self._guard.clear(job_id)
 
-    def running(self) -> list[str]:
-        """Ids of the jobs that have a runner in this process."""
-        return sorted(self._runners)
-
     async def stop(self) -> None:
         """Stops all runners; their jobs stay as they are, to be continued."""
         self._stopping = True
         tasks = list(self._tasks.values())
         if self._one_by_one is not None:
             tasks.append(self._one_by_one)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
     async def _run(self, job_id: str, runner: JobRunner) -> None:
         while True:

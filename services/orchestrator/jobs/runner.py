@@ -25,6 +25,7 @@ from services.orchestrator.cluster import delete_states, free_tables, release_en
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.errors import (
     Deadline,
+    cancel_all,
     cancelled_from_outside,
     run_all,
     run_with_background,
@@ -61,6 +62,10 @@ _BOTH: Final = (orch.WORKER_KIND_TRAINER, orch.WORKER_KIND_ROLLOUT)
 # A job in which a larger share of trajectories made no turn at their endpoint has a shortfall.
 _WITHOUT_TURNS_SHARE: Final = 0.1
 _MANIFEST_NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
+
+
+class _PauseRequested(Exception):
+    """A pause of the job was asked for."""
 
 
 class JobRunner:
@@ -158,23 +163,33 @@ class JobRunner:
         try:
             await self._body
         finally:
-            self._body.cancel()
-            await asyncio.gather(self._body, return_exceptions=True)
+            await cancel_all([self._body])
 
     async def _run_to_end(self) -> None:
-        trainers = await self._unless_paused(self._bind())
-        if trainers is None:
+        """Runs the job until it has succeeded, or is paused."""
+        try:
+            trainers, progress = await self._run_all_steps()
+        except _PauseRequested:
             return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
+        # Engines stay up until another job needs the memory, so that users can generate.
+        await self._unpublish_members()
+        await trainers.release(self._shared.settings.cleanup_seconds)
+        shortfall = await progress.shortfall()
+        if shortfall is not None:
+            await self._job.error(str(shortfall))
+        problem = None if shortfall is None else shortfall.to_problem()
+        await self._move(pb.JOB_STATE_SUCCEEDED, problem)
+        if self._job.spec.pipeline.max_uses > 1:
+            await free_tables(self._shared, self._job_id)
+        return self._shared.log.forget(self._job_id)
+
+    async def _run_all_steps(self) -> tuple[Trainers, JobProgress]:
+        """Brings trainers and engines up and runs all steps. Raises `_PauseRequested`."""
+        trainers = await self._unless_paused(self._bind())
         assert self._sinks is not None, "opened by _bind"
         weights = {name: one.weights for name, one in trainers.policies.items()}
-        population = await self._unless_paused(self._populate(trainers))
-        if population is None:
-            return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
-        self._population = population[0] if population else None
-        slots = await self._unless_paused(self._slots())
-        if slots is None:
-            return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
-        weights |= slots
+        self._population = await self._unless_paused(self._open_population(trainers))
+        weights |= await self._unless_paused(self._slots())
         self._engines = engines = Engines(self._job, weights, self._republish)
         context = StepContext(
             job=self._job,
@@ -190,19 +205,8 @@ class JobRunner:
         background = run_all(
             engines.run(), context.dispatch.run(), context.tables.run(), self._watch_epoch()
         )
-        if not await run_with_background(self._run_steps(progress, engines), background):
-            return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
-        # Engines stay up until another job needs the memory, so that users can generate.
-        await self._unpublish_members()
-        await trainers.release(self._shared.settings.cleanup_seconds)
-        shortfall = await progress.shortfall()
-        if shortfall is not None:
-            await self._job.error(str(shortfall))
-        problem = None if shortfall is None else shortfall.to_problem()
-        await self._move(pb.JOB_STATE_SUCCEEDED, problem)
-        if self._job.spec.pipeline.max_uses > 1:
-            await free_tables(self._shared, self._job_id)
-        return self._shared.log.forget(self._job_id)
+        await run_with_background(self._run_steps(progress, engines), background)
+        return trainers, progress
 
     async def _bind(self) -> Trainers:
         """Waits for workers, creates the tables, binds every policy at its committed version."""
@@ -244,12 +248,14 @@ class JobRunner:
         await self._trainers.bind_all(self._settings_deadline("bind"))
         return self._trainers
 
-    async def _populate(self, trainers: Trainers) -> list[PopulationRun]:
-        """The job's population in a list, empty if it has none."""
+    async def _open_population(self, trainers: Trainers) -> PopulationRun | None:
         if self._job.spec.population is None:
-            return []
+            return None
         found = await on_demand("population")
-        return [await found.PopulationRun.open(self._job, trainers, self._shared.populations)]
+        population: PopulationRun = await found.PopulationRun.open(
+            self._job, trainers, self._shared.populations
+        )
+        return population
 
     async def _slots(self) -> dict[str, pb.WeightsRef]:
         """The weights of the population's slots."""
@@ -274,19 +280,17 @@ class JobRunner:
             with suppress(StateUnavailable):  # the next write raises it
                 await self._shared.store.check_epoch(self._job_id, self._epoch)
 
-    async def _run_steps(self, progress: JobProgress, engines: Engines) -> bool:
-        """Prepares engines, then steps until all is done (True) or a pause is asked for (False)."""
-        if await self._unless_paused(self._prepare(engines)) is None:
-            return False
+    async def _run_steps(self, progress: JobProgress, engines: Engines) -> None:
+        """Prepares engines, then runs all steps. Raises `_PauseRequested`."""
+        await self._unless_paused(self._prepare(engines))
         while not progress.finished:
-            if await self._unless_paused(progress.catch_up()) is None:
-                return False
+            await self._unless_paused(progress.catch_up())
             await progress.advance()
             if self._pause.is_set() and not progress.finished:
-                return False
-        return await self._unless_paused(progress.catch_up()) is not None
+                raise _PauseRequested
+        await self._unless_paused(progress.catch_up())
 
-    async def _prepare(self, engines: Engines) -> bool:
+    async def _prepare(self, engines: Engines) -> None:
         deadline = self._startup_deadline(
             "preparing engines",
             engines.prepare_seconds,
@@ -294,7 +298,6 @@ class JobRunner:
         )
         await engines.wait_ready(deadline)
         await self._move(pb.JOB_STATE_RUNNING)
-        return True
 
     async def _end(self, target: pb.JobState.ValueType, doing: str) -> None:
         """Has all workers that answer release the job, then moves it to the state `target`."""
@@ -348,27 +351,23 @@ class JobRunner:
                 # What stays published costs memory; a job without an end would cost more.
                 _log.warning("members not unpublished", job_id=self._job_id, error=str(error))
 
-    async def _unless_paused(self, part: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `part`; None when a pause was asked for before or during it."""
+    async def _unless_paused(self, part: Coroutine[Any, Any, T]) -> T:
+        """The result of `part`. Raises `_PauseRequested` if a pause is asked for before or during
+        it."""
         task = asyncio.create_task(part)
         asked = asyncio.create_task(self._pause.wait())
         try:
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
             if self._pause.is_set() or not task.done():
-                return None
+                raise _PauseRequested
             return task.result()
         except FailedPrecondition as error:
             # The job's state became PAUSING just before `part` moved it.
-            if error.kind == "illegal_transition" and await self._pausing():
-                return None
+            if error.kind == "illegal_transition" and await self._state() == pb.JOB_STATE_PAUSING:
+                raise _PauseRequested from error
             raise
         finally:
-            task.cancel()
-            asked.cancel()
-            await asyncio.gather(task, asked, return_exceptions=True)
-
-    async def _pausing(self) -> bool:
-        return await self._state() == pb.JOB_STATE_PAUSING
+            await cancel_all((task, asked))
 
     async def _state(self) -> pb.JobState.ValueType:
         return (await self._shared.store.get(self._job_id)).state
@@ -490,8 +489,8 @@ class JobProgress:
             due.append(self._population.next_due(step))
         return min([spec.pipeline.steps, *due])
 
-    async def catch_up(self) -> bool:
-        """Does what is due after this step and not done yet: checkpoints, an evaluation. True.
+    async def catch_up(self) -> None:
+        """Does what is due after this step and not done yet: checkpoints, an evaluation.
 
         Raises the error of the last checkpoint if it could not be written: what was learned would
         be lost. A resumed job tries it again.
@@ -510,7 +509,6 @@ class JobProgress:
             await self._evaluate()
         if self.finished and (problem := self._record.checkpoint_problem) is not None:
             raise TroupeError.from_problem(problem)
-        return True
 
     def _due(self, every: int) -> bool:
         return self.finished or (every > 0 and self._record.step % every == 0)

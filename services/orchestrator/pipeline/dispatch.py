@@ -10,7 +10,16 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +27,7 @@ import structlog
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.crash_loops import CrashLoopGuard
-from services.orchestrator.errors import RENEWABLE, Deadline, RetryBackoff, job_fault
+from services.orchestrator.errors import RENEWABLE, Deadline, RetryBackoff, cancel_all, job_fault
 from services.orchestrator.pipeline.metrics import REDUNDANT
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.workers import WorkerHandle
@@ -280,8 +289,8 @@ class EarlyStart:
 
     async def closed(self) -> None:
         """Closes, and waits until the calls have ended."""
-        self.close()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        self._begun.clear()
+        await cancel_all(self._calls)
 
     async def _hold_ahead(self, worker: WorkerHandle, step: int, tickets: list[ro.Ticket]) -> None:
         """The call for which the worker keeps early trajectories: until they have ended, if they
@@ -352,10 +361,8 @@ class Dispatch:
                     guard.check()
         finally:
             self._job.shared.in_flight.pop(self._job.job_id, None)
-            watch.cancel()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(watch, *self._tasks, self.early.closed(), return_exceptions=True)
+            await cancel_all((watch, *self._tasks))
+            await self.early.closed()
 
     def add(self, batch: TicketBatch, groups: Iterable[Group]) -> None:
         """Adds groups to a batch; a group's trajectories start together, on one worker."""
@@ -676,6 +683,33 @@ class Dispatch:
         while True:
             await self._engines.change()
             self._wake.set()
+
+
+async def run_batch(
+    dispatch: Dispatch,
+    batch: TicketBatch,
+    tickets: Iterable[ro.Ticket],
+    background: Coroutine[Any, Any, None],
+) -> None:
+    """Runs tickets of one trajectory per query to their ends, and `background` meanwhile.
+
+    When that breaks off, what still runs is aborted. Raises as `TicketBatch.finished`.
+    """
+    task = asyncio.create_task(background)
+    query_ids: list[str] = []
+
+    def groups() -> Iterator[Group]:
+        for ticket in tickets:
+            query_ids.append(ticket.query_id)
+            yield [ticket]
+
+    try:
+        await add_in_parts(dispatch, batch, groups())
+        batch.seal()
+        await batch.finished(lambda: dispatch.describe(batch))
+    finally:
+        dispatch.withdraw(batch, query_ids, "cancelled")
+        await cancel_all([task])
 
 
 async def add_in_parts(dispatch: Dispatch, batch: TicketBatch, groups: Iterable[Group]) -> None:

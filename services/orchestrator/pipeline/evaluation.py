@@ -9,7 +9,7 @@ from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline
-from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, add_in_parts
+from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, run_batch
 from services.orchestrator.pipeline.metrics import Tally
 from troupe.rpc import ResourceExhausted
 from troupe.scheduling import admission
@@ -48,17 +48,10 @@ class EvaluationRunner:
         )
         deadline = Deadline(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
         batch = TicketBatch(self._step, deadline, self._on_end)
-        progress = asyncio.create_task(self._show_progress())
+        tickets = (evaluation_ticket(query) for query in self._plan)
         try:
-            tickets = ([evaluation_ticket(query)] for query in self._plan)
-            await add_in_parts(self._dispatch, batch, tickets)
-            batch.seal()
-            await batch.finished(lambda: self._dispatch.describe(batch))
+            await run_batch(self._dispatch, batch, tickets, self._show_progress())
         finally:
-            # After a pause some still run.
-            self._dispatch.withdraw(batch, [query.query_id for query in self._plan], "cancelled")
-            progress.cancel()
-            await asyncio.gather(progress, return_exceptions=True)
             await self._recent.flush()
         await report_failures(self._job, self._name, self.tally, len(self._plan))
         values = self.tally.values(time.monotonic() - began)

@@ -30,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from services.orchestrator.context import JobContext
-from services.orchestrator.errors import Deadline, run_all, run_with_background
+from services.orchestrator.errors import Deadline, cancel_all, run_all, run_with_background
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, add_in_parts
 from services.orchestrator.pipeline.evaluation import (
     check_failures,
@@ -547,13 +547,10 @@ class StepWindow:
                     await self._wait()
                     await self._finish()
             finally:
-                progress.cancel()
-                await asyncio.gather(progress, return_exceptions=True)
+                await cancel_all([progress])
         finally:
             # Only a fault or a cancellation leaves any.
-            for _, task in self._open:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in self._open), return_exceptions=True)
+            await cancel_all(task for _, task in self._open)
             self._open.clear()
 
     def _may_open(self) -> bool:

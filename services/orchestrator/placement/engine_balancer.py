@@ -15,6 +15,7 @@ from typing import Final
 import structlog
 
 from services.orchestrator.context import JobContext
+from services.orchestrator.errors import cancel_all
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.rpc import TroupeError, new_id
 from troupe.scheduling import balancing
@@ -48,14 +49,12 @@ class Balancer:
         republish: Callable[[str], Awaitable[None]],
         *,
         start_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`workers`: those that are prepared for the job. `start_seconds`: how long an engine may
-        take to come up with other weights. `clock` is that of the workers' registry."""
+        take to come up with other weights."""
         self._job = job
         self._workers = workers
         self._republish = republish
-        self._clock = clock
         section = job.spec.balancing
         self._section, self._rules = section, section.rules
         self._barred = section.barred(job.spec.policies)
@@ -83,9 +82,7 @@ class Balancer:
                     task.result()
                 self.look()
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_all(self._tasks)
 
     def look(self) -> None:
         """Decides for each worker that has sent a heartbeat since the last call."""
@@ -121,7 +118,7 @@ class Balancer:
         disparity = balancing.disparity(demands, engines)
         self._disparity += disparity if disparity < float("inf") else 0.0
         moves, pool.memory = balancing.decide(
-            self._rules, pool.memory, demands, engines, self._clock(), barred=self._barred
+            self._rules, pool.memory, demands, engines, time.monotonic(), barred=self._barred
         )
         for move in moves:
             pool.moving[move.engine_id] = move.target
@@ -172,7 +169,7 @@ class Balancer:
                 reply = await worker.rollout.MoveEngine(request, timeout=self._seconds)
         except TroupeError as error:
             self._failures += 1
-            pool.memory = balancing.failed(pool.memory, move.source, move.target, self._clock())
+            pool.memory = balancing.failed(pool.memory, move.source, move.target, time.monotonic())
             if not worker.alive:
                 return  # the loss of the worker is logged elsewhere
             count, _ = pool.memory.failures[move.source, move.target]
@@ -185,7 +182,7 @@ class Balancer:
         else:
             self._moves += 1
             self._seconds_moving += reply.seconds
-            pool.moved[move.engine_id] = (move.target, self._clock())
+            pool.moved[move.engine_id] = (move.target, time.monotonic())
             pool.memory = balancing.succeeded(pool.memory, move.source, move.target)
             await self._job.info(_moved_text(what, move, reply))
         finally:

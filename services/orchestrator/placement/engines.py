@@ -14,7 +14,13 @@ from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.crash_loops import CrashLoopGuard
-from services.orchestrator.errors import Deadline, RetryBackoff, is_transient, run_all
+from services.orchestrator.errors import (
+    Deadline,
+    RetryBackoff,
+    cancel_all,
+    is_transient,
+    run_all,
+)
 from services.orchestrator.placement.engine_balancer import WEIGHTS_GONE, Balancer
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.rpc import TroupeError, Unavailable, new_id
@@ -131,9 +137,7 @@ class Engines:
                         del keepers[worker]
                 self._notify()
         finally:
-            for task in keepers.values():
-                task.cancel()
-            await asyncio.gather(*keepers.values(), return_exceptions=True)
+            await cancel_all(keepers.values())
 
     async def update(self, weights: pb.WeightsRef, deadline: Deadline) -> None:
         """Has every prepared worker load a version, and waits until they serve it.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from services.orchestrator.errors import Deadline, RetryBackoff
+from services.orchestrator.errors import Deadline, RetryBackoff, cancel_all
 from services.orchestrator.placement.workers import AWAY, WorkerHandle, WorkerRegistry
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable
 from troupe.scheduling import binding
@@ -83,7 +83,7 @@ class TableWatch:
         self,
         experience: ExperienceStoreAsyncStub,
         job_id: str,
-        on_status: Callable[[], None] = lambda: None,
+        on_status: Callable[[], None],
     ) -> None:
         self._experience = experience
         self._on_status = on_status
@@ -142,11 +142,8 @@ class TableWatch:
 class TrainerScheduler:
     """One loop that assigns trainer workers to policies, suspends and releases them."""
 
-    def __init__(
-        self, workers: WorkerRegistry, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, workers: WorkerRegistry) -> None:
         self._workers = workers
-        self._clock = clock
         self._leases: dict[str, TrainerLease] = {}
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -160,11 +157,8 @@ class TrainerScheduler:
     async def close(self) -> None:
         """Stops the loop."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        for task in self._evictions:
-            task.cancel()
-        await asyncio.gather(*self._evictions, return_exceptions=True)
+            await cancel_all([self._task])
+        await cancel_all(self._evictions)
 
     @property
     def wanted(self) -> int:
@@ -220,24 +214,22 @@ class TrainerScheduler:
                 # A bug here must not stop all training: the next change, or a second, has it
                 # decide again.
                 _log.exception("no plan could be made")
-                again = self._clock() + 1.0
+                again = time.monotonic() + 1.0
             await self._wait(again)
 
     async def _wait(self, until: float) -> None:
         """Waits for a change, of workers too, or until the time that the plan named."""
         news = asyncio.ensure_future(self._news.wait())
         workers = asyncio.ensure_future(self._workers.change())
-        left = None if until == math.inf else max(0.0, until - self._clock())
+        left = None if until == math.inf else max(0.0, until - time.monotonic())
         try:
             await asyncio.wait({news, workers}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for waiting in (news, workers):
-                waiting.cancel()
-            await asyncio.gather(news, workers, return_exceptions=True)
+            await cancel_all((news, workers))
         self._news.clear()
 
     def _decide(self) -> float:
-        now = self._clock()
+        now = time.monotonic()
         usable = {w.worker_id: w for w in self._workers.usable(orch.WORKER_KIND_TRAINER)}
         workers = [_offer(worker) for worker in usable.values()]
         policies = [self._policy(one, usable, now) for one in self._leases.values()]

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import structlog
 
-from services.orchestrator.errors import Deadline
+from services.orchestrator.errors import Deadline, cancel_all
 from services.orchestrator.settings import OrchestratorSettings
 from troupe.rpc import AlreadyExists, ClientSettings, RetryPolicy, Unavailable, connect
 from troupe.v1 import common_pb2 as pb
@@ -179,8 +179,7 @@ class WorkerRegistry:
     async def close(self) -> None:
         """Stops checking and closes every channel."""
         if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+            await cancel_all([self._watch])
         for worker in list(self._workers.values()):
             self._forget(worker)
         await asyncio.gather(*self._closing, return_exceptions=True)

@@ -15,8 +15,8 @@ from typing import Final
 import structlog
 
 from services.orchestrator.context import JobContext
-from services.orchestrator.errors import Deadline, run_all
-from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, add_in_parts
+from services.orchestrator.errors import Deadline, cancel_all, run_all
+from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, run_batch
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.policy_trainer import Trainers
 from services.orchestrator.populations.decisions import (
@@ -212,18 +212,9 @@ class Matches:
                     text = f"matches: {len(self._ended)} of {total}"
                     self._job.show(text, step=step, done=len(self._ended), total=total)
 
-        ticker = asyncio.create_task(tick())
+        tickets = (self._ticket(one, members[one.name], places) for one in wave)
         try:
-            try:
-                tickets = ([self._ticket(one, members[one.name], places)] for one in wave)
-                await add_in_parts(self._dispatch, batch, tickets)
-                batch.seal()
-                await batch.finished(lambda: self._dispatch.describe(batch))
-            finally:
-                # After a pause some still run.
-                self._dispatch.withdraw(batch, [one.name for one in wave], "cancelled")
-                ticker.cancel()
-                await asyncio.gather(ticker, return_exceptions=True)
+            await run_batch(self._dispatch, batch, tickets, tick())
         except BaseException:
             # What has ended must not be played again, whatever ended the wave.
             try:
@@ -437,10 +428,9 @@ class PopulationRun:
 
     async def close(self) -> None:
         """Stops matches in the background. Repeatable."""
-        aside, self._background_matches = self._background_matches, None
-        if aside is not None:
-            aside.cancel()
-            await asyncio.gather(aside, return_exceptions=True)
+        matches, self._background_matches = self._background_matches, None
+        if matches is not None:
+            await cancel_all([matches])
 
     async def watch(self) -> None:
         """Raises errors of matches in the background; returns when they are over."""

@@ -18,13 +18,17 @@ from troupe.v1 import orchestrator_pb2 as orch
 if TYPE_CHECKING:  # numpy and scipy are slow to import, and most jobs have no population
     from troupe.populations.payoffs import Members, PayoffTable, Rating
 
-FORMAT: Final = 1
 CANDIDATE: Final = "candidate"
 SETTLED: Final = "settled"
 RETIRED: Final = "retired"
 # Probabilities by name of a member, or of a learner as it is now (`live`).
 Mixture = dict[str, float]
 _LIVE: Final = "="
+# Fields of `PopulationState` that are JSON as they are.
+_PLAIN: Final = (
+    *("pools", "iteration", "began", "pending", "mixtures", "planned", "failed", "played"),
+    *("settled_at", "restarting", "began_with", "stopped"),
+)
 # Digits of an index into a Redis list, at most.
 _DIGITS: Final = 18
 
@@ -319,28 +323,15 @@ class PopulationState:
 
     def to_fields(self) -> list[str]:
         """All fields of the Redis hash, in pairs."""
-        rest = {
-            "format": FORMAT,
-            "pools": self.pools,
+        values = {name: getattr(self, name) for name in _PLAIN} | {
             "members": [asdict(one) for one in self.members.values()],
-            "iteration": self.iteration,
-            "began": self.began,
-            "pending": self.pending,
-            "mixtures": self.mixtures,
             "history": [asdict(one) for one in self.history],
             "attempts": [[list(key), count] for key, count in sorted(self.attempts.items())],
-            "planned": self.planned,
-            "failed": self.failed,
             "wins": [[*pair, *counts] for pair, counts in sorted(self.wins.items())],
             "ratings": {name: asdict(one) for name, one in sorted(self.ratings.items())},
-            "played": self.played,
-            "settled_at": self.settled_at,
-            "restarting": self.restarting,
-            "began_with": self.began_with,
-            "stopped": self.stopped,
             "table": self.table.to_json(),
         }
-        return ["state", json.dumps(rest), *self.slot_fields()]
+        return ["state", json.dumps(values), *self.slot_fields()]
 
     def slot_fields(self) -> list[str]:
         """The fields that change when members are loaded into slots, in pairs."""
@@ -352,28 +343,17 @@ class PopulationState:
         """The state that `to_fields` wrote, bit for bit."""
         from troupe.populations.payoffs import PayoffTable, Rating
 
-        rest: dict[str, Any] = json.loads(fields["state"])
+        values: dict[str, Any] = json.loads(fields["state"])
         casting = json.loads(fields["casting"])
-        members = [FrozenMember(**one) for one in rest["members"]]
+        members = [FrozenMember(**one) for one in values["members"]]
         return cls(
-            pools=rest["pools"],
-            table=PayoffTable.from_json(rest["table"]),
+            table=PayoffTable.from_json(values["table"]),
             members={one.member_id: one for one in members},
-            iteration=rest["iteration"],
-            began=rest["began"],
-            pending=rest["pending"],
-            mixtures=rest["mixtures"],
-            history=[Solution(**one) for one in rest["history"]],
-            attempts={tuple(key): count for key, count in rest["attempts"]},
-            planned=rest["planned"],
-            failed=rest["failed"],
-            wins={(one, other): counts for one, other, *counts in rest["wins"]},
-            ratings={name: Rating(**one) for name, one in rest["ratings"].items()},
-            played=rest["played"],
+            history=[Solution(**one) for one in values["history"]],
+            attempts={tuple(key): count for key, count in values["attempts"]},
+            wins={(one, other): counts for one, other, *counts in values["wins"]},
+            ratings={name: Rating(**one) for name, one in values["ratings"].items()},
             slots={slot: (one, n) for slot, (one, n) in json.loads(fields["slots"]).items()},
             casting=None if casting is None else Casting(**casting),
-            settled_at=rest["settled_at"],
-            restarting=rest["restarting"],
-            began_with=rest["began_with"],
-            stopped=rest["stopped"],
+            **{name: values[name] for name in _PLAIN},
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import asdict
 from typing import Final
 
 from services.chassis.folders import files_below
@@ -63,10 +64,7 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
     found.cells.extend(_cells(state))
     found.history.extend(_solutions(state))
     found.ratings.extend(
-        orch.MemberRating(
-            member_id=name, mean=one.mean, deviation=one.deviation, matches=one.matches
-        )
-        for name, one in state.ratings.items()
+        orch.MemberRating(member_id=name, **asdict(one)) for name, one in state.ratings.items()
     )
     found.slots.extend(_slots(state, {s: p.name for p in pools.pools for s in p.slots}))
     return found
@@ -118,19 +116,8 @@ async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Chec
 
 
 def _member(one: FrozenMember) -> orch.PopulationMember:
-    return orch.PopulationMember(
-        member_id=one.member_id,
-        learner=one.learner,
-        kind=one.kind,
-        version=one.version,
-        step=one.step,
-        iteration=one.iteration,
-        checksum=one.checksum,
-        parent=one.parent,
-        state=_STATES[one.state],
-        num_bytes=one.num_bytes,
-        frozen_at=timestamp(one.frozen_at),
-    )
+    changed = {"state": _STATES[one.state], "frozen_at": timestamp(one.frozen_at)}
+    return orch.PopulationMember(**asdict(one) | changed)
 
 
 def _cells(state: PopulationState) -> list[orch.PayoffCell]:

@@ -28,9 +28,8 @@ class EventLog:
     page when it has sent the last, and gets only the newest activity.
     """
 
-    def __init__(self, redis: RedisAccess, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, redis: RedisAccess) -> None:
         self._redis = redis
-        self._clock = clock
         self._activities: dict[str, orch.JobEvent] = {}
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
 
@@ -39,7 +38,7 @@ class EventLog:
     ) -> None:
         """Appends a notice for users."""
         event = orch.JobEvent(
-            at=timestamp(self._clock()), notice=orch.Notice(severity=severity, text=text)
+            at=timestamp(time.time()), notice=orch.Notice(severity=severity, text=text)
         )
         await self._redis.call(
             "XADD",
@@ -58,7 +57,7 @@ class EventLog:
         last = self._activities.get(job_id)
         if last is not None and last.activity == activity:
             return
-        self._activities[job_id] = orch.JobEvent(at=timestamp(self._clock()), activity=activity)
+        self._activities[job_id] = orch.JobEvent(at=timestamp(time.time()), activity=activity)
         self.wake(job_id)
 
     def activity(self, job_id: str) -> str:

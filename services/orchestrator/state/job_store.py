@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -62,14 +62,12 @@ class JobStore:
         self,
         redis: RedisAccess,
         log: EventLog,
-        clock: Callable[[], float] = time.time,
         *,
         data_dir: Path | None = None,
     ) -> None:
         """Jobs' directories are stored relative to `data_dir`, which may be moved."""
         self._redis = redis
         self._log = log
-        self._clock = clock
         self._data_dir = data_dir
         # Names this process to users who look for the other orchestrator of a job.
         self.instance = f"{socket.gethostname()}, process {os.getpid()}"
@@ -161,12 +159,12 @@ class JobStore:
             for number, job_id in enumerate(job_ids)
         ]
 
-    def _view(self, job_id: str, record: Any, ledger: Any, latest: Any) -> StoredJob:
+    def _view(self, job_id: str, record: Any, versions: Any, latest: Any) -> StoredJob:
         read = self._read(job_id, record)
         if read.broken:
             return StoredJob(read, {}, {})
         try:
-            entries = entries_of(_mapping(ledger))
+            entries = entries_of(_mapping(versions))
             versions = {policy: one.weights.version for policy, one in entries.items()}
             return StoredJob(read, versions, _numbers(_mapping(latest)))
         except (DecodeError, ValueError) as error:
@@ -330,7 +328,7 @@ class JobStore:
         return bool(outcome == b"written")
 
     def _fields_of(self, target: pb.JobState.ValueType, problem: pb.Problem | None) -> list[Value]:
-        now = repr(self._clock())
+        now = repr(time.time())
         fields: list[Value] = ["problem", problem_field(problem)]
         if target == pb.JOB_STATE_SUBMITTED:
             fields += ["ended_at", "0.0"]
@@ -351,7 +349,7 @@ class JobStore:
         state: orch.StateChanged | None = None,
         metrics: orch.MetricsLogged | None = None,
     ) -> bytes:
-        at = timestamp(self._clock())
+        at = timestamp(time.time())
         return orch.JobEvent(at=at, state=state, metrics=metrics).SerializeToString()
 
     async def _raise_if_superseded(self, job_id: str, outcome: bytes) -> None:

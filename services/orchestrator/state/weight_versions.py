@@ -13,7 +13,7 @@ version is recent enough (`pipeline.alpha`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.orchestrator.state.records import timestamp
@@ -35,9 +35,8 @@ class VersionEntry:
 class WeightVersions:
     """The weight versions of all jobs, in Redis."""
 
-    def __init__(self, redis: RedisAccess, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, redis: RedisAccess) -> None:
         self._redis = redis
-        self._clock = clock
 
     async def entries(self, job_id: str) -> dict[str, VersionEntry]:
         """The newest entry of every policy that has one."""
@@ -87,7 +86,7 @@ class WeightVersions:
         entry = orch.PolicyVersion(
             weights=weights,
             step=done,
-            published_at=timestamp(self._clock()),
+            published_at=timestamp(time.time()),
             outcome=outcome,
             restarted=restarted,
         )
