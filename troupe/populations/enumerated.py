@@ -82,7 +82,7 @@ class Enumeration:
         rule: IllegalRule,
         resamples: int,
     ) -> Enumeration:
-        """The same with `questions` that another process has made, which has the job's prompts."""
+        """An enumeration with `questions` from a process that has the job's prompts."""
         game = environment.game
         # A game with forfeits is the same tree with more leaves.
         if rule != "random_legal":

@@ -43,7 +43,7 @@ class SequenceForm:
     """A finite game with perfect recall."""
 
     decisions: tuple[Decisions, ...]
-    """By player."""
+    """By player: its information sets."""
     leaves: Indices
     """The sequence of each player at each terminal history [t, n]."""
     returns: Array

@@ -434,7 +434,7 @@ class Dispatch:
         self._enqueue(())
 
     def describe(self, batch: TicketBatch) -> str:
-        """What the batch waits for, for people."""
+        """A text that says what the batch waits for."""
         where = ", ".join(f"{len(ids)} on {worker}" for worker, ids in self._running.items() if ids)
         if not where:
             return f"waiting for a ready rollout worker for {batch.open} trajectories"

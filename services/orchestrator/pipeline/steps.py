@@ -234,7 +234,7 @@ class StepRunner:
         return max(0, self._total - self._rollout.batch.open), self._total
 
     def describe(self) -> str:
-        """What the step does now, for people."""
+        """A text that says what the step does now."""
         policies = self._context.trainers.policies
         trained = self._job.spec.trained_policies
         busy = sum(

@@ -124,7 +124,7 @@ class MoveProbabilities:
         return found
 
     async def _behaviour(self, slot: str, deadline: Deadline) -> list[list[float]]:
-        """The same for a network policy, which answers all questions in one call."""
+        """Moves' probabilities of a network policy, for all questions in one call."""
         request = ro.BehaveRequest(
             job_id=self._job.job_id,
             policy=slot,

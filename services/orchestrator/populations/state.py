@@ -222,9 +222,9 @@ class Solution:
     iteration: int
     step: int
     mixtures: dict[str, Mixture]
-    """By pool."""
+    """By pool: the meta-strategy over its members."""
     values: list[float]
-    """By player."""
+    """By player: the expected payoff."""
     gains: dict[str, float]
     """By pool: how much more the newest members get than the mixture before."""
     nash_conv: float | None = None
@@ -268,7 +268,7 @@ class PopulationState:
     wins: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """By member and opponent: matches won, drawn, played."""
     ratings: dict[str, Rating] = field(default_factory=dict)
-    """By member."""
+    """By member: its skill rating."""
     played: int = 0
     slots: dict[str, tuple[str, int]] = field(default_factory=dict)
     """By slot: its member, and the slot's version, which counts the loads."""

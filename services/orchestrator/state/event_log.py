@@ -61,7 +61,7 @@ class EventLog:
         self.wake(job_id)
 
     def activity(self, job_id: str) -> str:
-        """What the job does now, for people; empty if unknown."""
+        """A text that says what the job does now; empty if unknown."""
         event = self._activities.get(job_id)
         return "" if event is None else event.activity.text
 
