@@ -231,7 +231,7 @@ class TrainerScheduler:
     def _decide(self) -> float:
         now = time.monotonic()
         usable = {w.worker_id: w for w in self._workers.usable(orch.WORKER_KIND_TRAINER)}
-        workers = [_offer(worker) for worker in usable.values()]
+        workers = [_rank_worker(worker) for worker in usable.values()]
         policies = [self._policy(one, usable, now) for one in self._leases.values()]
         for policy in policies:
             if problem := binding.too_large(policy, workers):
@@ -285,7 +285,7 @@ class TrainerScheduler:
         ]
 
 
-def _offer(worker: WorkerHandle) -> binding.RankWorker:
+def _rank_worker(worker: WorkerHandle) -> binding.RankWorker:
     device = worker.beat.trainer
     return binding.RankWorker(
         worker.worker_id, device.slots, device.memory_bytes, device.device or "cpu"

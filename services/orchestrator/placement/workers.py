@@ -196,7 +196,7 @@ class WorkerRegistry:
             for worker in list(self._workers.values()):
                 if stalled and worker.alive:
                     worker.seen = now
-                self._judge(worker, now - worker.seen)
+                self._check_age(worker, now - worker.seen)
 
     def _refuse_doubles(self, beat: orch.HeartbeatRequest) -> None:
         known = self._workers.get(beat.worker_id)
@@ -221,7 +221,7 @@ class WorkerRegistry:
                 remedy="Give every process a TROUPE_ADVERTISE_ADDRESS at which it is reached.",
             )
 
-    def _judge(self, worker: WorkerHandle, age: float) -> None:
+    def _check_age(self, worker: WorkerHandle, age: float) -> None:
         # Half an interval more: the last heartbeat may be on its way.
         limit = (self._settings.lost_after_beats + 0.5) * self._settings.heartbeat_seconds
         if worker.alive and age > limit:
