@@ -185,8 +185,8 @@ async def _alike(plan: Plan, law: CodingLaw, cores: int) -> list[tuple[Result, B
 async def paced(plan: Plan, console: Console) -> dict[str, Any]:
     """On a host of more cores, whose actions sleep."""
     law = CodingLaw(turns=plan.turns).scaled(plan.paced_scale)
-    parallelism, places = simulated.POD_PARALLELISM, _PACED_CORES // simulated.POD_CORES
-    modes = (Mode("elastic"), Mode("fixed", parallelism), Mode("reserved", parallelism, places))
+    parallelism, slots = simulated.POD_PARALLELISM, _PACED_CORES // simulated.POD_CORES
+    modes = (Mode("elastic"), Mode("fixed", parallelism), Mode("reserved", parallelism, slots))
     rows: list[tuple[Result, BatchResult]] = []
     async with started(_PACED_CORES, plan.paced_workers, paced=True) as reward:
         for count in plan.paced:
@@ -283,8 +283,8 @@ def _twin(
     before: Sequence[Trajectory] = (),
 ) -> BatchResult:
     """The same in simulated time."""
-    if mode.places is not None:
-        pod, parallelism = cores // mode.places, mode.fixed or 1
+    if mode.slots is not None:
+        pod, parallelism = cores // mode.slots, mode.fixed or 1
         return simulated.reserved(
             trajectories, [cores], pod=pod, parallelism=parallelism, kubernetes=False
         )

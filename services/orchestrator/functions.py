@@ -15,7 +15,7 @@ import structlog
 
 from services.orchestrator.errors import cancel_all
 from services.orchestrator.state.redis import RedisAccess
-from troupe.functions.declaration import NAME, VERSION
+from troupe.functions.validation import NAME, VERSION
 from troupe.job import JobSpec
 from troupe.rpc import (
     AlreadyExists,

@@ -1,14 +1,19 @@
-"""One call as a worker gets it, and what becomes of it."""
+"""One call of a function: arguments, time limits, outcome, and the slot that runs it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+from services.reward import worker
+from troupe.outcomes import finite_number, parse_json
 from troupe.scheduling.elastic import Kin
 from troupe.v1 import reward_pb2 as pb
 
@@ -16,33 +21,87 @@ if TYPE_CHECKING:
     from services.reward.function import RegisteredFunction
     from services.reward.groups import CoreLease
 
+# A caller whose call waits for a quota is told why before it gives up: this much earlier, at most
+# this share of its time.
+_NOTICE_SECONDS: Final = 1.0
+_NOTICE_SHARE: Final = 0.1
+_ERROR_KINDS: Final = {
+    worker.RAISED: pb.InvocationError.KIND_RAISED,
+    worker.OUT_OF_MEMORY: pb.InvocationError.KIND_OUT_OF_MEMORY,
+    worker.BAD_RESULT: pb.InvocationError.KIND_BAD_RESULT,
+    worker.NOT_IMPORTABLE: pb.InvocationError.KIND_NOT_IMPORTABLE,
+    worker.BAD_ARGUMENTS: pb.InvocationError.KIND_BAD_ARGUMENTS,
+}
+_MAX_REWARD_BYTES: Final = 1 << 20
+# What a response takes in the message of its batch beside its own bytes.
+_FRAME_BYTES: Final = 6
+# Room for the error that replaces a result that does not fit.
+_REFUSAL_BYTES: Final = 256
+
+
+@dataclass(frozen=True)
+class CallDeadline:
+    """The time limits of one invocation, made where it is accepted and carried with the call
+    through the queue and the host to the slot that runs it.
+
+    `run_seconds` is the function's `timeout_seconds`. It bounds one attempt, and counts only while
+    the function's code runs: not in the queue, nor while a worker starts or imports. The slot
+    enforces it and reports `timed_out`.
+
+    `caller_seconds` is how long the caller waits in all, from acceptance, every attempt included;
+    None without a deadline. gRPC ends the caller's wait. A call that has not begun is dropped then;
+    one that runs goes on, for a caller that repeats the invocation id.
+    """
+
+    run_seconds: float = math.inf
+    caller_seconds: float | None = None
+    accepted: float = field(default_factory=time.perf_counter)
+
+    @property
+    def notice_seconds(self) -> float | None:
+        """Seconds until a call that still waits for a quota is failed with the reason, a little
+        before its caller gives up; None: the caller has no deadline."""
+        if self.caller_seconds is None:
+            return None
+        notice = min(_NOTICE_SECONDS, _NOTICE_SHARE * self.caller_seconds)
+        return self.accepted + self.caller_seconds - notice - time.perf_counter()
+
+    def timed_out(self, output: str = "") -> pb.InvocationError:
+        """The error of a call whose code ran for longer than `run_seconds`."""
+        return pb.InvocationError(
+            kind=pb.InvocationError.KIND_TIMEOUT,
+            message=f"did not end within {self.run_seconds:g} s",
+            output=output,
+        )
+
 
 @dataclass(eq=False)
 class FunctionCall:
-    """What a function is called with, on whose behalf, and who hears what it prints."""
+    """What a function is called with, for which job and trajectory, and within what time."""
 
     arguments_json: str
     job_id: str = ""
     trajectory_id: str = ""
     query_id: str = ""
+    # Called with each part of what the function prints, as it comes.
     printed: Callable[[bytes], None] | None = None
-    # Stateful sandboxes that its trajectory has had.
+    # Ids of stateful sandboxes that the trajectory has had.
     sandboxes: Sequence[str] = ()
-    # Variables that its process has while it runs.
+    # Variables that the worker process has while the call runs.
     environment: Mapping[str, str] = field(default_factory=dict)
-    # Trajectories that cannot go on without it, and how long its caller waits.
+    # How many trajectories cannot go on without the result.
     waiters: int = 1
-    seconds: float | None = None
-    # How long it will run with the fewest cores, as its caller or its function says; 0: nobody did.
+    deadline: CallDeadline = field(default_factory=CallDeadline)
+    # Run time with the fewest cores, as the caller or the function declares it; 0: not declared.
     expected_seconds: float = 0.0
-    # The same by what calls like it took; 0: as others of its function.
+    # The same, estimated from calls like this one; 0: as the function's other calls.
     estimated_seconds: float = 0.0
-    # Nobody wants it any more: it need not be begun.
+    # Withdrawn: if it has not begun, it is skipped.
     dropped: bool = False
 
     @cached_property
     def kin(self) -> Kin:
-        """What it has in common with other calls of its function."""
+        """Keys of similar calls of the function: same query, same trajectory, same arguments."""
         query = f"{self.job_id}/{self.query_id}" if self.query_id else ""
         trajectory = f"{self.job_id}/{self.trajectory_id}" if self.trajectory_id else ""
         # Arguments of another job's call may name another job's files.
@@ -54,51 +113,69 @@ class FunctionCall:
 class CallOutcome:
     """What became of one call: `result_json` after `seconds` of running, or `error`.
 
-    `cold_seconds`: what it took to start a worker and to import the code; 0: both were there.
+    `cold_seconds`: how long a worker took to start and to import the code; 0 for a warm worker.
     """
 
     result_json: str = ""
     seconds: float = 0.0
     error: pb.InvocationError | None = None
     cold_seconds: float = 0.0
-    # The stateful sandbox that it ran in, or that is gone.
+    # Id of the stateful sandbox in which the call ran, or which is gone.
     sandbox: str = ""
 
+    @classmethod
+    def failed(
+        cls, kind: pb.InvocationError.Kind.ValueType, message: str, *, cold_seconds: float = 0.0
+    ) -> CallOutcome:
+        """The outcome of a call that failed without any output of its own."""
+        error = pb.InvocationError(kind=kind, message=message)
+        return cls(error=error, cold_seconds=cold_seconds)
 
-class WorkerPlace(Protocol):
-    """Where calls run, one at a time: a worker process here, or one on another host."""
 
-    name: str
-    restarts: int
+class WorkerSlot:
+    """Runs calls one at a time: in a worker process here, on another host, or in a sandbox.
+
+    The defaults are those of a slot whose process is started and ended elsewhere.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # Processes that had to be replaced.
+        self.restarts = 0
 
     @property
     def warm(self) -> bool:
         """Whether there is a process that waits for calls."""
+        return True
 
     @property
-    def lived(self) -> float:
-        """Seconds that there was a process, over its lifetime."""
+    def process_seconds(self) -> float:
+        """Seconds for which the slot has had a process, in total."""
+        return 0.0
 
     async def start(self) -> None:
-        """Have a process there, before any call."""
+        """Start the process, before any call."""
 
     async def stop(self) -> None:
-        """There will be no more calls."""
+        """End the process for good."""
 
     def rest(self) -> None:
         """End the process; the next call starts another."""
 
     async def warm_up(self, function: RegisteredFunction) -> None:
-        """Have a process there that has imported `function`, if that works."""
+        """Have a process that has imported `function`, if that works."""
 
     def holds(self, function: RegisteredFunction) -> bool:
         """Whether the process has imported `function` since its last registration."""
+        return True
 
-    def suits(self, function: RegisteredFunction) -> bool:
+    def confined_for(self, function: RegisteredFunction) -> bool:
         """Whether the process is confined as `function` wants it."""
+        return True
 
     def cancel(self) -> None:
         """End the call that runs now; its outcome is KIND_CANCELLED."""
+        raise NotImplementedError
 
     def run_many(
         self,
@@ -106,8 +183,104 @@ class WorkerPlace(Protocol):
         calls: Sequence[FunctionCall],
         lease: CoreLease | None = None,
     ) -> AsyncGenerator[tuple[int, CallOutcome]]:
-        """Run `calls` one after the other: index and outcome of each as it ends.
+        """Run `calls` in order, on the cores of `lease`: index and outcome of each as it ends.
 
-        Stops early, after an outcome, when the process is lost: what has no outcome did not begin.
-        Those that are `dropped` before they begin are left out.
+        Stops early, after an outcome, when the process is lost: calls without an outcome have not
+        begun. Calls that are `dropped` before they begin are left out.
         """
+        raise NotImplementedError
+
+
+def outcome_of(
+    answer: worker.CallAnswer, seconds: float = 0.0, output: str = "", cold_seconds: float = 0.0
+) -> CallOutcome:
+    """The outcome of a call that a worker answered after `seconds`; `output` is what it printed."""
+    if answer.kind == worker.OK:
+        return CallOutcome(sendable(answer.text), seconds, cold_seconds=cold_seconds)
+    text, retry_after = sendable(answer.text), 0.0
+    if answer.kind == worker.REFUSED:
+        number, _, text = answer.text.partition(" ")
+        with contextlib.suppress(ValueError):
+            # A forged answer may name any number; one that is not plausible counts as none.
+            given = float(number)
+            retry_after = given if 0 < given <= worker.MOST_SECONDS else -1.0
+    return CallOutcome(
+        error=pb.InvocationError(
+            # A forged answer may name a kind that does not exist.
+            kind=_ERROR_KINDS.get(answer.kind, pb.InvocationError.KIND_RAISED),
+            message=text,
+            traceback=sendable(answer.traceback),
+            output=output,
+            retry_after_seconds=retry_after,
+        ),
+        cold_seconds=cold_seconds,
+    )
+
+
+def sendable(text: str) -> str:
+    """`text` as protobuf takes it: file names that are not UTF-8 hold halves of surrogate pairs."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def as_reward(outcome: CallOutcome) -> CallOutcome:
+    """`outcome`; KIND_BAD_RESULT if its result is neither a number nor numbers by agent."""
+    if outcome.error is not None or _is_reward(outcome.result_json):
+        return outcome
+    shown = outcome.result_json
+    shown = shown if len(shown) < 200 else shown[:197] + "..."
+    error = pb.InvocationError(
+        kind=pb.InvocationError.KIND_BAD_RESULT,
+        message="a reward is a finite number, or a dict with a number for each agent that it is "
+        f"for: the function returned {'nothing' if shown == 'null' else shown}",
+    )
+    return replace(outcome, result_json="", error=error)
+
+
+def _is_reward(text: str) -> bool:
+    # A sandbox may answer anything.
+    if len(text) > _MAX_REWARD_BYTES:
+        return False
+    try:
+        value = parse_json(text)
+        for number in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(number, bool):
+                return False
+            finite_number(number)
+    except ValueError:
+        return False
+    return True
+
+
+def fitted(responses: Iterable[pb.InvokeResponse], most_bytes: int) -> list[pb.InvokeResponse]:
+    """`responses`, for one message of at most `most_bytes`.
+
+    In order, each that does not fit beside those before it is replaced by KIND_RESULT_TOO_LARGE;
+    the others are kept.
+    """
+    given = list(responses)
+    left = most_bytes
+    if sum(one.ByteSize() + _FRAME_BYTES for one in given) <= left:
+        return given
+    left -= len(given) * _REFUSAL_BYTES
+    found = []
+    for one in given:
+        size = one.ByteSize() + _FRAME_BYTES
+        if size > left and size > _REFUSAL_BYTES:
+            found.append(_too_large(one, size, most_bytes))
+        else:
+            left -= max(0, size - _REFUSAL_BYTES)
+            found.append(one)
+    return found
+
+
+def _too_large(response: pb.InvokeResponse, size: int, most: int) -> pb.InvokeResponse:
+    error = pb.InvocationError(
+        kind=pb.InvocationError.KIND_RESULT_TOO_LARGE,
+        message=f"its result of {size:,} bytes does not fit into the batch's answer of at most "
+        f"{most:,}: invoke with the same id alone, or send fewer together",
+    )
+    refused = pb.InvokeResponse()
+    refused.CopyFrom(response)
+    refused.error.CopyFrom(error)
+    refused.host = refused.sandbox = ""
+    return refused

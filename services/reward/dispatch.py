@@ -1,6 +1,6 @@
-"""Brings what waits to where it runs.
+"""Gives queued invocations to worker slots of hosts.
 
-`troupe.scheduling.elastic` decides, whenever something comes or ends.
+`troupe.scheduling.elastic` decides what runs where, whenever an invocation arrives or ends.
 """
 
 from __future__ import annotations
@@ -13,465 +13,297 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from services.reward.call import CallOutcome, WorkerPlace
+from services.reward.call import CallOutcome, WorkerSlot
 from services.reward.function import RegisteredFunction, quantile
 from services.reward.groups import CoreLease
 from services.reward.host import FunctionHost
-from services.reward.queues import CORES, Queues, Waiting
-from services.reward.quota import Budget, QuotaManager
+from services.reward.queues import CORES, PendingInvocation, Queues
+from services.reward.quota.manager import Budget, QuotaManager
 from troupe.scheduling.elastic import DecisionBounds, Placed, Running, decide_over
 from troupe.scheduling.elastic.order import workers_to_start
 from troupe.v1 import reward_pb2 as pb
 
-# Until a worker has started: what that is expected to take. Of so many it is the median.
-_COLD_SECONDS: Final = 0.15
-_COLD_STARTS: Final = 100
-# Timers are not exact: looking a little later finds what is due.
-_LATE_SECONDS: Final = 0.005
-
-
-class WorkerAutoscaler:
-    """The processes of all hosts."""
-
-    def __init__(self, hosts: Mapping[str, FunctionHost]) -> None:
-        """`hosts` by name, as they come and go."""
-        self._hosts = hosts
-        self._cold: deque[float] = deque(maxlen=_COLD_STARTS)
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def alive(self) -> int:
-        """Those that are there, or being started."""
-        return sum(host.alive for host in self._hosts.values())
-
-    @property
-    def cold(self) -> int:
-        """Those that could be started."""
-        return sum(host.cold for host in self._hosts.values())
-
-    @property
-    def cold_seconds(self) -> float:
-        """How long one is expected to take to start."""
-        return quantile(self._cold, 0.5) or _COLD_SECONDS
-
-    def started(self, seconds: float) -> None:
-        """One took so long to start."""
-        self._cold.append(seconds)
-
-    def startable(self, queues: Queues, head: Waiting, now: float) -> int:
-        """How many may be started for what waits; `head` is the first."""
-        cold = self.cold
-        if not cold:
-            return 0
-        seconds = self.cold_seconds
-        backlog = queues.seconds(seconds)
-        for host in self._hosts.values():
-            # What takes longer than was expected is expected to take as long again.
-            backlog += sum(
-                r.ends - now if r.ends > now else now - r.ends for r in host.running.values()
-            )
-        return workers_to_start(backlog, now - head.since, self.alive, cold, seconds)
-
-    def idle(self, host: FunctionHost, function: RegisteredFunction) -> None:
-        """A worker of `host` has nothing to do since now; `function` was its last."""
-        self._look(host.idle_seconds(function))
-
-    def close(self) -> None:
-        """No more of it."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _reap(self) -> None:
-        """End those that were idle for too long, and look again when the next one is."""
-        self._timer = None
-        looks = [look for host in self._hosts.values() if (look := host.reap()) is not None]
-        if looks:
-            self._look(min(looks))
-
-    def _look(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time() + seconds + _LATE_SECONDS
-        if self._timer is not None:
-            if self._timer.when() <= due:
-                return
-            self._timer.cancel()
-        self._timer = loop.call_at(due, self._reap)
-
-
-# A worker is given as many calls as it is expected to do in this time, at most so many.
-SECONDS: Final = 0.05
-MOST: Final = 64
-# Of arguments: they go to another host in one message, and no call should wait for the others'.
-MOST_BYTES: Final = 4 << 20
-# A call that takes longer than this keeps nobody behind it: they go elsewhere.
-PATIENCE_SECONDS: Final = 0.2
-
-
-def fitting(first: Waiting, others: list[Waiting]) -> list[Waiting]:
-    """Those of `others`, in their order, that one message can hold along with `first`."""
-    left = MOST_BYTES - len(first.call.arguments_json)
-    for place, one in enumerate(others):
-        left -= len(one.call.arguments_json)
-        if left < 0:
-            return others[:place]
-    return others
-
-
-class InvocationChunk:
-    """Invocations in the order in which a place runs them, until each has ended or left."""
-
-    def __init__(
-        self,
-        waiting: Sequence[Waiting],
-        place: WorkerPlace,
-        cancel: Callable[[], None],
-        recall: Callable[[list[Waiting]], None],
-    ) -> None:
-        """`cancel` ends the one that runs; `recall` is told of those that waited for too long
-        behind another."""
-        self.place, self.cancel = place, cancel
-        self.calls = [one.call for one in waiting]
-        self._waiting: list[Waiting | None] = list(waiting)
-        self._left = len(waiting)
-        # Nothing before it is left.
-        self._first = 0
-        self._recall = recall
-        self._timer: asyncio.TimerHandle | None = None
-        self._watch()
-
-    @property
-    def behind(self) -> int:
-        """How many have not begun."""
-        return max(0, self._left - 1)
-
-    @property
-    def current(self) -> Waiting | None:
-        """The one that runs, or is the next to."""
-        while self._first < len(self._waiting):
-            if (found := self._waiting[self._first]) is not None:
-                return found
-            self._first += 1
-        return None
-
-    def ended(self, index: int) -> Waiting | None:
-        """The one whose outcome came, unless it left before."""
-        found = self._remove(index)
-        self._watch()
-        return found
-
-    def leave(self, waiting: Waiting) -> None:
-        """Let go of one that has not begun, as far as anybody knows; if it runs after all, its
-        outcome is nobody's."""
-        self._remove(self._waiting.index(waiting))
-        waiting.call.dropped = True
-
-    def leave_all(self) -> list[Waiting]:
-        """All that have no outcome, in their order; they leave."""
-        found = [one for one in self._waiting if one is not None]
-        self._waiting, self._left = [], 0
-        self._unwatch()
-        return found
-
-    def _remove(self, index: int) -> Waiting | None:
-        found, self._waiting[index] = self._waiting[index], None
-        self._left -= found is not None
-        return found
-
-    def _watch(self) -> None:
-        self._unwatch()
-        if self.behind:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(PATIENCE_SECONDS, self._give_up)
-
-    def _unwatch(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _give_up(self) -> None:
-        current = self.current
-        behind = [one for one in self._waiting if one is not None and one is not current]
-        for one in behind:
-            self.leave(one)
-        self._recall(behind)
-
+if TYPE_CHECKING:
+    from services.reward.runtime import Runtime
 
 log = structlog.get_logger("troupe.reward")
 
-_RULES: Final = DecisionBounds()
-
-
-class DispatchListener(Protocol):
-    """Who hears of what was dispatched."""
-
-    def begun(self, waiting: Waiting) -> None:
-        """It runs now."""
-
-    def ended(self, waiting: Waiting, outcome: CallOutcome) -> None:
-        """It ran."""
-
-    def held(self, function: RegisteredFunction, cores: int, seconds: float) -> None:
-        """Calls of `function` had a place and that many cores for so long."""
+_BOUNDS: Final = DecisionBounds()
+# A start of a worker is expected to take the median of the last ones; at first this long.
+_COLD_SECONDS: Final = 0.15
+_COLD_STARTS: Final = 100
+# Timers are not exact: a look a little later finds what is due.
+_LATE_SECONDS: Final = 0.005
+# A chunk is what a worker is expected to do in this time, at most so many calls and bytes of
+# arguments: a chunk goes to another host in one message.
+_CHUNK_SECONDS: Final = 0.05
+_CHUNK_CALLS: Final = 64
+_CHUNK_BYTES: Final = 4 << 20
+# Calls behind one that takes longer than this are taken back, to run elsewhere.
+_RECALL_SECONDS: Final = 0.2
 
 
 class Dispatcher:
-    """The queues, the hosts, and what runs."""
+    """Takes invocations from the queues to the hosts, and reports to the runtime how they go."""
 
     def __init__(
         self,
         hosts: Iterable[FunctionHost],
-        listener: DispatchListener,
+        runtime: Runtime,
         quotas: QuotaManager | None = None,
     ) -> None:
         self.queues = Queues()
         self._quotas = quotas
         self.hosts = {host.name: host for host in hosts}
-        self._listener = listener
+        self._runtime = runtime
         self._tasks: set[asyncio.Task[None]] = set()
-        self.workforce = WorkerAutoscaler(self.hosts)
-        self._pump_timer: asyncio.TimerHandle | None = None
+        self.autoscaler = WorkerAutoscaler(self.hosts)
+        self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
 
     async def start(self) -> None:
-        """Start the workers that are to be there at any time."""
+        """Start the worker processes that every host always has."""
         await asyncio.gather(*(host.start() for host in self.hosts.values()))
 
     async def stop(self) -> None:
         """End everything that runs, without outcomes."""
         self._stopped = True
-        self.workforce.close()
-        if self._pump_timer is not None:
-            self._pump_timer.cancel()
+        self.autoscaler.close()
+        if self._timer is not None:
+            self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(host.stop() for host in self.hosts.values()))
 
     def attach(self, host: FunctionHost) -> None:
-        """One more host that runs calls."""
+        """Run calls on one more host."""
         self.hosts[host.name] = host
-        self.pump()
+        self.dispatch()
 
     def detach(self, name: str) -> None:
-        """Nothing begins there any more; the outcomes of what runs there come from its places."""
+        """Begin nothing more on a host; its slots still report the outcomes of what runs there."""
         self.hosts.pop(name, None)
 
     def warm_up(self, function: RegisteredFunction) -> None:
-        """Start what a function wants to have ready ahead of any call."""
+        """Start the workers that a function wants to have ready ahead of any call."""
         if function.spec.min_workers and not self._stopped:
             for host in self.hosts.values():
                 self._spawn(self._warm_up(host, function))
 
     async def _warm_up(self, host: FunctionHost, function: RegisteredFunction) -> None:
         await host.warm_up(function)
-        # What came meanwhile found its places taken.
-        self.pump()
+        # What came meanwhile found its slots taken.
+        self.dispatch()
 
-    def pump(self) -> None:
-        """Start what the scheduler says."""
+    def dispatch(self) -> None:
+        """Begin every queued invocation that the scheduler grants resources now."""
         if self._stopped:
             return
         while self._decide():
             pass
-        if len(self.queues) and self.workforce.cold:
-            self._look_again(self.workforce.cold_seconds)
+        if len(self.queues) and self.autoscaler.cold and self._timer is None:
+            # What waits for a busy worker may be worth another worker by then.
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self.autoscaler.cold_seconds, self._dispatch_late)
+
+    def _dispatch_late(self) -> None:
+        self._timer = None
+        self.dispatch()
 
     def _decide(self) -> bool:
-        """One decision; whether there may be another, since what it granted was taken along."""
+        """Make one decision and begin what it grants; True if some grants went to invocations that
+        had become part of an earlier chunk, so that there may be room for others."""
         hosts = [host for host in self.hosts.values() if host.free]
         if not hosts or not len(self.queues):
             return False
         now = time.perf_counter()
-        handing = any(host.cores is not None for host in hosts)
-        # How much the first get depends on how many are behind them, where there is more to get.
-        beyond = _RULES.horizon if handing else 0
-        places = sum(host.free for host in hosts)
+        with_cores = any(host.cores is not None for host in hosts)
+        # How many cores the first get depends on how many invocations are behind them.
+        beyond = _BOUNDS.horizon if with_cores else 0
+        slots = sum(host.free for host in hosts)
         units = self._quotas.free() if self._quotas is not None else {}
-        budget = Budget(units, places)
-        first = {w.invocation_id: w for w in self.queues.first(places + beyond, budget)}
+        budget = Budget(units, slots)
+        first = {one.invocation_id: one for one in self.queues.first(slots + beyond, budget)}
         if not first:
-            self._wish([], budget)
+            self._request_quotas([], budget)
             return False
-        functions = {w.function.key: w.function for w in first.values()}.values()
-        startable = self.workforce.startable(self.queues, next(iter(first.values())), now)
-        # Those with a place of their own need no process of the host's.
-        guests = sum(w.place is not None for w in first.values())
+        functions = {one.function.key: one.function for one in first.values()}.values()
+        startable = self.autoscaler.startable(self.queues, next(iter(first.values())), now)
+        # Invocations with a slot of their own need no process of the host's.
+        own_slots = sum(one.slot is not None for one in first.values())
         views = []
         for host in hosts:
             cold = min(host.cold, startable)
             startable -= cold
-            views.append(host.view(cold + guests, functions, plenty=handing))
-        queue = [w.action(with_cores=handing) for w in first.values()]
-        grants = decide_over(views, queue, now, _RULES, shared=units, quotas=units)
+            views.append(host.view(cold + own_slots, functions, plenty=with_cores))
+        queue = [one.action(with_cores=with_cores) for one in first.values()]
+        grants = decide_over(views, queue, now, _BOUNDS, shared=units, quotas=units)
         begun = 0
         for grant in grants:
-            waiting = first[grant.action.action_id]
-            if waiting.chunk is None:  # else a worker that was given one before it has it, too
-                self._begin(waiting, grant)
+            invocation = first[grant.action.action_id]
+            if invocation.chunk is None:
+                self._begin(invocation, grant)
                 begun += 1
-        self._wish([w for w in first.values() if w.chunk is None], budget)
+        self._request_quotas([one for one in first.values() if one.chunk is None], budget)
         return begun < len(grants)
 
     def refused(self, function: RegisteredFunction, seconds: float) -> None:
-        """The interface behind the function's quota wants no calls for so long."""
+        """Pause the function's quota: the interface behind it takes no calls for so long."""
         if self._quotas is not None:
             self._quotas.shut(function.needs, seconds)
 
-    def short_of(self, function: RegisteredFunction) -> str:
-        """What quota a call of `function` waits for, and why; empty: for none."""
+    def missing_quota(self, function: RegisteredFunction) -> str:
+        """Which quota has no units for a call of `function`, and why; empty: none is missing."""
         if self._quotas is None:
             return ""
         units = self._quotas.free()
         short = any(units[r] < need for r, need in function.needs.items() if r in units)
         return self._quotas.why(function.needs) if short else ""
 
-    def _wish(self, waiting: Iterable[Waiting], budget: Budget) -> None:
-        """Let the quotas know what could begin if it had units: `waiting`, and who had none."""
+    def _request_quotas(self, queued: Iterable[PendingInvocation], budget: Budget) -> None:
+        """Have units fetched for `queued`, and for what `budget` had no units for."""
         if self._quotas is None:
             return
         wishes: dict[str, list[int]] = {}
-        for one in waiting:
+        for one in queued:
             for resource, units in one.function.needs.items():
                 wishes.setdefault(resource, []).append(units)
         for resource, units_of in budget.lacking.items():
             wishes.setdefault(resource, []).extend(units_of)
         self._quotas.wish(wishes)
 
-    def _begin(self, waiting: Waiting, grant: Placed) -> None:
-        host, function = self.hosts[grant.host], waiting.function
+    def _begin(self, invocation: PendingInvocation, grant: Placed) -> None:
+        host, function = self.hosts[grant.host], invocation.function
         cores = grant.holds.get(CORES, 0) if host.cores is not None else 0
-        # First of all, so that no place is taken for what is not to be had.
-        self.queues.remove(waiting)
+        # Out of the queue first: if that fails, no slot was taken.
+        self.queues.remove(invocation)
         try:
-            place, lease = host.take(function, cores, waiting.place)
+            slot, lease = host.take(function, cores, invocation.slot)
         except BaseException:
-            self.queues.add(waiting)
+            self.queues.add(invocation)
             raise
-        several = [waiting, *self._behind(waiting)]
+        several = [invocation, *self._followers(invocation)]
         for one in several:
-            if one is not waiting:
+            if one is not invocation:
                 self.queues.remove(one)
             one.cores, one.host = cores, host.name
             one.charged = one.cost
             self.queues.shares.charge(one.job, one.charged)
-        work = InvocationChunk(several, place, partial(host.cancel, place), self.again)
+        chunk = InvocationChunk(several, slot, partial(host.cancel, slot), self.requeue)
         for one in several:
-            one.chunk = work
-        function.chunks.add(work)
+            one.chunk = chunk
+        function.chunks.add(chunk)
         function.cores_held += grant.holds.get(CORES, 0)
         ends = time.perf_counter() + grant.seconds * len(several)
-        host.running[waiting.invocation_id] = Running(grant.holds, ends)
+        host.running[invocation.invocation_id] = Running(grant.holds, ends)
         if self._quotas is not None:
             self._quotas.take(grant.holds)
-        self._spawn(self._run(waiting.invocation_id, function, work, host, lease))
+        self._spawn(self._run(invocation.invocation_id, function, chunk, host, lease))
 
-    def _behind(self, waiting: Waiting) -> list[Waiting]:
-        """What the same worker gets along with it: short calls, no more than its share of them."""
-        function = waiting.function
-        # What is handed out by the call cannot be shared.
-        alone = waiting.place is not None or function.elastic
+    def _followers(self, invocation: PendingInvocation) -> list[PendingInvocation]:
+        """Queued invocations that go to the same worker in one chunk: short calls of the function,
+        no more than the worker's share of them."""
+        function = invocation.function
+        # Cores, devices and quota units are handed out call by call.
+        alone = invocation.slot is not None or function.elastic
         alone = alone or bool(function.spec.model_service or function.spec.quota)
         if alone or not function.stays_warm or not function.invocations:
             return []
-        fit = min(MOST, int(SECONDS / function.seconds))
-        # As many workers as there are and its limit allows.
-        alive = self.workforce.alive
-        takers = min(alive, function.spec.max_concurrency or alive)
-        share = math.ceil((1 + function.queued) / max(1, takers))
-        return fitting(waiting, self.queues.following(waiting, min(fit, share) - 1))
+        fit = min(_CHUNK_CALLS, int(_CHUNK_SECONDS / function.seconds))
+        alive = self.autoscaler.alive
+        workers = min(alive, function.spec.max_concurrency or alive)
+        share = math.ceil((1 + function.queued) / max(1, workers))
+        followers = self.queues.following(invocation, min(fit, share) - 1)
+        left = _CHUNK_BYTES - len(invocation.call.arguments_json)
+        for index, one in enumerate(followers):
+            left -= len(one.call.arguments_json)
+            if left < 0:
+                return followers[:index]
+        return followers
 
     async def _run(
         self,
         key: str,
         function: RegisteredFunction,
-        work: InvocationChunk,
+        chunk: InvocationChunk,
         host: FunctionHost,
         lease: CoreLease | None,
     ) -> None:
         try:
-            await self._run_all(function, work, host, lease)
+            await self._run_all(function, chunk, host, lease)
         finally:
-            # Those that never began are as if nothing had happened to them.
-            left = work.leave_all()
-            function.chunks.discard(work)
+            # Invocations that never began go back to the queue unchanged.
+            left = chunk.leave_all()
+            function.chunks.discard(chunk)
             held = host.running.pop(key)
             function.cores_held -= held.holds.get(CORES, 0)
             if self._quotas is not None:
                 self._quotas.give_back(held.holds)
-            seconds = host.give_back(work.place, lease)
-            self._listener.held(function, 0 if lease is None else len(lease.cores), seconds)
+            seconds = host.give_back(chunk.slot, lease)
+            self._runtime.slot_released(function, 0 if lease is None else len(lease.cores), seconds)
             if not self._stopped:
-                self.workforce.idle(host, function)
-                self.again(left)
+                self.autoscaler.idle(host, function)
+                self.requeue(left)
 
     async def _run_all(
         self,
         function: RegisteredFunction,
-        work: InvocationChunk,
+        chunk: InvocationChunk,
         host: FunctionHost,
         lease: CoreLease | None,
     ) -> None:
-        self._next(work)
+        self._begin_current(chunk)
         try:
-            running = host.run_many(work.place, function, work.calls, lease)
+            running = host.run_many(chunk.slot, function, chunk.calls, lease)
             async with aclosing(running) as outcomes:
                 async for index, outcome in outcomes:
                     if outcome.cold_seconds:
-                        self.workforce.started(outcome.cold_seconds)
-                    waiting = work.ended(index)
-                    if waiting is not None:
-                        self._end(waiting, outcome)
-                    self._next(work)
+                        self.autoscaler.started(outcome.cold_seconds)
+                    invocation = chunk.ended(index)
+                    if invocation is not None:
+                        self._end(invocation, outcome)
+                    self._begin_current(chunk)
         except Exception as error:
             log.exception("invocation", function=function.key)
-            if (waiting := work.current) is not None:
-                work.leave(waiting)
-                self._end(waiting, _failed(error))
+            if (current := chunk.current) is not None:
+                chunk.leave(current)
+                self._end(current, _failed(error))
 
-    def _next(self, work: InvocationChunk) -> None:
-        waiting = work.current
-        if waiting is not None and not waiting.began:
-            waiting.began = time.perf_counter()
-            waiting.attempts += 1
-            self._listener.begun(waiting)
+    def _begin_current(self, chunk: InvocationChunk) -> None:
+        invocation = chunk.current
+        if invocation is not None and not invocation.began:
+            invocation.began = time.perf_counter()
+            invocation.attempts += 1
+            self._runtime.attempt_began(invocation)
 
-    def _end(self, waiting: Waiting, outcome: CallOutcome) -> None:
-        if waiting.began:  # else its worker was lost before anybody knew that it had begun
-            spent = (time.perf_counter() - waiting.began) * max(1, waiting.cores)
-            self.queues.shares.correct(waiting.job, spent - waiting.charged)
-        waiting.chunk = None
+    def _end(self, invocation: PendingInvocation, outcome: CallOutcome) -> None:
+        if invocation.began:  # else the worker was lost before the call was known to have begun
+            spent = (time.perf_counter() - invocation.began) * max(1, invocation.cores)
+            self.queues.shares.correct(invocation.job, spent - invocation.charged)
+        invocation.chunk = None
         try:
-            self._listener.ended(waiting, outcome)
+            self._runtime.attempt_ended(invocation, outcome)
         except Exception as error:
-            # What is wrong with the outcome is one, too: nobody may wait for ever.
-            log.exception("invocation", function=waiting.function.key)
-            # No retry: the worker goes on with what was sent along.
+            # An outcome that cannot be handled is an outcome too: its caller must not wait forever.
+            log.exception("invocation", function=invocation.function.key)
+            # Of a kind without a retry: the worker goes on with the rest of the chunk.
             bad = _failed(error, pb.InvocationError.KIND_BAD_RESULT)
-            self._listener.ended(waiting, bad)
+            self._runtime.attempt_ended(invocation, bad)
 
-    def again(self, several: Iterable[Waiting]) -> None:
-        """Queue what was given to a worker and has no outcome, at its old place."""
-        for waiting in several:
-            if not waiting.began:
-                self.queues.shares.correct(waiting.job, -waiting.charged)
-            waiting.call = replace(waiting.call, dropped=False)
-            waiting.chunk, waiting.began = None, 0.0
-            self.queues.add(waiting)
-        self.pump()
-
-    def _look_again(self, seconds: float) -> None:
-        """Pump later: what waits for a worker that is busy may be worth another by then."""
-        if self._pump_timer is None:
-            loop = asyncio.get_running_loop()
-            self._pump_timer = loop.call_later(seconds, self._pump_late)
-
-    def _pump_late(self) -> None:
-        self._pump_timer = None
-        self.pump()
+    def requeue(self, several: Iterable[PendingInvocation]) -> None:
+        """Queue invocations that were given to a worker and have no outcome, at their old rank."""
+        for invocation in several:
+            if not invocation.began:
+                self.queues.shares.correct(invocation.job, -invocation.charged)
+            invocation.call = replace(invocation.call, dropped=False)
+            invocation.chunk, invocation.began = None, 0.0
+            self.queues.add(invocation)
+        self.dispatch()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -483,5 +315,151 @@ def _failed(
     error: Exception,
     kind: pb.InvocationError.Kind.ValueType = pb.InvocationError.KIND_WORKER_DIED,
 ) -> CallOutcome:
-    message = f"the runtime failed: {type(error).__name__}: {error}"
-    return CallOutcome(error=pb.InvocationError(kind=kind, message=message))
+    return CallOutcome.failed(kind, f"the runtime failed: {type(error).__name__}: {error}")
+
+
+class InvocationChunk:
+    """Invocations that one slot runs in order, until each has an outcome or was taken back."""
+
+    def __init__(
+        self,
+        invocations: Sequence[PendingInvocation],
+        slot: WorkerSlot,
+        cancel: Callable[[], None],
+        recall: Callable[[list[PendingInvocation]], None],
+    ) -> None:
+        """`cancel` ends the call that runs. `recall` gets those that wait behind a slow one."""
+        self.slot, self.cancel = slot, cancel
+        self.calls = [one.call for one in invocations]
+        # None: it has its outcome, or was taken back.
+        self._invocations: list[PendingInvocation | None] = list(invocations)
+        self._left = len(invocations)
+        # All before this index are None.
+        self._first = 0
+        self._recall = recall
+        self._timer: asyncio.TimerHandle | None = None
+        self._start_timer()
+
+    @property
+    def behind(self) -> int:
+        """How many invocations have not begun."""
+        return max(0, self._left - 1)
+
+    @property
+    def current(self) -> PendingInvocation | None:
+        """The invocation that runs, or is the next to run."""
+        while self._first < len(self._invocations):
+            if (found := self._invocations[self._first]) is not None:
+                return found
+            self._first += 1
+        return None
+
+    def ended(self, index: int) -> PendingInvocation | None:
+        """Remove and return the invocation at `index`, which has an outcome; None if it was taken
+        back before."""
+        found = self._remove(index)
+        self._start_timer()
+        return found
+
+    def leave(self, invocation: PendingInvocation) -> None:
+        """Take back an invocation that has not begun; should it run all the same, its outcome is
+        ignored."""
+        self._remove(self._invocations.index(invocation))
+        invocation.call.dropped = True
+
+    def leave_all(self) -> list[PendingInvocation]:
+        """Remove and return all that have no outcome, in order."""
+        found = [one for one in self._invocations if one is not None]
+        self._invocations, self._left = [], 0
+        self._stop_timer()
+        return found
+
+    def _remove(self, index: int) -> PendingInvocation | None:
+        found, self._invocations[index] = self._invocations[index], None
+        self._left -= found is not None
+        return found
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        if self.behind:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_RECALL_SECONDS, self._recall_followers)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _recall_followers(self) -> None:
+        current = self.current
+        behind = [one for one in self._invocations if one is not None and one is not current]
+        for one in behind:
+            self.leave(one)
+        self._recall(behind)
+
+
+class WorkerAutoscaler:
+    """Decides how many worker processes to start, and ends those that were idle for too long."""
+
+    def __init__(self, hosts: Mapping[str, FunctionHost]) -> None:
+        """`hosts`: by name; the mapping changes as hosts attach and detach."""
+        self._hosts = hosts
+        self._cold_starts: deque[float] = deque(maxlen=_COLD_STARTS)
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def alive(self) -> int:
+        """Worker processes that exist or are being started."""
+        return sum(host.alive for host in self._hosts.values())
+
+    @property
+    def cold(self) -> int:
+        """Worker processes that could be started."""
+        return sum(host.cold for host in self._hosts.values())
+
+    @property
+    def cold_seconds(self) -> float:
+        """How long a worker process is expected to take to start."""
+        return quantile(self._cold_starts, 0.5) or _COLD_SECONDS
+
+    def started(self, seconds: float) -> None:
+        """Record how long a cold start took."""
+        self._cold_starts.append(seconds)
+
+    def startable(self, queues: Queues, head: PendingInvocation, now: float) -> int:
+        """How many processes may be started for what is queued; `head` is the first of it."""
+        cold = self.cold
+        if not cold:
+            return 0
+        seconds = self.cold_seconds
+        backlog = queues.seconds(seconds)
+        for host in self._hosts.values():
+            # A call that takes longer than expected is expected to take as long again.
+            backlog += sum(
+                r.ends - now if r.ends > now else now - r.ends for r in host.running.values()
+            )
+        return workers_to_start(backlog, now - head.since, self.alive, cold, seconds)
+
+    def idle(self, host: FunctionHost, function: RegisteredFunction) -> None:
+        """A worker of `host`, which ran `function` last, has nothing to do since now."""
+        self._reap_in(host.idle_seconds(function))
+
+    def close(self) -> None:
+        """Stop looking for idle workers."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _reap(self) -> None:
+        self._timer = None
+        looks = [look for host in self._hosts.values() if (look := host.reap()) is not None]
+        if looks:
+            self._reap_in(min(looks))
+
+    def _reap_in(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + seconds + _LATE_SECONDS
+        if self._timer is not None:
+            if self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(due, self._reap)

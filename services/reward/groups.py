@@ -1,9 +1,9 @@
-"""Control groups: one per worker process, with every controller that this host lets us write.
+"""Cores, memory and process limits of worker processes: control groups, and core leases.
 
-A group holds a process and all that it starts, whatever they try: their share of the cores, how
-much memory they take together, how many they are. It lives as long as the process, so that memory
-and files stay between calls while nothing of it runs. With cgroup v2 a process is in one group, so
-that whoever limits it in some way must use the same one; with v1 each controller has its own tree.
+There is one control group per worker process, with every controller that this host lets us write.
+It holds the process and all that it starts, and lives as long as the process, so that memory and
+files stay between calls while nothing of it runs. With cgroup v2 a process is in one group, which
+limits of all kinds must share; with v1 each controller has its own tree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import psutil
 import structlog
@@ -28,9 +28,9 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 CONTROLLERS: Final = ("cpu", "cpuset", "memory", "pids", "freezer")
 
 _PERIOD_US: Final = 100_000
-# The least that kernels take: one per cent of a core. A worker answers its service with it.
+# The least quota that kernels take: one per cent of a core, enough to answer the service.
 _IDLE_QUOTA_US: Final = 1_000
-# Weights of who may use a core: of calls that were given some, and of those that take what is left.
+# CPU weights: of calls that hold cores, and of those that use what is left.
 _SHARES: Final = {"v1": (1024, 20), "v2": (100, 2)}
 _FREEZE_SECONDS: Final = 1.0
 
@@ -38,27 +38,29 @@ _parents = itertools.count()
 
 
 def own_parent() -> str:
-    """A name for the groups of this process, which no other container's process has."""
+    """A name for the groups of this process that is unique over the containers of the host."""
     space = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
     return f"troupe-reward-{space}-{os.getpid()}.{next(_parents)}"
 
 
 class ControlGroups:
-    """The groups of one service below `{root}/{parent}` (v2) or `{root}/{controller}/{parent}`.
+    """The control groups of one service, below `{root}/{parent}` (v2) or
+    `{root}/{controller}/{parent}` (v1).
 
-    Members are named; a name whose process has a successor gets a new group, so that what is left
-    of the old one counts for nobody else. Every method but the constructor's may raise OSError
-    where the kernel refuses, for one whose process is gone or that was never adopted, too.
+    Groups go by the name of their slot or sandbox. When its process is replaced, the name gets a
+    new group, so that what is left of the old process does not count against the new one. All
+    methods may raise OSError: where the kernel refuses, or the process has ended or was never
+    adopted.
     """
 
     def __init__(self, root: Path, parent: str) -> None:
-        """With all controllers that can be had. Raises OSError where there is none."""
+        """Uses all controllers that are writable. Raises OSError where there is none."""
         self._unified = (root / "cgroup.controllers").exists()
         self._parent = parent
         self._trees = _unified(root, parent) if self._unified else _separate(root, parent)
         self._current: dict[str, tuple[str, int]] = {}
         self._numbers = itertools.count()
-        # Groups whose processes are ending.
+        # Groups to be removed when their processes have ended.
         self._retired: list[str] = []
 
     @property
@@ -68,11 +70,11 @@ class ControlGroups:
 
     @property
     def controllers(self) -> frozenset[str]:
-        """Those of CONTROLLERS that work here."""
+        """The controllers of CONTROLLERS that are writable."""
         return frozenset(self._trees)
 
     def adopt(self, name: str, pids: Sequence[int]) -> None:
-        """`pids`, a process and what it consists of, are `name` from now on, with no limits yet;
+        """Move `pids`, a process and its descendants, to a new group of `name`, without limits yet;
         repeating it changes nothing."""
         if not pids:
             raise ProcessLookupError(f"{name} has no process")
@@ -84,7 +86,7 @@ class ControlGroups:
         for path in self._paths(group):
             path.mkdir(exist_ok=True)
         if not self._unified and "cpuset" in self._trees:
-            # A new group may use nothing before it is told what.
+            # A new cpuset is empty, and takes no process before it is filled.
             _copy(self._trees["cpuset"], self._trees["cpuset"] / group, "cpuset.mems")
             _copy(self._trees["cpuset"], self._trees["cpuset"] / group, "cpuset.cpus")
         refused: OSError | None = None
@@ -92,19 +94,19 @@ class ControlGroups:
             for pid in pids:
                 try:
                     write(path / "cgroup.procs", str(pid))
-                except OSError as error:  # of one tree: others may take it all the same
+                except OSError as error:  # of this tree; the others may accept it
                     refused = error
         if refused is not None:
             raise refused
 
     def grant(self, name: str, cores: Sequence[int]) -> None:
-        """So much quota, on these cores."""
+        """Bind the group to `cores`, with their full quota."""
         write(self._file(name, "cpuset", "cpuset.cpus"), ",".join(map(str, cores)))
         self._weigh(name, 0)
         self._quota(name, _PERIOD_US * len(cores))
 
     def share(self, name: str) -> None:
-        """What others leave of any core: no quota, the least weight."""
+        """Let the group use what others leave of any core: no quota, the least weight."""
         if "cpuset" in self._trees:
             everything = "" if self._unified else _read(self._trees["cpuset"] / "cpuset.cpus")
             write(self._file(name, "cpuset", "cpuset.cpus"), everything + "\n")
@@ -113,11 +115,11 @@ class ControlGroups:
             self._quota(name, None)
 
     def revoke(self, name: str) -> None:
-        """The least quota."""
+        """Give the group the least quota."""
         self._quota(name, _IDLE_QUOTA_US)
 
     def limit(self, name: str, processes: int, memory_mib: int) -> None:
-        """At most so many processes and threads, and so much memory together (0: no limit)."""
+        """Bound processes and threads, and memory, of the group as a whole; 0: no bound."""
         if "pids" in self._trees:
             write(self._file(name, "pids", "pids.max"), str(processes or "max"))
         if "memory" not in self._trees:
@@ -133,7 +135,7 @@ class ControlGroups:
             )
 
     def memory_kills(self, name: str) -> int:
-        """Processes that the kernel ended because the group's memory was used up; 0 where it does
+        """Processes that the kernel killed because the group's memory was used up; 0 where it does
         not count them."""
         file = "memory.events" if self._unified else "memory.oom_control"
         try:
@@ -143,7 +145,7 @@ class ControlGroups:
         return sum(int(line.split()[1]) for line in counts if line.startswith("oom_kill "))
 
     def freeze(self, name: str) -> None:
-        """Nothing of it runs until it thaws. Raises TimeoutError when something does not stop."""
+        """Stop all processes of the group. Raises TimeoutError when one does not stop."""
         if self._unified:
             write(self._file(name, "freezer", "cgroup.freeze"), "1")
         else:
@@ -155,29 +157,29 @@ class ControlGroups:
             time.sleep(0.0005)
 
     def frozen(self, name: str) -> bool:
-        """Whether all of it has stopped."""
+        """Whether all processes of the group are stopped."""
         if self._unified:
             return "frozen 1" in _read(self._file(name, "freezer", "cgroup.events"))
         return _read(self._file(name, "freezer", "freezer.state")) == "FROZEN"
 
     def thaw(self, name: str) -> None:
-        """It goes on where it stopped."""
+        """Let the processes of the group go on."""
         if self._unified:
             write(self._file(name, "freezer", "cgroup.freeze"), "0")
         else:
             write(self._file(name, "freezer", "freezer.state"), "THAWED")
 
     def members(self, name: str) -> list[int]:
-        """Process ids of all that is in it."""
+        """Ids of the group's processes."""
         if name not in self._current:
             raise FileNotFoundError(f"{name} is in no group")
         paths = self._paths(self._current[name][0])
         return [int(pid) for pid in _read(paths[0] / "cgroup.procs").split()]
 
     def forget(self, name: str) -> None:
-        """Its processes end, or have ended: nothing holds them back, the group goes with them."""
+        """Lift all limits from processes that end or have ended; the group is removed then."""
         if name in self._current:
-            # What ends must run for it, and v1 does not even kill what is frozen.
+            # A process must run to end, and v1 does not kill what is frozen.
             with contextlib.suppress(OSError):
                 self.thaw(name)
             with contextlib.suppress(OSError):
@@ -186,7 +188,7 @@ class ControlGroups:
         self._retired = [group for group in self._retired if not self._removed(group)]
 
     def close(self) -> None:
-        """All are gone."""
+        """Remove all groups."""
         for name in list(self._current):
             self.forget(name)
         self._retired = [group for group in self._retired if not self._removed(group)]
@@ -219,7 +221,7 @@ class ControlGroups:
 
 
 def open_groups(root: Path = CGROUPS, parent: str = "") -> ControlGroups | None:
-    """What works here; None where nothing does, which is logged."""
+    """The control groups that are writable here; None, and a log line, where there are none."""
     try:
         groups = ControlGroups(root, parent or own_parent())
     except OSError as error:
@@ -265,7 +267,7 @@ def _enable(root: Path, controller: str, parent: str) -> None:
     except OSError as error:
         if error.errno != errno.EBUSY:
             raise
-        # In a container the root of the tree is where the service itself runs.
+        # In a container the service itself runs in the root of the tree.
         aside = root / f"{parent}-itself"
         aside.mkdir(exist_ok=True)
         write(aside / "cgroup.procs", str(os.getpid()))
@@ -299,13 +301,13 @@ def _read(path: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a group if nobody is in it."""
-    with contextlib.suppress(OSError):  # with members that still end; the next start sweeps it
+    """Remove a group that is empty."""
+    with contextlib.suppress(OSError):  # its processes are still ending: the next start sweeps it
         path.rmdir()
 
 
 def _sweep(tree: Path, parent: str) -> None:
-    """End and remove what services left that were killed: `{stem}-{process id}.{number}`."""
+    """Kill and remove the groups of services that were killed: `{stem}-{process id}.{number}`."""
     stem, _, own = parent.rpartition("-")
     if not stem or not own.partition(".")[0].isdigit():
         return
@@ -319,7 +321,7 @@ def _sweep(tree: Path, parent: str) -> None:
 
 
 def _end_all(group: Path) -> None:
-    """Kill what a service that died by itself left frozen: v1 keeps it until it thaws."""
+    """Kill all processes of a group that a killed service left, also frozen ones."""
     with contextlib.suppress(OSError):
         for pid in map(int, _read(group / "cgroup.procs").split()):
             if pid > 0:  # 0: of another container
@@ -328,42 +330,42 @@ def _end_all(group: Path) -> None:
             write(group / "freezer.state", "THAWED")
 
 
-# Of the interpreter and the packages that a function imports, beside what its calls take.
+# Memory of the interpreter and of imported packages, beside what a call takes.
 BASE_MIB: Final = 256
 
 
 class CgroupLimits:
-    """Limits on the groups that sandboxed workers are in anyway."""
+    """Bounds what each sandbox takes as a whole, by the control group that it is in."""
 
     def __init__(self, groups: ControlGroups) -> None:
-        """`groups`: shared with whoever hands cores out."""
+        """`groups`: shared with `CgroupCores`."""
         self._groups = groups
         for controller in sorted({"pids", "memory"} - groups.controllers):
             log.warning("sandboxes as a whole are not limited", controller=controller)
 
     def adopt(self, name: str, pids: Sequence[int], processes: int, memory_mib: int) -> None:
-        """`pids` together may be at most `processes` and take `memory_mib` (0: unlimited)."""
+        """Bound `pids` and their descendants to `processes` and `memory_mib` (0: no bound)."""
         try:
             try:
                 self._groups.adopt(name, pids)
-            finally:  # where it is in some groups only
+            finally:  # also where it was adopted by some of the controllers only
                 self._groups.limit(name, processes, memory_mib and BASE_MIB + memory_mib)
-        except OSError as error:  # it is gone: whoever waits for it will see
+        except OSError as error:  # the process may have ended: its caller sees that
             log.warning("a sandbox is not limited as a whole", name=name, error=str(error))
 
     def forget(self, name: str) -> None:
-        """Its processes are gone."""
+        """Remove the group of a sandbox that has ended."""
         self._groups.forget(name)
 
     def close(self) -> None:
-        """All are gone."""
+        """Remove all groups."""
         self._groups.close()
 
 
 def descendants(pid: int) -> list[int]:
-    """Ids of the processes below `pid`; empty when it is gone.
+    """Ids of the processes below `pid`; empty when it has ended.
 
-    The kernel's own lists, where it keeps them: psutil looks through all processes of the machine.
+    By the kernel's own lists where it keeps them: psutil looks at all processes of the machine.
     """
     found: list[int] = []
     ahead = [pid]
@@ -378,14 +380,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def family(pid: int) -> list[int]:
-    """`pid` and its `descendants`; empty when it is gone."""
+    """`pid` and its `descendants`; empty when it has ended."""
     below = descendants(pid)
     return [pid, *below] if psutil.pid_exists(pid) else []
 
 
 def kill_with_children(pid: int) -> None:
-    """Kill a process, its group and its children: a sandbox's first process, with which all in it
-    end, is of another user and another session than what waits for it outside."""
+    """Kill a process, its process group and its children. (The first process of a sandbox, with
+    which all in it end, is of another user and session than bubblewrap, its parent.)"""
     try:
         below = _children(pid)
     except FileNotFoundError:
@@ -398,7 +400,7 @@ def kill_with_children(pid: int) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Raises FileNotFoundError where the kernel keeps no lists."""
+    """Ids of the children of `pid`. Raises FileNotFoundError where the kernel keeps no lists."""
     found: list[int] = []
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
@@ -422,14 +424,15 @@ def _slowly(pid: int) -> list[int]:
         return []
 
 
-# Of a worker without an action: whatever its children still do, others go first.
+# Nice value of a worker without a call: its children run behind everything else.
 _IDLE_NICE = 19
-# Of an action that takes no cores: it waits for something else, and gets what others leave.
+# Nice value of a call that takes no cores.
 _SHARE_NICE = 10
 
 
 class Affinity:
-    """Affinity of a process and of the children that it has at that moment; later ones inherit."""
+    """Gives cores by CPU affinity and nice values, where there are no control groups: of a process
+    and the children that it has at that moment, from which later ones inherit them."""
 
     name = "affinity"
 
@@ -439,11 +442,11 @@ class Affinity:
         self._may_renice = os.geteuid() == 0
 
     def adopt(self, group: str, pids: Sequence[int]) -> None:
-        """`group` is the first of `pids` and its descendants."""
+        """Call `pids`, a process and its descendants, `group`."""
         self._pids[group] = pids[0]
 
     def grant(self, group: str, cores: Sequence[int]) -> None:
-        """Bind them to `cores`; without any to none, behind those who hold some."""
+        """Bind the processes to `cores`; without cores to any, behind calls that hold some."""
         for process in self._members(group):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.cpu_affinity(list(cores) or sorted(os.sched_getaffinity(0)))
@@ -451,7 +454,7 @@ class Affinity:
                     process.nice(0 if cores else _SHARE_NICE)
 
     def revoke(self, group: str) -> None:
-        """Leave them where they are, behind everybody else."""
+        """Let the processes run behind everything else."""
         if not self._may_renice:
             return
         for process in self._members(group):
@@ -459,11 +462,11 @@ class Affinity:
                 process.nice(_IDLE_NICE)
 
     def forget(self, group: str) -> None:
-        """Nothing is left behind."""
+        """The processes of `group` have ended."""
         self._pids.pop(group, None)
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """All processes have ended."""
         self._pids.clear()
 
     def _members(self, group: str) -> list[psutil.Process]:
@@ -479,7 +482,7 @@ class Affinity:
 
 
 class CgroupCores:
-    """Quota (`cpu`) and which cores (`cpuset`) of groups that others may limit in other ways."""
+    """Gives cores by control groups: which (`cpuset`) and how much of them (`cpu`)."""
 
     def __init__(self, groups: ControlGroups) -> None:
         """Raises OSError where one of the two controllers cannot be used."""
@@ -489,19 +492,19 @@ class CgroupCores:
         self._groups = groups
 
     def adopt(self, group: str, pids: Sequence[int]) -> None:
-        """A share, until they are granted cores."""
+        """Move `pids` to a group, which has no cores of its own yet. Raises OSError."""
         self._groups.adopt(group, pids)
         self._groups.share(group)
 
     def grant(self, group: str, cores: Sequence[int]) -> None:
-        """So much quota, on these cores; without any the least share of all."""
+        """Bind the group to `cores`; without cores it gets what others leave. Raises OSError."""
         if cores:
             self._groups.grant(group, cores)
         else:
             self._groups.share(group)
 
     def revoke(self, group: str) -> None:
-        """The least quota."""
+        """Let the group run next to nothing; its memory and files stay. Raises OSError."""
         self._groups.revoke(group)
 
     def forget(self, group: str) -> None:
@@ -516,58 +519,37 @@ class CgroupCores:
 _NODES = Path("/sys/devices/system/node")
 
 
-class CpuBackend(Protocol):
-    """How cores are given to a process and all that it starts, and taken back."""
-
-    name: str
-
-    def adopt(self, group: str, pids: Sequence[int]) -> None:
-        """From now on `group` is `pids`, a process and its descendants. Raises OSError."""
-
-    def grant(self, group: str, cores: Sequence[int]) -> None:
-        """`group` may use exactly these cores; none: what others leave of any. Raises OSError."""
-
-    def revoke(self, group: str) -> None:
-        """`group` may use next to nothing, but goes on to exist: its memory and files stay."""
-
-    def forget(self, group: str) -> None:
-        """There is no such group any more."""
-
-    def close(self) -> None:
-        """There are none any more."""
-
-
 @dataclass(frozen=True)
 class CoreLease:
-    """Cores that one action holds."""
+    """Cores that one call, or one chunk of calls, holds."""
 
     group: str
     cores: tuple[int, ...]
 
 
 class CoreManager:
-    """Hands out whole cores, those of one NUMA node first. Not thread-safe."""
+    """Hands out whole cores of this host, of one NUMA node if possible. Not thread-safe."""
 
-    def __init__(self, nodes: Mapping[int, Sequence[int]], backend: CpuBackend) -> None:
+    def __init__(self, nodes: Mapping[int, Sequence[int]], backend: Affinity | CgroupCores) -> None:
         """`nodes`: the cores of each NUMA node that may be handed out."""
         self._free: dict[int, list[int]] = {n: sorted(cores) for n, cores in nodes.items()}
         self._node_of = {core: n for n, cores in nodes.items() for core in cores}
         self._backend = backend
-        # What calls that run now were granted, by group: a sandbox may run several.
+        # Group -> leases of its running calls: a sandbox may run several.
         self._granted: dict[str, list[CoreLease]] = {}
-        # The kernel is told of these only: a container's engine is told by others.
+        # Groups whose cores `backend` sets; those of containers are set by their engine.
         self._adopted: set[str] = set()
         self.kind = backend.name
 
     @property
     def free(self) -> int:
-        """Cores that nobody holds."""
+        """Cores that are not held."""
         return sum(map(len, self._free.values()))
 
     def take(self, group: str, count: int) -> CoreLease:
-        """`count` cores for `group`, which nobody else gets. Raises ValueError when not free.
+        """Lease `count` cores to `group`. Raises ValueError when they are not free.
 
-        The fullest node that has them all; else of as few nodes as possible.
+        They are of the fullest node that has them all, else of as few nodes as possible.
         """
         if count > self.free:
             raise ValueError(f"{count} cores wanted, {self.free} are free")
@@ -585,21 +567,21 @@ class CoreManager:
         return CoreLease(group, tuple(taken))
 
     def adopt(self, group: str, pids: Sequence[int]) -> None:
-        """`pids`, a new worker and what it consists of, is `group` from now on."""
+        """Put `pids`, a new worker process and its descendants, into `group`."""
         self._adopted.add(group)
-        self._tell("adopt", group, pids)
-        if group in self._granted:  # it succeeds one that died with a call
+        self._call_backend("adopt", group, pids)
+        if group in self._granted:  # its predecessor died during a call
             self._apply(group)
 
     def grant(self, lease: CoreLease) -> None:
-        """Let the kernel know, just before the action runs; without cores it gets what is left."""
+        """Set the cores of a lease in the kernel, just before the call runs."""
         granted = self._granted.setdefault(lease.group, [])
         if not any(one is lease for one in granted):
             granted.append(lease)
         self._apply(lease.group)
 
     def give_back(self, lease: CoreLease) -> None:
-        """The action has ended."""
+        """Return the cores of a call that has ended."""
         for core in lease.cores:
             self._free[self._node_of[core]].append(core)
         for cores in self._free.values():
@@ -607,7 +589,7 @@ class CoreManager:
         self.withdraw(lease)
 
     def withdraw(self, lease: CoreLease) -> None:
-        """Take back what was granted; the cores stay with whoever holds the lease."""
+        """Undo `grant`; the cores stay leased."""
         granted = self._granted.get(lease.group, [])
         granted[:] = [one for one in granted if one is not lease]
         self._apply(lease.group)
@@ -615,26 +597,46 @@ class CoreManager:
     def _apply(self, group: str) -> None:
         granted = self._granted.get(group)
         if granted and group in self._adopted:
-            self._tell("grant", group, sorted({core for one in granted for core in one.cores}))
+            self._call_backend(
+                "grant", group, sorted({core for one in granted for core in one.cores})
+            )
         elif not granted:
             self._granted.pop(group, None)
             if group in self._adopted:
-                self._tell("revoke", group)
+                self._call_backend("revoke", group)
 
-    def _tell(self, what: str, group: str, *values: Any) -> None:
+    def _call_backend(self, what: str, group: str, *values: Any) -> None:
         try:
             getattr(self._backend, what)(group, *values)
-        except OSError as error:  # its process is gone: whoever waits for it will see
+        except OSError as error:  # its process has ended: its caller sees that
             log.warning("cores of a worker", what=what, group=group, error=str(error))
 
     def forget(self, group: str) -> None:
-        """The worker of `group` is gone for good."""
+        """The worker process of `group` has ended for good."""
         self._adopted.discard(group)
         self._backend.forget(group)
 
     def close(self) -> None:
-        """All workers are gone."""
+        """All workers have ended."""
         self._backend.close()
+
+
+class CoreCount:
+    """A number of cores of another host, which chooses by itself which ones a call gets."""
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+
+    def take(self, group: str, count: int) -> CoreLease:
+        """Lease `count` cores to `group`. Raises ValueError when they are not free."""
+        if count > self.free:
+            raise ValueError(f"{count} cores wanted, {self.free} are free")
+        self.free -= count
+        return CoreLease(group, tuple(range(count)))
+
+    def give_back(self, lease: CoreLease) -> None:
+        """Return the cores of a call that has ended."""
+        self.free += len(lease.cores)
 
 
 def usable_cores(count: int) -> dict[int, list[int]]:
@@ -648,10 +650,10 @@ def usable_cores(count: int) -> dict[int, list[int]]:
     return nodes
 
 
-def choose_backend(groups: ControlGroups | None, name: str = "auto") -> CpuBackend:
-    """The strongest way that works here: `groups`, else affinity and nice.
+def choose_backend(groups: ControlGroups | None, name: str = "auto") -> Affinity | CgroupCores:
+    """The strongest backend that works here: control groups, else affinity and nice values.
 
-    With a `name` that one; raises OSError where it does not work.
+    With a `name` only that one; raises OSError where it does not work.
     """
     if name == "affinity":
         return Affinity()

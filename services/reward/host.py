@@ -1,4 +1,8 @@
-"""Where calls run together: the places of one host, and the cores that it hands out to them."""
+"""One host's slots, cores, models and other resources, and how it gives them to calls.
+
+`FunctionHost` is a host as the dispatcher sees it, this one or another that is attached;
+`LocalHost` assembles this one from the settings.
+"""
 
 from __future__ import annotations
 
@@ -8,102 +12,92 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
 from services.chassis.telemetry import Telemetry
-from services.reward.call import CallOutcome, FunctionCall, WorkerPlace
+from services.reward.call import CallOutcome, FunctionCall, WorkerSlot
 from services.reward.function import RegisteredFunction
-from services.reward.gpu import ModelManager, ModelUnavailable
+from services.reward.gpu.manager import ModelManager, ModelUnavailable
 from services.reward.groups import (
     CgroupLimits,
     ControlGroups,
+    CoreCount,
     CoreLease,
     CoreManager,
     choose_backend,
     open_groups,
     usable_cores,
 )
-from services.reward.queues import CORES, WORKERS
+from services.reward.queues import CORES, OWN_HOST, WORKERS
+from services.reward.resources import MEMORY, PLENTY, SANDBOX, HostResources
 from services.reward.sandbox import CONTAINER, LEVELS, PROCESS, SandboxProfile
 from services.reward.sandboxes.container import find_engine
-from services.reward.sandboxes.keeper import SandboxKeeper, SandboxLimits
+from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
 from services.reward.sandboxes.seccomp import filter_path
 from services.reward.settings import RewardSettings
 from services.reward.slot import ProcessSlot
-from services.reward.stock import MEMORY, PLENTY, SANDBOX, HostResources
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.scheduling import elastic
 from troupe.v1 import reward_pb2 as pb
 
-# Where a call finds the model that it needs.
+log = structlog.get_logger("troupe.reward")
+
+# The variable in which a call finds the URL of its model (`troupe.functions.models`).
 MODEL_URL: Final = "TROUPE_MODEL_URL"
 
 
-class Cores(Protocol):
-    """Who hands out cores: `services.reward.cpu.CoreManager` here, a count of those elsewhere."""
-
-    @property
-    def free(self) -> int:
-        """Cores that nobody holds."""
-
-    def take(self, group: str, count: int) -> CoreLease:
-        """`count` cores for `group`, which nobody else gets."""
-
-    def give_back(self, lease: CoreLease) -> None:
-        """The call has ended."""
-
-
 class FunctionHost:
-    """The places of one host: as many calls at once as there are of them.
+    """The slots of one host, as many as calls that may run at once.
 
-    A place without calls for `idle_seconds` (or what its last function says) has its process ended,
-    but for `min_workers` and what functions want kept.
+    The process of a slot that was idle for `idle_seconds` (or for what its last function says) is
+    ended, except for `min_workers` and for those that functions want kept.
     """
 
     def __init__(
         self,
         name: str,
-        places: Sequence[WorkerPlace],
-        cores: Cores | None = None,
+        slots: Sequence[WorkerSlot],
+        cores: CoreManager | CoreCount | None = None,
         *,
+        resources: HostResources | None = None,
+        models: ModelManager | None = None,
         min_workers: int = 0,
         idle_seconds: float = 60.0,
-        stock: HostResources | None = None,
-        models: ModelManager | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`name`: empty for the service's own host. `stock`: what it has beside places and cores;
-        `models`: those that it puts on devices itself."""
+        """`name`: empty for the service's own host. `cores` hands cores out; None: it does not.
+        `models`: those that this process moves to devices; None on an attached host."""
         self.name = name
-        self.stock = stock or HostResources({}, plenty=(MEMORY, SANDBOX))
+        self.resources = resources or HostResources({}, plenty=(MEMORY, SANDBOX))
         self._models = models
-        self._users: dict[WorkerPlace, str] = {}
-        # Whether what runs at a place is to end, also before the place knows of it.
-        self._cancels: dict[WorkerPlace, asyncio.Event] = {}
+        # Slot -> the model that its calls use.
+        self._users: dict[WorkerSlot, str] = {}
+        # Slot -> set when its calls are to end, also before the slot has begun them.
+        self._cancels: dict[WorkerSlot, asyncio.Event] = {}
         self.cores = cores
-        # What runs here, as the scheduler knows it, by its first invocation.
+        # First invocation of a chunk -> what it holds, as the scheduler knows it.
         self.running: dict[str, elastic.Running] = {}
-        self._places = tuple(places)
+        self._slots = tuple(slots)
         # The longest idle first.
-        self._idle = list(places)
-        # Places that are not its own, where calls run now.
-        self._guests: set[WorkerPlace] = set()
-        # Models that are brought to devices.
+        self._idle = list(slots)
+        # Busy slots of stateful sandboxes: not among `slots`, but each counts as one.
+        self._sandbox_slots: set[WorkerSlot] = set()
+        # Moves of models to devices.
         self._loading: set[asyncio.Task[str]] = set()
         self._min_workers = min_workers
         self._idle_seconds = idle_seconds
         self._clock = clock
-        # Since when a place is idle or busy, and the function that it ran last.
-        self._since: dict[WorkerPlace, float] = {}
-        self._last: dict[WorkerPlace, RegisteredFunction] = {}
+        # Since when a slot is idle or busy, and the function that it ran last.
+        self._since: dict[WorkerSlot, float] = {}
+        self._last: dict[WorkerSlot, RegisteredFunction] = {}
         self._busy_seconds = 0.0
 
     @property
     def workers(self) -> int:
         """Calls that may run at once."""
-        return len(self._places)
+        return len(self._slots)
 
     @property
     def total_cores(self) -> int:
@@ -114,49 +108,49 @@ class FunctionHost:
 
     @property
     def residents(self) -> Mapping[str, int]:
-        """The first device of each of its models that is on devices."""
+        """Model -> its first device, of the models that are on devices."""
         return {} if self._models is None else self._models.residents()
 
     @property
     def free(self) -> int:
         """Calls that could begin now."""
-        return max(0, len(self._idle) - len(self._guests))
+        return max(0, len(self._idle) - len(self._sandbox_slots))
 
     @property
     def alive(self) -> int:
-        """Places that have a process, or are about to."""
+        """Slots that have a process, or are about to."""
         return self.workers - self.cold
 
     @property
     def cold(self) -> int:
-        """Places without a process."""
-        return sum(not place.warm for place in self._idle)
+        """Slots without a process."""
+        return sum(not slot.warm for slot in self._idle)
 
     @property
     def restarts(self) -> int:
         """Processes that had to be replaced so far."""
-        return sum(place.restarts for place in self._places)
+        return sum(slot.restarts for slot in self._slots)
 
     @property
     def provisioned_seconds(self) -> float:
-        """Seconds that processes were there, of all places together."""
-        return sum(place.lived for place in self._places)
+        """Seconds for which slots had a process, summed over slots."""
+        return sum(slot.process_seconds for slot in self._slots)
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds that places ran calls, or were made ready for one."""
+        """Seconds for which slots ran calls, or were made ready for one."""
         now, idle = self._clock(), set(self._idle)
         return self._busy_seconds + sum(
-            now - self._since[place] for place in self._places if place not in idle
+            now - self._since[slot] for slot in self._slots if slot not in idle
         )
 
     async def start(self) -> None:
-        """Have as many processes as there are to be at any time."""
-        await asyncio.gather(*(place.start() for place in self._idle[: self._min_workers]))
+        """Start the worker processes that the host always has."""
+        await asyncio.gather(*(slot.start() for slot in self._idle[: self._min_workers]))
 
     async def stop(self) -> None:
         """End all processes."""
-        await asyncio.gather(*(place.stop() for place in self._places))
+        await asyncio.gather(*(slot.stop() for slot in self._slots))
         for loading in self._loading:
             loading.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)
@@ -166,102 +160,99 @@ class FunctionHost:
     def view(
         self, startable: int, functions: Iterable[RegisteredFunction], *, plenty: bool
     ) -> elastic.Host:
-        """What the scheduler sees when so many processes may be started, and `functions` wait;
-        `plenty`: other hosts hand out cores."""
+        """The host as the scheduler sees it, when `startable` processes may be started and calls of
+        `functions` are queued; `plenty`: other hosts hand out cores."""
         free = {WORKERS: min(self.free, len(self._idle) - self.cold + startable)}
         if self.cores is not None:
             free[CORES] = self.cores.free
         elif plenty:
-            # A host that hands out no cores, beside one that does.
             free[CORES] = PLENTY
-        warm = {f.key for f in functions if any(place.holds(f) for place in self._idle)}
+        warm = {f.key for f in functions if any(slot.holds(f) for slot in self._idle)}
         running = tuple(self.running.values())
         if others := dict.fromkeys(resource for f in functions for resource in f.needs):
-            free |= self.stock.free(others, running)
+            free |= self.resources.free(others, running)
         return elastic.Host(self.name, free, running, warm)
 
     def take(
-        self, function: RegisteredFunction, cores: int, guest: WorkerPlace | None = None
-    ) -> tuple[WorkerPlace, CoreLease | None]:
-        """A place for calls of `function`, and that many cores.
-
-        `guest` is a place of the call's own: it counts as one of the calls that run at once.
-        Raises ValueError where there is no cell for the model that it needs.
-        """
+        self, function: RegisteredFunction, cores: int, sandbox_slot: WorkerSlot | None = None
+    ) -> tuple[WorkerSlot, CoreLease | None]:
+        """A slot for calls of `function`, and `cores` cores; `sandbox_slot` is one that the call
+        brings along. Raises ValueError where there are no devices for the model that it needs."""
         model = function.spec.model_service
-        if model and self.stock.board is not None:
-            self.stock.board.begin(model)
-        place = guest or self._choose(function)
-        self._cancels[place] = asyncio.Event()
-        if model and self.stock.board is not None:
-            self._users[place] = model
-        if guest is not None:
-            self._guests.add(guest)
-            self._since[place] = self._clock()
+        placement = self.resources.placement
+        if model and placement is not None:
+            placement.begin(model)
+        slot = sandbox_slot or self._choose(function)
+        self._cancels[slot] = asyncio.Event()
+        if model and placement is not None:
+            self._users[slot] = model
+        if sandbox_slot is not None:
+            self._sandbox_slots.add(slot)
+            self._since[slot] = self._clock()
         else:
-            self._occupy(place, function)
-        return place, None if self.cores is None else self.cores.take(place.name, cores)
+            self._occupy(slot, function)
+        return slot, None if self.cores is None else self.cores.take(slot.name, cores)
 
-    def _occupy(self, place: WorkerPlace, function: RegisteredFunction) -> WorkerPlace:
-        self._idle.remove(place)
-        self._last[place] = function
-        self._since[place] = self._clock()
-        return place
+    def _occupy(self, slot: WorkerSlot, function: RegisteredFunction) -> WorkerSlot:
+        self._idle.remove(slot)
+        self._last[slot] = function
+        self._since[slot] = self._clock()
+        return slot
 
-    def give_back(self, place: WorkerPlace, lease: CoreLease | None) -> float:
-        """The calls have ended; returns the seconds that they had the place."""
-        self._cancels.pop(place, None)
+    def give_back(self, slot: WorkerSlot, lease: CoreLease | None) -> float:
+        """Release the slot and the cores of calls that have ended; the seconds that they had it."""
+        self._cancels.pop(slot, None)
         if lease is not None and self.cores is not None:
             self.cores.give_back(lease)
-        if (model := self._users.pop(place, None)) and self.stock.board is not None:
-            self.stock.board.end(model)
+        placement = self.resources.placement
+        if (model := self._users.pop(slot, None)) and placement is not None:
+            placement.end(model)
         now = self._clock()
-        seconds = now - self._since.pop(place)
-        if place in self._guests:
-            self._guests.remove(place)
+        seconds = now - self._since.pop(slot)
+        if slot in self._sandbox_slots:
+            self._sandbox_slots.remove(slot)
             return seconds
         self._busy_seconds += seconds
-        self._since[place] = now
-        self._idle.append(place)
+        self._since[slot] = now
+        self._idle.append(slot)
         return seconds
 
-    def cancel(self, place: WorkerPlace) -> None:
-        """End the call that runs at a place, or is about to."""
-        if (cancelled := self._cancels.get(place)) is not None:
+    def cancel(self, slot: WorkerSlot) -> None:
+        """End the call that a slot runs, or is about to."""
+        if (cancelled := self._cancels.get(slot)) is not None:
             cancelled.set()
-            place.cancel()
+            slot.cancel()
 
     async def run_many(
         self,
-        place: WorkerPlace,
+        slot: WorkerSlot,
         function: RegisteredFunction,
         calls: Sequence[FunctionCall],
         lease: CoreLease | None,
     ) -> AsyncGenerator[tuple[int, CallOutcome]]:
-        """`place.run_many`, once the model that the calls need is on devices."""
-        began, cancelled = self._clock(), self._cancels[place]
+        """`slot.run_many`, once the model that the calls need is on devices."""
+        began, cancelled = self._clock(), self._cancels[slot]
         if self._models is not None and (model := function.spec.model_service):
             try:
                 url = await self._ready(self._models, model, cancelled)
             except ModelUnavailable as error:
                 kind = pb.InvocationError.KIND_MODEL_UNAVAILABLE
-                failed = pb.InvocationError(kind=kind, message=str(error))
-                yield 0, CallOutcome(error=failed, cold_seconds=self._clock() - began)
+                seconds = self._clock() - began
+                yield 0, CallOutcome.failed(kind, str(error), cold_seconds=seconds)
                 return
             for call in calls:
                 call.environment = {MODEL_URL: url}
         if cancelled.is_set():
             kind = pb.InvocationError.KIND_CANCELLED
-            ended = pb.InvocationError(kind=kind, message="cancelled before it ran")
-            yield 0, CallOutcome(error=ended)
+            yield 0, CallOutcome.failed(kind, "cancelled before it ran")
             return
-        async with aclosing(place.run_many(function, calls, lease)) as outcomes:
+        async with aclosing(slot.run_many(function, calls, lease)) as outcomes:
             async for found in outcomes:
                 yield found
 
     async def _ready(self, models: ModelManager, name: str, cancelled: asyncio.Event) -> str:
-        """The URL of a model that is on devices; "" once `cancelled`. Raises ModelUnavailable."""
-        # It goes on to where the board says, whoever still waits: others may be next.
+        """URL of a model once it is on devices; "" once `cancelled`. Raises ModelUnavailable."""
+        # A move that was begun ends, whoever still waits: later calls count on its placement.
         loading = asyncio.create_task(models.ready(name))
         self._loading.add(loading)
         loading.add_done_callback(self._loaded)
@@ -275,98 +266,78 @@ class FunctionHost:
     def _loaded(self, loading: asyncio.Task[str]) -> None:
         self._loading.discard(loading)
         if not loading.cancelled():
-            loading.exception()  # said to who waited, if anybody did
+            loading.exception()  # marks it as seen: its callers may have left
 
     def warm_for(self, function: RegisteredFunction) -> int:
-        """Idle places that have imported `function`."""
-        return sum(place.holds(function) for place in self._idle)
+        """Idle slots that have imported `function`."""
+        return sum(slot.holds(function) for slot in self._idle)
 
     async def warm_up(self, function: RegisteredFunction) -> None:
-        """Have `function.spec.min_workers` processes that have imported it, as far as places go."""
-        holding = sum(place.holds(function) for place in self._places)
+        """Have `function.spec.min_workers` processes that have imported it, if slots are free."""
+        holding = sum(slot.holds(function) for slot in self._slots)
         wanted = max(0, function.spec.min_workers - holding)
         taken = [
             self._occupy(self._choose(function), function) for _ in range(min(wanted, self.free))
         ]
         try:
-            await asyncio.gather(*(place.warm_up(function) for place in taken))
+            await asyncio.gather(*(slot.warm_up(function) for slot in taken))
         finally:
-            for place in taken:
-                self.give_back(place, None)
+            for slot in taken:
+                self.give_back(slot, None)
 
     def idle_seconds(self, function: RegisteredFunction) -> float:
-        """How long a process waits for calls that ran `function` last."""
+        """How long a process that ran `function` last waits for another call."""
         own = function.spec.HasField("idle_seconds")
         return function.spec.idle_seconds if own else self._idle_seconds
 
     def reap(self) -> float | None:
-        """End processes that were idle for too long; returns in how many seconds to look again,
-        None when none is."""
+        """End processes that were idle for too long; seconds until the next will have been, None
+        if there is none."""
         now, next_look = self._clock(), None
         spare = self.alive - self._min_workers
         kept: dict[str, int] = {}
-        for place in list(self._idle):
-            function = self._last.get(place)
-            if not place.warm or function is None:
+        for slot in list(self._idle):
+            function = self._last.get(slot)
+            if not slot.warm or function is None:
                 continue
             kept[function.key] = kept.get(function.key, 0) + 1
             if spare <= 0 or kept[function.key] <= function.spec.min_workers:
                 continue
-            left = self._since[place] + self.idle_seconds(function) - now
+            left = self._since[slot] + self.idle_seconds(function) - now
             if left <= 0:
-                place.rest()
+                slot.rest()
                 spare -= 1
             else:
                 next_look = left if next_look is None else min(left, next_look)
         return next_look
 
-    def _choose(self, function: RegisteredFunction) -> WorkerPlace:
-        """One that has imported it; one that could; one without a process; the longest idle."""
+    def _choose(self, function: RegisteredFunction) -> WorkerSlot:
+        """An idle slot: that has imported the function, else whose process could, else without a
+        process, else the longest idle."""
         latest = self._idle[::-1]
         ways = (
-            (p for p in latest if p.holds(function)),
-            (p for p in latest if p.warm and p.suits(function)),
-            (p for p in latest if not p.warm),
+            (slot for slot in latest if slot.holds(function)),
+            (slot for slot in latest if slot.warm and slot.confined_for(function)),
+            (slot for slot in latest if not slot.warm),
             self._idle,
         )
         return next(itertools.chain.from_iterable(ways))
 
 
-def layers(cage: SandboxProfile, groups: ControlGroups | None) -> list[str]:
-    """Their names, for people: "namespaces", "seccomp", "cgroup:memory", ..."""
-    if cage.level == CONTAINER:
-        try:
-            return [f"container:{Path(find_engine()).name}"]
-        except FailedPrecondition:
-            return []
-    limited = ["rlimit:as"] if cage.memory_mib else []
-    if cage.level == PROCESS:
-        return [*limited, *(["landlock"] if cage.reads or cage.writes else [])]
-    found = ["namespaces", "read-only root", "no_new_privs", "rlimits", *limited]
-    if filter_path() is not None:
-        found.append("seccomp")
-    if groups is not None:
-        found += [f"cgroup:{name}" for name in ("memory", "pids") if name in groups.controllers]
-    return found
-
-
-log = structlog.get_logger("troupe.reward")
-
-
-class Workplace:
-    """Worker processes of this host, its cores, and the limits of its sandboxes."""
+class LocalHost:
+    """This host: its slots, cores, models, control groups and stateful sandboxes."""
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
-        """Raises `InvalidArgument` for cores that there are not, and models that fit nowhere."""
+        """Raises `InvalidArgument` for cores that do not exist, and models that fit nowhere."""
         self._groups = groups = open_groups()
         self._cores = _core_manager(settings, groups)
-        self._fence = CgroupLimits(groups) if groups is not None else None
+        self._cgroup_limits = CgroupLimits(groups) if groups is not None else None
         slots = [
             ProcessSlot(
                 settings.reward_import_seconds,
                 f"worker-{i}",
                 self._cores,
-                self._fence,
+                self._cgroup_limits,
                 spares=settings.reward_spares,
             )
             for i in range(settings.reward_workers)
@@ -375,19 +346,17 @@ class Workplace:
         if settings.reward_models:
             models = ModelManager(settings.reward_models, settings.reward_gpus, telemetry)
         memory = {MEMORY: settings.reward_memory_mib} if settings.reward_memory_mib else {}
-        stock = HostResources(
-            memory, None if models is None else models.board, plenty=(MEMORY, SANDBOX)
-        )
+        placement = None if models is None else models.placement
         self.host = FunctionHost(
-            "",
+            OWN_HOST,
             slots,
             self._cores,
             min_workers=settings.reward_min_workers,
             idle_seconds=settings.reward_idle_seconds,
-            stock=stock,
+            resources=HostResources(memory, placement, plenty=(MEMORY, SANDBOX)),
             models=models,
         )
-        self.sandboxes = SandboxKeeper(
+        self.sandboxes = SandboxManager(
             SandboxLimits(
                 settings.reward_sandboxes,
                 settings.reward_sandbox_memory_mib,
@@ -397,22 +366,39 @@ class Workplace:
             groups=groups,
             cores=self._cores,
         )
-
         log.info(
             "sandboxes",
             **{level: ", ".join(self.confinement(SandboxProfile(level))) for level in LEVELS},
         )
 
-    def confinement(self, cage: SandboxProfile) -> list[str]:
-        """What confines calls here that are to be confined so."""
-        return layers(cage, self._groups)
+    def confinement(self, profile: SandboxProfile) -> list[str]:
+        """What confines calls of this profile here, for people: "namespaces", "seccomp", ..."""
+        return layers(profile, self._groups)
 
     def close(self) -> None:
-        """All its processes have ended."""
+        """Remove the control groups; all processes have ended."""
         if self._cores is not None:
             self._cores.close()
-        if self._fence is not None:
-            self._fence.close()
+        if self._cgroup_limits is not None:
+            self._cgroup_limits.close()
+
+
+def layers(profile: SandboxProfile, groups: ControlGroups | None) -> list[str]:
+    """Names of the mechanisms that confine calls of `profile`."""
+    if profile.level == CONTAINER:
+        try:
+            return [f"container:{Path(find_engine()).name}"]
+        except FailedPrecondition:
+            return []
+    limited = ["rlimit:as"] if profile.memory_mib else []
+    if profile.level == PROCESS:
+        return [*limited, *(["landlock"] if profile.reads or profile.writes else [])]
+    found = ["namespaces", "read-only root", "no_new_privs", "rlimits", *limited]
+    if filter_path() is not None:
+        found.append("seccomp")
+    if groups is not None:
+        found += [f"cgroup:{name}" for name in ("memory", "pids") if name in groups.controllers]
+    return found
 
 
 def _core_manager(settings: RewardSettings, groups: ControlGroups | None) -> CoreManager | None:

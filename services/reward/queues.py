@@ -1,7 +1,8 @@
-"""What waits for a worker: by priority, then in fair turns by job, then in the order of a job."""
+"""The queues of pending invocations: by priority, then fairly between jobs, then by rank."""
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import heapq
 from collections.abc import Iterator
@@ -9,17 +10,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from services.reward.call import FunctionCall
-from services.reward.function import Lines, RegisteredFunction
-from services.reward.quota import Budget
+from services.reward.call import FunctionCall, WorkerSlot
+from services.reward.function import LineSplitter, RegisteredFunction
+from services.reward.quota.manager import Budget
 from troupe.scheduling.elastic import Action, SpeedUp
 from troupe.scheduling.elastic.order import FairShares
 from troupe.v1 import reward_pb2 as pb
 
 if TYPE_CHECKING:
-    import asyncio
-
-    from services.reward.call import WorkerPlace
     from services.reward.dispatch import InvocationChunk
 
 # The resources of a host: worker processes, and cores where they are handed out.
@@ -29,9 +27,12 @@ OWN_HOST = ""
 
 
 @dataclass(eq=False)
-class Waiting:
-    """One invocation until its outcome. `rank` orders those of one job and priority
-    (`troupe.scheduling.elastic.order`), equal ones by arrival."""
+class PendingInvocation:
+    """One invocation from its acceptance to its outcome.
+
+    `rank` orders those of one job and priority (`troupe.scheduling.elastic.order`); those of equal
+    rank run in the order of arrival.
+    """
 
     invocation_id: str
     function: RegisteredFunction
@@ -41,26 +42,26 @@ class Waiting:
     rank: tuple[float, int]
     priority: int = 0
     weight: float = 1.0
-    # Its own, on the service's host; none: any that is free.
-    place: WorkerPlace | None = None
-    # With whom it runs, or will next; none: it waits.
+    # A slot of its own, on the service's host; None: any free worker will do.
+    slot: WorkerSlot | None = None
+    # The chunk with which it was given to a worker; None: it is queued.
     chunk: InvocationChunk | None = None
     host: str = ""
     # Cores that it was given, and what its job was charged for it.
     cores: int = 0
     charged: float = 0.0
-    # When it began to run (0: not yet), and how often it did.
+    # When its current attempt began (0: queued), and how many attempts there were.
     began: float = 0.0
     attempts: int = 0
     cold_seconds: float = 0.0
-    # What it printed, as far as somebody has asked.
-    lines: Lines | None = None
-    # What the scheduler sees, and what was known of the function's calls then.
-    _seen: tuple[SpeedUp, bool, Action] | None = None
+    # Splits what it prints into lines; None until it prints.
+    lines: LineSplitter | None = None
+    # `action()` as it was computed last, with what it was computed from.
+    _cached: tuple[SpeedUp, bool, Action] | None = None
 
     @property
     def job(self) -> str:
-        """On whose behalf: what fair turns are between."""
+        """The job that it is charged to: shares are fair between jobs."""
         return self.call.job_id
 
     @property
@@ -69,11 +70,11 @@ class Waiting:
         return cost(self.function, self.call)
 
     def action(self, *, with_cores: bool) -> Action:
-        """Itself as the scheduler sees it, with what is known of its function by now."""
-        elastic, function = None, self.function
-        seen = self._seen
-        if seen is not None and seen[0] is function.curve and seen[1] == with_cores:
-            return seen[2]
+        """The invocation as the scheduler sees it, by what is known of its function so far."""
+        function, cached = self.function, self._cached
+        if cached is not None and cached[0] is function.curve and cached[1] == with_cores:
+            return cached[2]
+        elastic = None
         needs = {WORKERS: 1, **function.needs}
         if with_cores and function.elastic:
             elastic = function.curve.elastic(
@@ -88,91 +89,91 @@ class Waiting:
             elastic,
             self.call.estimated_seconds or function.seconds,
             function=function.key,
-            host=None if self.place is None else OWN_HOST,
+            host=None if self.slot is None else OWN_HOST,
         )
-        self._seen = (function.curve, with_cores, action)
+        self._cached = (function.curve, with_cores, action)
         return action
 
 
 def cost(function: RegisteredFunction, call: FunctionCall) -> float:
-    """Seconds, times cores, that `call` is expected to take with the fewest."""
+    """Seconds, times cores, that `call` is expected to take with the fewest cores."""
     return (call.estimated_seconds or function.seconds) * max(1, function.cores)
 
 
-# Those of one function, descending: the first in rank last, since it is taken from the end.
-_Queue = list[Waiting]
+# Invocations of one function in descending rank: the next one is at the end.
+_Queue = list[PendingInvocation]
 
 
 class Queues:
-    """Everything that waits."""
+    """All invocations that wait for a worker."""
 
     def __init__(self) -> None:
         self.shares = FairShares()
-        # By priority, job and function.
+        # Priority -> job -> function key -> queue.
         self._levels: dict[int, dict[str, dict[str, _Queue]]] = {}
-        # How many of each function.
+        # Function key -> function and number of its queued invocations.
         self._functions: dict[str, tuple[RegisteredFunction, int]] = {}
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def add(self, waiting: Waiting) -> None:
-        """Take it in at its place."""
-        jobs = self._levels.setdefault(waiting.priority, {})
-        if waiting.job not in jobs:
-            self.shares.enter(waiting.job, waiting.weight)
-        queue = jobs.setdefault(waiting.job, {}).setdefault(waiting.function.key, [])
-        bisect.insort(queue, waiting, key=_backwards)
-        self._count(waiting.function, 1)
+    def add(self, invocation: PendingInvocation) -> None:
+        """Queue `invocation` by its priority, job and rank."""
+        jobs = self._levels.setdefault(invocation.priority, {})
+        if invocation.job not in jobs:
+            self.shares.enter(invocation.job, invocation.weight)
+        queue = jobs.setdefault(invocation.job, {}).setdefault(invocation.function.key, [])
+        bisect.insort(queue, invocation, key=_descending)
+        self._count(invocation.function, 1)
 
-    def remove(self, waiting: Waiting) -> None:
-        """Take it out, wherever it is."""
-        jobs = self._levels[waiting.priority]
-        functions = jobs[waiting.job]
-        queue = functions[waiting.function.key]
-        place = bisect.bisect_left(queue, _backwards(waiting), key=_backwards)
-        assert queue[place] is waiting
-        del queue[place]
+    def remove(self, invocation: PendingInvocation) -> None:
+        """Take a queued invocation out."""
+        jobs = self._levels[invocation.priority]
+        functions = jobs[invocation.job]
+        queue = functions[invocation.function.key]
+        index = bisect.bisect_left(queue, _descending(invocation), key=_descending)
+        assert queue[index] is invocation
+        del queue[index]
         if not queue:
-            del functions[waiting.function.key]
+            del functions[invocation.function.key]
             if not functions:
-                del jobs[waiting.job]
+                del jobs[invocation.job]
                 if not jobs:
-                    del self._levels[waiting.priority]
-        self._count(waiting.function, -1)
+                    del self._levels[invocation.priority]
+        self._count(invocation.function, -1)
 
-    def first(self, count: int, budget: Budget | None = None) -> list[Waiting]:
-        """The first `count` in turn; of a function only as many as its limit leaves room for.
+    def first(self, count: int, budget: Budget) -> list[PendingInvocation]:
+        """The next `count` invocations; of a function no more than its concurrency limit allows.
 
-        What waits for nothing but its function's limit, or for units of a quota that `budget` has
-        not, stands in nobody's way.
+        One that waits only for its function's limit, or for units of a quota that `budget` lacks,
+        does not hold up those behind it.
         """
         room: dict[str, int] = {}
-        budget = budget or Budget({}, 0)
-        found: list[Waiting] = []
+        found: list[PendingInvocation] = []
         for priority in sorted(self._levels, reverse=True):
             jobs = {
                 job: _startable(list(functions.values()), room, budget)
                 for job, functions in self._levels[priority].items()
             }
-            merged = self.shares.merge(jobs, lambda waiting: waiting.cost)
+            merged = self.shares.merge(jobs, lambda invocation: invocation.cost)
             found += islice(merged, count - len(found))
             if len(found) >= count:
                 break
         return found
 
-    def following(self, waiting: Waiting, count: int) -> list[Waiting]:
-        """Up to `count` that come next of the same function, job and priority."""
+    def following(self, invocation: PendingInvocation, count: int) -> list[PendingInvocation]:
+        """Up to `count` queued invocations that are next of its function, job and priority."""
         queue = (
-            self._levels.get(waiting.priority, {})
-            .get(waiting.job, {})
-            .get(waiting.function.key, [])
+            self._levels.get(invocation.priority, {})
+            .get(invocation.job, {})
+            .get(invocation.function.key, [])
         )
         return queue[: -count - 1 : -1] if count > 0 else []
 
     def seconds(self, cold_seconds: float) -> float:
-        """The work that waits, of one worker; calls that need a new one cost its start, too."""
+        """Seconds that one worker would need for all that is queued; calls that need a new process
+        take `cold_seconds` more."""
         return sum(
             count * (function.seconds + (0.0 if function.stays_warm else cold_seconds))
             for function, count in self._functions.values()
@@ -188,28 +189,30 @@ class Queues:
         self._size += change
 
 
-def _startable(queues: list[_Queue], room: dict[str, int], budget: Budget) -> Iterator[Waiting]:
-    """Those of one job in rank; each takes of `room`, which is by function, when it is reached."""
+def _startable(
+    queues: list[_Queue], room: dict[str, int], budget: Budget
+) -> Iterator[PendingInvocation]:
+    """The invocations of one job by rank; each takes one of `room` (by function) when reached."""
     heads = [(queue[-1].rank, len(queue) - 1, queue) for queue in queues]
     heapq.heapify(heads)
     while heads:
-        _, place, queue = heads[0]
-        waiting = queue[place]
-        function = waiting.function
+        _, index, queue = heads[0]
+        invocation = queue[index]
+        function = invocation.function
         left = room.setdefault(function.key, function.room)
         if left <= 0 or (
-            function.needs and not budget.admits(function.needs, min(left, place + 1))
+            function.needs and not budget.admits(function.needs, min(left, index + 1))
         ):
             heapq.heappop(heads)
             continue
         room[function.key] = left - 1
-        yield waiting
-        if place:
-            heapq.heapreplace(heads, (queue[place - 1].rank, place - 1, queue))
+        yield invocation
+        if index:
+            heapq.heapreplace(heads, (queue[index - 1].rank, index - 1, queue))
         else:
             heapq.heappop(heads)
 
 
-def _backwards(waiting: Waiting) -> tuple[float, int]:
-    rank, arrival = waiting.rank
+def _descending(invocation: PendingInvocation) -> tuple[float, int]:
+    rank, arrival = invocation.rank
     return -rank, -arrival

@@ -96,7 +96,7 @@ _FILES: Final = 256
 
 @dataclass(frozen=True)
 class SandboxProfile:
-    """What a worker is confined to; workers of one cage can stand in for each other."""
+    """What a worker is confined to; workers of one profile can stand in for each other."""
 
     level: str = PROCESS
     processes: int = 0
@@ -152,7 +152,7 @@ class SandboxProfile:
             # Packages below the home are what a call before could write.
             "PYTHONNOUSERSITE": "1",
         }
-        user = unprivileged()
+        user = unprivileged_user()
         sources = [self.source] if self.source else []
         if user.reads_as_somebody_else:
             _check_readable([sys.base_prefix, sys.prefix, *sources, *imports])
@@ -169,7 +169,7 @@ class SandboxProfile:
             *("--die-with-parent", "--new-session", "--hostname", "sandbox"),
             *user.namespaces,
             *(["--as-pid-1"] if first else []),
-            # The private places first: an interpreter below the host's /tmp would be covered.
+            # The private slots first: an interpreter below the host's /tmp would be covered.
             *self._private(),
             *view.root(files, imports),
             *(["--ro-bind", self.source, SOURCE] if self.source else []),
@@ -211,7 +211,7 @@ class SandboxProfile:
 
 
 @dataclass(frozen=True)
-class User:
+class SandboxUser:
     """Who a sandbox's processes are, as words of the command that starts it."""
 
     # Ahead of bubblewrap; of bubblewrap; ahead of the program in the sandbox.
@@ -224,7 +224,7 @@ class User:
     reads_as_somebody_else: bool = False
 
 
-def unprivileged() -> User:
+def unprivileged_user() -> SandboxUser:
     """Another one for each sandbox where the service is root: what is root outside owns the files
     of the kernel, whatever it is called inside. Raises FailedPrecondition ("no_sandbox")."""
     own = (
@@ -232,7 +232,7 @@ def unprivileged() -> User:
         *(("--disable-userns",) if _disables_users() else ()),
     )
     if os.geteuid() != 0:
-        return User(namespaces=own)
+        return SandboxUser(namespaces=own)
     can, user = _capabilities(), _next_user()
     if can & _BECOME != _BECOME or user is None:
         raise _no_sandbox(
@@ -245,9 +245,9 @@ def unprivileged() -> User:
         *("--inh-caps=-all", "--bounding-set=-all"),
     )
     if not can & _ADMINISTER:  # of a container: namespaces are made as anybody may
-        return User(before=become, namespaces=own, reads_as_somebody_else=True)
+        return SandboxUser(before=become, namespaces=own, reads_as_somebody_else=True)
     spaces = ("pid", "net", "ipc", "uts")
-    return User(
+    return SandboxUser(
         # Who made the namespaces is root, and leaves for good.
         namespaces=(
             *(f"--unshare-{name}" for name in spaces),

@@ -1,4 +1,4 @@
-"""The Reward servicer: translate and call."""
+"""The gRPC servicer of the reward service: functions are registered and invoked here."""
 
 from __future__ import annotations
 
@@ -10,53 +10,52 @@ from typing import Any, Final
 import grpc
 
 from services.chassis.telemetry import Telemetry
-from services.reward.function import Registry, Sources, listening
-from services.reward.host import Workplace
+from services.reward.call import fitted
+from services.reward.function import FunctionRegistry, Sources, listening
+from services.reward.host import LocalHost
 from services.reward.hosts.link import AttachedHosts, HostFleet
-from services.reward.quota import open_quotas
+from services.reward.quota.manager import open_quotas
 from services.reward.runtime import Invocations, Runtime
-from services.reward.sandboxes.keeper import Guests
 from services.reward.settings import RewardSettings
-from services.reward.slot import fitted
 from troupe.scheduling.elastic import Discipline
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1 import reward_pb2_grpc
 
 __all__ = ["RewardService", "RewardSettings"]
 
-# A stream that is read more slowly than its function prints misses output.
+# Events that a stream may hold; one that is read too slowly misses output.
 _EVENTS: Final = 1000
 
 
 class RewardService(reward_pb2_grpc.RewardServicer):
-    """Functions by name and version, run in worker processes."""
+    """Registers functions by name and version, and runs their calls in worker processes."""
 
     name = "troupe.v1.Reward"
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
-        self._workplace = Workplace(settings, telemetry)
+        self._local = LocalHost(settings, telemetry)
         self._sources = Sources()
         shared = settings.redis_url if "redis_url" in settings.model_fields_set else None
         self._quotas = open_quotas(
             settings.reward_quotas,
             shared,
             settings.worker_id,
-            lambda: self._runtime.dispatcher.pump(),
+            lambda: self._runtime.dispatcher.dispatch(),
         )
         self._runtime = Runtime(
-            [self._workplace.host],
+            [self._local.host],
             telemetry,
             max_queued=settings.reward_max_queued,
             quotas=self._quotas,
             discipline=Discipline(settings.reward_order, patience=settings.reward_patience_seconds),
         )
         self._fleet = HostFleet(
-            self._workplace.host,
+            self._local.host,
             self._runtime.dispatcher,
             self._quotas,
             expected_seconds=settings.reward_host_expected_seconds,
         )
-        self._registry = Registry(self._sources, self._fleet.check)
+        self._registry = FunctionRegistry(self._sources, self._fleet.check)
         self._hosts = AttachedHosts(
             self._sources,
             self._fleet.attach,
@@ -64,8 +63,9 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             beat_seconds=settings.reward_host_beat_seconds,
         )
         self._most_bytes = settings.max_message_mib << 20
-        guests = Guests(self._workplace.sandboxes, self._runtime)
-        self._invocations = Invocations(self._registry, self._runtime, guests, settings)
+        self._invocations = Invocations(
+            self._registry, self._runtime, self._local.sandboxes, settings
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the servicer."""
@@ -80,8 +80,8 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         await self._runtime.stop()
         if self._quotas is not None:
             await self._quotas.stop()
-        await self._workplace.sandboxes.stop()
-        self._workplace.close()
+        await self._local.sandboxes.stop()
+        self._local.close()
         await self._invocations.close()
         self._sources.close()
 
@@ -95,8 +95,8 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def RegisterFunction(
         self, request: pb.RegisterFunctionRequest, context: Any
     ) -> pb.RegisterFunctionResponse:
-        """Make a function known."""
-        self._workplace.sandboxes.check(request.function)
+        """Register a function."""
+        self._local.sandboxes.check(request.function)
         function = self._registry.register(request.function)
         self._runtime.dispatcher.warm_up(function)
         return pb.RegisterFunctionResponse()
@@ -104,7 +104,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def DeleteFunction(
         self, request: pb.DeleteFunctionRequest, context: Any
     ) -> pb.DeleteFunctionResponse:
-        """Forget a function, and cancel its calls."""
+        """Delete a function, and cancel its calls."""
         function = self._registry.delete(request.name, request.version)
         if function is not None:
             self._runtime.forget(function)
@@ -116,14 +116,14 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         """All functions with their counts."""
         return pb.ListFunctionsResponse(
             functions=[
-                f.status(self._runtime.pool.warm_for(f), self._workplace.confinement(f.cage))
+                f.status(self._runtime.pool.warm_for(f), self._local.confinement(f.profile))
                 for f in self._registry
             ],
             pool=self._runtime.pool.status(),
         )
 
     async def Invoke(self, request: pb.InvokeRequest, context: Any) -> pb.InvokeResponse:
-        """Run a function once per invocation id, however often it is asked."""
+        """Run a function, once per invocation id however often it is sent."""
         return await self._invocations.invoke(request, context.time_remaining())
 
     async def InvokeBatch(
@@ -139,14 +139,14 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def InvokeStream(
         self, request: pb.InvokeRequest, context: Any
     ) -> AsyncIterator[pb.InvocationEvent]:
-        """Run a function, and tell what happens until it has its outcome."""
+        """Run a function, and stream its events, the last of which is the outcome."""
         events: asyncio.Queue[pb.InvocationEvent | None] = asyncio.Queue()
 
-        def tell(event: pb.InvocationEvent) -> None:
+        def listener(event: pb.InvocationEvent) -> None:
             if events.qsize() < _EVENTS or event.WhichOneof("event") != "output":
                 events.put_nowait(event)
 
-        with self._runtime.watch(request.invocation_id, tell):
+        with self._runtime.watch(request.invocation_id, listener):
             invoked = asyncio.create_task(self.Invoke(request, context))
             invoked.add_done_callback(lambda _: events.put_nowait(None))
             try:
@@ -159,7 +159,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def AttachHost(
         self, request_iterator: AsyncIterator[pb.HostMessage], context: Any
     ) -> AsyncIterator[pb.HostCommand]:
-        """Have one more host run calls, for as long as it is heard of."""
+        """Attach a host, which runs calls for as long as the stream lasts."""
         async with aclosing(self._hosts.serve(request_iterator)) as commands:
             async for command in commands:
                 yield command
@@ -178,15 +178,15 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def CloseTrajectory(
         self, request: pb.CloseTrajectoryRequest, context: Any
     ) -> pb.CloseTrajectoryResponse:
-        """End what a trajectory's stateful functions kept."""
+        """End the stateful sandboxes of a trajectory."""
         self._runtime.discipline.closed(request.job_id, request.trajectory_id)
-        closed = self._workplace.sandboxes.close(request.job_id, request.trajectory_id)
+        closed = self._local.sandboxes.close(request.job_id, request.trajectory_id)
         return pb.CloseTrajectoryResponse(closed=closed)
 
     async def ReadLogs(
         self, request: pb.ReadLogsRequest, context: Any
     ) -> AsyncIterator[pb.LogLine]:
-        """What a function's calls printed last, and what they print from now on."""
+        """The last lines that a function's calls printed, and with `follow` those to come."""
 
         def wanted(line: pb.LogLine) -> bool:
             return request.job_id in ("", line.job_id) and request.invocation_id in (

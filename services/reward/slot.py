@@ -1,4 +1,7 @@
-"""One worker process and its replacements: runs one call at a time, whatever the call does."""
+"""The slot of a worker process on this host: starts it, has it run calls, and replaces it.
+
+A call's timeout is enforced here (`ProcessSlot._answer`), by killing the process.
+"""
 
 from __future__ import annotations
 
@@ -10,61 +13,392 @@ import signal
 import struct
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, Final
 
 import structlog
 
 from services.reward import worker
-from services.reward.call import CallOutcome, FunctionCall
+from services.reward.call import CallDeadline, CallOutcome, FunctionCall, WorkerSlot, outcome_of
 from services.reward.function import RegisteredFunction
 from services.reward.groups import CgroupLimits, CoreLease, CoreManager, family, kill_with_children
 from services.reward.sandbox import BUBBLEWRAP, SandboxProfile
-from troupe.outcomes import finite_number, parse_json
 from troupe.v1 import reward_pb2 as pb
 
+log = structlog.get_logger("troupe.reward")
+
+_Kind = pb.InvocationError
+# Of a frame to or from a worker: the length of its JSON.
 HEADER: Final = struct.Struct(">I")
-# An answer is a result of at most 16 MiB, or a short account.
+# An answer is a result of at most 16 MiB, or an error.
 _MAX_FRAME_BYTES: Final = 20 * 2**20
-# Of what functions print, so much is kept: the last of it.
+# The last of what functions print that is kept.
 _OUTPUT_BYTES: Final = 16 * 2**10
-# Output is read in such parts, at most so many before others of the event loop get their turn:
-# together more than a pipe holds, so that after an answer all that was printed before it is here.
+# Output is read in such parts, at most so many before the event loop runs others: together more
+# than a pipe holds, so that all that was printed before an answer is read with it.
 _PART_BYTES: Final = 32 * 2**10
 _PARTS: Final = 4
 _END_SECONDS: Final = 5.0
+# Calls, and bytes of arguments, that a worker is sent before it has answered the first of them.
+_AHEAD: Final = 16
+_AHEAD_BYTES: Final = 64 * 2**10
+
+
+class WorkerLost(Exception):
+    """The worker process ended or was ended; `error` is the outcome of its call."""
+
+    def __init__(self, error: pb.InvocationError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class ProcessSlot(WorkerSlot):
+    """Runs calls in one worker process; when that is lost, in its successor."""
+
+    def __init__(
+        self,
+        import_seconds: float,
+        name: str = "worker",
+        cores: CoreManager | None = None,
+        cgroup_limits: CgroupLimits | None = None,
+        *,
+        spares: bool = True,
+    ) -> None:
+        """`name`: unique among slots. `cores` hands cores out, `cgroup_limits` limits a sandbox as
+        a whole, where the host can. `spares`: the successor of a sandbox that was used up is
+        started at once, not by the next call."""
+        super().__init__(name)
+        # Of the start of a process, and of an import.
+        self._import_deadline = CallDeadline(import_seconds)
+        self._cores = cores
+        self._cgroup_limits = cgroup_limits
+        # What the process is confined to.
+        self._profile = SandboxProfile()
+        # Whether the process is in the groups of `cores` and `cgroup_limits`.
+        self._adopted = False
+        self._process: WorkerProcess | None = None
+        self._spares = spares
+        # Starts the next sandbox.
+        self._renewing: asyncio.Task[None] | None = None
+        # Waits for processes that were killed.
+        self._ending: set[asyncio.Task[None]] = set()
+        # Function key -> its registrations when the process imported it.
+        self._prepared: dict[str, int] = {}
+        self._cancelled = False
+        # When the process was started, and for how many seconds there were others before.
+        self._since = 0.0
+        self._past_seconds = 0.0
+
+    @property
+    def warm(self) -> bool:
+        return self._process is not None and self._process.alive
+
+    @property
+    def process_seconds(self) -> float:
+        return self._past_seconds + (time.perf_counter() - self._since if self.warm else 0.0)
+
+    async def start(self) -> None:
+        """Start the process and wait until it answers. Raises RuntimeError."""
+        await self._renewed()
+        self._cancelled = False
+        try:
+            await self._answer(self._import_deadline, {"call": "ready"})
+        except WorkerLost as lost:
+            raise RuntimeError(
+                f"no worker process can be started: {lost}: {lost.error.output}"
+            ) from lost
+
+    async def warm_up(self, function: RegisteredFunction) -> None:
+        self._cancelled = False
+        await self._renewed(function)
+        await self._warm_up(function)
+
+    async def _warm_up(self, function: RegisteredFunction) -> None:
+        try:
+            failed = await self._get_ready(function, None)
+        except WorkerLost as lost:
+            log.warning("a worker was not warmed up", function=function.key, why=str(lost))
+        else:
+            if failed is not None and failed.error is not None:
+                log.warning(
+                    "a worker was not warmed up", function=function.key, why=failed.error.message
+                )
+
+    def rest(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+        self._drop()
+
+    async def stop(self) -> None:
+        await self._renewed()
+        self._drop()
+        await asyncio.gather(*self._ending)
+        for manager in (self._cores, self._cgroup_limits):
+            if manager is not None:
+                manager.forget(self.name)
+
+    def holds(self, function: RegisteredFunction) -> bool:
+        return self._prepared.get(function.key) == function.registrations
+
+    def confined_for(self, function: RegisteredFunction) -> bool:
+        return self._profile == function.profile
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._process is not None:
+            self._process.kill()
+
+    async def run_many(
+        self,
+        function: RegisteredFunction,
+        calls: Sequence[FunctionCall],
+        lease: CoreLease | None = None,
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
+        # From here on it may be cancelled, also while it waits for the next sandbox.
+        self._cancelled = False
+        await self._renewed(function)
+        try:
+            async with aclosing(self._run_many(function, calls, lease)) as outcomes:
+                async for found in outcomes:
+                    yield found
+        finally:
+            self._cancelled = False
+            if self._spares and self._profile.level == BUBBLEWRAP and self._process is None:
+                self._renewing = asyncio.create_task(self._warm_up(function))
+
+    async def _renewed(self, function: RegisteredFunction | None = None) -> None:
+        """Wait for the next sandbox if it suits `function`; else cancel its start."""
+        renewing, self._renewing = self._renewing, None
+        if renewing is None:
+            return
+        if function is None or not self.confined_for(function):
+            renewing.cancel()
+        try:
+            await asyncio.wait([renewing])
+        finally:
+            renewing.cancel()
+
+    async def _run_many(
+        self, function: RegisteredFunction, calls: Sequence[FunctionCall], lease: CoreLease | None
+    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
+        began = time.perf_counter()
+        cold = not (self._adopted and self.confined_for(function) and self.holds(function))
+        # Indices of the calls that the worker has been sent, in order.
+        sent: deque[int] = deque()
+        following = 0
+        try:
+            failed = await self._get_ready(function, lease)
+            if failed is not None:
+                yield 0, failed
+                return
+            cold_seconds = time.perf_counter() - began if cold else 0.0
+            while True:
+                following = self._send(function, calls, following, sent)
+                if not sent:
+                    return
+                assert self._process is not None  # made ready; when it is lost, `_answer` raises
+                call = calls[sent[0]]
+                self._process.printed = call.printed
+                began = time.perf_counter()
+                answer = await self._answer(call.deadline)
+                seconds = time.perf_counter() - began
+                outcome = outcome_of(answer, seconds, self._process.output(), cold_seconds)
+                kept = self._keep_process(answer)
+                yield sent.popleft(), outcome
+                cold_seconds = 0.0
+                if not kept:
+                    return
+        except WorkerLost as lost:
+            yield (sent[0] if sent else following), CallOutcome(error=lost.error)
+
+    def _send(
+        self,
+        function: RegisteredFunction,
+        calls: Sequence[FunctionCall],
+        following: int,
+        sent: deque[int],
+    ) -> int:
+        """Send the worker its next calls, of which `following` is the first; returns the index of
+        the first that it has not been sent.
+
+        Several calls of a function that may run twice are sent ahead, so that the worker never
+        waits for the next one.
+        """
+        most = _AHEAD if function.repeatable else 1
+        if len(sent) > most // 2:
+            return following
+        assert self._process is not None
+        requests = []
+        size = sum(len(calls[index].arguments_json) for index in sent)
+        while following < len(calls) and (not sent or (len(sent) < most and size < _AHEAD_BYTES)):
+            call = calls[following]
+            if not call.dropped:
+                requests.append(
+                    {
+                        "call": "invoke",
+                        "entrypoint": function.spec.entrypoint,
+                        "arguments_json": call.arguments_json,
+                        "memory_mib": function.spec.memory_mib,
+                        "environment": dict(call.environment),
+                    }
+                )
+                sent.append(following)
+                size += len(call.arguments_json)
+            following += 1
+        if requests:
+            self._process.send(*requests)
+        return following
+
+    def _keep_process(self, answer: worker.CallAnswer) -> bool:
+        """Drop the process after a call if it must not serve another; whether it was kept."""
+        if self._profile.level == BUBBLEWRAP:
+            # What ran may have left processes, files, or another json module behind: the next
+            # call, of another trajectory, begins with nothing.
+            self._drop()
+        elif answer.kind == worker.OUT_OF_MEMORY:
+            self._replace()  # whatever was half allocated goes with it
+        return self._process is not None
+
+    async def _get_ready(
+        self, function: RegisteredFunction, lease: CoreLease | None
+    ) -> CallOutcome | None:
+        """Have a process that has imported `function`; the outcome if that fails.
+
+        Raises `WorkerLost`.
+        """
+        if not self.warm:
+            self._drop()  # it died while it was idle: no call's fault
+        if not self.confined_for(function):
+            self._drop()
+            self._profile = function.profile
+        await self._adopt(function, lease)
+        if not self.holds(function):
+            return await self._prepare(function, lease)
+        return None
+
+    async def _adopt(self, function: RegisteredFunction, lease: CoreLease | None) -> None:
+        """Put a new process into its control groups, before any code of the user's runs, and grant
+        it the cores of `lease`."""
+        if not self._adopted:
+            await self._answer(self._import_deadline, {"call": "ready"})
+            assert self._process is not None  # it has answered
+            pids = await asyncio.to_thread(self._process.pids)
+            if self._cores is not None:
+                self._cores.adopt(self.name, pids)
+            if self._cgroup_limits is not None and self._profile.level == BUBBLEWRAP:
+                processes, memory_mib = self._profile.processes, function.spec.memory_mib
+                self._cgroup_limits.adopt(self.name, pids, processes, memory_mib)
+            self._adopted = True
+        if self._cores is not None and lease is not None:
+            self._cores.grant(lease)
+
+    async def _prepare(
+        self, function: RegisteredFunction, lease: CoreLease | None
+    ) -> CallOutcome | None:
+        entrypoint, registrations = function.spec.entrypoint, function.registrations
+        request = {"call": "prepare", "entrypoint": entrypoint}
+        try:
+            answer = await self._answer(self._import_deadline, request)
+            if why := self._why_replace(answer, function):
+                log.info(f"{why}: new worker", entrypoint=entrypoint)
+                self._replace()
+                await self._adopt(function, None)
+                answer = await self._answer(self._import_deadline, request)
+        except WorkerLost as lost:
+            if lost.error.kind == _Kind.KIND_CANCELLED:
+                raise
+            return CallOutcome.failed(_Kind.KIND_NOT_IMPORTABLE, f"importing {entrypoint}: {lost}")
+        if answer.kind == worker.OK:
+            self._prepared[function.key] = registrations
+            return None
+        if answer.kind == worker.NOT_IMPORTABLE:
+            function.unimportable = registrations
+        return outcome_of(answer)
+
+    def _why_replace(self, answer: worker.CallAnswer, function: RegisteredFunction) -> str:
+        """Why a new process may import what this one did not; empty: it would not, either."""
+        if answer.kind == worker.STALE:
+            return "modules were edited"
+        # What ran here before may have changed what is imported, and from where.
+        failed = answer.kind == worker.NOT_IMPORTABLE
+        if failed and self._prepared and function.unimportable != function.registrations:
+            return f"{answer.text}, after others"
+        return ""
+
+    async def _answer(
+        self, deadline: CallDeadline, request: dict[str, Any] | None = None
+    ) -> worker.CallAnswer:
+        """The next answer: to `request`, or to what was sent before. Starts a process where there
+        is none.
+
+        Raises `WorkerLost`, and drops the process, if that ends or `deadline.run_seconds` are over.
+        """
+        if self._cancelled:
+            raise WorkerLost(_error(_Kind.KIND_CANCELLED, "cancelled before it ran"))
+        timer = asyncio.timeout(deadline.run_seconds)
+        try:
+            async with timer:
+                if self._process is None:
+                    self._process = await WorkerProcess.start(*self._profile.launch())
+                    self._since = time.perf_counter()
+                if request is not None:
+                    self._process.send(request)
+                return await self._process.answer()
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            raise WorkerLost(deadline.timed_out(self._replace())) from None
+        except (WorkerDied, OSError) as died:
+            output = self._replace()
+            if self._cancelled:
+                error = _error(_Kind.KIND_CANCELLED, "cancelled while it ran", output)
+            else:
+                error = _error(_Kind.KIND_WORKER_DIED, str(died), output)
+            raise WorkerLost(error) from None
+        except asyncio.CancelledError:
+            self._replace()
+            raise
+
+    def _replace(self) -> str:
+        """Drop the process because of a failure; returns what it printed last."""
+        self.restarts += 1
+        output = self._process.output() if self._process is not None else ""
+        self._drop()
+        return output
+
+    def _drop(self) -> None:
+        """Kill the process, if there is one; the next call starts another."""
+        self._prepared.clear()
+        self._adopted = False
+        process, self._process = self._process, None
+        if process is not None:
+            self._past_seconds += time.perf_counter() - self._since
+            task = asyncio.create_task(process.end())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+
+def _error(
+    kind: pb.InvocationError.Kind.ValueType, message: str, output: str = ""
+) -> pb.InvocationError:
+    return pb.InvocationError(kind=kind, message=message, output=output)
 
 
 class WorkerDied(Exception):
-    """There will be no answer; the text says how the process ended."""
-
-
-async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
-    """`asyncio.create_subprocess_exec` in a session of its own; who is cancelled meanwhile leaves
-    nothing behind. (asyncio would kill the process, not its group: bubblewrap's second half, which
-    waits for its first, would wait for ever.) Raises OSError."""
-    starting = asyncio.ensure_future(
-        asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
-    )
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        kill_with_children((await starting).pid)
-        raise
+    """The worker process ended, or its answer is none; the text says how."""
 
 
 class WorkerProcess:
     """A process that runs `services/reward/worker.py`, alone in its process group."""
 
     def __init__(self, process: asyncio.subprocess.Process, printing: int) -> None:
-        """`printing`: the end of a pipe from which its output is read without waiting."""
+        """`printing`: the reading end, non-blocking, of the pipe that the process prints to."""
         self._process = process
         self._printing: int | None = printing
         self._printed: deque[bytes] = deque()
         self._printed_bytes = 0
-        # Told of everything that is printed, as it comes.
+        # Called with each part that is printed, as it comes.
         self.printed: Callable[[bytes], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(printing, self._pull)
@@ -90,13 +424,13 @@ class WorkerProcess:
         return cls(process, printing)
 
     def send(self, *requests: Mapping[str, Any]) -> None:
-        """Ask; the answers come in the order of the questions."""
+        """Send requests; the answers come in the same order."""
         assert self._process.stdin is not None
         frames: list[bytes] = []
         for request in requests:
             body = json.dumps(request).encode()
             frames += (HEADER.pack(len(body)), body)
-        # A worker that is gone, or does not read, is found out when its answer is waited for.
+        # That the worker has ended, or does not read, shows when its answer is waited for.
         with contextlib.suppress(OSError):
             self._process.stdin.write(b"".join(frames))
 
@@ -104,10 +438,7 @@ class WorkerProcess:
         """The next answer; what was printed before it has been read. Raises `WorkerDied`."""
         assert self._process.stdout is not None
         try:
-            (size,) = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
-            if size > _MAX_FRAME_BYTES:
-                raise ValueError(f"it announced {size:,} bytes")
-            fields = json.loads(await self._process.stdout.readexactly(size))
+            fields = await read_frame(self._process.stdout, _MAX_FRAME_BYTES)
             if len(fields) != 3 or not all(isinstance(field, str) for field in fields):
                 raise ValueError("that is not an answer")
         except (OSError, EOFError) as error:
@@ -120,7 +451,7 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended, as far as anybody knows."""
+        """Whether the process is not known to have ended."""
         return self._process.returncode is None
 
     def pids(self) -> list[int]:
@@ -128,7 +459,7 @@ class WorkerProcess:
         return family(self._process.pid)
 
     def output(self) -> str:
-        """The last that was printed since it was asked for last."""
+        """The last of what was printed since the call before."""
         self._pull()
         text = b"".join(self._printed).decode(errors="replace")
         self._printed.clear()
@@ -136,14 +467,14 @@ class WorkerProcess:
         return text[-_OUTPUT_BYTES:]
 
     def kill(self) -> None:
-        """End it and all of its process group, at once."""
+        """Kill the process and its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def end(self) -> None:
-        """Kill it and wait until it is gone."""
+        """Kill the process and wait until it has ended."""
         self.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
@@ -153,7 +484,7 @@ class WorkerProcess:
             self._process.stdin.close()
 
     def _pull(self) -> None:
-        """Take what has been printed."""
+        """Read what has been printed, without waiting."""
         for _ in range(_PARTS):
             if self._printing is None:
                 return
@@ -182,480 +513,39 @@ class WorkerProcess:
     async def _how_it_died(self) -> str:
         try:
             async with asyncio.timeout(_END_SECONDS):
-                status = await self._process.wait()
+                return f"the worker process {how_it_ended(await self._process.wait())}"
         except TimeoutError:
             self.kill()
             return "the worker closed its connection"
-        if status < 0 or status > 128:  # a sandbox reports its child's signal like a shell
-            with contextlib.suppress(ValueError):
-                name = signal.Signals(-status if status < 0 else status - 128).name
-                return f"the worker process was killed by {name}"
-        return f"the worker process exited with status {status}"
 
 
-_KINDS: Final = {
-    worker.RAISED: pb.InvocationError.KIND_RAISED,
-    worker.OUT_OF_MEMORY: pb.InvocationError.KIND_OUT_OF_MEMORY,
-    worker.BAD_RESULT: pb.InvocationError.KIND_BAD_RESULT,
-    worker.NOT_IMPORTABLE: pb.InvocationError.KIND_NOT_IMPORTABLE,
-    worker.BAD_ARGUMENTS: pb.InvocationError.KIND_BAD_ARGUMENTS,
-}
-
-_MAX_REWARD_BYTES: Final = 1 << 20
-# What a response costs in its batch beside its own bytes.
-_FRAME_BYTES: Final = 6
-# Room for the error that stands where a result did not fit.
-_REFUSAL_BYTES: Final = 256
-
-
-class Lost(Exception):
-    """The worker is gone; `kind` says why, the text says it to people."""
-
-    def __init__(
-        self, kind: pb.InvocationError.Kind.ValueType, text: str, output: str = ""
-    ) -> None:
-        super().__init__(text)
-        self.kind, self.output = kind, output
-
-
-def outcome_of(
-    answer: worker.CallAnswer, seconds: float = 0.0, output: str = "", cold_seconds: float = 0.0
-) -> CallOutcome:
-    """What becomes of a call that a worker answered so after `seconds`; it printed `output`."""
-    if answer.kind == worker.OK:
-        return CallOutcome(sendable(answer.text), seconds, cold_seconds=cold_seconds)
-    text, retry_after = sendable(answer.text), 0.0
-    if answer.kind == worker.REFUSED:
-        said, _, text = answer.text.partition(" ")
-        with contextlib.suppress(ValueError):
-            # A forged one may be anything; what is not plausible was not said.
-            retry_after = seconds if 0 < (seconds := float(said)) <= worker.MOST_SECONDS else -1.0
-    # What a sandbox answers is only a text; it may name a kind that there is not.
-    return CallOutcome(
-        error=pb.InvocationError(
-            kind=_KINDS.get(answer.kind, pb.InvocationError.KIND_RAISED),
-            message=text,
-            traceback=sendable(answer.traceback),
-            output=output,
-            retry_after_seconds=retry_after,
-        ),
-        cold_seconds=cold_seconds,
+async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    """`asyncio.create_subprocess_exec` in a session of its own, which leaves no process behind when
+    it is cancelled. (asyncio would kill the process, not its group: bubblewrap's second half, which
+    waits for its first, would wait for ever.) Raises OSError."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
     )
-
-
-def fitted(responses: Iterable[pb.InvokeResponse], most_bytes: int) -> list[pb.InvokeResponse]:
-    """`responses`, for one message of at most so many bytes.
-
-    They are taken in their order; one that does not fit beside those before it is replaced by
-    KIND_RESULT_TOO_LARGE, and fails nobody else.
-    """
-    given = list(responses)
-    left = most_bytes
-    if sum(one.ByteSize() + _FRAME_BYTES for one in given) <= left:
-        return given
-    left -= len(given) * _REFUSAL_BYTES
-    found = []
-    for one in given:
-        size = one.ByteSize() + _FRAME_BYTES
-        if size > left and size > _REFUSAL_BYTES:
-            found.append(_too_large(one, size, most_bytes))
-        else:
-            left -= max(0, size - _REFUSAL_BYTES)
-            found.append(one)
-    return found
-
-
-def _too_large(response: pb.InvokeResponse, size: int, most: int) -> pb.InvokeResponse:
-    error = pb.InvocationError(
-        kind=pb.InvocationError.KIND_RESULT_TOO_LARGE,
-        message=f"its result of {size:,} bytes does not fit into the batch's answer of at most "
-        f"{most:,}: invoke with the same id alone, or send fewer together",
-    )
-    refused = pb.InvokeResponse()
-    refused.CopyFrom(response)
-    refused.error.CopyFrom(error)
-    refused.host = refused.sandbox = ""
-    return refused
-
-
-def sendable(text: str) -> str:
-    """`text` as protobuf takes it: names of files that are not UTF-8 come as halves of pairs."""
-    return text if text.isascii() else text.encode(errors="replace").decode()
-
-
-def as_reward(outcome: CallOutcome) -> CallOutcome:
-    """`outcome`, or KIND_BAD_RESULT where it is neither a number nor numbers by agent."""
-    if outcome.error is not None or _is_reward(outcome.result_json):
-        return outcome
-    shown = outcome.result_json
-    shown = shown if len(shown) < 200 else shown[:197] + "..."
-    error = pb.InvocationError(
-        kind=pb.InvocationError.KIND_BAD_RESULT,
-        message="a reward is a finite number, or a dict with a number for each agent that it is "
-        f"for: the function returned {'nothing' if shown == 'null' else shown}",
-    )
-    return replace(outcome, result_json="", error=error)
-
-
-def _is_reward(text: str) -> bool:
-    # A sandbox may answer anything.
-    if len(text) > _MAX_REWARD_BYTES:
-        return False
     try:
-        value = parse_json(text)
-        for number in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(number, bool):
-                return False
-            finite_number(number)
-    except ValueError:
-        return False
-    return True
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        kill_with_children((await starting).pid)
+        raise
 
 
-log = structlog.get_logger("troupe.reward")
+async def read_frame(stream: asyncio.StreamReader, most_bytes: int) -> Any:
+    """The JSON of one frame. Raises EOFError at the end, ValueError for what is too long or no
+    JSON, RecursionError."""
+    (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
+    if size > most_bytes:
+        raise ValueError(f"it announced {size:,} bytes")
+    return json.loads(await stream.readexactly(size))
 
-# Calls that a worker is sent before it has answered the first of them, and their bytes.
-_AHEAD: Final = 16
-_AHEAD_BYTES: Final = 64 * 2**10
 
-
-class ProcessSlot:
-    """A place for exactly one process; when that has gone, for its successor."""
-
-    def __init__(
-        self,
-        import_seconds: float,
-        name: str = "worker",
-        cores: CoreManager | None = None,
-        fence: CgroupLimits | None = None,
-        *,
-        spares: bool = True,
-    ) -> None:
-        """`name` is unique among slots; `cores` hands cores out, if anybody does; `fence` limits
-        what a sandbox takes as a whole, if anything can; `spares`: a sandbox that was used up has
-        its successor started at once, not by the next call."""
-        self.restarts = 0
-        self.name = name
-        self._import_seconds = import_seconds
-        self._cores = cores
-        self._fence = fence
-        # What the process that runs now is confined to.
-        self._cage = SandboxProfile()
-        # Whether `cores` knows the process that runs now.
-        self._adopted = False
-        self._process: WorkerProcess | None = None
-        self._spares = spares
-        # Starts the next sandbox.
-        self._renewing: asyncio.Task[None] | None = None
-        # Processes that are ending.
-        self._ending: set[asyncio.Task[None]] = set()
-        # Function -> its registrations when this worker last looked at its code.
-        self._prepared: dict[str, int] = {}
-        self._cancelled = False
-        # When the process was started, and how long its predecessors were there.
-        self._since = 0.0
-        self._lived = 0.0
-
-    @property
-    def warm(self) -> bool:
-        """Whether there is a process that waits for calls."""
-        return self._process is not None and self._process.alive
-
-    @property
-    def lived(self) -> float:
-        """Seconds that there was a process, over its lifetime."""
-        return self._lived + (time.perf_counter() - self._since if self.warm else 0.0)
-
-    async def start(self) -> None:
-        """Start the worker and wait until it answers; raises RuntimeError."""
-        await self._renewed()
-        self._cancelled = False
-        try:
-            await self._call({"call": "ready"}, self._import_seconds)
-        except Lost as lost:
-            raise RuntimeError(f"no worker process can be started: {lost}: {lost.output}") from lost
-
-    async def warm_up(self, function: RegisteredFunction) -> None:
-        """Have a worker that has imported `function`, if that works."""
-        self._cancelled = False
-        await self._renewed(function)
-        await self._warm_up(function)
-
-    async def _warm_up(self, function: RegisteredFunction) -> None:
-        try:
-            failed = await self._get_ready(function, None)
-        except Lost as lost:
-            log.warning("a worker was not warmed up", function=function.key, why=str(lost))
-        else:
-            if failed is not None and failed.error is not None:
-                log.warning(
-                    "a worker was not warmed up", function=function.key, why=failed.error.message
-                )
-
-    def rest(self) -> None:
-        """End the process; the next call starts another."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-        self._drop()
-
-    async def stop(self) -> None:
-        """Kill the worker."""
-        await self._renewed()
-        self._drop()
-        await asyncio.gather(*self._ending)
-        for manager in (self._cores, self._fence):
-            if manager is not None:
-                manager.forget(self.name)
-
-    def holds(self, function: RegisteredFunction) -> bool:
-        """Whether the worker has imported `function` since its last registration."""
-        return self._prepared.get(function.key) == function.registrations
-
-    def suits(self, function: RegisteredFunction) -> bool:
-        """Whether the worker is confined as `function` wants it."""
-        return self._cage == function.cage
-
-    def cancel(self) -> None:
-        """End the call that runs now; its outcome is KIND_CANCELLED."""
-        self._cancelled = True
-        if self._process is not None:
-            self._process.kill()
-
-    async def run_many(
-        self,
-        function: RegisteredFunction,
-        calls: Sequence[FunctionCall],
-        lease: CoreLease | None = None,
-    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
-        """Run `calls` one after the other on the cores of `lease`: index and outcome of each.
-
-        Stops early, after an outcome, when the worker is lost: what has no outcome did not begin.
-        Those that are `dropped` before they begin are left out.
-        """
-        # From here on it may be cancelled, while it waits for the next sandbox too.
-        self._cancelled = False
-        await self._renewed(function)
-        try:
-            async with aclosing(self._run_many(function, calls, lease)) as outcomes:
-                async for found in outcomes:
-                    yield found
-        finally:
-            self._cancelled = False
-            if self._spares and self._cage.level == BUBBLEWRAP and self._process is None:
-                self._renewing = asyncio.create_task(self._warm_up(function))
-
-    async def _renewed(self, function: RegisteredFunction | None = None) -> None:
-        """Wait for the next sandbox, if it is one for `function`; else there is to be none."""
-        renewing, self._renewing = self._renewing, None
-        if renewing is None:
-            return
-        if function is None or not self.suits(function):
-            renewing.cancel()
-        try:
-            await asyncio.wait([renewing])
-        finally:
-            renewing.cancel()
-
-    async def _run_many(
-        self, function: RegisteredFunction, calls: Sequence[FunctionCall], lease: CoreLease | None
-    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
-        began = time.perf_counter()
-        cold = not (self._adopted and self.suits(function) and self.holds(function))
-        # The index of each call that the worker has, in their order.
-        sent: deque[int] = deque()
-        following = 0
-        try:
-            failed = await self._get_ready(function, lease)
-            if failed is not None:
-                yield 0, failed
-                return
-            cold_seconds = time.perf_counter() - began if cold else 0.0
-            while True:
-                following = self._send(function, calls, following, sent)
-                if not sent:
-                    return
-                assert self._process is not None  # it was made ready, and is lost by raising only
-                self._process.printed = calls[sent[0]].printed
-                began = time.perf_counter()
-                answer = await self._answer(function.spec.timeout_seconds)
-                outcome, alone = self._judge(answer, time.perf_counter() - began, cold_seconds)
-                yield sent.popleft(), outcome
-                cold_seconds = 0.0
-                if alone:
-                    return
-        except Lost as lost:
-            error = pb.InvocationError(kind=lost.kind, message=str(lost), output=lost.output)
-            yield (sent[0] if sent else following), CallOutcome(error=error)
-
-    def _send(
-        self,
-        function: RegisteredFunction,
-        calls: Sequence[FunctionCall],
-        following: int,
-        sent: deque[int],
-    ) -> int:
-        """Let the worker have what it can do next; returns the index of the first it has not.
-
-        A function that may run twice gets calls ahead, so that it never waits for the next one.
-        """
-        most = _AHEAD if function.repeatable else 1
-        if len(sent) > most // 2:
-            return following
-        assert self._process is not None
-        requests = []
-        size = sum(len(calls[place].arguments_json) for place in sent)
-        while following < len(calls) and (not sent or (len(sent) < most and size < _AHEAD_BYTES)):
-            call = calls[following]
-            if not call.dropped:
-                requests.append(
-                    {
-                        "call": "invoke",
-                        "entrypoint": function.spec.entrypoint,
-                        "arguments_json": call.arguments_json,
-                        "memory_mib": function.spec.memory_mib,
-                        "environment": dict(call.environment),
-                    }
-                )
-                sent.append(following)
-                size += len(call.arguments_json)
-            following += 1
-        if requests:
-            self._process.send(*requests)
-        return following
-
-    def _judge(
-        self, answer: worker.CallAnswer, seconds: float, cold_seconds: float
-    ) -> tuple[CallOutcome, bool]:
-        """The outcome, and whether the worker is gone after it."""
-        assert self._process is not None
-        output = self._process.output()
-        gone = self._cage.level == BUBBLEWRAP or answer.kind == worker.OUT_OF_MEMORY
-        if self._cage.level == BUBBLEWRAP:
-            # What ran may have left processes, files, or another json module behind: the next
-            # call, of another trajectory, begins with nothing.
-            self._drop()
-        elif answer.kind == worker.OUT_OF_MEMORY:
-            self._replace()  # whatever was half allocated goes with it
-        return outcome_of(answer, seconds, output, cold_seconds), gone
-
-    async def _get_ready(
-        self, function: RegisteredFunction, lease: CoreLease | None
-    ) -> CallOutcome | None:
-        """Have a worker that has imported `function`; the outcome where that fails.
-
-        Raises `Lost`.
-        """
-        if not self.warm:
-            self._drop()  # it died while it had nothing to do: no call's fault
-        if not self.suits(function):
-            self._drop()
-            self._cage = function.cage
-        await self._adopt(function, lease)
-        if not self.holds(function):
-            return await self._prepare(function, lease)
-        return None
-
-    async def _adopt(self, function: RegisteredFunction, lease: CoreLease | None) -> None:
-        """Put a new worker where it belongs, before any of its code runs, and on its cores."""
-        if not self._adopted:
-            await self._settle_in(function)
-        if self._cores is not None and lease is not None:
-            self._cores.grant(lease)
-
-    async def _settle_in(self, function: RegisteredFunction) -> None:
-        await self._call({"call": "ready"}, self._import_seconds)
-        assert self._process is not None  # it has answered
-        pids = await asyncio.to_thread(self._process.pids)
-        if self._cores is not None:
-            self._cores.adopt(self.name, pids)
-        if self._fence is not None and self._cage.level == BUBBLEWRAP:
-            self._fence.adopt(self.name, pids, self._cage.processes, function.spec.memory_mib)
-        self._adopted = True
-
-    async def _prepare(
-        self, function: RegisteredFunction, lease: CoreLease | None
-    ) -> CallOutcome | None:
-        entrypoint, registrations = function.spec.entrypoint, function.registrations
-        request = {"call": "prepare", "entrypoint": entrypoint}
-        try:
-            answer = await self._call(request, self._import_seconds)
-            if why := self._why_anew(answer, function):
-                log.info(f"{why}: new worker", entrypoint=entrypoint)
-                self._replace()
-                await self._adopt(function, None)
-                answer = await self._call(request, self._import_seconds)
-        except Lost as lost:
-            if lost.kind == pb.InvocationError.KIND_CANCELLED:
-                raise
-            message = f"importing {entrypoint}: {lost}"
-            error = pb.InvocationError(kind=pb.InvocationError.KIND_NOT_IMPORTABLE, message=message)
-            return CallOutcome(error=error)
-        if answer.kind == worker.OK:
-            self._prepared[function.key] = registrations
-            return None
-        if answer.kind == worker.NOT_IMPORTABLE:
-            function.unimportable = registrations
-        return outcome_of(answer)
-
-    def _why_anew(self, answer: worker.CallAnswer, function: RegisteredFunction) -> str:
-        """Why another worker may do what this one could not; empty: it could, or none can."""
-        if answer.kind == worker.STALE:
-            return "modules were edited"
-        # What ran here before may have changed what is imported, and from where.
-        failed = answer.kind == worker.NOT_IMPORTABLE
-        if failed and self._prepared and function.unimportable != function.registrations:
-            return f"{answer.text}, after others"
-        return ""
-
-    async def _call(self, request: dict[str, Any], timeout: float) -> worker.CallAnswer:
-        """The worker's answer to `request`, from a new worker where there is none.
-
-        Raises `Lost` when there is none, and the worker is replaced.
-        """
-        return await self._answer(timeout, request)
-
-    async def _answer(
-        self, timeout: float, request: dict[str, Any] | None = None
-    ) -> worker.CallAnswer:
-        kind = pb.InvocationError
-        if self._cancelled:
-            raise Lost(kind.KIND_CANCELLED, "cancelled before it ran")
-        timer = asyncio.timeout(timeout)
-        try:
-            async with timer:
-                if self._process is None:
-                    self._process = await WorkerProcess.start(*self._cage.launch())
-                    self._since = time.perf_counter()
-                if request is not None:
-                    self._process.send(request)
-                return await self._process.answer()
-        except TimeoutError:
-            if not timer.expired():
-                raise
-            output = self._replace()
-            raise Lost(kind.KIND_TIMEOUT, f"did not end within {timeout:g} s", output) from None
-        except (WorkerDied, OSError) as died:
-            output = self._replace()
-            if self._cancelled:
-                raise Lost(kind.KIND_CANCELLED, "cancelled while it ran", output) from None
-            raise Lost(kind.KIND_WORKER_DIED, str(died), output) from None
-        except asyncio.CancelledError:
-            self._replace()
-            raise
-
-    def _replace(self) -> str:
-        """Drop the worker; the next call starts another. Returns what it printed last."""
-        self.restarts += 1
-        output = self._process.output() if self._process is not None else ""
-        self._drop()
-        return output
-
-    def _drop(self) -> None:
-        self._prepared.clear()
-        self._adopted = False
-        process, self._process = self._process, None
-        if process is not None:
-            self._lived += time.perf_counter() - self._since
-            task = asyncio.create_task(process.end())
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+def how_it_ended(status: int) -> str:
+    """An exit status in words: "was killed by SIGKILL", "exited with status 1"."""
+    if status < 0 or status > 128:  # bubblewrap reports its child's signal like a shell
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-status if status < 0 else status - 128).name
+            return f"was killed by {name}"
+    return f"exited with status {status}"

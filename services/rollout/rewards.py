@@ -16,7 +16,7 @@ import structlog
 from services.rollout.trajectories.clock import TrajectoryClock
 from troupe import __version__
 from troupe.functions.costs import schema_of, to_spec
-from troupe.functions.definitions import definition
+from troupe.functions.declaration import definition
 from troupe.functions.describing import IMPORT_SECONDS, Described
 from troupe.job import FunctionSpec, JobSpec
 from troupe.outcomes import NotJsonError, parse_json

@@ -13,8 +13,8 @@ import pytest
 
 from services.reward.call import FunctionCall
 from services.reward.groups import CoreLease
-from services.reward.sandboxes.container import ContainerHome
-from services.reward.sandboxes.keeper import SandboxKeeper, SandboxLimits
+from services.reward.sandboxes.container import ContainerBackend
+from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
 from tests.reward.test_reward_sandboxes import Trajectory, function
 from troupe.v1 import reward_pb2 as pb
 
@@ -40,7 +40,7 @@ async def test_a_container_for_a_trajectory(docker: Any, tmp_path: Path) -> None
     (tmp_path / "hostile_functions.py").write_text(HOSTILE.read_text())
     (tmp_path / "honest.py").write_text("def says():\n    return 'the truth'\n")
     settings = {"sandbox": "container", "image": IMAGE, "processes": 32, "disk_mib": 16}
-    sandboxes = SandboxKeeper(SandboxLimits(), 120)
+    sandboxes = SandboxManager(SandboxLimits(), 120)
     mine, other = Trajectory(sandboxes, tmp_path), Trajectory(sandboxes, tmp_path)
     try:
         assert (await mine.call("where", settings))["uid"] == 65534
@@ -71,19 +71,19 @@ async def test_a_container_for_a_trajectory(docker: Any, tmp_path: Path) -> None
 
 async def test_a_containers_cores(docker: Any) -> None:
     what = function("where", sandbox="container", image=IMAGE, stateful=False)
-    sandboxes = SandboxKeeper(SandboxLimits(), 120)
+    sandboxes = SandboxManager(SandboxLimits(), 120)
     asked: list[str] = []
-    grant = ContainerHome.grant
+    grant = ContainerBackend.grant
 
-    async def told(self: ContainerHome, lease: CoreLease) -> None:
+    async def told(self: ContainerBackend, lease: CoreLease) -> None:
         await grant(self, lease)
         form = "{{.HostConfig.NanoCpus}} {{.HostConfig.CpusetCpus}}"
         asked.append(docker("inspect", "-f", form, self._name))
 
     call = FunctionCall("{}", "job")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ContainerHome, "grant", told)
-        async with sandboxes.room(what, call) as place:
+        patch.setattr(ContainerBackend, "grant", told)
+        async with sandboxes.slot(what, call) as place:
             outcome = await place.run(what, call, CoreLease("any", (0,)))
     await sandboxes.stop()
     assert asked == ["1000000000 0"]
@@ -92,7 +92,7 @@ async def test_a_containers_cores(docker: Any) -> None:
 
 
 async def test_an_image_that_is_not_there(docker: Any) -> None:
-    sandboxes = SandboxKeeper(SandboxLimits(), 120)
+    sandboxes = SandboxManager(SandboxLimits(), 120)
     error = await Trajectory(sandboxes).call(
         "where", {"sandbox": "container", "image": "troupe-test-no-such-image:1"}
     )

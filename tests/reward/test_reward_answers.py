@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.call import CallOutcome
-from services.reward.slot import as_reward
+from services.reward.call import CallOutcome, as_reward
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import InvalidArgument, new_id

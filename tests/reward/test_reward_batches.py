@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.function import Lines
+from services.reward.function import LineSplitter
 from tests.reward.test_reward_scaling import until
 from tests.reward.test_reward_service import Client, appears, client_of
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, new_id
@@ -222,7 +222,7 @@ async def test_jobs_take_turns(client: Client) -> None:
 
 async def test_lines_come_whole_and_a_flood_is_cut() -> None:
     heard: list[str] = []
-    lines = Lines(heard.append)
+    lines = LineSplitter(heard.append)
     lines.add(b"on")
     lines.add(b"e\ntw\xc3")
     lines.add(b"\xb6\n\nrest")

@@ -95,8 +95,8 @@ async def test_a_process_reaches_the_files_that_it_declares(tmp_path: Path) -> N
     for name in ("read", "write", "neither"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("here")
-    cage = SandboxProfile(reads=(str(tmp_path / "read"),), writes=(str(tmp_path / "write"),))
-    process = await WorkerProcess.start(*cage.launch())
+    profile = SandboxProfile(reads=(str(tmp_path / "read"),), writes=(str(tmp_path / "write"),))
+    process = await WorkerProcess.start(*profile.launch())
     try:
 
         async def call(name: str, path: Path) -> str:

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from services.reward.call import FunctionCall
 from services.reward.function import RegisteredFunction
 from services.reward.groups import Affinity, CoreManager, usable_cores
-from services.reward.queues import Queues, Waiting
+from services.reward.queues import PendingInvocation, Queues
+from services.reward.quota.manager import Budget
 from tests.reward.test_reward_service import Client, client_of
 from troupe.rpc import InvalidArgument, new_id
 from troupe.v1 import reward_pb2 as pb
@@ -191,10 +192,12 @@ async def client_with_one_core() -> AsyncIterator[Client]:
 # The queues.
 
 
-def _waiting(function: RegisteredFunction, arrival: int, priority: int = 0) -> Waiting:
+def _waiting(function: RegisteredFunction, arrival: int, priority: int = 0) -> PendingInvocation:
     done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
     rank = (0.0, arrival)
-    return Waiting(str(arrival), function, FunctionCall("{}"), done, float(arrival), rank, priority)
+    return PendingInvocation(
+        str(arrival), function, FunctionCall("{}"), done, float(arrival), rank, priority
+    )
 
 
 def test_a_functions_limit_stands_in_nobodys_way() -> None:
@@ -207,7 +210,7 @@ def test_a_functions_limit_stands_in_nobodys_way() -> None:
     late, urgent = _waiting(other, 9), _waiting(other, 10, priority=1)
     queues.add(late)
     queues.add(urgent)
-    assert [w.invocation_id for w in queues.first(10)] == ["10", "0", "9"]
+    assert [w.invocation_id for w in queues.first(10, Budget({}, 0))] == ["10", "0", "9"]
     queues.remove(late)
-    assert [w.invocation_id for w in queues.first(1)] == ["10"]
+    assert [w.invocation_id for w in queues.first(1, Budget({}, 0))] == ["10"]
     assert (len(queues), limited.queued, other.queued) == (5, 4, 1)

@@ -1,4 +1,4 @@
-"""Nothing is lost between the queues and the places, whatever places do."""
+"""Nothing is lost between the queues and the slots, whatever slots do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from services.reward.call import CallOutcome, FunctionCall
 from services.reward.function import RegisteredFunction
 from services.reward.groups import CoreLease
 from services.reward.host import FunctionHost
-from services.reward.queues import Waiting
+from services.reward.queues import PendingInvocation
+from services.reward.quota.manager import Budget
 from services.reward.runtime import Runtime
 from tests.support.places import BarePlace
 from troupe.rpc import Unavailable
@@ -70,10 +71,8 @@ class FragilePlace(BarePlace):
 @pytest.mark.parametrize("seed", range(2))
 async def test_every_call_has_one_outcome(seed: int) -> None:
     draw = random.Random(seed)
-    places = [FragilePlace(f"place {i}", draw) for i in range(draw.choice([1, 2, 5]))]
-    host = FunctionHost(
-        "", places, min_workers=seed % 2, idle_seconds=draw.choice([0.0, 0.01, 9.0])
-    )
+    slots = [FragilePlace(f"place {i}", draw) for i in range(draw.choice([1, 2, 5]))]
+    host = FunctionHost("", slots, min_workers=seed % 2, idle_seconds=draw.choice([0.0, 0.01, 9.0]))
     runtime = Runtime([host], Telemetry())
     functions = [
         RegisteredFunction(pb.FunctionSpec(name="short", kind="reward", timeout_seconds=9)),
@@ -103,7 +102,7 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
             elif what < 0.3:
                 runtime.abandon(victim)
             elif what < 0.4:
-                runtime.dispatcher.pump()
+                runtime.dispatcher.dispatch()
 
     async with asyncio.timeout(60):
         await asyncio.gather(*(caller(i) for i in range(6)))
@@ -127,7 +126,9 @@ async def test_what_has_least_left_goes_first_whatever_came_first() -> None:
         for name, function, seconds in (("b", test, 5.0), ("c", test, 1.0), ("d", score, 5.0)):
             call = FunctionCall("{}", "job", f"trajectory {name}", expected_seconds=seconds)
             runtime.submit([(name, call)], function)
-        return [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]
+        return [
+            waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9, Budget({}, 0))
+        ]
 
     assert queued(FCFS) == ["b", "c", "d"]
     # Nothing follows a reward; as much again is expected to follow tests, of a job that is new.
@@ -139,7 +140,7 @@ async def test_jobs_have_their_turns_whatever_their_order() -> None:
     function = RegisteredFunction(pb.FunctionSpec(name="test", timeout_seconds=9))
     for name, job, seconds in (("a", "long", 9.0), ("b", "long", 9.0), ("c", "short", 0.1)):
         runtime.submit([(name, FunctionCall("{}", job, name, expected_seconds=seconds))], function)
-    first = [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]
+    first = [w.invocation_id for w in runtime.dispatcher.queues.first(9, Budget({}, 0))]
     assert first in (["a", "c", "b"], ["c", "a", "b"])
 
 
@@ -148,7 +149,9 @@ def test_what_a_call_needs_is_described_again_only_when_more_is_known() -> None:
         pb.FunctionSpec(name="test", cores=1, max_cores=4, parallel_fraction=0.9)
     )
     done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
-    told = Waiting("a", function, FunctionCall("{}", estimated_seconds=8.0), done, 0.0, (0.0, 0))
+    told = PendingInvocation(
+        "a", function, FunctionCall("{}", estimated_seconds=8.0), done, 0.0, (0.0, 0)
+    )
     seen = told.action(with_cores=True)
     assert told.action(with_cores=True) is seen
     assert seen.elastic is not None

@@ -13,6 +13,7 @@ import structlog
 from services.chassis.telemetry import Telemetry
 from services.reward.call import CallOutcome, FunctionCall
 from services.reward.function import RegisteredFunction, declared_seconds, expect, learn
+from services.reward.quota.manager import Budget
 from services.reward.runtime import Runtime
 from troupe.scheduling.elastic import Discipline
 from troupe.v1 import reward_pb2 as pb
@@ -137,12 +138,12 @@ async def test_of_one_query_what_took_long_goes_last() -> None:
     for number in range(20):
         query, seconds = ("slow", 9.0) if number % 2 else ("fast", 1.0)
         submit(f"{number}", query)
-        (waiting,) = runtime.dispatcher.queues.first(9)
+        (waiting,) = runtime.dispatcher.queues.first(9, Budget({}, 0))
         runtime.dispatcher.queues.remove(waiting)
-        runtime.ended(waiting, CallOutcome("1.0", seconds))
+        runtime.attempt_ended(waiting, CallOutcome("1.0", seconds))
     for name, query in (("a", "slow"), ("b", "fast"), ("c", "slow"), ("d", "fast")):
         submit(name, query)
-    first = [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]
+    first = [w.invocation_id for w in runtime.dispatcher.queues.first(9, Budget({}, 0))]
     assert [sorted(first[:2]), sorted(first[2:])] == [["b", "d"], ["a", "c"]]
 
 
@@ -153,9 +154,9 @@ async def test_whatever_one_call_says_the_others_have_their_places(said: float) 
     for number in range(20):
         call = FunctionCall("{}", "job", f"{number}", expected_seconds=0.0 if number % 3 else said)
         (done,) = runtime.submit([(f"{number}", call)], function)
-        (waiting,) = queues.first(9)
+        (waiting,) = queues.first(9, Budget({}, 0))
         queues.remove(waiting)
-        runtime.ended(waiting, CallOutcome("1.0", 1.0))
+        runtime.attempt_ended(waiting, CallOutcome("1.0", 1.0))
         assert math.isfinite(waiting.rank[0])
         assert done.result().result_json == "1.0"
 
@@ -163,9 +164,9 @@ async def test_whatever_one_call_says_the_others_have_their_places(said: float) 
 async def test_a_result_is_there_though_nothing_could_be_learned_of_it() -> None:
     runtime, function = Runtime([], Telemetry()), RegisteredFunction(spec())
     (done,) = runtime.submit([("one", FunctionCall("{}", "job"))], function)
-    (waiting,) = runtime.dispatcher.queues.first(1)
+    (waiting,) = runtime.dispatcher.queues.first(1, Budget({}, 0))
     runtime.dispatcher.queues.remove(waiting)
     with structlog.testing.capture_logs() as lines:
-        runtime.ended(waiting, CallOutcome("1.0", math.nan))
+        runtime.attempt_ended(waiting, CallOutcome("1.0", math.nan))
     assert done.result().result_json == "1.0"
     assert [line["event"] for line in lines] == ["learning"]

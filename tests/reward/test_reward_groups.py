@@ -59,9 +59,9 @@ def test_cores_and_limits_of_one_worker_for_real(
 ) -> None:
     core = min(os.sched_getaffinity(0))
     manager = CoreManager({0: [core]}, choose_backend(groups, "cgroup1"))
-    fence = CgroupLimits(groups)
+    cgroup_limits = CgroupLimits(groups)
     manager.adopt("w", [spinner.pid])
-    fence.adopt("w", [spinner.pid], 7, 10)
+    cgroup_limits.adopt("w", [spinner.pid], 7, 10)
     assert groups.members("w") == [spinner.pid]
     cpu = _files(groups, "cpu")
     assert (_files(groups, "pids") / "pids.max").read_text().strip() == "7"

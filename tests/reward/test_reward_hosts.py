@@ -211,7 +211,7 @@ async def test_a_host_that_leaves_lets_its_calls_end(service: Service) -> None:
 async def test_a_command_that_cannot_be_obeyed_costs_one_attachment(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    obey, failed = HostAgent._obey, list[str]()
+    obey, failed = HostAgent._handle, list[str]()
 
     def stumble(agent: HostAgent, command: pb.HostCommand) -> None:
         if command.WhichOneof("command") == "run" and not failed:
@@ -219,7 +219,7 @@ async def test_a_command_that_cannot_be_obeyed_costs_one_attachment(
             raise IndexError("of a call that there is not")
         obey(agent, command)
 
-    monkeypatch.setattr(HostAgent, "_obey", stumble)
+    monkeypatch.setattr(HostAgent, "_handle", stumble)
     async with service.host("stumbles"):
         score = await service.register("score", retries=2)
         answer = await service.invoke(score, {"answer": "a", "expected": "a"})

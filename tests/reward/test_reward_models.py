@@ -12,7 +12,12 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from services.reward.gpu import Board, ModelManager, ModelSettings, ModelUnavailable
+from services.reward.gpu.manager import (
+    ModelManager,
+    ModelPlacement,
+    ModelSettings,
+    ModelUnavailable,
+)
 from services.reward.gpu.resident import ResidentModel
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.elastic.cells import DeviceCell, Model
@@ -36,12 +41,12 @@ async def manager(models: dict[str, ModelSettings], gpus: int) -> AsyncIterator[
 
 async def used(models: ModelManager, name: str) -> str:
     """One call from its begin to its end."""
-    models.board.room([name])
-    models.board.begin(name)
+    models.placement.room([name])
+    models.placement.begin(name)
     try:
         return await models.ready(name)
     finally:
-        models.board.end(name)
+        models.placement.end(name)
 
 
 async def test_the_least_recently_used_sleeps_and_its_devices_go_to_the_next(
@@ -62,13 +67,13 @@ async def test_the_least_recently_used_sleeps_and_its_devices_go_to_the_next(
 async def test_a_model_in_use_is_not_evicted(tmp_path: Path) -> None:
     settings = {"small": served(tmp_path / "s"), "large": served(tmp_path / "l", gpus=2)}
     async with manager(settings, 2) as models:
-        models.board.room(["small"])
-        models.board.begin("small")
+        models.placement.room(["small"])
+        models.placement.begin("small")
         await models.ready("small")
-        assert models.board.room(["large", "small"]) == {"model:small": 0, "model:large": 0}
+        assert models.placement.room(["large", "small"]) == {"model:small": 0, "model:large": 0}
         with pytest.raises(ValueError, match="in use"):
-            models.board.begin("large")
-        models.board.end("small")
+            models.placement.begin("large")
+        models.placement.end("small")
         await used(models, "large")
         assert models.residents() == {"large": 0}
 
@@ -107,10 +112,10 @@ async def test_a_command_finds_its_devices_among_those_of_its_host(
     }
     async with manager(models, 4) as host:
         await used(host, "a")
-        host.board.put("b", DeviceCell(2, 2))
+        host.placement.put("b", DeviceCell(2, 2))
         with pytest.raises(ModelUnavailable, match="device 3 is wanted"):
             await used(host, "b")
-        host.board.put("a", None)
+        host.placement.put("a", None)
         await used(host, "c")
     assert logs["a"].read_text().split()[:2] == ["start", "4"]
     assert logs["c"].read_text().split() == ["start", "4,GPU-5"]
@@ -160,7 +165,7 @@ def test_a_model_that_fits_no_cell_is_refused() -> None:
 
 def test_what_is_begun_is_what_was_planned() -> None:
     clock: Callable[[], float] = iter(range(100)).__next__
-    board = Board(4, [Model(name, 2, concurrency=2) for name in "abc"], clock)
+    board = ModelPlacement(4, [Model(name, 2, concurrency=2) for name in "abc"], clock)
     assert board.room(["a", "b", "c"]) == {"model:a": 2, "model:b": 2, "model:c": 0}
     assert {board.begin("a").first, board.begin("b").first} == {0, 2}
     board.end("a")

@@ -13,12 +13,12 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.reward.quota import PREFIX, LocalBuckets, QuotaManager, RedisBuckets
+from services.reward.quota.manager import QUOTA, LocalBuckets, QuotaManager, RedisBuckets
 from tests.support.redis_server import RedisServer
 from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.scheduling.elastic.quota import QuotaGrant, QuotaLimits, TokenBucket
 
-API = PREFIX + "api"
+API = QUOTA + "api"
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +86,9 @@ class Service:
         self.queue: list[int] = []
         self.begun: list[float] = []
         self.changed = asyncio.Event()
-        self.manager = QuotaManager({"api": limits}, buckets, self.pump)
+        self.manager = QuotaManager({"api": limits}, buckets, self.dispatch)
 
-    def pump(self) -> None:
+    def dispatch(self) -> None:
         while self.queue and self.manager.free()[API] >= self.queue[0]:
             self.manager.take({API: self.queue.pop(0)})
             self.begun.append(time.monotonic())
@@ -132,7 +132,7 @@ async def test_calls_at_once_and_per_second_are_bounded_for_all_together(
     each = 24 // len(services)
     for service in services:
         service.queue = [1] * each
-        service.pump()
+        service.dispatch()
     most = 0
     async with asyncio.timeout(60):
         while any(len(service.begun) < each for service in services):
@@ -152,7 +152,7 @@ async def test_calls_at_once_and_per_second_are_bounded_for_all_together(
 async def test_who_was_refused_shuts_the_quota_for_everybody(services: list[Service]) -> None:
     first, last = services[0], services[-1]
     first.queue = [1]
-    first.pump()
+    first.dispatch()
     await first.until(1)
     shut = time.monotonic()
     first.manager.shut({API: 1}, 0.4)
@@ -160,7 +160,7 @@ async def test_who_was_refused_shuts_the_quota_for_everybody(services: list[Serv
     # The notice is on its way to Redis before the other asks.
     await asyncio.sleep(0.1)
     last.queue = [1]
-    last.pump()
+    last.dispatch()
     assert "takes no calls" in first.manager.why({API: 1})
     await last.until(len(last.begun) + 1)
     assert last.begun[-1] - shut >= 0.39
@@ -173,7 +173,7 @@ async def test_units_that_nobody_wishes_any_more_go_back(services: list[Service]
     await until(lambda: first.manager.free()[API] == 3)
     await until(lambda: first.manager.free()[API] == 0)
     last.queue = [3]
-    last.pump()
+    last.dispatch()
     await last.until(1)
 
 
@@ -193,7 +193,7 @@ async def test_a_redis_that_is_away_is_said_and_waited_for(tmp_path: Path) -> No
         await buckets.ping()
     service = Service(buckets, limits)
     service.queue = [1]
-    service.pump()
+    service.dispatch()
     await until(lambda: "does not answer" in service.manager.why({API: 1}))
     server.start()
     try:

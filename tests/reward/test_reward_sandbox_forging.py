@@ -12,7 +12,7 @@ import pytest_asyncio
 from services.reward import worker
 from services.reward.sandbox import SandboxProfile
 from services.reward.sandboxes import seccomp
-from services.reward.sandboxes.keeper import SandboxKeeper
+from services.reward.sandboxes.manager import SandboxManager
 from services.reward.slot import WorkerProcess
 from tests.reward.test_reward_sandboxes import Trajectory, sandboxes_of
 from tests.support.needs import BUBBLEWRAP
@@ -114,13 +114,13 @@ WRONG = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[SandboxKeeper]:
+async def sandboxes() -> AsyncIterator[SandboxManager]:
     async with sandboxes_of() as sandboxes:
         yield sandboxes
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def mine(sandboxes: SandboxKeeper) -> AsyncIterator[Trajectory]:
+async def mine(sandboxes: SandboxManager) -> AsyncIterator[Trajectory]:
     trajectory = Trajectory(sandboxes)
     yield trajectory
     trajectory.close()

@@ -142,17 +142,17 @@ def test_nor_where_root_may_not_make_namespaces(monkeypatch: pytest.MonkeyPatch)
 
 @ROOT
 def test_what_root_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cage = SandboxProfile("bubblewrap")
+    profile = SandboxProfile("bubblewrap")
     with monkeypatch.context() as patch:
         patch.setattr(sandbox, "_capabilities", lambda: 0)
         with pytest.raises(FailedPrecondition, match="cannot become another user"):
-            cage.wrap([])
+            profile.wrap([])
     bubblewrap = shutil.which("bwrap")
     assert bubblewrap is not None
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: bubblewrap if name == "bwrap" else None)
         with pytest.raises(FailedPrecondition, match="setpriv is not installed"):
-            cage.wrap([])
+            profile.wrap([])
     private = tmp_path / "site-packages"
     private.mkdir(mode=0o700)
     (private / "tasks.py").touch()

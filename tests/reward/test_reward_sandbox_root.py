@@ -74,8 +74,8 @@ def test_what_lies_below_tmp_is_seen_and_an_import_path_uncovers_nothing(
     monkeypatch.setattr(sys, "path", [outer, str(program.parent), *sys.path])
     monkeypatch.setattr(sys, "executable", str(venv / "bin" / "python"))
     monkeypatch.setattr(sys, "prefix", str(venv))
-    cage = SandboxProfile(LEVEL, processes=8, disk_mib=8)
-    command, environment = cage.wrap([str(program)])
+    profile = SandboxProfile(LEVEL, processes=8, disk_mib=8)
+    command, environment = profile.wrap([str(program)])
     assert outer not in environment["PYTHONPATH"].split(os.pathsep)
     run = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=60

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from services.reward.call import CallOutcome, FunctionCall
+from services.reward.call import CallDeadline, CallOutcome, FunctionCall
 from services.reward.function import RegisteredFunction
 from services.reward.groups import open_groups
-from services.reward.sandboxes import keeper
-from services.reward.sandboxes.keeper import SandboxGone, SandboxKeeper, SandboxLimits
+from services.reward.sandboxes import manager
+from services.reward.sandboxes.manager import SandboxGone, SandboxLimits, SandboxManager
 from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as pb
@@ -41,15 +41,21 @@ def function(name: str, source: Path | None = None, **fields: Any) -> Registered
 class Trajectory:
     """Calls functions in its sandbox, of which it knows as rollout does."""
 
-    def __init__(self, sandboxes: SandboxKeeper, source: Path | None = None) -> None:
+    def __init__(self, sandboxes: SandboxManager, source: Path | None = None) -> None:
         self.sandboxes, self.source = sandboxes, source
         self.name = new_id()
         self.had: list[str] = []
 
     async def outcome(self, name: str, fields: dict[str, Any], **arguments: Any) -> CallOutcome:
-        call = FunctionCall(json.dumps(arguments), "job", self.name, sandboxes=tuple(self.had))
         what = function(name, self.source, **fields)
-        async with self.sandboxes.room(what, call) as place:
+        call = FunctionCall(
+            json.dumps(arguments),
+            "job",
+            self.name,
+            sandboxes=tuple(self.had),
+            deadline=CallDeadline(what.spec.timeout_seconds),
+        )
+        async with self.sandboxes.slot(what, call) as place:
             outcome = await place.run(what, call)
         self.had = [outcome.sandbox]
         return outcome
@@ -63,9 +69,9 @@ class Trajectory:
 
 
 @contextlib.asynccontextmanager
-async def sandboxes_of(**limits: Any) -> AsyncIterator[SandboxKeeper]:
+async def sandboxes_of(**limits: Any) -> AsyncIterator[SandboxManager]:
     groups = open_groups()
-    sandboxes = SandboxKeeper(SandboxLimits(**limits), 60, groups=groups)
+    sandboxes = SandboxManager(SandboxLimits(**limits), 60, groups=groups)
     try:
         yield sandboxes
     finally:
@@ -75,13 +81,13 @@ async def sandboxes_of(**limits: Any) -> AsyncIterator[SandboxKeeper]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandboxes() -> AsyncIterator[SandboxKeeper]:
+async def sandboxes() -> AsyncIterator[SandboxManager]:
     async with sandboxes_of() as sandboxes:
         yield sandboxes
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def mine(sandboxes: SandboxKeeper) -> AsyncIterator[Trajectory]:
+async def mine(sandboxes: SandboxManager) -> AsyncIterator[Trajectory]:
     trajectory = Trajectory(sandboxes)
     yield trajectory
     trajectory.close()
@@ -127,7 +133,7 @@ async def test_a_timeout_ends_the_call_and_not_the_sandbox(mine: Trajectory) -> 
 async def test_calls_of_one_sandbox_run_one_after_another(mine: Trajectory) -> None:
     """What a call has started cannot meet another call."""
     first = asyncio.create_task(mine.call("looks_twice", path="second", seconds=0.5))
-    while not any(kept.turn.locked() for kept in mine.sandboxes._kept.values()):  # noqa: ASYNC110
+    while not any(one.turn.locked() for one in mine.sandboxes._sandboxes.values()):  # noqa: ASYNC110
         await asyncio.sleep(0)
     second = asyncio.create_task(mine.call("writes", path="second"))
     other = Trajectory(mine.sandboxes)
@@ -142,7 +148,7 @@ async def test_a_cancelled_call_ends_and_nothing_else(mine: Trajectory) -> None:
     await mine.call("writes", path="here")
     what = function("waits_for")
     call = FunctionCall(json.dumps({"path": "never"}), "job", mine.name)
-    async with mine.sandboxes.room(what, call) as place:
+    async with mine.sandboxes.slot(what, call) as place:
         running = asyncio.create_task(place.run(what, call))
         waits = asyncio.create_task(mine.call("reads", path="here"))
         given_up = asyncio.create_task(mine.call("reads", path="here"))
@@ -205,11 +211,11 @@ async def test_they_are_bounded_in_number_and_memory(monkeypatch: pytest.MonkeyP
     async with sandboxes_of(count=2, memory_mib=1000) as sandboxes:
         first, second, third = (Trajectory(sandboxes) for _ in range(3))
         await asyncio.gather(first.call("where"), second.call("where"))
-        monkeypatch.setattr(keeper, "_WAIT_SECONDS", 0.05)
+        monkeypatch.setattr(manager, "_WAIT_SECONDS", 0.05)
         with pytest.raises(ResourceExhausted, match="2 sandboxes") as full:
             await third.call("where")
         assert full.value.retry_after_ms
-        monkeypatch.setattr(keeper, "_WAIT_SECONDS", 60)
+        monkeypatch.setattr(manager, "_WAIT_SECONDS", 60)
         waits = asyncio.create_task(third.call("where"))
         assert (await second.call("where"))["uid"] != 0  # its own is there
         first.close()
@@ -222,12 +228,12 @@ async def test_they_are_bounded_in_number_and_memory(monkeypatch: pytest.MonkeyP
         with pytest.raises(InvalidArgument, match="1000 MiB"):
             sandboxes.check(function("where", memory_mib=1000).spec)
         with pytest.raises(InvalidArgument) as nameless:
-            async with sandboxes.room(function("where"), FunctionCall("{}", "job")):
+            async with sandboxes.slot(function("where"), FunctionCall("{}", "job")):
                 pass
         assert nameless.value.field == "trajectory_id"
 
 
-async def test_one_calls_alone(sandboxes: SandboxKeeper) -> None:
+async def test_one_calls_alone(sandboxes: SandboxManager) -> None:
     before = len(sandboxes)
     trajectory = Trajectory(sandboxes)
     await trajectory.call("writes", {"stateful": False}, path="here")

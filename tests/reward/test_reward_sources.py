@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from services.reward.function import Sources, digest
-from services.reward.sandboxes.container import _BOOT, _fed
+from services.reward.sandboxes.container import _BOOT, _first_input
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, new_id
@@ -111,7 +111,7 @@ async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
     assert (sources.find(sha) / "pack/rule.py").stat().st_mode & 0o777 == 0o644
     work = tmp_path / "work"
     work.mkdir()
-    frames = _fed({"core": 0}, str(sources.find(sha)))
+    frames = _first_input({"core": 0}, str(sources.find(sha)))
     for request in (
         {"id": 1, "call": "prepare", "entrypoint": "pack.rule:score"},
         {

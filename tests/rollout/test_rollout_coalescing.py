@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from services.chassis.app import serve
 from services.reward.server import RewardService, RewardSettings
-from services.reward.slot import fitted
+from services.reward.call import fitted
 from services.rollout.rewards import Coalescer
 from troupe.rpc import InvalidArgument, connect, new_id
 from troupe.v1 import reward_pb2 as pb

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
 
-from services.reward.call import CallOutcome, FunctionCall
+from services.reward.call import WorkerSlot
 from services.reward.function import RegisteredFunction
-from services.reward.groups import CoreLease
 
 
-class BarePlace:
+class BarePlace(WorkerSlot):
     """A place as hosts know it; what its calls do is said by who derives from it."""
 
+    warm = False
+
     def __init__(self, name: str = "place") -> None:
-        self.name, self.restarts, self.lived = name, 0, 0.0
-        self.warm = False
+        super().__init__(name)
         # Set by `cancel`, cleared by who begins to run calls.
         self.cancelled = asyncio.Event()
 
@@ -34,16 +33,5 @@ class BarePlace:
     def holds(self, function: RegisteredFunction) -> bool:
         return self.warm
 
-    def suits(self, function: RegisteredFunction) -> bool:
-        return True
-
     def cancel(self) -> None:
         self.cancelled.set()
-
-    def run_many(
-        self,
-        function: RegisteredFunction,
-        calls: Sequence[FunctionCall],
-        lease: CoreLease | None = None,
-    ) -> AsyncGenerator[tuple[int, CallOutcome]]:
-        raise NotImplementedError

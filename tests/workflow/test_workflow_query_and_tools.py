@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.functions.declared import look_up
-from troupe.functions.definitions import definition_of
+from troupe.functions.declaration import definition_of
 from troupe.workflow import Query, ToolError, Tools, WorkflowError
 from troupe.workflow.messages import ToolCall, parse_tools
 

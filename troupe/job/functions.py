@@ -1,7 +1,7 @@
 """A reward or tool of a job: where its code is, and what a call of it takes.
 
 What a job leaves out is as the function declares it (`@troupe.reward`, `@troupe.tool`), else as
-`troupe.functions.costs.DEFAULTS` says.
+`troupe.functions.costs.DEFAULTS` says. The bounds are those of `troupe.functions.validation`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,24 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from troupe.functions.validation import (
+    ARGUMENT,
+    MAX_ARGUMENTS,
+    MAX_CORES,
+    MAX_COUNT,
+    MAX_PROCESSES,
+    MAX_RETRIES,
+    NAME,
+    VERSION,
+    check_costs,
+)
 from troupe.job.section import Seconds, SecondsOrNone, Section, check_entrypoint, check_json
 
-ArgumentPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
-# As many as the wire can say.
-_MOST: Final = 2**31 - 1
+ArgumentPath = Annotated[str, Field(pattern=rf"^{ARGUMENT.pattern}$")]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
-_DEPLOYED: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}@[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
+_DEPLOYED: Final = re.compile(rf"{NAME.pattern}@{VERSION.pattern}")
 
 
 class FunctionSpec(Section):
@@ -35,20 +46,20 @@ class FunctionSpec(Section):
     """Changes whenever the function's behaviour does. Default: "1"."""
     timeout_seconds: Seconds | None = None
     """Longest run of one call; then it is killed and the call fails with a timeout. Default: 30."""
-    memory_mib: int | None = Field(default=None, ge=0, le=_MOST)
+    memory_mib: Count | None = None
     """Memory that a call may take in its worker process; 0: unlimited. Default: 512."""
-    max_concurrency: int | None = Field(default=None, ge=0, le=_MOST)
+    max_concurrency: Count | None = None
     """Calls at once; 0: as many as there are worker processes. Default: 0."""
-    max_queued: int | None = Field(default=None, ge=0, le=_MOST)
+    max_queued: Count | None = None
     """Calls that may wait; more are asked to come again. 0: as many as the service takes.
     Default: 0."""
-    retries: int | None = Field(default=None, ge=0, le=100)
+    retries: int | None = Field(default=None, ge=0, le=MAX_RETRIES)
     """Times that a call is begun again whose worker died or that took too long; only for functions
     that may run twice. Default: 0."""
-    cores: int | None = Field(default=None, ge=0, le=_MOST)
+    cores: Count | None = None
     """Cores that a call takes while it runs; 0 for one that waits for something else. They count
     where the reward service hands cores out (`TROUPE_REWARD_CORES`). Default: 1."""
-    max_cores: int | None = Field(default=None, ge=0, le=4096)
+    max_cores: int | None = Field(default=None, ge=0, le=MAX_CORES)
     """Cores that a call can make use of; 0: `cores`. How many it gets, up to that, the scheduler
     decides anew for every call. The function finds them in `os.sched_getaffinity(0)`. Default: 0.
     """
@@ -57,19 +68,21 @@ class FunctionSpec(Section):
     that ran with different numbers of cores. Default: 0.9."""
     expected_seconds: SecondsOrNone | None = None
     """How long a call takes with the fewest cores: a first guess, as `parallel_fraction`; with
-    `seconds_per` what every call takes besides. Default: 0, nobody knows."""
-    seconds_per: dict[ArgumentPath, SecondsOrNone] | None = Field(default=None, max_length=16)
+    `seconds_per` what every call takes besides. Default: 0, not known."""
+    seconds_per: dict[ArgumentPath, SecondsOrNone] | None = Field(
+        default=None, max_length=MAX_ARGUMENTS
+    )
     """How much longer a call takes for what it is given, by argument: seconds for each one of a
     number, else for each item or character. `{tests: 2.5}`; `{query.data.tests: 2.5}` for a reward.
     Its scale is learned from calls, so that it need not be measured on this machine; what calls of
     one query took corrects it. Default: none."""
-    gpus: int | None = Field(default=None, ge=0, le=_MOST)
+    gpus: Count | None = None
     """Units of GPU that a call takes. Default: 0."""
     model_service: str | None = None
     """Model that a call needs resident on those GPUs. Default: none."""
     quota: str | None = None
     """Quota of an interface outside that a call takes `quota_units` of. Default: none."""
-    quota_units: int | None = Field(default=None, ge=1, le=_MOST)
+    quota_units: PositiveCount | None = None
     """Default: 1."""
     sandbox: Literal["process", "bubblewrap", "container"] | None = None
     """What its worker processes are confined to. `process`: `memory_mib`, `reads` and `writes`, for
@@ -84,9 +97,9 @@ class FunctionSpec(Section):
     Default: 0."""
     image: str | None = None
     """`container`: its image."""
-    processes: int | None = Field(default=None, gt=0, le=2**22)
+    processes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """In a sandbox: processes and threads at once. Default: 64."""
-    disk_mib: int | None = Field(default=None, gt=0, le=_MOST)
+    disk_mib: PositiveCount | None = None
     """In a sandbox: size of its private /tmp. Default: 256."""
     reads: list[str] | None = Field(default=None, max_length=1024)
     """`process`, where the kernel has landlock: files and folders that it may read besides the
@@ -95,7 +108,7 @@ class FunctionSpec(Section):
     """The same for reading and writing."""
     idle_seconds: SecondsOrNone | None = None
     """How long a worker is kept warm for its next call. Default: as the service is set."""
-    min_workers: int | None = Field(default=None, ge=0, le=_MOST)
+    min_workers: Count | None = None
     """Workers that are started ahead of any call and kept. Default: 0."""
 
     _json = field_validator("arguments")(check_json)
@@ -126,24 +139,22 @@ class FunctionSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _cores_ascend(self) -> Self:
-        least = 1 if self.cores is None else max(1, self.cores)
-        if self.max_cores and self.cores is not None and self.max_cores < least:
-            raise ValueError(
-                f"`max_cores` is {self.max_cores}, less than `cores` ({self.cores}); leave it out, "
-                "or raise it"
-            )
+    def _costs_that_work(self) -> Self:
+        def refuse(field: str, value: object, message: str, remedy: str) -> None:
+            raise ValueError(f"`{field}` = {value} {message}. {remedy}")
+
+        check_costs(self.costs, refuse)
         return self
 
     @property
     def deployed(self) -> tuple[str, str]:
-        """Name and version of a deployed function; empty where it has an entrypoint."""
+        """Name and version of a deployed function; empty for one with an entrypoint."""
         name, _, version = (self.function or "").partition("@")
         return name, version
 
     @property
     def costs(self) -> dict[str, Any]:
-        """What the job says of a call's costs, and nothing else."""
+        """The costs that the job gives, and nothing else."""
         return self.model_dump(
             exclude_none=True, exclude={"entrypoint", "function", "arguments", "version"}
         )

@@ -1,4 +1,8 @@
-"""Evict on execution: a call finds its model on devices, whatever had to leave them for it."""
+"""Model services of this host: which of them are on devices, and their processes.
+
+A call finds its model on devices; others that are idle make room for it ("evict on execution",
+ARL-Tangram, section 3).
+"""
 
 from __future__ import annotations
 
@@ -32,78 +36,21 @@ from troupe.scheduling.elastic.cells import (
 )
 from troupe.scratch import Scratch
 
-PREFIX: Final = "model:"
+# Prefix of the resource names of models.
+MODEL: Final = "model:"
 
+log = structlog.get_logger("troupe.reward")
 
-class Board:
-    """The models of one host; changed when a call begins or ends, and by nothing else."""
-
-    def __init__(
-        self, gpus: int, models: Iterable[Model], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.gpus = gpus
-        self.models = {model.name: model for model in models}
-        self._clock = clock
-        self._plan = CellPlan({}, {}, frozenset())
-
-    def room(self, wanted: Sequence[str]) -> dict[str, int]:
-        """Calls that could begin now, by resource, when calls wait for `wanted` in that order.
-
-        What `begin` does is what was found here last.
-        """
-        known = list(dict.fromkeys(name for name in wanted if name in self.models))
-        self._plan = plan(self.gpus, list(self.models.values()), known)
-        return {PREFIX + name: self._plan.room.get(name, 0) for name in self.models}
-
-    def capacity(self) -> dict[str, int]:
-        """Calls at once, by resource."""
-        return {PREFIX + model.name: model.concurrency for model in self.models.values()}
-
-    def begin(self, name: str) -> DeviceCell:
-        """A call begins: the model is, or is put, on the cell that is returned."""
-        model = self.models[name]
-        if model.cell is None:
-            if name not in self._plan.cells:
-                self.room([name])
-            cell = self._plan.cells.get(name)
-            if cell is None:
-                raise ValueError(f"no cell for {name}: everything is in use")
-            for other in list(self.models.values()):
-                if meet(other.cell, cell):
-                    if other.running:
-                        raise ValueError(f"no cell for {name}: {other.name} is in use")
-                    self.put(other.name, None)
-            model = replace(model, cell=cell)
-        self.models[name] = replace(model, running=model.running + 1, last=self._clock())
-        assert model.cell is not None
-        return model.cell
-
-    def end(self, name: str) -> None:
-        """It has ended."""
-        model = self.models[name]
-        self.models[name] = replace(model, running=model.running - 1, last=self._clock())
-
-    def put(self, name: str, cell: DeviceCell | None) -> None:
-        """It is on `cell` now, or on none."""
-        self.models[name] = replace(self.models[name], cell=cell)
-
-    def see(self, residents: Mapping[str, int]) -> None:
-        """Of models elsewhere: the first device of each that is on devices there. What calls use
-        or wait for is where it was put here, which the host only has yet to do."""
-        for name, model in list(self.models.items()):
-            first = residents.get(name)
-            cell = None if first is None else DeviceCell(first, model.size)
-            taken = [m.cell for m in self.models.values() if m.cell and m.name != name]
-            if not model.running and not any(meet(other, cell) for other in taken):
-                self.put(name, cell)
-
-    def settle(self, name: str, home: DeviceCell) -> None:
-        """It cannot be anywhere else from now on."""
-        self.models[name] = replace(self.models[name], home=home)
+_LOOK_SECONDS: Final = 0.05
+_END_SECONDS: Final = 10.0
+_CONNECT_SECONDS: Final = 5.0
+# What SGLang releases; its CUDA graphs stay, which take little.
+_TAGS: Final = ("kv_cache", "weights")
+_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class ModelSettings(BaseModel):
-    """One model service: exactly one of `entrypoint`, `command` and `url`."""
+    """A model service: exactly one of `entrypoint`, `command` and `url`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -141,6 +88,99 @@ class ModelSettings(BaseModel):
         return self
 
 
+class ModelUnavailable(Exception):
+    """The model cannot be used; the text says what failed."""
+
+
+class ModelManager:
+    """The model services of this host. `placement` decides at once where each is to be; `ready`
+    moves them there, one at a time."""
+
+    def __init__(
+        self, models: Mapping[str, ModelSettings], gpus: int, telemetry: Telemetry | None = None
+    ) -> None:
+        """Raises `InvalidArgument` for a model that fits on no cell."""
+        check_models(models, gpus)
+        self._folder = Scratch("troupe-models-")
+        self._services = {
+            name: ModelService(name, settings, self._folder.path)
+            for name, settings in models.items()
+        }
+        self.placement = ModelPlacement(
+            gpus, [_model(service) for service in self._services.values()]
+        )
+        self._moving = asyncio.Lock()
+        # Totals, for metrics.
+        self.moving_seconds = 0.0
+        self.restores = self.evictions = 0
+        if telemetry is not None:
+            self._export(telemetry)
+
+    async def ready(self, name: str) -> str:
+        """The URL of a model once it is on the devices where it was placed. Raises
+        `ModelUnavailable`.
+
+        For a call that has begun: its model stays in place until the call ends.
+        """
+        service = self._services[name]
+        async with self._moving:
+            cell = self.placement.models[name].cell
+            if cell is None:
+                raise ModelUnavailable(f"{name} lost its devices: it failed a moment ago")
+            if service.cell == cell and service.running:
+                return service.url
+            began = time.perf_counter()
+            try:
+                await self._move(service, cell)
+            except ModelUnavailable:
+                self.placement.put(name, service.cell)
+                raise
+            finally:
+                self.moving_seconds += time.perf_counter() - began
+        return service.url
+
+    def residents(self) -> dict[str, int]:
+        """Model -> its first device, of the models that are on devices."""
+        return {n: s.cell.first for n, s in self._services.items() if s.cell is not None}
+
+    async def stop(self) -> None:
+        """End all processes and remove the weights in host memory."""
+        async with self._moving:
+            await asyncio.gather(*(service.end() for service in self._services.values()))
+        self._folder.close()
+
+    def _export(self, telemetry: Telemetry) -> None:
+        texts = {
+            "restores": ("Times that a model was brought to devices.", lambda: self.restores),
+            "evictions": ("Times that a model left devices for another.", lambda: self.evictions),
+            "moving_seconds": ("Seconds that moves of models took.", lambda: self.moving_seconds),
+        }
+        for name, (text, value) in texts.items():
+            telemetry.gauge(f"troupe_reward_model_{name}", text).set_function(value)
+
+    async def _move(self, service: ModelService, cell: DeviceCell) -> None:
+        for other in self._services.values():
+            there = other.cell
+            if other is service and there != cell and there is not None:
+                await other.sleep()
+            elif other is not service and meet(there, cell):
+                await other.sleep()
+                self.evictions += 1
+                log.info("a model made room", model=other.name, for_=service.name)
+        if service.stays:
+            self.placement.settle(service.name, cell)
+        await service.wake(cell)
+        self.restores += 1
+
+
+def _model(service: ModelService) -> Model:
+    settings = service.settings
+    home = DeviceCell(settings.devices[0], settings.gpus) if settings.url else None
+    return Model(
+        service.name, settings.gpus, cell=service.cell, home=home, concurrency=settings.concurrency
+    )
+
+
 def check_models(models: Mapping[str, ModelSettings], gpus: int) -> None:
     """Raise `InvalidArgument` for a model that fits on no cell of a host with so many devices."""
     for name, model in models.items():
@@ -154,53 +194,107 @@ def check_models(models: Mapping[str, ModelSettings], gpus: int) -> None:
             )
 
 
-log = structlog.get_logger("troupe.reward")
+class ModelPlacement:
+    """On which devices each model of one host is, or is to be: decided when calls begin and end."""
 
-_LOOK_SECONDS: Final = 0.05
-_END_SECONDS: Final = 10.0
-_CONNECT_SECONDS: Final = 5.0
-# What SGLang lets go of; its CUDA graphs stay, which take little.
-_TAGS: Final = ("kv_cache", "weights")
-_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+    def __init__(
+        self, gpus: int, models: Iterable[Model], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.gpus = gpus
+        self.models = {model.name: model for model in models}
+        self._clock = clock
+        self._plan = CellPlan({}, {}, frozenset())
 
+    def room(self, wanted: Sequence[str]) -> dict[str, int]:
+        """Calls that could begin now, by resource, when calls wait for `wanted` in that order.
 
-class ModelUnavailable(Exception):
-    """The model cannot be used; the text says what was tried and how it failed."""
+        `begin` carries out the plan that was made here last.
+        """
+        known = list(dict.fromkeys(name for name in wanted if name in self.models))
+        self._plan = plan(self.gpus, list(self.models.values()), known)
+        return {MODEL + name: self._plan.room.get(name, 0) for name in self.models}
+
+    def capacity(self) -> dict[str, int]:
+        """Calls that may run at once, by resource."""
+        return {MODEL + model.name: model.concurrency for model in self.models.values()}
+
+    def begin(self, name: str) -> DeviceCell:
+        """A call begins: place its model if need be; the devices that it is on. Raises ValueError
+        where there are none."""
+        model = self.models[name]
+        if model.cell is None:
+            if name not in self._plan.cells:
+                self.room([name])
+            cell = self._plan.cells.get(name)
+            if cell is None:
+                raise ValueError(f"no cell for {name}: everything is in use")
+            for other in list(self.models.values()):
+                if meet(other.cell, cell):
+                    if other.running:
+                        raise ValueError(f"no cell for {name}: {other.name} is in use")
+                    self.put(other.name, None)
+            model = replace(model, cell=cell)
+        self.models[name] = replace(model, running=model.running + 1, last=self._clock())
+        assert model.cell is not None
+        return model.cell
+
+    def end(self, name: str) -> None:
+        """A call of the model has ended."""
+        model = self.models[name]
+        self.models[name] = replace(model, running=model.running - 1, last=self._clock())
+
+    def put(self, name: str, cell: DeviceCell | None) -> None:
+        """Record that the model is on `cell`; None: on no devices."""
+        self.models[name] = replace(self.models[name], cell=cell)
+
+    def see(self, residents: Mapping[str, int]) -> None:
+        """Record what an attached host reports: the first device of each of its models. A model in
+        use stays where it was placed here: the host has yet to move it."""
+        for name, model in list(self.models.items()):
+            first = residents.get(name)
+            cell = None if first is None else DeviceCell(first, model.size)
+            taken = [m.cell for m in self.models.values() if m.cell and m.name != name]
+            if not model.running and not any(meet(other, cell) for other in taken):
+                self.put(name, cell)
+
+    def settle(self, name: str, home: DeviceCell) -> None:
+        """Record that the model stays on the devices that it was started on."""
+        self.models[name] = replace(self.models[name], home=home)
 
 
 class ModelService:
-    """Started when it is needed first, then asleep or awake."""
+    """The process of one model: started when it is first needed, then asleep or awake."""
 
     def __init__(self, name: str, settings: ModelSettings, directory: Path) -> None:
-        """`directory`: of files in host memory, where weights of sleeping models are."""
+        """`directory`: in host memory; holds the weights of sleeping models."""
         self.name, self.settings = name, settings
         self._directory = directory
         self._process: asyncio.subprocess.Process | None = None
         self._url = settings.url.rstrip("/")
         self._http: httpx.AsyncClient | None = None
-        # Devices that it really occupies.
+        # Devices that it occupies.
         self.cell: DeviceCell | None = None
         if settings.url:
-            # Whoever started it had it awake.
+            # It was started awake.
             self.cell = DeviceCell(settings.devices[0], settings.gpus)
 
     @property
     def url(self) -> str:
-        """Where it is called."""
+        """The address of its HTTP API."""
         return self._url
 
     @property
     def stays(self) -> bool:
-        """Whether it is bound to the devices that it was started on."""
+        """Whether it cannot move from the devices that it was started on."""
         return not self.settings.entrypoint
 
     @property
     def running(self) -> bool:
-        """Whether it has been started, and its process, if it is ours, is there."""
+        """Whether it has been started and not ended, as far as is known."""
         return bool(self._url) and (self._process is None or self._process.returncode is None)
 
     async def wake(self, cell: DeviceCell) -> None:
-        """Have it on `cell`, started or restored. Raises `ModelUnavailable`."""
+        """Start or restore it on `cell`. Raises `ModelUnavailable`."""
         began = time.perf_counter()
         if self._process is not None and self._process.returncode is not None:
             log.warning("a model's process is gone", model=self.name, rc=self._process.returncode)
@@ -223,7 +317,8 @@ class ModelService:
         )
 
     async def sleep(self) -> None:
-        """Have it off its devices. Where it does not obey it is ended: memory must come free."""
+        """Release its devices. A process that fails to is ended. Raises `ModelUnavailable` for a
+        model that is not ours to end."""
         body: dict[str, Any] = {} if not self.stays else {"tags": list(_TAGS)}
         try:
             await self._post("/release_memory_occupation", body, "did not let go")
@@ -235,7 +330,7 @@ class ModelService:
         self.cell = None
 
     async def end(self) -> None:
-        """End its process, if it is ours."""
+        """End its process, if this service started it."""
         if self._http is not None:
             await self._http.aclose()
             self._http = None
@@ -271,7 +366,7 @@ class ModelService:
             imports = [entry for entry in sys.path if entry]
             environment["PYTHONPATH"] = os.pathsep.join(imports)
         else:
-            # Nothing else in braces is ours: commands hold JSON, too.
+            # Only these are replaced: commands may hold JSON.
             gaps = {"{port}": str(port), "{gpus}": str(self.settings.gpus)}
             command = [_filled(word, gaps) for word in self.settings.command]
             environment[_DEVICES] = ",".join(devices_of(cell, environment.get(_DEVICES)))
@@ -323,8 +418,8 @@ class ModelService:
 
 
 def devices_of(cell: DeviceCell, visible: str | None) -> list[str]:
-    """What CUDA calls the devices of `cell` where this process sees those of `visible` (nothing:
-    all). Raises `ModelUnavailable` where it sees too few."""
+    """CUDA's names of the devices of `cell`, where this process sees those of `visible` (None or
+    empty: all). Raises `ModelUnavailable` where it sees too few."""
     if not visible:
         return [str(device) for device in cell.devices]
     names = [name.strip() for name in visible.split(",")]
@@ -340,94 +435,3 @@ def _filled(word: str, gaps: Mapping[str, str]) -> str:
     for gap, text in gaps.items():
         word = word.replace(gap, text)
     return word
-
-
-__all__ = ["ModelManager", "ModelUnavailable"]
-
-
-class ModelManager:
-    """The model services of this host (ARL-Tangram, section 3).
-
-    `board` says where each is meant to be, at once; `ready` makes it so, one move at a time.
-    """
-
-    def __init__(
-        self, models: Mapping[str, ModelSettings], gpus: int, telemetry: Telemetry | None = None
-    ) -> None:
-        """Raises `InvalidArgument` for a model that fits on no cell."""
-        check_models(models, gpus)
-        self._folder = Scratch("troupe-models-")
-        self._services = {
-            name: ModelService(name, settings, self._folder.path)
-            for name, settings in models.items()
-        }
-        self.board = Board(gpus, [_model(service) for service in self._services.values()])
-        self._moving = asyncio.Lock()
-        # Seconds that moves took, and how many restores and evictions there were.
-        self.moving_seconds = 0.0
-        self.restores = self.evictions = 0
-        if telemetry is not None:
-            self._export(telemetry)
-
-    async def ready(self, name: str) -> str:
-        """Have the model where the board says; its URL. Raises `ModelUnavailable`.
-
-        For a call that has begun: the board keeps it there until it ends.
-        """
-        service = self._services[name]
-        async with self._moving:
-            cell = self.board.models[name].cell
-            if cell is None:
-                raise ModelUnavailable(f"{name} lost its devices: it failed a moment ago")
-            if service.cell == cell and service.running:
-                return service.url
-            began = time.perf_counter()
-            try:
-                await self._move(service, cell)
-            except ModelUnavailable:
-                self.board.put(name, service.cell)
-                raise
-            finally:
-                self.moving_seconds += time.perf_counter() - began
-        return service.url
-
-    def residents(self) -> dict[str, int]:
-        """The first device of each model that is on devices."""
-        return {n: s.cell.first for n, s in self._services.items() if s.cell is not None}
-
-    async def stop(self) -> None:
-        """End all processes, and let host memory go."""
-        async with self._moving:
-            await asyncio.gather(*(service.end() for service in self._services.values()))
-        self._folder.close()
-
-    def _export(self, telemetry: Telemetry) -> None:
-        texts = {
-            "restores": ("Times that a model was brought to devices.", lambda: self.restores),
-            "evictions": ("Times that one left them for another.", lambda: self.evictions),
-            "moving_seconds": ("Seconds that this took.", lambda: self.moving_seconds),
-        }
-        for name, (text, value) in texts.items():
-            telemetry.gauge(f"troupe_reward_model_{name}", text).set_function(value)
-
-    async def _move(self, service: ModelService, cell: DeviceCell) -> None:
-        for other in self._services.values():
-            there = other.cell
-            if other is service and there != cell and there is not None:
-                await other.sleep()
-            elif other is not service and meet(there, cell):
-                await other.sleep()
-                self.evictions += 1
-                log.info("a model made room", model=other.name, for_=service.name)
-        if service.stays:
-            self.board.settle(service.name, cell)
-        await service.wake(cell)
-        self.restores += 1
-
-
-def _model(service: ModelService) -> Model:
-    settings = service.settings
-    home = DeviceCell(settings.devices[0], settings.gpus) if settings.url else None
-    return Model(
-        service.name, settings.gpus, cell=service.cell, home=home, concurrency=settings.concurrency
-    )

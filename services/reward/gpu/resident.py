@@ -1,10 +1,12 @@
-"""A torch model as a process of its own, whose weights come and go: `python -m ...gpu.resident`.
+"""A torch model in a process of its own, which drops and restores its weights on request.
+
+Started as `python -m services.reward.gpu.resident` with
 
     --entrypoint my_models:make_judge --port 8000 --copy /dev/shm/x/judge.safetensors --parent PID
 
-What the entrypoint makes has torch modules: it is one, or has them as attributes. They are loaded
-once, copied to a file in shared memory and dropped; from then on they are restored from there to
-whatever devices are named, and dropped again. Calls: `POST /call {"method": ., "arguments": {}}`.
+The object that the entrypoint makes is a torch module or has some as attributes. Their weights are
+copied once to a file in shared memory and dropped; from there they are restored to the devices that
+a request names. A method is called by `POST /call {"method": ., "arguments": {}}`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _MAX_BODY: Final = 64 * 2**20
 
 
 class ResidentModel:
-    """An object of the user's with its weights, on devices or in host memory."""
+    """The user's object, with its weights on devices or in host memory."""
 
     def __init__(self, made: Any, copy: Path) -> None:
         """Copy the weights to `copy` and drop them. Raises TypeError where there are none."""
@@ -47,17 +49,17 @@ class ResidentModel:
 
     @property
     def bytes(self) -> int:
-        """What the weights take."""
+        """Size of the weights."""
         return self._copy.stat().st_size
 
     def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """A public method's result. Raises RuntimeError while the weights are away."""
+        """The result of a public method. Raises RuntimeError while the weights are off devices."""
         function = None if method.startswith("_") else getattr(self._made, method, None)
         if not callable(function):
             raise AttributeError(f"{type(self._made).__name__} has no method {method!r}")
         with self._lock:
             if not self._awake:
-                raise RuntimeError("its weights are in host memory: nobody restored them")
+                raise RuntimeError("its weights are in host memory: they were not restored")
             self._calls += 1
         try:
             import torch
@@ -70,7 +72,7 @@ class ResidentModel:
                 self._lock.notify_all()
 
     def resume(self, devices: Sequence[int]) -> float:
-        """Restore the weights; seconds that it took. Without CUDA devices are only numbers."""
+        """Restore the weights to `devices` (to host memory without CUDA); the seconds it took."""
         import torch
         from safetensors import safe_open
 
@@ -81,13 +83,13 @@ class ResidentModel:
             if self._awake and names == self._devices:
                 return 0.0
             began = time.perf_counter()
-            for place in dict.fromkeys(names):
-                with safe_open(str(self._copy), framework="pt", device=place) as copy:
+            for device in dict.fromkeys(names):
+                with safe_open(str(self._copy), framework="pt", device=device) as copy:
                     for name, tensor in self._tensors.items():
                         wanted = chooses(name, names) if chooses is not None else names[0]
-                        if wanted == place:
+                        if wanted == device:
                             found = copy.get_tensor(name)
-                            # On the host it would be the copy itself.
+                            # On the host the tensor would be the file itself.
                             tensor.data = found if cuda else found.clone()
             if cuda:
                 torch.cuda.synchronize()
@@ -95,7 +97,7 @@ class ResidentModel:
             return time.perf_counter() - began
 
     def release(self) -> None:
-        """Drop the weights. Raises RuntimeError while calls run."""
+        """Drop the weights from devices. Raises RuntimeError while calls run."""
         with self._lock:
             if self._calls:
                 raise RuntimeError(f"{self._calls} calls run")
@@ -118,7 +120,7 @@ class ResidentModel:
 
 
 def _tensors_of(made: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; those that are shared once."""
+    """Parameters and buffers by name; shared ones once."""
     import torch
 
     modules = {"": made} if isinstance(made, torch.nn.Module) else getattr(made, "__dict__", {})
@@ -135,7 +137,7 @@ def _tensors_of(made: Any) -> dict[str, torch.Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as numbers."""
+    """`value`; a tensor as numbers."""
     for name in ("tolist", "item"):
         method = getattr(value, name, None)
         if callable(method):
@@ -147,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
     resident: ResidentModel
 
     def do_GET(self) -> None:
-        """Health, and what there is to know."""
+        """Health and size."""
         if self.path in ("/health", "/health_generate"):
             self._answer(200, {"status": "ok"})
         elif self.path == "/model_info":
@@ -156,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, {"error": f"nothing at {self.path}"})
 
     def do_POST(self) -> None:
-        """Sleep, wake, and calls."""
+        """Release, resume and method calls."""
         try:
             size = int(self.headers.get("content-length") or 0)
             if not 0 <= size <= _MAX_BODY:
@@ -187,11 +189,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The manager says what is worth saying."""
+        """No access log: the manager logs moves."""
 
 
 def load(entrypoint: str) -> Callable[[], Any]:
-    """What "package.module:attribute" names. Raises ImportError, AttributeError."""
+    """The object that "package.module:attribute" names. Raises ImportError, AttributeError."""
     module, _, path = entrypoint.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
@@ -201,7 +203,7 @@ def load(entrypoint: str) -> Callable[[], Any]:
 
 
 def main() -> None:
-    """Load, serve, and end with the process that started it."""
+    """Load the model and serve it until the parent process ends."""
     parser = argparse.ArgumentParser(prog="services.reward.gpu.resident")
     parser.add_argument("--entrypoint", required=True)
     parser.add_argument("--port", type=int, required=True)

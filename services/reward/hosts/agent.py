@@ -1,4 +1,4 @@
-"""What a host does for the reward service that it is attached to."""
+"""The process of an attached host: offers itself to the reward service and runs its calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import grpc
 import structlog
 
 from services.chassis.telemetry import Telemetry
-from services.reward.call import CallOutcome, FunctionCall, WorkerPlace
+from services.reward.call import CallDeadline, CallOutcome, FunctionCall, WorkerSlot
 from services.reward.function import RegisteredFunction, Sources
 from services.reward.groups import CoreLease
-from services.reward.host import FunctionHost, Workplace
+from services.reward.host import FunctionHost, LocalHost
 from services.reward.sandbox import BUBBLEWRAP, PROCESS, find_bubblewrap
 from services.reward.settings import RewardSettings
 from troupe.rpc import NO_RETRY, RetryPolicy, TroupeError, Unavailable, connect
@@ -35,16 +35,16 @@ _LOOK_SECONDS: Final = 0.1
 
 @dataclass(eq=False)
 class _HostRun:
-    """Calls that a worker of this host runs."""
+    """A chunk of calls that a worker of this host runs."""
 
     calls: list[FunctionCall]
-    # Ends what runs now.
+    # Ends the call that runs now.
     cancel: Callable[[], None] = field(default=lambda: None)
     cancelled: bool = False
 
 
 class HostAgent:
-    """Offers `host` to the service at `settings.reward_address`, again whenever it lost it."""
+    """Attaches `host` to the service at `settings.reward_address`, again after every loss."""
 
     def __init__(self, settings: RewardSettings, host: FunctionHost, offer: pb.HostOffer) -> None:
         self._settings, self._host, self._offer = settings, host, offer
@@ -55,13 +55,13 @@ class HostAgent:
         self._messages: asyncio.Queue[pb.HostMessage] = asyncio.Queue()
         self._beat_seconds = 1.0
         self._draining = False
-        self._living: list[asyncio.Task[None]] = []
+        self._loops: list[asyncio.Task[None]] = []
         self.attached = asyncio.Event()
 
     async def start(self) -> None:
-        """Begin to offer it; returns when there are the workers that are always there."""
+        """Start the workers that the host always has, and begin to attach."""
         await self._host.start()
-        self._living = [
+        self._loops = [
             asyncio.create_task(self._stay_attached(), name="attachment"),
             asyncio.create_task(self._reap(), name="reaper"),
         ]
@@ -75,11 +75,11 @@ class HostAgent:
         """Wait up to `grace` seconds for what runs, then end it and everything else."""
         if self._tasks and self.attached.is_set():
             await asyncio.wait(self._tasks, timeout=grace)
-            # Its outcomes are on their way.
+            # Outcomes are still being sent.
             await asyncio.sleep(min(grace, 0.1))
-        for task in self._living:
+        for task in self._loops:
             task.cancel()
-        await asyncio.gather(*self._living, return_exceptions=True)
+        await asyncio.gather(*self._loops, return_exceptions=True)
         await self._end_runs()
         await self._host.stop()
         self._sources.close()
@@ -94,13 +94,13 @@ class HostAgent:
                 error = Unavailable("the reward service ended the stream")
             except TroupeError as raised:
                 error = raised
-            except Exception as raised:  # a command that nobody foresaw: begin anew
+            except Exception as raised:  # a command that cannot be handled: attach anew
                 log.exception("attached no more", service=self._settings.reward_address)
                 error = Unavailable(f"{type(raised).__name__}: {raised}")
             if self.attached.is_set():
                 attempt = 0
             self.attached.clear()
-            # Whatever runs here is lost for the service: it has it run elsewhere.
+            # The service has given up what runs here, and has it run elsewhere.
             await self._end_runs()
             attempt += 1
             if attempt & (attempt - 1) == 0:
@@ -109,7 +109,7 @@ class HostAgent:
             await asyncio.sleep(_BACKOFF.backoff(min(attempt, 10), error, jitter))
 
     async def _attach(self) -> None:
-        """One stream, from the offer to its end."""
+        """Serve one stream, from the offer to its end."""
         self._messages = asyncio.Queue()
         self._messages.put_nowait(pb.HostMessage(offer=self._offer))
         settings = self._settings
@@ -119,7 +119,7 @@ class HostAgent:
             stream = stub.AttachHost(self._outgoing())
             try:
                 async for command in stream:
-                    self._obey(command)
+                    self._handle(command)
             finally:
                 beating.cancel()
                 stream.cancel()
@@ -140,7 +140,7 @@ class HostAgent:
             beat.residents.add(name=name, first_device=first)
         self._messages.put_nowait(pb.HostMessage(beat=beat))
 
-    def _obey(self, command: pb.HostCommand) -> None:
+    def _handle(self, command: pb.HostCommand) -> None:
         what = command.WhichOneof("command")
         if what == "welcome":
             self._beat_seconds = command.welcome.beat_seconds or self._beat_seconds
@@ -158,12 +158,20 @@ class HostAgent:
             self._sources.put(command.source.files)
 
     def _begin(self, request: pb.HostRun) -> None:
-        run = _HostRun([])
-        for index, call in enumerate(request.calls):
-            printed = self._printer(self._messages, request.run_id, index)
-            run.calls.append(
-                FunctionCall(call.arguments_json, call.job_id, call.trajectory_id, printed=printed)
-            )
+        # The service minds how long the caller waits; here only the run time is bounded.
+        deadline = CallDeadline(request.function.timeout_seconds)
+        run = _HostRun(
+            [
+                FunctionCall(
+                    call.arguments_json,
+                    call.job_id,
+                    call.trajectory_id,
+                    printed=self._printer(self._messages, request.run_id, index),
+                    deadline=deadline,
+                )
+                for index, call in enumerate(request.calls)
+            ]
+        )
         self._runs[request.run_id] = run
         task = asyncio.create_task(self._run(request, run, self._messages))
         self._tasks.add(task)
@@ -182,25 +190,24 @@ class HostAgent:
     async def _run(
         self, request: pb.HostRun, run: _HostRun, messages: asyncio.Queue[pb.HostMessage]
     ) -> None:
-        """Run the calls, and say what became of each. `messages` is of the stream that asked."""
+        """Run the calls and send their outcomes to `messages`, of the stream that they came by."""
         try:
             function = self._function(request)
-            place, lease = await self._take(function, request.cores)
-            run.cancel = partial(self._host.cancel, place)
+            slot, lease = await self._take(function, request.cores)
+            run.cancel = partial(self._host.cancel, slot)
             try:
-                running = self._host.run_many(place, function, run.calls, lease)
+                running = self._host.run_many(slot, function, run.calls, lease)
                 async with aclosing(running) as outcomes:
                     if run.cancelled:
                         run.cancel()
                     async for index, outcome in outcomes:
                         messages.put_nowait(_answer(request.run_id, index, outcome))
             finally:
-                self._host.give_back(place, lease)
+                self._host.give_back(slot, lease)
         except Exception as error:
-            log.exception("a run", function=request.function.name)
+            log.exception("run", function=request.function.name)
             message = f"the host failed: {type(error).__name__}: {error}"
-            kind = pb.InvocationError.KIND_WORKER_DIED
-            failed = CallOutcome(error=pb.InvocationError(kind=kind, message=message))
+            failed = CallOutcome.failed(pb.InvocationError.KIND_WORKER_DIED, message)
             messages.put_nowait(_answer(request.run_id, 0, failed))
         finally:
             self._runs.pop(request.run_id, None)
@@ -208,14 +215,14 @@ class HostAgent:
 
     async def _take(
         self, function: RegisteredFunction, cores: int
-    ) -> tuple[WorkerPlace, CoreLease | None]:
-        """A place, and room on devices for the model. The service looks at both before it sends;
-        it may have been told late where models are."""
-        board = self._host.stock.board
+    ) -> tuple[WorkerSlot, CoreLease | None]:
+        """A slot and cores, once there is room on devices for the model. The service saw both free,
+        but may have had an old report of where models are."""
+        placement = self._host.resources.placement
         async with asyncio.timeout(function.spec.timeout_seconds):
             while True:
-                if board is not None and function.spec.model_service:
-                    board.room([function.spec.model_service])
+                if placement is not None and function.spec.model_service:
+                    placement.room([function.spec.model_service])
                 try:
                     return self._host.take(function, cores)
                 except ValueError as error:
@@ -236,7 +243,7 @@ class HostAgent:
         return known
 
     async def _end_runs(self) -> None:
-        """Kill what runs; nobody waits for it."""
+        """Kill what runs: its outcomes are not wanted any more."""
         for run in self._runs.values():
             for call in run.calls:
                 call.dropped = True
@@ -273,8 +280,8 @@ class RewardHost:
     name = "troupe.v1.RewardHost"
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
-        self._workplace = Workplace(settings, telemetry)
-        host = self._workplace.host
+        self._local = LocalHost(settings, telemetry)
+        host = self._local.host
         self.agent = HostAgent(settings, host, offer_of(settings))
         busy = telemetry.gauge("troupe_reward_host_busy", "Workers that run calls here.")
         busy.set_function(lambda: host.workers - host.free)
@@ -282,10 +289,10 @@ class RewardHost:
         attached.set_function(lambda: float(self.agent.attached.is_set()))
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Nobody calls it: it calls the service."""
+        """Nothing to register: the host calls the service."""
 
     async def start(self) -> None:
-        """Offer itself, now and whenever the service is back."""
+        """Start workers, and attach to the service."""
         await self.agent.start()
 
     async def leave(self) -> None:
@@ -293,13 +300,13 @@ class RewardHost:
         await self.agent.leave()
 
     async def stop(self, grace: float) -> None:
-        """Let what runs end, then kill it."""
+        """Let calls end for up to `grace` seconds, then kill them."""
         await self.agent.stop(grace)
-        self._workplace.close()
+        self._local.close()
 
 
 def offer_of(settings: RewardSettings) -> pb.HostOffer:
-    """What this process has for calls."""
+    """The resources of this process, as it offers them."""
     sandboxes = [PROCESS]
     with contextlib.suppress(TroupeError):
         find_bubblewrap()

@@ -1,11 +1,14 @@
-"""One host that is attached to the service: what it was sent, and what it answers."""
+"""Attached hosts as the service sees them: the stream to each, its slots, and what it offers.
+
+`HostFleet` decides whether a function can run on any of the hosts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,18 +16,16 @@ from typing import Final
 import grpc
 import structlog
 
-from services.reward.call import CallOutcome, FunctionCall
+from services.reward.call import CallOutcome, FunctionCall, WorkerSlot
 from services.reward.dispatch import Dispatcher
 from services.reward.function import RegisteredFunction, Sources
-from services.reward.gpu import Board
-from services.reward.gpu.manager import PREFIX as MODEL
-from services.reward.groups import CoreLease
+from services.reward.gpu.manager import MODEL, ModelPlacement
+from services.reward.groups import CoreCount, CoreLease
 from services.reward.host import FunctionHost
 from services.reward.queues import CORES, WORKERS
-from services.reward.quota import PREFIX as QUOTA
-from services.reward.quota import QuotaManager
+from services.reward.quota.manager import QUOTA, QuotaManager
+from services.reward.resources import MEMORY, PLENTY, SANDBOX, HostResources, needs_of
 from services.reward.sandbox import CONTAINER, PROCESS
-from services.reward.stock import MEMORY, PLENTY, SANDBOX, HostResources, needs_of
 from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.scheduling.elastic import Action, Amounts
 from troupe.scheduling.elastic.cells import Model
@@ -33,18 +34,32 @@ from troupe.v1 import reward_pb2 as pb
 
 log = structlog.get_logger("troupe.reward")
 
-_NO_LEASE: Final = CoreLease("", ())
+_DIED: Final = pb.InvocationError.KIND_WORKER_DIED
+# A host that attaches must send its offer within this time.
+_OFFER_SECONDS: Final = 10.0
+# A host whose last so many beats are missing is given up.
+_BEATS_MISSED: Final = 5
+_HOST_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_MOST_WORKERS: Final = 4096
+# A host whose service restarts attaches again within this time: it tries at least three times.
+_COMING_SECONDS: Final = 15.0
+# Resource -> the field of a function that asks for it, the setting of a host that offers it.
+_FIELDS: Final = {
+    CORES: ("cores", "TROUPE_REWARD_CORES"),
+    WORKERS: ("max_concurrency", "TROUPE_REWARD_WORKERS"),
+    MEMORY: ("memory_mib", "TROUPE_REWARD_MEMORY_MIB"),
+}
 
 
 @dataclass(eq=False)
 class RemoteRun:
-    """Calls that were sent, and their outcomes as they come; None: there will be no more."""
+    """A chunk of calls that was sent to a host, and their outcomes as they come; None: the end."""
 
     run_id: str
     calls: Sequence[FunctionCall]
     outcomes: asyncio.Queue[tuple[int, CallOutcome] | None] = field(default_factory=asyncio.Queue)
     answered: set[int] = field(default_factory=set)
-    # Of the calls that the host was told not to begin.
+    # Indices of the calls that the host was told not to begin.
     dropped: set[int] = field(default_factory=set)
 
     @property
@@ -64,9 +79,9 @@ class HostLink:
         self.processes = 0
         self.residents: Sequence[pb.ModelResidence] = ()
         self.invocations = 0
-        # Of the models that it offers.
-        self.board: Board | None = None
-        # Functions that ran there, with their registrations: their code is imported there.
+        # Of the models that it offers on its devices.
+        self.placement: ModelPlacement | None = None
+        # Function key -> registrations, of functions that ran there: their code is imported.
         self.functions: dict[str, int] = {}
         self._sources = sources
         self._sent: set[str] = set()
@@ -81,11 +96,11 @@ class HostLink:
 
     @property
     def running(self) -> int:
-        """Runs that have not ended."""
+        """Chunks that run there."""
         return len(self._runs)
 
     async def commands(self, patience: float) -> AsyncIterator[pb.HostCommand]:
-        """What the host is to be told, until it is lost, or not heard of for `patience` s."""
+        """Commands to send to the host, until it is lost or was silent for `patience` seconds."""
         while not self._lost:
             left = self.heard + patience - time.monotonic()
             if left <= 0:
@@ -103,7 +118,7 @@ class HostLink:
     def begin(
         self, function: RegisteredFunction, calls: Sequence[FunctionCall], cores: int
     ) -> RemoteRun:
-        """Have `calls` run there, one after the other."""
+        """Have the host run `calls` in order."""
         run = RemoteRun(new_id("run"), calls)
         self._runs[run.run_id] = run
         if self._lost:
@@ -113,7 +128,7 @@ class HostLink:
         if source and source not in self._sent:
             self._sent.add(source)
             files = self._sources.files(source)
-            self._tell(pb.HostCommand(source=pb.HostSource(sha256=source, files=files)))
+            self._send(pb.HostCommand(source=pb.HostSource(sha256=source, files=files)))
         message = pb.HostRun(
             run_id=run.run_id,
             function=function.spec,
@@ -128,37 +143,37 @@ class HostLink:
                 for call in calls
             ],
         )
-        self._tell(pb.HostCommand(run=message))
+        self._send(pb.HostCommand(run=message))
         self.functions[function.key] = function.registrations
         return run
 
     def drop(self, run: RemoteRun) -> None:
-        """Let the host know which calls need not be begun any more."""
+        """Tell the host which calls were dropped since."""
         for index, call in enumerate(run.calls):
             if call.dropped and index not in run.dropped | run.answered:
                 run.dropped.add(index)
                 drop = pb.HostDrop(run_id=run.run_id, index=index)
-                self._tell(pb.HostCommand(drop=drop))
+                self._send(pb.HostCommand(drop=drop))
 
     def cancel(self, run: RemoteRun) -> None:
-        """End what runs now."""
-        self._tell(pb.HostCommand(cancel=pb.HostCancel(run_id=run.run_id)))
+        """End the call that runs now."""
+        self._send(pb.HostCommand(cancel=pb.HostCancel(run_id=run.run_id)))
 
     def forget(self, run: RemoteRun) -> None:
-        """Nobody waits for its outcomes any more."""
+        """Cancel a run whose outcomes are not read any more."""
         if self._runs.pop(run.run_id, None) is not None:
             self.cancel(run)
 
-    def hear(self, message: pb.HostMessage) -> None:
-        """Something came from the host."""
+    def receive(self, message: pb.HostMessage) -> None:
+        """Handle a message from the host."""
         self.heard = time.monotonic()
         what = message.WhichOneof("message")
         if what == "beat":
             beat = message.beat
             self.draining = self.draining or beat.draining
             self.processes, self.residents = beat.processes, list(beat.residents)
-            if self.board is not None:
-                self.board.see({r.name: r.first_device for r in beat.residents})
+            if self.placement is not None:
+                self.placement.see({r.name: r.first_device for r in beat.residents})
         elif what == "outcome" and (run := self._runs.get(message.outcome.run_id)):
             self._answered(run, message.outcome)
         elif what == "output" and (run := self._runs.get(message.output.run_id)):
@@ -169,7 +184,8 @@ class HostLink:
             run.outcomes.put_nowait(None)
 
     def lose(self, why: str) -> None:
-        """It is gone: what ran there has died, what had not begun has not begun."""
+        """Give the host up: the call that runs fails with KIND_WORKER_DIED; the calls behind it
+        have not begun."""
         if self._lost:
             return
         self._lost = why
@@ -205,55 +221,31 @@ class HostLink:
             run.outcomes.put_nowait((current, CallOutcome(error=error)))
         run.outcomes.put_nowait(None)
 
-    def _tell(self, command: pb.HostCommand) -> None:
+    def _send(self, command: pb.HostCommand) -> None:
         if not self._lost:
             self._commands.put_nowait(command)
 
 
-class RemotePlace:
-    """A place on another host (`services.reward.call.Place`). Which of its processes a run gets
-    is that host's affair, so all places of a host are alike."""
+class RemoteSlot(WorkerSlot):
+    """A slot on another host. That host starts its processes by itself and chooses which of them a
+    run gets: all its slots are alike, and always count as warm."""
 
     def __init__(self, link: HostLink, index: int) -> None:
-        self.name = f"{link.name}/{index}"
-        self.restarts = 0
+        super().__init__(f"{link.name}/{index}")
         self._link = link
-        self._index = index
         self._since = time.monotonic()
         self._run: RemoteRun | None = None
 
     @property
-    def warm(self) -> bool:
-        """The host starts processes when it needs them: here it always looks as if it had."""
-        return True
-
-    @property
-    def lived(self) -> float:
-        """Seconds that the host offered it."""
+    def process_seconds(self) -> float:
+        """Seconds for which the host has offered it."""
         return time.monotonic() - self._since
-
-    async def start(self) -> None:
-        """The host's affair."""
-
-    async def stop(self) -> None:
-        """The host's affair."""
-
-    def rest(self) -> None:
-        """The host's affair."""
-
-    async def warm_up(self, function: RegisteredFunction) -> None:
-        """The host's affair."""
 
     def holds(self, function: RegisteredFunction) -> bool:
         """Whether the function ran on that host since its last registration."""
         return self._link.functions.get(function.key) == function.registrations
 
-    def suits(self, function: RegisteredFunction) -> bool:
-        """Any of them does."""
-        return True
-
     def cancel(self) -> None:
-        """End the call that runs now; its outcome is KIND_CANCELLED."""
         if self._run is not None:
             self._link.cancel(self._run)
 
@@ -263,11 +255,11 @@ class RemotePlace:
         calls: Sequence[FunctionCall],
         lease: CoreLease | None = None,
     ) -> AsyncGenerator[tuple[int, CallOutcome]]:
-        """Run `calls` there, one after the other: index and outcome of each as it ends.
+        """Run `calls` there in order: index and outcome of each as it ends.
 
-        What may not run twice is sent when its turn has come, and not if it is dropped by then.
+        Calls of a function that may not run twice are sent one by one, unless dropped by then.
         """
-        cores = len((lease or _NO_LEASE).cores)
+        cores = 0 if lease is None else len(lease.cores)
         if function.repeatable:
             async with aclosing(self._send(function, calls, cores)) as outcomes:
                 async for found in outcomes:
@@ -297,35 +289,8 @@ class RemotePlace:
             self._link.forget(run)
 
 
-_DIED: Final = pb.InvocationError.KIND_WORKER_DIED
-
-
-class RemoteCores:
-    """So many cores of another host, which chooses them itself (`services.reward.host.Cores`)."""
-
-    def __init__(self, count: int) -> None:
-        self.count = self.free = count
-
-    def take(self, group: str, count: int) -> CoreLease:
-        """`count` cores for `group`. Raises ValueError when they are not free."""
-        if count > self.free:
-            raise ValueError(f"{count} cores wanted, {self.free} are free")
-        self.free -= count
-        return CoreLease(group, tuple(range(count)))
-
-    def give_back(self, lease: CoreLease) -> None:
-        """The call has ended."""
-        self.free += len(lease.cores)
-
-
-_OFFER_SECONDS: Final = 10.0
-_BEATS_MISSED: Final = 5
-_HOST_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_MOST_WORKERS: Final = 4096
-
-
 class AttachedHosts:
-    """By id. `attach` and `detach` are told of those that take calls, and that take none more."""
+    """The streams of all attached hosts, by host id."""
 
     def __init__(
         self,
@@ -335,23 +300,20 @@ class AttachedHosts:
         *,
         beat_seconds: float = 1.0,
     ) -> None:
+        """`attach` is called for each host that takes calls from now on, `detach` with the id of
+        one that takes no more."""
         self._sources = sources
         self._attach, self._detach = attach, detach
         self._beat_seconds = beat_seconds
         self._links: dict[str, HostLink] = {}
 
-    @property
-    def links(self) -> Mapping[str, HostLink]:
-        """Those that are attached now."""
-        return self._links
-
     async def serve(
         self, messages: AsyncIterator[pb.HostMessage]
     ) -> AsyncGenerator[pb.HostCommand]:
-        """One host, for as long as it is heard of.
+        """The commands for one host, which sends `messages`, for as long as it is attached.
 
-        Raises `InvalidArgument` for an offer that makes no sense and `Unavailable` when it is
-        not heard of any more.
+        Raises `InvalidArgument` for an offer that makes no sense, and `Unavailable` when the host
+        falls silent.
         """
         link = HostLink(await self._offer(messages), self._sources)
         name = link.name
@@ -374,7 +336,7 @@ class AttachedHosts:
             self._gone(link)
 
     def list(self) -> list[pb.HostStatus]:
-        """What is known of each."""
+        """The status of each host."""
         now = time.monotonic()
         return [
             pb.HostStatus(
@@ -392,7 +354,7 @@ class AttachedHosts:
         left = False
         try:
             async for message in messages:
-                link.hear(message)
+                link.receive(message)
                 if link.draining and not left:
                     left = True
                     self._detach(link.name)
@@ -438,17 +400,8 @@ class AttachedHosts:
         return offer
 
 
-# Hosts that lost their service ask for it this often at least, thrice.
-_COMING_SECONDS: Final = 15.0
-_FIELDS: Final = {
-    CORES: ("cores", "TROUPE_REWARD_CORES"),
-    WORKERS: ("max_concurrency", "TROUPE_REWARD_WORKERS"),
-    MEMORY: ("memory_mib", "TROUPE_REWARD_MEMORY_MIB"),
-}
-
-
 class HostFleet:
-    """The service's own host, and those that are attached."""
+    """The resources of the service's own host and of those that are attached."""
 
     def __init__(
         self,
@@ -458,33 +411,33 @@ class HostFleet:
         *,
         expected_seconds: float = 120.0,
     ) -> None:
-        """What only a host can run that left less than `expected_seconds` ago is not refused."""
+        """A host that left less than `expected_seconds` ago still counts: it may come back."""
         self._expected_seconds = expected_seconds
         self._started = time.monotonic()
         self._own, self._dispatcher, self._quotas = own, dispatcher, quotas
-        self._stocks: dict[str, tuple[int, int, HostResources]] = {}
+        self._resources: dict[str, tuple[int, int, HostResources]] = {}
         self._left: dict[str, float] = {}
 
     def attach(self, link: HostLink) -> None:
-        """Calls may run there from now on."""
+        """Let calls run on a host that has attached."""
         offer = link.offer
-        stock = stock_of(offer, link)
-        places = [RemotePlace(link, index) for index in range(offer.workers)]
-        cores = RemoteCores(offer.cores) if offer.cores else None
-        self._stocks[link.name] = (offer.workers, offer.cores, stock)
+        resources = resources_of(offer, link)
+        slots = [RemoteSlot(link, index) for index in range(offer.workers)]
+        cores = CoreCount(offer.cores) if offer.cores else None
+        self._resources[link.name] = (offer.workers, offer.cores, resources)
         self._left.pop(link.name, None)
-        self._dispatcher.attach(FunctionHost(link.name, places, cores, stock=stock))
+        self._dispatcher.attach(FunctionHost(link.name, slots, cores, resources=resources))
 
     def detach(self, name: str) -> None:
-        """Nothing more begins there."""
+        """Begin no more calls on a host."""
         self._left[name] = time.monotonic()
         self._dispatcher.detach(name)
 
     def check(self, spec: pb.FunctionSpec) -> None:
-        """Raise `InvalidArgument` where no host that is there, or was a moment ago, could ever run
-        a call; `Unavailable` where the one that could may not have attached yet.
+        """Raise `InvalidArgument` for a function whose calls no host could ever run, and
+        `Unavailable` where a host that could may not have attached yet.
 
-        Without any host nothing is known: whatever comes may be able to.
+        Without any host every function is accepted: one that attaches later may be able to.
         """
         if spec.quota:
             self._check_quota(spec)
@@ -538,7 +491,8 @@ class HostFleet:
         )
 
     def _check_own(self, spec: pb.FunctionSpec) -> None:
-        """Sandboxes that outlive a call are on the service's own host."""
+        """Raise `InvalidArgument` if the service's own host, where sandboxes that outlive a call
+        are, runs no calls."""
         if self._own.workers:
             return
         raise InvalidArgument(
@@ -550,18 +504,18 @@ class HostFleet:
         )
 
     def _capacities(self, needs: Amounts) -> dict[str, Amounts]:
-        """What each host has of `needs`, free or not."""
+        """Host -> its amounts of the resources of `needs`, free or not."""
         now = time.monotonic()
         for name, left in list(self._left.items()):
             if now - left >= self._expected_seconds:
-                del self._left[name], self._stocks[name]
+                del self._left[name], self._resources[name]
         own = self._own
         cores = own.total_cores
-        every = {own.name: (own.workers, cores, own.stock)} if own.workers else {}
+        every = {own.name: (own.workers, cores, own.resources)} if own.workers else {}
         found: dict[str, Amounts] = {}
-        for name, (workers, handed, stock) in (every | self._stocks).items():
+        for name, (workers, handed, resources) in (every | self._resources).items():
             counted = {WORKERS: workers, CORES: handed or PLENTY}
-            found[name] = {r: counted.get(r) or stock.capacity(r) for r in needs}
+            found[name] = {r: counted.get(r) or resources.capacity(r) for r in needs}
         return found
 
     def _check_quota(self, spec: pb.FunctionSpec) -> None:
@@ -575,15 +529,15 @@ class HostFleet:
         self._quotas.check(spec.quota, spec.quota_units or 1)
 
 
-def stock_of(offer: pb.HostOffer, link: HostLink | None = None) -> HostResources:
-    """What a host offers beside places and cores."""
+def resources_of(offer: pb.HostOffer, link: HostLink | None = None) -> HostResources:
+    """The resources that a host offers, beside workers and cores."""
     amounts = {SANDBOX + level: PLENTY for level in offer.sandboxes}
     if offer.memory_mib:
         amounts[MEMORY] = offer.memory_mib
-    board = None
+    placement = None
     if offer.models:
         models = [Model(m.name, m.gpus, concurrency=m.concurrency) for m in offer.models]
-        board = Board(offer.gpus, models)
+        placement = ModelPlacement(offer.gpus, models)
         if link is not None:
-            link.board = board
-    return HostResources(amounts, board, plenty=() if offer.memory_mib else (MEMORY,))
+            link.placement = placement
+    return HostResources(amounts, placement, plenty=() if offer.memory_mib else (MEMORY,))

@@ -139,7 +139,8 @@ class RedisBuckets:
 
 log = structlog.get_logger("troupe.reward")
 
-PREFIX: Final = "quota:"
+# Prefix of the resource names of quotas.
+QUOTA: Final = "quota:"
 # A process that is not heard of for so long has died with its calls.
 _PATIENCE_SECONDS: Final = 15.0
 # Others give back without telling us: so often we look.
@@ -169,7 +170,7 @@ class QuotaManager:
     @property
     def resources(self) -> frozenset[str]:
         """The dimensions of `free`."""
-        return frozenset(PREFIX + name for name in self._feeds)
+        return frozenset(QUOTA + name for name in self._feeds)
 
     def check(self, name: str, units: int) -> None:
         """Raise `InvalidArgument` unless a call of so many units can ever begin."""
@@ -192,12 +193,12 @@ class QuotaManager:
 
     def free(self) -> dict[str, int]:
         """Units in hand, by resource."""
-        return {PREFIX + name: feed.in_hand for name, feed in self._feeds.items()}
+        return {QUOTA + name: feed.in_hand for name, feed in self._feeds.items()}
 
     def wish(self, wishes: Mapping[str, Sequence[int]]) -> None:
         """What waits now, by resource: units of one call each, in the order of the queue."""
         for name, feed in self._feeds.items():
-            feed.wish(wishes.get(PREFIX + name, ()))
+            feed.wish(wishes.get(QUOTA + name, ()))
 
     def take(self, holds: Mapping[str, int]) -> None:
         """A call begins with `holds`, of which only quotas matter here."""
@@ -227,9 +228,9 @@ class QuotaManager:
 
     def _of(self, holds: Mapping[str, int]) -> list[tuple[str, int]]:
         return [
-            (resource.removeprefix(PREFIX), units)
+            (resource.removeprefix(QUOTA), units)
             for resource, units in holds.items()
-            if resource.startswith(PREFIX) and units
+            if resource.startswith(QUOTA) and units
         ]
 
 
@@ -396,7 +397,7 @@ class Budget:
         """Whether a call with `needs` can begin now; of those behind it `alike - 1` are like it."""
         short = False
         for resource, units in needs.items():
-            if not resource.startswith(PREFIX):
+            if not resource.startswith(QUOTA):
                 continue
             wishes = self.lacking.get(resource)
             if wishes is None and self._left.get(resource, 0) >= units:
@@ -407,7 +408,7 @@ class Budget:
         if short:
             return False
         for resource, units in needs.items():
-            if resource.startswith(PREFIX):
+            if resource.startswith(QUOTA):
                 self._left[resource] -= units
         return True
 

@@ -1,8 +1,6 @@
-"""Sandboxes that outlive a call: files and processes of one trajectory stay between its actions.
+"""Sandboxes of functions: how code is confined, and sandboxes that outlive a call.
 
-A function with `stateful: true` runs in the sandbox of the call's trajectory; functions that
-declare the same sandbox, image and limits share it. Its working directory is `/tmp/work`, which is
-private, writable and empty at first. A call is a child of a supervisor inside: its timeout ends the
-call and what is left of its process group, and nothing else; what it put into another session goes
-on in the background, with the cores of the calls that run, and stands still between them.
+The working directory of a stateful sandbox is `/tmp/work`, private, writable and empty at first. A
+call is a child of a supervisor inside. Between two calls only the supervisor and files are left:
+what a call started, in whatever session, is ended before its answer is sent.
 """

@@ -1,6 +1,6 @@
-"""A sandbox in a container: an image of the team's own, run by docker or podman.
+"""The backend of a sandbox in a container of the team's own image, run by docker or podman.
 
-The engine may be on another machine, or not see our files: what runs inside is sent to it.
+The engine may be on another machine and see none of our files: what runs inside is sent to it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from services.reward import worker
 from services.reward.groups import BASE_MIB, CoreLease
 from services.reward.sandbox import CONTAINER, HANDED_OUT, SandboxProfile
 from services.reward.sandboxes import supervisor
+from services.reward.sandboxes.sandbox import SandboxBackend
 from troupe.rpc import FailedPrecondition
 
 ENGINES: Final = ("docker", "podman")
 _COMMAND_SECONDS: Final = 30.0
 _USER: Final = "65534:65534"
 
-# Reads no further than what was fed: the supervisor reads on from there.
+# Python code that starts the supervisor from its text on standard input. It reads no further than
+# that text: the supervisor reads on from there.
 _BOOT: Final = """
 import base64, json, os, sys
 sys.path[:] = [path for path in sys.path if path]
@@ -51,80 +53,70 @@ texts = {
     if path.endswith(".py")
 }
 code["main"](
-    fed["worker"], "worker.py", fed["limits"], code["Fed"](os.path.abspath("source"), texts)
+    fed["worker"],
+    "worker.py",
+    fed["limits"],
+    code["TextImporter"](os.path.abspath("source"), texts),
 )
 """
 
 
-class ContainerHome:
-    """One container; its engine freezes it, and gives it cores."""
+class ContainerBackend(SandboxBackend):
+    """One container. Its engine freezes it, and gives it cores."""
 
-    def __init__(self, name: str, cage: SandboxProfile) -> None:
-        """`name` is unique among the engine's containers."""
-        self._name, self._cage = name, cage
+    def __init__(self, name: str, profile: SandboxProfile) -> None:
+        """`name`: unique among the engine's containers."""
+        self._name, self._profile = name, profile
         self._frozen = False
 
     def launch(self) -> tuple[Sequence[str], dict[str, str] | None, bytes]:
-        """Raises FailedPrecondition ("no_sandbox")."""
-        cage = self._cage
-        memory = f"{BASE_MIB + cage.memory_mib}m" if cage.memory_mib else "0"
+        profile = self._profile
+        memory = f"{BASE_MIB + profile.memory_mib}m" if profile.memory_mib else "0"
         command = [
             *(find_engine(), "run", "--interactive", "--rm", "--name", self._name),
             *("--network", "none", "--read-only", "--cap-drop", "ALL"),
             *("--security-opt", "no-new-privileges", "--user", _USER, "--hostname", "sandbox"),
-            *("--tmpfs", f"/tmp:rw,exec,nosuid,nodev,mode=1777,size={cage.disk_mib}m"),
-            *("--shm-size", f"{cage.disk_mib}m", "--workdir", "/tmp"),
-            *("--pids-limit", str(cage.processes), "--memory", memory, "--memory-swap", memory),
+            *("--tmpfs", f"/tmp:rw,exec,nosuid,nodev,mode=1777,size={profile.disk_mib}m"),
+            *("--shm-size", f"{profile.disk_mib}m", "--workdir", "/tmp"),
+            *("--pids-limit", str(profile.processes), "--memory", memory, "--memory-swap", memory),
             *("--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1"),
             *("--env", f"{HANDED_OUT}={os.environ.get(HANDED_OUT, '0')}"),
             *("--env", "OMP_NUM_THREADS=1", "--entrypoint", "python3"),
-            *(cage.image, "-c", _BOOT),
+            *(profile.image, "-c", _BOOT),
         ]
-        limits = {k: v for k, v in cage.limits().items() if k != "nproc"}  # of the engine's own
-        return command, None, _fed(limits, cage.source)
-
-    async def entered(self, pids: Sequence[int]) -> None:
-        """What was started is the engine's client, and of no concern."""
+        limits = {
+            k: v for k, v in profile.limits().items() if k != "nproc"
+        }  # --pids-limit bounds it
+        return command, None, _first_input(limits, profile.source)
 
     async def grant(self, lease: CoreLease) -> None:
-        """So much of these cores; none: as it is."""
         if lease.cores:
             cores = ",".join(map(str, lease.cores))
             update = ("update", "--cpus", str(len(lease.cores)), "--cpuset-cpus", cores)
             await _engine(*update, self._name)
 
-    async def withdraw(self, lease: CoreLease) -> None:
-        """It is frozen between calls."""
-
-    def memory_kills(self) -> int:
-        """The engine does not say."""
-        return 0
-
     async def freeze(self) -> None:
-        """Raises OSError."""
         await _engine("pause", self._name)
         self._frozen = True
 
     async def thaw(self) -> None:
-        """Raises OSError."""
         if self._frozen:
             await _engine("unpause", self._name)
             self._frozen = False
 
     async def ended(self) -> None:
-        """Raises OSError when the engine does not remove it."""
         try:
             await _engine("rm", "--force", self._name)
         except OSError as error:
-            # Its client's end has it removed, too.
+            # With --rm it is removed when its client ends, too.
             if not any(text in str(error) for text in ("in progress", "No such container")):
                 raise
 
 
-def _fed(limits: Mapping[str, int], source: str) -> bytes:
-    """What the first program in it reads: the others, and the uploaded source."""
+def _first_input(limits: Mapping[str, int], source: str) -> bytes:
+    """What `_BOOT` reads: the texts of supervisor and worker, and the uploaded source."""
     files = [path for path in Path(source).rglob("*") if path.is_file()] if source else []
-    fed = json.dumps(
+    body = json.dumps(
         {
             "supervisor": Path(supervisor.__file__).read_text(),
             "worker": Path(worker.__file__).read_text(),
@@ -135,11 +127,11 @@ def _fed(limits: Mapping[str, int], source: str) -> bytes:
             },
         }
     ).encode()
-    return struct.pack(">I", len(fed)) + fed
+    return struct.pack(">I", len(body)) + body
 
 
 def find_engine() -> str:
-    """The program. Raises FailedPrecondition of kind "no_sandbox"."""
+    """Path of docker or podman. Raises FailedPrecondition of kind "no_sandbox"."""
     for name in ENGINES:
         if found := shutil.which(name):
             return found
@@ -163,9 +155,9 @@ async def _engine(*arguments: str) -> None:
     )
     try:
         async with asyncio.timeout(_COMMAND_SECONDS):
-            _, said = await process.communicate()
+            _, printed = await process.communicate()
     except TimeoutError:
         process.kill()
         raise TimeoutError(f"{arguments[0]} of a container: {_COMMAND_SECONDS:g} s") from None
     if process.returncode:
-        raise OSError(said.decode(errors="replace").strip()[-500:])
+        raise OSError(printed.decode(errors="replace").strip()[-500:])

@@ -1,6 +1,6 @@
-"""One sandbox that outlives its calls, as the service sees it: frames to the supervisor inside.
+"""One sandbox that outlives its calls: its process, and the frames to the supervisor inside.
 
-What comes out of it is a hostile party's: it is measured, parsed, and nothing more.
+What comes out of a sandbox is hostile input: it is bounded and parsed, and nothing more.
 """
 
 from __future__ import annotations
@@ -9,26 +9,23 @@ import asyncio
 import contextlib
 import itertools
 import json
-import signal
-import struct
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 
 from services.reward import worker
 from services.reward.groups import CoreLease, family, kill_with_children
-from services.reward.sandboxes import supervisor
-from services.reward.slot import start_process
+from services.reward.slot import HEADER, how_it_ended, read_frame, start_process
 from troupe.rpc import TroupeError
 
 log = structlog.get_logger("troupe.reward")
 
-_HEADER: Final = struct.Struct(">I")
 # An answer of at most 20 MiB, quoted, and what was printed.
 _MAX_FRAME_BYTES: Final = 48 << 20
+# Kept of the standard error of the first process: parts, and bytes of each.
 _PRINTED_PARTS: Final = 8
 _PART_BYTES: Final = 4 << 10
 # How long a call that was told to end may take to; then the whole sandbox is ended.
@@ -36,60 +33,70 @@ _KILL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 5.0
 
 
-class Gone(Exception):
+class SandboxEnded(Exception):
     """The sandbox has ended; the text says how."""
 
 
-class NotStarted(Gone):
-    """There never was one."""
+class SandboxNotStarted(SandboxEnded):
+    """The sandbox ended before it was ready for a call."""
 
 
-class TookTooLong(Exception):
-    """The call was ended; `output` is what it printed last."""
+class CallTimedOut(Exception):
+    """The call took too long and was ended; `output` is what it printed last."""
 
     def __init__(self, output: str) -> None:
         super().__init__()
         self.output = output
 
 
-class SandboxBackend(Protocol):
-    """Where a sandbox lives: bubblewrap on this host, or a container."""
+class SandboxBackend:
+    """What runs and limits a sandbox: bubblewrap on this host, or a container engine.
+
+    All methods but `launch` may raise OSError, `freeze` TimeoutError.
+    """
 
     def launch(self) -> tuple[Sequence[str], dict[str, str] | None, bytes]:
-        """Command and environment (None: ours) of the supervisor's process, and what it is fed
-        first. Raises FailedPrecondition."""
+        """Command and environment (None: the service's) of the process with the supervisor, and
+        its first input. Raises FailedPrecondition ("no_sandbox")."""
+        raise NotImplementedError
 
     async def entered(self, pids: Sequence[int]) -> None:
-        """It answers; no code but ours has run. `pids`: what was started, as this host sees it."""
+        """The supervisor answers, and no other code has run. `pids`: the process that was started,
+        and its descendants, as this host counts them."""
 
     async def grant(self, lease: CoreLease) -> None:
-        """The cores that the next call has, besides those of calls that run."""
+        """Let the next call use these cores, besides those of calls that run."""
+        raise NotImplementedError
 
     async def withdraw(self, lease: CoreLease) -> None:
-        """That call has ended."""
+        """Take the cores of a call that has ended."""
 
     def memory_kills(self) -> int:
-        """Processes in it that were ended because its memory was used up, as far as known."""
+        """Processes that the kernel ended because the sandbox's memory was used up; 0: unknown."""
+        return 0
 
     async def freeze(self) -> None:
-        """Nothing in it runs until it thaws."""
+        """Stop all its processes until `thaw`."""
+        raise NotImplementedError
 
     async def thaw(self) -> None:
-        """It goes on where it stopped."""
+        """Let its processes go on."""
+        raise NotImplementedError
 
     async def ended(self) -> None:
-        """Its process is gone, and nothing of it may stay."""
+        """Remove what is left of it once its process is gone."""
+        raise NotImplementedError
 
 
 class Sandbox:
-    """Starts with its first call, frozen whenever none runs, gone for good once it has ended."""
+    """Starts with its first call, is frozen whenever none runs, and never restarts."""
 
     def __init__(
-        self, home: SandboxBackend, import_seconds: float, ended: Callable[[str], None]
+        self, backend: SandboxBackend, import_seconds: float, ended: Callable[[str], None]
     ) -> None:
-        """`import_seconds`: how long it may take to start, and to import a function; `ended(why)`
-        is told once it is gone."""
-        self._home = home
+        """`import_seconds`: how long it may take to start, and to import a function. `ended(why)`
+        is called once, when it has ended."""
+        self._backend = backend
         self._ended = ended
         self._import_seconds = import_seconds
         self._process: asyncio.subprocess.Process | None = None
@@ -101,9 +108,9 @@ class Sandbox:
         self._printed: deque[bytes] = deque(maxlen=_PRINTED_PARTS)
         self._running = 0
         self._started = False
-        # Freezing and thawing, one after another.
+        # Held while the sandbox is thawed or frozen.
         self._gate = asyncio.Lock()
-        # Why it ended; None: it has not.
+        # Why it has ended; None while it has not.
         self.gone: str | None = None
 
     async def run(
@@ -117,9 +124,10 @@ class Sandbox:
         timeout: float,
         lease: CoreLease | None = None,
     ) -> tuple[worker.CallAnswer, str, float]:
-        """Answer, output and seconds of one call. `key` names the function and its code.
+        """Answer, output and run seconds of one call. `key` identifies the function and its code.
 
-        Raises Gone, and TookTooLong once the call has been ended. Cancelling ends the call.
+        `timeout` counts only while the function runs. Raises SandboxEnded, and CallTimedOut once
+        the call has been ended. Cancelling ends the call.
         """
         async with self._awake(lease):
             prepared = await self._prepare(key, entrypoint)
@@ -137,7 +145,7 @@ class Sandbox:
             return answer, output, time.perf_counter() - began
 
     async def end(self, why: str) -> None:
-        """End it and all that runs in it."""
+        """End the sandbox and all that runs in it."""
         self._fail(why)
         for task in (self._starting, *self._prepared.values(), *self._readers):
             if task is not None:
@@ -145,14 +153,14 @@ class Sandbox:
         process = self._process
         if process is not None:
             with contextlib.suppress(Exception):
-                await self._home.thaw()  # what is frozen is not ended everywhere
+                await self._backend.thaw()  # a frozen process is not killed by every kernel
             kill_with_children(process.pid)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-        await self._home.ended()
+        await self._backend.ended()
 
     @contextlib.asynccontextmanager
     async def _awake(self, lease: CoreLease | None) -> AsyncIterator[None]:
@@ -161,21 +169,21 @@ class Sandbox:
             async with self._gate:
                 await self._start()
                 if lease is not None:
-                    await self._tell(self._home.grant, lease)
-                await self._tell(self._home.thaw)
+                    await self._try(self._backend.grant, lease)
+                await self._try(self._backend.thaw)
             yield
         finally:
             self._running -= 1
             async with self._gate:
                 if self._running == 0 and self.gone is None:
-                    await self._tell(self._home.freeze)
+                    await self._try(self._backend.freeze)
                 if lease is not None and self._started:
-                    await self._tell(self._home.withdraw, lease)
+                    await self._try(self._backend.withdraw, lease)
 
-    async def _tell(self, what: Callable[..., Awaitable[None]], *values: Any) -> None:
+    async def _try(self, what: Callable[..., Awaitable[None]], *values: Any) -> None:
         try:
             await what(*values)
-        except (OSError, TimeoutError) as error:  # its cores are taken away all the same
+        except (OSError, TimeoutError) as error:  # the call goes on; its cores are counted anyway
             log.warning("a sandbox", what=what.__name__, error=str(error))
 
     async def _start(self) -> None:
@@ -187,11 +195,11 @@ class Sandbox:
             if self.gone is None:
                 raise
         if self.gone is not None:
-            raise (Gone if self._started else NotStarted)(self.gone)
+            raise (SandboxEnded if self._started else SandboxNotStarted)(self.gone)
 
     async def _begin(self) -> None:
         try:
-            command, environment, feed = self._home.launch()
+            command, environment, feed = self._backend.launch()
             self._process = process = await start_process(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
@@ -207,17 +215,17 @@ class Sandbox:
             ]
             answer, _ = await self._ask({"call": "ready"}, self._import_seconds)
             if answer.kind != worker.OK:
-                raise Gone(answer.text)
+                raise SandboxEnded(answer.text)
             pids = await asyncio.to_thread(family, process.pid)
-            await self._home.entered(pids)
+            await self._backend.entered(pids)
             self._started = True
-        except TookTooLong:
+        except CallTimedOut:
             self._fail(f"it did not start within {self._import_seconds:g} s")
-        except (OSError, Gone, TroupeError) as error:
+        except (OSError, SandboxEnded, TroupeError) as error:
             self._fail(str(error))
 
     async def _prepare(self, key: str, entrypoint: str) -> worker.CallAnswer:
-        """Have a function imported, once."""
+        """Import a function, once for all its calls."""
         if key not in self._prepared:
             self._prepared[key] = asyncio.create_task(self._import(entrypoint))
         answer = await asyncio.shield(self._prepared[key])
@@ -229,18 +237,18 @@ class Sandbox:
         frame = {"call": "prepare", "entrypoint": entrypoint}
         try:
             answer, _ = await self._ask(frame, self._import_seconds)
-        except TookTooLong:
+        except CallTimedOut:
             why = f"importing {entrypoint} did not end within {self._import_seconds:g} s"
             self._fail(why)
-            raise Gone(why) from None
+            raise SandboxEnded(why) from None
         if answer.kind == worker.STALE:
             self._fail("modules that it had imported were edited")
-            raise Gone(str(self.gone))
+            raise SandboxEnded(str(self.gone))
         return answer
 
     async def _ask(self, frame: dict[str, Any], timeout: float) -> tuple[worker.CallAnswer, str]:
         if self.gone is not None:
-            raise Gone(self.gone)
+            raise SandboxEnded(self.gone)
         call_id = next(self._ids)
         answer = self._answers[call_id] = asyncio.get_running_loop().create_future()
         self._send({"id": call_id, **frame})
@@ -248,9 +256,9 @@ class Sandbox:
             async with asyncio.timeout(timeout):
                 return await asyncio.shield(answer)
         except TimeoutError:
-            raise TookTooLong(await self._kill(call_id, answer)) from None
+            raise CallTimedOut(await self._kill(call_id, answer)) from None
         except asyncio.CancelledError:
-            # Whoever cancels has the call ended, too, and the sandbox if that is what it takes.
+            # The call is ended, too, or the whole sandbox if that is what it takes.
             await asyncio.shield(asyncio.ensure_future(self._kill(call_id, answer)))
             raise
         finally:
@@ -259,14 +267,14 @@ class Sandbox:
     async def _kill(
         self, call_id: int, answer: asyncio.Future[tuple[worker.CallAnswer, str]]
     ) -> str:
-        """End a call, not the sandbox; what it printed last."""
+        """End a call, but not the sandbox; returns what it printed last."""
         self._send({"id": call_id, "call": "kill"})
         try:
             async with asyncio.timeout(_KILL_SECONDS):
                 _, output = await asyncio.shield(answer)
         except TimeoutError:
             self._fail("a call in it could not be ended")
-        except Gone:
+        except SandboxEnded:
             pass
         else:
             return output
@@ -276,8 +284,8 @@ class Sandbox:
         assert self._process is not None
         assert self._process.stdin is not None
         body = json.dumps(frame).encode()
-        with contextlib.suppress(OSError):  # it is gone: the reader sees that
-            self._process.stdin.write(_HEADER.pack(len(body)) + body)
+        with contextlib.suppress(OSError):  # it has ended: `_read` reports that
+            self._process.stdin.write(HEADER.pack(len(body)) + body)
 
     async def _read(self) -> None:
         assert self._process is not None
@@ -285,19 +293,20 @@ class Sandbox:
         why = "its supervisor ended"
         try:
             while True:
-                (size,) = _HEADER.unpack(await self._process.stdout.readexactly(_HEADER.size))
-                if size > _MAX_FRAME_BYTES:
-                    raise ValueError(f"it announced {size:,} bytes")
-                self._hear(json.loads(await self._process.stdout.readexactly(size)))
+                self._receive(await read_frame(self._process.stdout, _MAX_FRAME_BYTES))
         except (OSError, EOFError):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
-                    why = _how_it_died(await self._process.wait(), self._printed)
+                    how = how_it_ended(await self._process.wait())
+                    printed = b"".join(self._printed).decode(errors="replace").strip()[-500:]
+                    why = f"its first process {how}"
+                    if printed and not how.startswith("was killed"):
+                        why += f": {printed}"
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             why = f"its answer makes no sense: {error}"
         self._fail(why)
 
-    def _hear(self, frame: Any) -> None:
+    def _receive(self, frame: Any) -> None:
         call_id, fields, output = frame["id"], frame["answer"], frame["output"]
         if len(fields) != 3 or not all(isinstance(field, str) for field in (*fields, output)):
             raise ValueError("that is not an answer")
@@ -306,13 +315,13 @@ class Sandbox:
             future.set_result((worker.CallAnswer(*fields), output))
 
     def _fail(self, why: str) -> None:
-        """From now on it is gone, for all that wait and all that come."""
+        """Record that it has ended, fail all calls that wait, and kill what is left."""
         first = self.gone is None
         self.gone = self.gone or why
         for future in self._answers.values():
             if not future.done():
-                future.set_exception(Gone(self.gone))
-                future.exception()  # whoever waited may have left
+                future.set_exception(SandboxEnded(self.gone))
+                future.exception()  # marks it as seen: the caller may have left
         if self._process is not None:
             kill_with_children(self._process.pid)
         if first:
@@ -323,17 +332,3 @@ class Sandbox:
         assert self._process.stderr is not None
         while part := await self._process.stderr.read(_PART_BYTES):
             self._printed.append(part)
-
-
-def _how_it_died(status: int, printed: Sequence[bytes]) -> str:
-    said = b"".join(printed).decode(errors="replace").strip()[-500:]
-    if status < 0 or status > 128:  # bubblewrap reports its child's signal like a shell
-        with contextlib.suppress(ValueError):
-            name = signal.Signals(-status if status < 0 else status - 128).name
-            return f"its first process was killed by {name}"
-    return f"its first process exited with status {status}{': ' if said else ''}{said}"
-
-
-# What the supervisor answers beside a worker's kinds.
-DIED: Final = supervisor.DIED
-NO_ROOM: Final = supervisor.NO_ROOM

@@ -108,7 +108,7 @@ class SandboxSupervisor:
         while True:
             for key, _ in self._select.select():
                 if key.fd == self._questions:
-                    if not self._hear():
+                    if not self._receive():
                         return
                 elif key.fd == self._awake:
                     with contextlib.suppress(BlockingIOError):
@@ -118,7 +118,7 @@ class SandboxSupervisor:
                     self._read(key.fd)
             self._reap()
 
-    def _hear(self) -> bool:
+    def _receive(self) -> bool:
         part = os.read(self._questions, _READ_BYTES)
         self._buffer += part
         while len(self._buffer) >= _HEADER.size:
@@ -128,10 +128,10 @@ class SandboxSupervisor:
                 break
             frame = json.loads(self._buffer[_HEADER.size : end])
             del self._buffer[:end]
-            self._obey(frame)
+            self._handle(frame)
         return bool(part)
 
-    def _obey(self, frame: dict[str, Any]) -> None:
+    def _handle(self, frame: dict[str, Any]) -> None:
         call_id, what = frame.pop("id"), frame.pop("call")
         if what == "kill":
             if self._call is not None and self._call.call_id == call_id:
@@ -333,7 +333,7 @@ def load(name: str, source: str, path: str) -> types.ModuleType:
     return module
 
 
-class Fed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+class TextImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Imports modules from texts: their files are where calls could change them."""
 
     def __init__(self, root: str, texts: dict[str, str]) -> None:
@@ -369,7 +369,9 @@ class Fed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return self._texts[spec.loader_state]
 
 
-def main(worker_source: str, worker_path: str, limits: list[str], fed: Fed | None = None) -> None:
+def main(
+    worker_source: str, worker_path: str, limits: list[str], fed: TextImporter | None = None
+) -> None:
     """Serve with the worker's code, which knows how a function is called.
 
     Raises RuntimeError where this is not a sandbox's first process: it ends all others.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from troupe.functions.definitions import definition_of
+from troupe.functions.declaration import definition_of
 from troupe.outcomes import json_text, safe_text
 from troupe.user_code import await_contained
 from troupe.workflow import scoring

@@ -1,25 +1,28 @@
-"""What a host has for calls beside workers and cores: memory, sandboxes, models."""
+"""Amounts of resources: what a call needs, and what a host has, beside workers and cores.
+
+Resources are memory, sandboxes by level, models on devices, and quotas of outside interfaces.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from services.reward.gpu.manager import PREFIX as MODEL
-from services.reward.gpu.manager import Board
-from services.reward.quota import PREFIX as QUOTA
+from services.reward.gpu.manager import MODEL, ModelPlacement
+from services.reward.quota.manager import QUOTA
 from services.reward.sandbox import PROCESS
 from troupe.scheduling.elastic import Running
 from troupe.v1 import reward_pb2 as pb
 
 MEMORY: Final = "memory_mib"
+# Followed by the level of the sandbox.
 SANDBOX: Final = "sandbox:"
-# Of what nobody counts: more than any call takes.
+# The amount of a resource that is not counted: more than any call takes.
 PLENTY: Final = 1 << 20
 
 
 def needs_of(spec: pb.FunctionSpec, level: str) -> dict[str, int]:
-    """What a call takes beside a worker and cores, by resource."""
+    """Resource -> amount that a call takes in a sandbox of `level`, beside a worker and cores."""
     needs: dict[str, int] = {}
     if spec.memory_mib:
         needs[MEMORY] = spec.memory_mib
@@ -33,28 +36,31 @@ def needs_of(spec: pb.FunctionSpec, level: str) -> dict[str, int]:
 
 
 class HostResources:
-    """Amounts by resource; of what is not named there is nothing, or plenty."""
+    """Resource -> amount that one host has. Of a resource that is not named it has none, unless
+    the name begins as one of `plenty`: then the resource is not counted."""
 
     def __init__(
-        self, amounts: Mapping[str, int], board: Board | None = None, *, plenty: Sequence[str] = ()
+        self,
+        amounts: Mapping[str, int],
+        placement: ModelPlacement | None = None,
+        *,
+        plenty: Sequence[str] = (),
     ) -> None:
-        """`board`: of the host's models. `plenty`: beginnings of names of what is not counted."""
+        """`placement`: of the host's models on its devices."""
         self._amounts = dict(amounts)
         self._plenty = tuple(plenty)
-        self.board = board
-        if board is not None:
-            self._amounts |= board.capacity()
+        self.placement = placement
+        if placement is not None:
+            self._amounts |= placement.capacity()
 
     def capacity(self, resource: str) -> int:
-        """What there is of `resource`, free or not."""
+        """The amount of `resource`, free or not."""
         missing = PLENTY if resource.startswith(self._plenty) else 0
         return self._amounts.get(resource, missing)
 
     def free(self, resources: Iterable[str], running: Iterable[Running]) -> dict[str, int]:
-        """What nobody holds of `resources`, which are in the order in which calls wait for them.
-
-        Not quotas: those belong to no host.
-        """
+        """Free amounts of `resources`, in the order in which calls wait for them; without quotas,
+        which belong to no host."""
         wanted = [resource for resource in resources if not resource.startswith(QUOTA)]
         if not wanted:
             return {}
@@ -63,7 +69,7 @@ class HostResources:
             for resource in free.keys() & one.holds.keys():
                 free[resource] -= one.holds[resource]
         models = [r.removeprefix(MODEL) for r in wanted if r.startswith(MODEL)]
-        if models and self.board is not None:
-            room = self.board.room(models)
+        if models and self.placement is not None:
+            room = self.placement.room(models)
             free |= {resource: room.get(resource, 0) for resource in free if resource in room}
         return free

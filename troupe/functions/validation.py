@@ -1,0 +1,112 @@
+"""The bounds of what a function may declare, checked by one validator for decorators, jobs and the
+reward service.
+
+Standard library only: every sandbox imports this when it starts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+VERSION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
+ARGUMENT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+SANDBOXES: Final = ("process", "bubblewrap", "container")
+# An int32 on the wire.
+MAX_COUNT: Final = 2**31 - 1
+MAX_RETRIES: Final = 100
+# More than any machine has; the scheduler looks at each number of cores up to `max_cores`.
+MAX_CORES: Final = 4096
+# As many ids of processes as Linux has.
+MAX_PROCESSES: Final = 1 << 22
+MAX_ARGUMENTS: Final = 16
+
+# Cost -> least value, largest value, and what to do about a larger one.
+_COUNTS: Final[Mapping[str, tuple[int, int, str]]] = {
+    "memory_mib": (0, MAX_COUNT, "0 means no limit."),
+    "max_concurrency": (0, MAX_COUNT, "0 means no limit."),
+    "max_queued": (0, MAX_COUNT, "0 means no limit."),
+    "min_workers": (0, MAX_COUNT, "Say how many workers to keep."),
+    "retries": (0, MAX_RETRIES, "A call that fails so often fails by itself."),
+    "cores": (0, MAX_COUNT, "Say how many cores a call takes."),
+    "max_cores": (0, MAX_CORES, "Say how many cores a call can make use of."),
+    "gpus": (0, MAX_COUNT, "Say how many devices a call takes."),
+    "quota_units": (1, MAX_COUNT, "Say how many units a call takes."),
+    "processes": (1, MAX_PROCESSES, "Say how many processes and threads a call needs at once."),
+    "disk_mib": (1, MAX_COUNT, "Say how large /tmp is to be."),
+}
+_SECONDS: Final[Mapping[str, str]] = {
+    "expected_seconds": "Say how long a call takes with the fewest cores; 0 if that is not known.",
+    "idle_seconds": "Say how many seconds.",
+    "sandbox_idle_seconds": "Say how many seconds.",
+}
+
+Refuse = Callable[[str, object, str, str], None]
+
+
+def check_costs(costs: Mapping[str, Any], refuse: Refuse) -> None:
+    """Check the costs that `costs` names, by the names of a job's `rewards` and `tools`.
+
+    For a value that cannot work, `refuse(field, value, message, remedy)` is called, which raises.
+    """
+    for name, (least, most, remedy) in _COUNTS.items():
+        if name not in costs:
+            continue
+        value = costs[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            refuse(name, value, f"is not a whole number from {least} on", "Give one, or none.")
+        if value > most:
+            refuse(name, value, f"is more than {most:,}", remedy)
+    most_cores, cores = costs.get("max_cores", 0), costs.get("cores", 1)
+    if most_cores and most_cores < cores:
+        refuse(
+            "max_cores", most_cores, f"is less than `cores` ({cores})", "Leave it out, or raise it."
+        )
+    for name, remedy in _SECONDS.items():
+        if not _is_seconds(costs.get(name, 0.0)):
+            refuse(name, costs[name], "is not a number of 0 or more", remedy)
+    timeout = costs.get("timeout_seconds", 1.0)
+    if not _is_seconds(timeout) or not timeout:
+        refuse(
+            "timeout_seconds", timeout, "is not a positive number", "Give every function a timeout."
+        )
+    fraction = costs.get("parallel_fraction", 0.5)
+    if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        remedy = "It is the part of the time that more cores make shorter."
+        refuse("parallel_fraction", fraction, "is not within 0 .. 1", remedy)
+    _check_seconds_per(costs.get("seconds_per", {}), refuse)
+    sandbox = costs.get("sandbox", SANDBOXES[0])
+    if sandbox not in SANDBOXES:
+        refuse("sandbox", sandbox, "is no sandbox", f"Known: {', '.join(SANDBOXES)}.")
+
+
+def _check_seconds_per(seconds_per: object, refuse: Refuse) -> None:
+    if not isinstance(seconds_per, Mapping):
+        message = "is no dict of seconds by argument"
+        refuse("seconds_per", seconds_per, message, 'Write {"tests": 2.5}.')
+        return
+    if len(seconds_per) > MAX_ARGUMENTS:
+        refuse(
+            "seconds_per",
+            sorted(seconds_per),
+            f"names more than {MAX_ARGUMENTS} arguments",
+            "Name those that decide how long a call takes.",
+        )
+    for name, seconds in seconds_per.items():
+        if not isinstance(name, str) or not ARGUMENT.fullmatch(name):
+            refuse("seconds_per", name, "is no argument", 'Write "tests", or "query.data.tests".')
+        if not _is_seconds(seconds):
+            refuse(
+                f"seconds_per.{name}",
+                seconds,
+                "is not a number of 0 or more",
+                "Say how many seconds each one of it adds.",
+            )
+
+
+def _is_seconds(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf  # type: ignore[operator]
