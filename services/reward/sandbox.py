@@ -1,11 +1,11 @@
-"""How a worker process is started, and what it cannot reach.
+"""Sandbox profiles: how a worker process is started, and what it cannot reach, by level.
 
-`process`: a child of the service with the variables that functions may see; memory is limited call
-by call. For code of the team's own. `bubblewrap`: for code that a model wrote. Namespaces of its
-own for processes, network and the rest; a root of nothing but the interpreter, the packages and
-system libraries, all read-only; a private /tmp of limited size; an unprivileged user, on the host
-too; no environment of the service's; limits on processes and files that it cannot raise.
-`container`: for an image of the team's own, see `services/reward/sandboxes/container.py`.
+`process`, for the team's own code: a child of the service that sees some of its environment; memory
+is limited call by call. `bubblewrap`, for code that a model wrote: namespaces of its own for
+processes, network and the rest; a read-only root of the interpreter, packages and system libraries;
+a private /tmp of limited size; an unprivileged user, on the host too; nothing of the service's
+environment; limits on processes and files that it cannot raise. `container`, for an image of the
+team's own: see `services/reward/sandboxes/container.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from services.reward.sandboxes.seccomp import filter_path
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import reward_pb2 as pb
 
-# Names, separated by commas; "*" stands for any characters.
+# The setting with further variables that functions see (`RewardSettings.reward_environment`).
 ALLOWED: Final = "TROUPE_REWARD_ENVIRONMENT"
 
 _PASSED: Final = (
@@ -59,8 +59,8 @@ _PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 def environment_of_functions(
     imports: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Variables of `environment` (the service's own) that functions see, with `imports` as their
-    import path."""
+    """The variables of `environment` (by default the service's own) that functions of the level
+    `process` see, and `imports` as their import path."""
     whole = os.environ if environment is None else environment
     named = [name.strip() for name in whole.get(ALLOWED, "").split(",")]
     patterns = [*_PASSED, *(name for name in named if name)]
@@ -78,17 +78,18 @@ BUBBLEWRAP: Final = "bubblewrap"
 CONTAINER: Final = "container"
 LEVELS: Final = (PROCESS, BUBBLEWRAP, CONTAINER)
 
-# Where a sandbox has uploaded source: the folder itself may be what it must not see.
+# The path of uploaded source in a sandbox, which must not see the folder around it.
 SOURCE: Final = "/source"
+# How many cores the service hands out to calls; 0: none.
 HANDED_OUT: Final = "TROUPE_REWARD_CORES"
 
 _NOBODY: Final = 65534
-# Users of sandboxes that root starts, one each, so that none uses up what another may have: of a
-# range that neither distributions nor container engines hand out (systemd's "UIDs and GIDs").
+# Users of sandboxes that root starts, one each, so that none uses up the limits of another: in a
+# range that neither distributions nor container engines assign (systemd's "UIDs and GIDs").
 _FIRST_USER: Final = 1_900_000_000
 _USERS: Final = 1 << 16
-# What root must be able to do to make namespaces and become somebody else: CAP_SETGID, CAP_SETUID,
-# CAP_SETPCAP and CAP_SYS_ADMIN, by their bits.
+# Capabilities that root needs to become another user (CAP_SETGID, CAP_SETUID, CAP_SETPCAP) and to
+# make namespaces (CAP_SYS_ADMIN), by their bits.
 _BECOME: Final = 1 << 6 | 1 << 7 | 1 << 8
 _ADMINISTER: Final = 1 << 21
 _FILES: Final = 256
@@ -96,22 +97,22 @@ _FILES: Final = 256
 
 @dataclass(frozen=True)
 class SandboxProfile:
-    """What a worker is confined to; workers of one profile can stand in for each other."""
+    """How a worker is confined; workers of equal profiles are interchangeable."""
 
     level: str = PROCESS
     processes: int = 0
     disk_mib: int = 0
     memory_mib: int = 0
     image: str = ""
-    # Files and folders that it may read, or read and write; both empty: whatever it may anyway.
+    # Files and folders that it may read, or read and write; both empty: all that the service may.
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    # Folder of uploaded source, where modules are looked for first; empty: there is none.
+    # Folder of uploaded source, first on the import path; empty: there is none.
     source: str = ""
 
     @classmethod
     def of(cls, spec: pb.FunctionSpec) -> SandboxProfile:
-        """What a function asks for."""
+        """The profile that a function declares."""
         if spec.sandbox in ("", PROCESS):
             return cls(reads=tuple(spec.reads), writes=tuple(spec.writes))
         return cls(
@@ -132,8 +133,8 @@ class SandboxProfile:
     def wrap(
         self, program: Sequence[str], *, first: bool = False
     ) -> tuple[list[str], dict[str, str]]:
-        """How a Python program (a file and its arguments) of ours is started in bubblewrap, with
-        its limits as further arguments; `first`: as the sandbox's first process.
+        """Command and environment to start one of our Python programs (a file and its arguments)
+        in bubblewrap, with its limits as further arguments; `first`: as the first process.
 
         Raises FailedPrecondition ("no_sandbox").
         """
@@ -145,23 +146,23 @@ class SandboxProfile:
             "HOME": "/tmp",
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
-            # Whether the cores that a call finds are its own, or everybody's.
+            # Tells a call whether the cores that it finds are its own.
             HANDED_OUT: os.environ.get(HANDED_OUT, "0"),
             "PYTHONPATH": os.pathsep.join([*([SOURCE] if self.source else []), *imports]),
             "PYTHONDONTWRITEBYTECODE": "1",
-            # Packages below the home are what a call before could write.
+            # Packages below the home directory could be written by an earlier call.
             "PYTHONNOUSERSITE": "1",
         }
         user = unprivileged_user()
         sources = [self.source] if self.source else []
-        if user.reads_as_somebody_else:
+        if user.reads_as_another:
             _check_readable([sys.base_prefix, sys.prefix, *sources, *imports])
         limits = self.limits()
         if user.shared:
-            del limits["nproc"]  # it would count what others run, too
+            del limits["nproc"]  # it would count processes of other sandboxes, too
         filtered = filter_path()
         command = [
-            # It reads the filter from a file that it finds open.
+            # bubblewrap reads the filter from a descriptor.
             *(["/bin/sh", "-c", 'exec "$@" 9<"$0"', filtered] if filtered else []),
             *user.before,
             bubblewrap,
@@ -169,7 +170,7 @@ class SandboxProfile:
             *("--die-with-parent", "--new-session", "--hostname", "sandbox"),
             *user.namespaces,
             *(["--as-pid-1"] if first else []),
-            # The private slots first: an interpreter below the host's /tmp would be covered.
+            # Private mounts first: they would cover an interpreter below the host's /tmp.
             *self._private(),
             *view.root(files, imports),
             *(["--ro-bind", self.source, SOURCE] if self.source else []),
@@ -181,8 +182,8 @@ class SandboxProfile:
         return command, environment
 
     def _files(self) -> list[list[str]]:
-        """What landlock lets a process read, write, and list: what was declared, and what a Python
-        program needs; nothing of the services' own unless it was declared by name."""
+        """Paths that landlock lets a process read, write, and list: those declared, and those that
+        a Python program needs; files of the services only if they were declared by name."""
         hidden = view.kept()
         imports = [*([self.source] if self.source else []), *view.imports()]
         modules, _ = view.shown(imports)
@@ -195,7 +196,7 @@ class SandboxProfile:
         ]
 
     def limits(self) -> dict[str, int]:
-        """Of every process: resources as `setrlimit` names them."""
+        """Limits of each process, by their names for `setrlimit`."""
         return {"nproc": self.processes, "fsize": self.disk_mib << 20, "nofile": _FILES, "core": 0}
 
     def _private(self) -> list[str]:
@@ -203,30 +204,30 @@ class SandboxProfile:
         return [
             *("--proc", "/proc", *view.kernel(), "--dev", "/dev"),
             *("--perms", "1777", "--size", size, "--tmpfs", "/tmp"),
-            # Shared memory is a disk too.
+            # Shared memory takes memory like a disk.
             *("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"),
-            # And /dev itself would be one without a limit.
+            # /dev itself would be writable without a limit.
             *("--remount-ro", "/dev"),
         ]
 
 
 @dataclass(frozen=True)
 class SandboxUser:
-    """Who a sandbox's processes are, as words of the command that starts it."""
+    """The user of a sandbox's processes, as words of the command that starts it: before bubblewrap,
+    its options, and before the program inside."""
 
-    # Ahead of bubblewrap; of bubblewrap; ahead of the program in the sandbox.
     before: tuple[str, ...] = ()
     namespaces: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    # Whether others are this user, too, in the same namespace of users.
+    # Whether other sandboxes have the same user in the same user namespace.
     shared: bool = False
-    # Whether it may not read what the service may.
-    reads_as_somebody_else: bool = False
+    # Whether it has fewer rights to files than the service.
+    reads_as_another: bool = False
 
 
 def unprivileged_user() -> SandboxUser:
-    """Another one for each sandbox where the service is root: what is root outside owns the files
-    of the kernel, whatever it is called inside. Raises FailedPrecondition ("no_sandbox")."""
+    """The user of the next sandbox. Where the service is root each has another one: root outside
+    owns the kernel's files, whatever its id inside. Raises FailedPrecondition ("no_sandbox")."""
     own = (
         *("--unshare-user", "--unshare-all", "--uid", str(_NOBODY), "--gid", str(_NOBODY)),
         *(("--disable-userns",) if _disables_users() else ()),
@@ -244,26 +245,26 @@ def unprivileged_user() -> SandboxUser:
         *(find_setpriv(), "--reuid", str(user), "--regid", str(user), "--clear-groups"),
         *("--inh-caps=-all", "--bounding-set=-all"),
     )
-    if not can & _ADMINISTER:  # of a container: namespaces are made as anybody may
-        return SandboxUser(before=become, namespaces=own, reads_as_somebody_else=True)
+    if not can & _ADMINISTER:  # in a container: namespaces are made without privileges
+        return SandboxUser(before=become, namespaces=own, reads_as_another=True)
     spaces = ("pid", "net", "ipc", "uts")
     return SandboxUser(
-        # Who made the namespaces is root, and leaves for good.
+        # Root makes the namespaces, and becomes the user for good.
         namespaces=(
             *(f"--unshare-{name}" for name in spaces),
             *("--unshare-cgroup-try", "--cap-drop", "ALL"),
             *(w for cap in ("SETUID", "SETGID", "SETPCAP") for w in ("--cap-add", f"CAP_{cap}")),
         ),
-        # Of a sandbox's first process `kill_with_children` takes care, of others bubblewrap's own
-        # first one: who waits outside has not the right to end another user's.
+        # `kill_with_children` ends the first process of a sandbox, bubblewrap's own first process
+        # the others: bubblewrap outside may not kill processes of another user.
         after=become,
         shared=user == _NOBODY,
-        reads_as_somebody_else=True,
+        reads_as_another=True,
     )
 
 
 def find_bubblewrap() -> str:
-    """The program. Raises FailedPrecondition of kind "no_sandbox"."""
+    """Path of bubblewrap. Raises FailedPrecondition of kind "no_sandbox"."""
     found = shutil.which("bwrap")
     if found is None:
         raise _no_sandbox(
@@ -274,7 +275,7 @@ def find_bubblewrap() -> str:
 
 
 def find_setpriv() -> str:
-    """The program that changes users. Raises FailedPrecondition of kind "no_sandbox"."""
+    """Path of setpriv, which changes users. Raises FailedPrecondition of kind "no_sandbox"."""
     found = shutil.which("setpriv")
     if found is None:
         raise _no_sandbox(
@@ -291,7 +292,7 @@ def _no_sandbox(message: str, remedy: str) -> FailedPrecondition:
 
 
 def _capabilities() -> int:
-    """What this process may do, as bits."""
+    """The effective capabilities of this process, as bits."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         return next((int(line.split()[1], 16) for line in status if line[:7] == "CapEff:"), 0)
 
@@ -300,8 +301,8 @@ _users: Final = itertools.count(secrets.randbelow(_USERS))
 
 
 def _next_user() -> int | None:
-    """A user id that no other sandbox of this service has had for long; 65534 where the service's
-    container has only few; None where it has not even that."""
+    """A user id that no recent sandbox of this service has had; 65534 where the service's container
+    maps only few ids, None where it does not map that one either."""
     user = _FIRST_USER + next(_users) % _USERS
     for one in (user, _NOBODY):
         if all(_mapped(one, f"/proc/self/{kind}_map") for kind in ("uid", "gid")):
@@ -317,16 +318,16 @@ def _mapped(number: int, file: str) -> bool:
 
 @functools.cache
 def _disables_users() -> bool:
-    """Whether bubblewrap (0.8 on) can take away further namespaces of users."""
-    said = subprocess.run([find_bubblewrap(), "--help"], capture_output=True, timeout=30)
-    return b"--disable-userns" in said.stdout + said.stderr
+    """Whether bubblewrap (0.8 on) can forbid further user namespaces."""
+    help_text = subprocess.run([find_bubblewrap(), "--help"], capture_output=True, timeout=30)
+    return b"--disable-userns" in help_text.stdout + help_text.stderr
 
 
 def _check_readable(paths: Sequence[str]) -> None:
     for path in paths:
         try:
             mode = os.stat(path).st_mode
-        except OSError:  # not there: nothing is missed
+        except OSError:  # it does not exist
             continue
         needed = 0o005 if stat.S_ISDIR(mode) else 0o004
         if mode & needed != needed:

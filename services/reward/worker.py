@@ -1,8 +1,8 @@
-"""What runs inside a worker process: a user's function, and the account of how it ended.
+"""The program of a worker process: imports and calls users' functions, and reports how calls end.
 
-Standard library only, and run as a file: a worker starts in milliseconds and owes nothing to the
+Standard library only, and run as a file, so that a worker starts in milliseconds without the
 service's imports. It reads frames (four bytes of length, JSON) from standard input and answers each
-with one, until there are no more; what functions print goes to standard error.
+with one, until the input ends; what functions print goes to standard error.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ OUT_OF_MEMORY: Final = "out_of_memory"
 BAD_RESULT: Final = "bad_result"
 BAD_ARGUMENTS: Final = "bad_arguments"
 NOT_IMPORTABLE: Final = "not_importable"
-# An interface outside takes no calls for a while: its text begins with the seconds, -1 where it did
-# not say, and a space.
+# An interface outside refuses calls for a while: the text begins with the seconds (-1: not known)
+# and a space.
 REFUSED: Final = "refused"
-# The modules' files changed since this process imported them: it must be replaced.
+# Files of imported modules have changed: the process must be replaced.
 STALE: Final = "stale"
 
 _TRACEBACK_LINES: Final = 30
-# Of what an exception says, and of all lines of its traceback together.
+# Characters of an exception's message, and of its traceback.
 _TEXT_CHARS: Final = 2000
 _TRACEBACK_CHARS: Final = 16 * 2**10
 _MAX_RESULT_BYTES: Final = 16 * 2**20
@@ -65,22 +65,23 @@ class CallAnswer(NamedTuple):
 
 
 def initialize(service_pid: int) -> None:
-    """It dies with the service; Ctrl-C is the service's affair. 0: in a sandbox, which ends with
-    the service by itself, and where nothing that a function starts may look into this process (its
-    memory, the file that answers are written to)."""
+    """Have this process die with the service, and ignore Ctrl-C, which the service handles.
+
+    `service_pid` 0: in a sandbox, which ends with the service by itself. There, nothing that a
+    function starts may look into this process (its memory, the file that answers are written to).
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not service_pid:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
         return
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != service_pid:  # it died before we asked
+        if os.getppid() != service_pid:  # it has died already
             os._exit(1)
 
 
 def confine(limits: list[str]) -> None:
-    """Set `--{resource}={limit}` and `--landlock={paths}` for good: nothing that runs here can
-    undo it."""
+    """Set `--{resource}={limit}` and `--landlock={paths}`; nothing that runs here can undo them."""
     for limit in limits:
         name, _, value = limit.removeprefix("--").partition("=")
         if name == "landlock":
@@ -92,14 +93,14 @@ def confine(limits: list[str]) -> None:
 
 
 def serve() -> None:
-    """Answer frames until there are no more."""
-    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # Nothing that a function reads or prints gets between the frames.
+    """Answer requests until standard input ends."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # Functions can neither read nor write between the frames.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    while header := questions.read(_HEADER.size):
-        request = json.loads(questions.read(*_HEADER.unpack(header)))
+    while header := requests.read(_HEADER.size):
+        request = json.loads(requests.read(*_HEADER.unpack(header)))
         answer = _CALLS[request.pop("call")](**request)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed or replaced: they are the function's
@@ -110,21 +111,21 @@ def serve() -> None:
 
 
 def ready() -> CallAnswer:
-    """Proof that the worker answers, and the process that it is."""
+    """Answer with the process id."""
     return CallAnswer(OK, str(os.getpid()))
 
 
 def prepare(entrypoint: str) -> CallAnswer:
-    """Import "package.module:attribute", so that no call pays for it.
+    """Import "package.module:attribute" ahead of its calls.
 
-    STALE when a module that this process holds was edited since: old code must not score.
+    STALE when a module that this process has imported was edited since: old code must not score.
     """
     if _edited():
         return CallAnswer(STALE)
     try:
         _functions[entrypoint] = _load(entrypoint)
     except BaseException as error:  # an import may raise anything, SystemExit included
-        return CallAnswer(NOT_IMPORTABLE, f"{entrypoint}: {_said(error)}", _author_view(error))
+        return CallAnswer(NOT_IMPORTABLE, f"{entrypoint}: {_message(error)}", _author_view(error))
     _remember_mtimes()
     return CallAnswer(OK)
 
@@ -138,7 +139,7 @@ def invoke(
     """Call a prepared function with JSON keyword arguments; async functions are awaited.
 
     `memory_mib` bounds the address space that the call may add to the process; 0: no bound.
-    `environment` is what it finds in `os.environ`, beside what is there.
+    `environment` is added to `os.environ`.
     """
     os.environ.update(environment or {})
     try:
@@ -162,47 +163,47 @@ def invoke(
         limit = f"needed more than {memory_mib} MiB" if memory_mib else "the machine has no more"
         return CallAnswer(OUT_OF_MEMORY, limit, view)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's too
-        text, view = _said(error), _author_view(error)
+        text, view = _message(error), _author_view(error)
         seconds = _retry_after(error)
         if seconds is not None:
             return CallAnswer(REFUSED, f"{seconds:g} {text}", view)
         return CallAnswer(RAISED, text, view)
 
 
-# A longer wait than a day is nobody's wish: as if it were not said.
+# Longer pauses are not plausible, and count as not known.
 MOST_SECONDS = 86_400.0
 
 
 def _retry_after(error: BaseException) -> float | None:
-    """In how many seconds an interface outside wants to be called again, if that is what `error`
-    is about: an attribute `retry_after`, or the response with status 429 (503 with a Retry-After)
-    that httpx, requests and OpenAI's client keep in their errors. Negative: it did not say."""
-    with contextlib.suppress(BaseException):  # its attributes are the function's, too
+    """In how many seconds an interface outside takes calls again, -1 if not known, None if `error`
+    is not about that: by an attribute `retry_after`, or by a response with status 429 (503 with a
+    Retry-After) that httpx, requests and OpenAI's client keep in their errors."""
+    with contextlib.suppress(BaseException):  # attributes of a user's error may raise, too
         seconds = getattr(error, "retry_after", None)
         if isinstance(seconds, (int, float)) and seconds >= 0:
             return float(seconds) if 0 < seconds <= MOST_SECONDS else -1.0
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", getattr(error, "status_code", None))
         headers = getattr(response, "headers", None) or {}
-        said = headers.get("retry-after") or headers.get("Retry-After")
-        if status == 429 or (status == 503 and said):
-            return _seconds_until(said)
+        value = headers.get("retry-after") or headers.get("Retry-After")
+        if status == 429 or (status == 503 and value):
+            return _seconds_until(value)
     return None
 
 
-def _seconds_until(said: str | None) -> float:
-    """Of a Retry-After: seconds, or a date (RFC 9110, 10.2.3)."""
-    if not said:
+def _seconds_until(value: str | None) -> float:
+    """Seconds of a Retry-After header, a number or a date (RFC 9110, 10.2.3); -1 if not known."""
+    if not value:
         return -1.0
     try:
-        seconds = float(said)
+        seconds = float(value)
         return max(0.001, seconds) if seconds <= MOST_SECONDS else -1.0
     except ValueError:
         import email.utils
         import time
 
         with contextlib.suppress(TypeError, ValueError):
-            until = email.utils.parsedate_to_datetime(said).timestamp() - time.time()
+            until = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
             return max(0.001, until) if until <= MOST_SECONDS else -1.0
     return -1.0
 
@@ -227,8 +228,10 @@ def _encode(result: Any) -> CallAnswer:
         text = json.dumps(result, allow_nan=False, default=_plain)
     except MemoryError:
         raise
-    except BaseException as error:  # of an object that is the function's own
-        why = error if isinstance(error, (ValueError, TypeError, RecursionError)) else _said(error)
+    except BaseException as error:  # an object of the user's may raise anything
+        why = (
+            error if isinstance(error, (ValueError, TypeError, RecursionError)) else _message(error)
+        )
         return CallAnswer(BAD_RESULT, f"{why}: the function returned {_shown(result)}")
     if len(text) > _MAX_RESULT_BYTES:
         return CallAnswer(BAD_RESULT, f"{len(text):,} bytes of JSON; {_MAX_RESULT_BYTES:,} at most")
@@ -244,7 +247,7 @@ def _shown(result: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """numpy and torch scalars and arrays as the numbers that they are."""
+    """numpy and torch scalars and arrays as numbers."""
     for name in ("tolist", "item"):
         method = getattr(value, name, None)
         if callable(method):
@@ -260,7 +263,7 @@ def _memory_limit(mib: int) -> Iterator[None]:
     try:
         with open("/proc/self/statm", "rb") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()
-    except OSError:  # no /proc: nothing to be relative to
+    except OSError:  # no /proc: the memory in use is not known
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -274,8 +277,8 @@ def _memory_limit(mib: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _said(error: BaseException) -> str:
-    """What an exception is and says, as far as it can say it."""
+def _message(error: BaseException) -> str:
+    """Type and message of an exception, which may itself raise when it is asked."""
     try:
         return f"{type(error).__name__}: {error}"[:_TEXT_CHARS]
     except BaseException:
@@ -283,20 +286,20 @@ def _said(error: BaseException) -> str:
 
 
 def _author_view(error: BaseException) -> str:
-    """The last lines of the traceback, without the frames of this file."""
+    """The last lines of the traceback, without frames of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     try:
         lines = "".join(traceback.format_exception(type(error), error, frames)).splitlines()
     except BaseException:  # an exception whose own text raises
-        return _said(error)
+        return _message(error)
     lines = [line[:_TEXT_CHARS] for line in lines[-_TRACEBACK_LINES:]]
     return "\n".join(lines)[-_TRACEBACK_CHARS:]
 
 
 def _user_files() -> Iterator[tuple[str, int]]:
-    """Files of imported modules that people edit: not the interpreter's, not installed ones."""
+    """Path and mtime of imported modules' files, without the interpreter's and installed ones."""
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if not path or "site-packages" in path or path.startswith(_STDLIB):

@@ -190,7 +190,7 @@ async def test_a_redis_that_is_away_is_said_and_waited_for(tmp_path: Path) -> No
     limits = QuotaLimits(concurrency=2)
     buckets = RedisBuckets(server.url, {"api": limits}, "a")
     with pytest.raises(Unavailable, match="does not answer"):
-        await buckets.ping()
+        await buckets.give_back("api", 1)
     service = Service(buckets, limits)
     service.queue = [1]
     service.dispatch()

@@ -1,7 +1,7 @@
-"""Units of quotas that calls hold while they run: fetched ahead of them, given back after them.
+"""Quotas: units that calls hold while they run, fetched before a call and given back after it.
 
-The scheduler decides at once and must not wait for Redis. So what waits says what it wishes, units
-are fetched for it in the background, and those *in hand* are one dimension of what is free.
+The scheduler decides at once and cannot wait for Redis. So units are fetched in the background for
+what is queued, and those *in hand* are what the scheduler sees as free.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,160 +20,80 @@ from services.reward.worker import MOST_SECONDS
 from troupe.rpc import Internal, InvalidArgument, TroupeError, Unavailable
 from troupe.scheduling.elastic.quota import QuotaGrant, QuotaLimits, TokenBucket
 
-_PREFIX: Final = "troupe:quota"
-_TIMEOUT: Final = 5.0
-
-
-class Buckets(Protocol):
-    """One bucket per quota, by name. `holder` names this process among all that share them."""
-
-    async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
-        """`TokenBucket.ask`. Raises `Unavailable`."""
-
-    async def give_back(self, name: str, units: int, unused: int = 0) -> None:
-        """`TokenBucket.give_back`. Raises `Unavailable`."""
-
-    async def shut(self, name: str, seconds: float) -> None:
-        """Nobody gets anything for so long. Raises `Unavailable`."""
-
-    async def close(self) -> None:
-        """Let go of connections."""
-
-
-class LocalBuckets:
-    """Shared with nobody."""
-
-    kind = "process"
-
-    def __init__(self, quotas: Mapping[str, QuotaLimits]) -> None:
-        now = time.monotonic()
-        self._buckets = {name: TokenBucket(limits, now) for name, limits in quotas.items()}
-
-    async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
-        """`TokenBucket.ask`; nobody else can hold anything, so nothing is ever forgotten."""
-        return self._buckets[name].ask("", wishes, time.monotonic(), float("inf"))
-
-    async def give_back(self, name: str, units: int, unused: int = 0) -> None:
-        """`TokenBucket.give_back`."""
-        self._buckets[name].give_back("", units, time.monotonic(), unused=unused)
-
-    async def shut(self, name: str, seconds: float) -> None:
-        """`TokenBucket.shut`."""
-        now = time.monotonic()
-        self._buckets[name].shut(now + seconds, now)
-
-    async def close(self) -> None:
-        """Nothing to let go of."""
-
-
-class RedisBuckets:
-    """Shared with whoever uses the same Redis; each call is one atomic script."""
-
-    kind = "redis"
-
-    def __init__(self, url: str, quotas: Mapping[str, QuotaLimits], holder: str) -> None:
-        # Only a service with quotas needs the package.
-        from redis.asyncio import Redis
-        from redis.asyncio.retry import Retry
-        from redis.backoff import NoBackoff
-
-        self._quotas, self._holder = quotas, holder
-        self._client = Redis.from_url(
-            url,
-            # The feed asks again by itself.
-            retry=Retry(NoBackoff(), 0),
-            # redis-py's own timeouts may swallow a cancellation under Python 3.11.
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            client_name="troupe-reward",
-        )
-        text = files(__package__).joinpath("quota.lua").read_text(encoding="utf-8")
-        self._script: Any = self._client.register_script(text)
-
-    async def ping(self) -> None:
-        """Raise `Unavailable` unless Redis answers."""
-        await self._guarded(self._client.ping())
-
-    async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
-        """`TokenBucket.ask`, by Redis' clock."""
-        granted, wait = await self._run(name, "ask", patience, *wishes)
-        seconds = float(wait)
-        return QuotaGrant(int(granted), seconds if seconds >= 0 else float("inf"))
-
-    async def give_back(self, name: str, units: int, unused: int = 0) -> None:
-        """`TokenBucket.give_back`."""
-        await self._run(name, "give_back", 0, units, unused)
-
-    async def shut(self, name: str, seconds: float) -> None:
-        """`TokenBucket.shut`."""
-        await self._run(name, "shut", 0, seconds)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
-
-    async def _run(
-        self, name: str, what: str, patience: float, *values: float, now: float | str = ""
-    ) -> Any:
-        limits = self._quotas[name]
-        bounds = (limits.rate, limits.burst, limits.concurrency)
-        args = (what, self._holder, *bounds, patience, now, *values)
-        return await self._guarded(self._script(keys=[f"{_PREFIX}:{{{name}}}"], args=args))
-
-    async def _guarded(self, call: Any) -> Any:
-        from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
-
-        try:
-            async with asyncio.timeout(_TIMEOUT):
-                return await call
-        except ResponseError as error:
-            raise Internal(f"Redis refuses a command: {error}", kind="redis_error") from error
-        except (ConnectionError, TimeoutError, RedisError, OSError) as error:
-            raise Unavailable(
-                f"the quotas' Redis does not answer: {error}",
-                kind="redis_unavailable",
-                field="TROUPE_REDIS_URL",
-                remedy="Start it; calls that need a quota go on when it is back.",
-            ) from error
-
-
 log = structlog.get_logger("troupe.reward")
 
 # Prefix of the resource names of quotas.
 QUOTA: Final = "quota:"
-# A process that is not heard of for so long has died with its calls.
+# A service that is not heard of for so long counts as dead, with its calls.
 _PATIENCE_SECONDS: Final = 15.0
-# Others give back without telling us: so often we look.
+# How often a bucket is asked again: other services give units back without notice.
 _LOOK_SECONDS: Final = 0.1
 _LEAST_SECONDS: Final = 0.001
-# Units in hand that nobody wishes any more go back after so long.
+# Surplus units in hand are given back after so long.
 _KEEP_SECONDS: Final = 0.5
 _RETRY_SECONDS: Final = 0.5
-# An interface that refuses without saying for how long is asked again after this.
+# The pause of an interface that refuses without saying for how long.
 DEFAULT_RETRY_SECONDS: Final = 1.0
-# One refusal keeps everybody out for no longer; then somebody asks again. What is not plausible was
-# not said.
+# The longest pause after one refusal; then a call tries again.
 MAX_RETRY_SECONDS: Final = 300.0
+# Keys in Redis, and how long a command may take.
+_PREFIX: Final = "troupe:quota"
+_TIMEOUT: Final = 5.0
+
+
+class QuotaSettings(BaseModel):
+    """What an interface outside allows to all its callers together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rate: float = Field(default=0, ge=0, allow_inf_nan=False)
+    """Units per second; 0: no such limit."""
+    burst: int = Field(default=1, ge=1)
+    """Units at once after a pause; no call may take more. Only with `rate`."""
+    concurrency: int = Field(default=0, ge=0)
+    """Units in use at a time; 0: no such limit."""
+
+
+def open_quotas(
+    declared: Mapping[str, QuotaSettings],
+    redis_url: str | None,
+    holder: str,
+    changed: Callable[[], None],
+) -> QuotaManager | None:
+    """The manager of the declared quotas, None where there are none. Without `redis_url` they are
+    counted in this process alone."""
+    if not declared:
+        return None
+    limits = {name: QuotaLimits(q.rate, q.burst, q.concurrency) for name, q in declared.items()}
+    buckets: Buckets
+    if redis_url is None:
+        buckets = LocalBuckets(limits)
+        log.warning(
+            "quotas are counted in this process only; set TROUPE_REDIS_URL to share them",
+            quotas=sorted(limits),
+        )
+    else:
+        buckets = RedisBuckets(redis_url, limits, holder)
+        log.info("quotas are shared through Redis", quotas=sorted(limits))
+    return QuotaManager(limits, buckets, changed)
 
 
 class QuotaManager:
-    """What this service has of each quota. Not thread-safe; lives in one event loop."""
+    """The units of each quota that this service holds. Not thread-safe."""
 
     def __init__(
-        self, quotas: Mapping[str, QuotaLimits], buckets: Buckets, changed: Callable[[], None]
+        self,
+        quotas: Mapping[str, QuotaLimits],
+        buckets: LocalBuckets | RedisBuckets,
+        changed: Callable[[], None],
     ) -> None:
-        """`changed` is called when there is more in hand than before."""
+        """`changed` is called when there are more units in hand than before."""
         self._limits = dict(quotas)
         self._buckets = buckets
         self._feeds = {name: _QuotaFeed(name, buckets, changed) for name in quotas}
 
-    @property
-    def resources(self) -> frozenset[str]:
-        """The dimensions of `free`."""
-        return frozenset(QUOTA + name for name in self._feeds)
-
     def check(self, name: str, units: int) -> None:
-        """Raise `InvalidArgument` unless a call of so many units can ever begin."""
+        """Raise `InvalidArgument` unless a call that takes `units` can ever begin."""
         if name not in self._limits:
             known = ", ".join(sorted(self._limits)) or "none"
             raise InvalidArgument(
@@ -196,33 +116,33 @@ class QuotaManager:
         return {QUOTA + name: feed.in_hand for name, feed in self._feeds.items()}
 
     def wish(self, wishes: Mapping[str, Sequence[int]]) -> None:
-        """What waits now, by resource: units of one call each, in the order of the queue."""
+        """Set what is queued now: by resource, the units of each call in the order of the queue."""
         for name, feed in self._feeds.items():
             feed.wish(wishes.get(QUOTA + name, ()))
 
     def take(self, holds: Mapping[str, int]) -> None:
-        """A call begins with `holds`, of which only quotas matter here."""
+        """A call begins; `holds` are its resources, quotas among them."""
         for name, units in self._of(holds):
             self._feeds[name].take(units)
 
     def give_back(self, holds: Mapping[str, int]) -> None:
-        """It has ended."""
+        """A call has ended."""
         for name, units in self._of(holds):
             self._feeds[name].give_back(units)
 
     def shut(self, holds: Mapping[str, int], seconds: float) -> None:
-        """The interfaces of `holds` want no call for so long, from nobody."""
+        """Pause the quotas of `holds` for all services: their interfaces take no calls."""
         if not 0 < seconds <= MOST_SECONDS:
             seconds = DEFAULT_RETRY_SECONDS
         for name, _ in self._of(holds):
             self._feeds[name].shut(min(seconds, MAX_RETRY_SECONDS))
 
     def why(self, holds: Mapping[str, int]) -> str:
-        """Why a call that waits for `holds` waits, if it is for a quota; else empty."""
+        """Why units of `holds` are missing, by quota."""
         return "; ".join(filter(None, (self._feeds[name].why for name, _ in self._of(holds))))
 
     async def stop(self) -> None:
-        """Give everything back and let go."""
+        """Give all units back and close the connections."""
         await asyncio.gather(*(feed.stop() for feed in self._feeds.values()))
         await self._buckets.close()
 
@@ -235,20 +155,23 @@ class QuotaManager:
 
 
 class _QuotaFeed:
-    """One quota: a task that asks for what is wished and gives back what is not needed."""
+    """The units of one quota: a task fetches what is wished and gives back what is not needed."""
 
     def __init__(self, name: str, buckets: Buckets, changed: Callable[[], None]) -> None:
         self._name, self._buckets, self._changed = name, buckets, changed
         self._wishes: Sequence[int] = ()
+        # Units in hand, and units that running calls use.
         self._hand = self._used = 0
-        # To be given back: units, and how many of them were never used.
+        # Units to give back, and how many of them were never used.
         self._back = self._unused = 0
         self._shut_until = self._to_shut = 0.0
         self._surplus_since: float | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        # Whether the bucket has us in its line, and when it answered last.
         self._asked = False
-        self._heard = 0.0
+        self._answered = 0.0
+        # Why the bucket does not answer.
         self._away = ""
 
     @property
@@ -303,7 +226,7 @@ class _QuotaFeed:
         self._unused += units
 
     def _reached(self) -> int:
-        """How many of the wishes, in their order, what is in hand is enough for."""
+        """How many of the wishes, in their order, the units in hand suffice for."""
         left = self._hand
         for place, units in enumerate(self._wishes):
             if units > left:
@@ -328,15 +251,15 @@ class _QuotaFeed:
                 pause = _RETRY_SECONDS
 
     async def _settle(self) -> float | None:
-        """Bring the bucket up to date; returns after how many seconds to look again at the
-        latest (None: when stirred). Raises `TroupeError`; then nothing is forgotten."""
+        """Give back and fetch units; the seconds until the next look (None: when something
+        changes). Raises `TroupeError`; all is kept for the next time then."""
         if self._to_shut:
             seconds = self._to_shut
             await self._buckets.shut(self._name, seconds)
             self._to_shut = 0.0 if self._to_shut <= seconds else self._to_shut
         reached = self._reached()
         if reached < len(self._wishes):
-            # Nobody keeps part of what a call needs: two that did could wait for each other.
+            # Never keep part of what a call needs: two services could wait for each other.
             self._drop(self._hand - sum(self._wishes[:reached]))
         if self._back:
             back, unused = self._back, self._unused
@@ -355,12 +278,12 @@ class _QuotaFeed:
         return min(max(answer.wait, _LEAST_SECONDS), _LOOK_SECONDS)
 
     async def _rest(self) -> float | None:
-        """Nothing is wished that is not in hand."""
+        """All wishes are in hand: give back a surplus that lasts, and stay alive in the bucket."""
         pause = _PATIENCE_SECONDS / 3
         now = time.monotonic()
         held = bool(self._hand or self._used)
-        if self._asked or (held and now - self._heard >= pause):
-            # No place in the line any more; what is held is still ours.
+        if self._asked or (held and now - self._answered >= pause):
+            # Leaves the line, and shows that the holder of the units is alive.
             await self._ask(())
             self._asked = False
         surplus = self._hand - sum(self._wishes)
@@ -378,14 +301,15 @@ class _QuotaFeed:
 
     async def _ask(self, wishes: Sequence[int]) -> QuotaGrant:
         answer = await self._buckets.ask(self._name, wishes, _PATIENCE_SECONDS)
-        self._heard = time.monotonic()
+        self._answered = time.monotonic()
         return answer
 
 
 class Budget:
-    """Lets pass what there are units for; nothing of a quota passes after something that lacks.
+    """Admits queued calls as long as there are units; after a call that a quota lacks units for, no
+    other call of that quota is admitted.
 
-    `lacking` are the wishes of those that did not pass, in units of a call, at most `most` each.
+    `lacking`: resource -> units of each call that was not admitted, at most `most` calls.
     """
 
     def __init__(self, units: Mapping[str, int], most: int) -> None:
@@ -394,7 +318,7 @@ class Budget:
         self.lacking: dict[str, list[int]] = {}
 
     def admits(self, needs: Mapping[str, int], alike: int = 1) -> bool:
-        """Whether a call with `needs` can begin now; of those behind it `alike - 1` are like it."""
+        """Whether a call with `needs` can begin now; `alike - 1` calls behind it need the same."""
         short = False
         for resource, units in needs.items():
             if not resource.startswith(QUOTA):
@@ -413,37 +337,94 @@ class Budget:
         return True
 
 
-class QuotaSettings(BaseModel):
-    """What an interface outside allows all who call it together."""
+class LocalBuckets:
+    """One token bucket per quota, in this process alone."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    def __init__(self, quotas: Mapping[str, QuotaLimits]) -> None:
+        now = time.monotonic()
+        self._buckets = {name: TokenBucket(limits, now) for name, limits in quotas.items()}
 
-    rate: float = Field(default=0, ge=0, allow_inf_nan=False)
-    """Units per second; 0: no such limit."""
-    burst: int = Field(default=1, ge=1)
-    """Units at once after a pause; no call may take more. Only with `rate`."""
-    concurrency: int = Field(default=0, ge=0)
-    """Units in use at a time; 0: no such limit."""
+    async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
+        """`TokenBucket.ask`; this process is the only holder, and never counts as dead."""
+        return self._buckets[name].ask("", wishes, time.monotonic(), float("inf"))
+
+    async def give_back(self, name: str, units: int, unused: int = 0) -> None:
+        """`TokenBucket.give_back`."""
+        self._buckets[name].give_back("", units, time.monotonic(), unused=unused)
+
+    async def shut(self, name: str, seconds: float) -> None:
+        """`TokenBucket.shut`, for `seconds`."""
+        now = time.monotonic()
+        self._buckets[name].shut(now + seconds, now)
+
+    async def close(self) -> None:
+        """Nothing to close."""
 
 
-def open_quotas(
-    declared: Mapping[str, QuotaSettings],
-    redis_url: str | None,
-    holder: str,
-    changed: Callable[[], None],
-) -> QuotaManager | None:
-    """None where no quota is declared. Without `redis_url` they are this process' alone."""
-    if not declared:
-        return None
-    limits = {name: QuotaLimits(q.rate, q.burst, q.concurrency) for name, q in declared.items()}
-    buckets: Buckets
-    if redis_url is None:
-        buckets = LocalBuckets(limits)
-        log.warning(
-            "quotas are counted in this process only; set TROUPE_REDIS_URL to share them",
-            quotas=sorted(limits),
+class RedisBuckets:
+    """One token bucket per quota in Redis, shared by all services that use it. Each call is one
+    atomic script; `holder` names this process. All methods raise `Unavailable`."""
+
+    def __init__(self, url: str, quotas: Mapping[str, QuotaLimits], holder: str) -> None:
+        # Only a service with quotas needs the package.
+        from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        self._quotas, self._holder = quotas, holder
+        self._client = Redis.from_url(
+            url,
+            # The feed repeats what failed.
+            retry=Retry(NoBackoff(), 0),
+            # redis-py's own timeouts may swallow a cancellation under Python 3.11.
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            client_name="troupe-reward",
         )
-    else:
-        buckets = RedisBuckets(redis_url, limits, holder)
-        log.info("quotas are shared through Redis", quotas=sorted(limits))
-    return QuotaManager(limits, buckets, changed)
+        text = files(__package__).joinpath("quota.lua").read_text(encoding="utf-8")
+        self._script: Any = self._client.register_script(text)
+
+    async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
+        """`TokenBucket.ask`, by Redis' clock."""
+        granted, wait = await self._run(name, "ask", patience, *wishes)
+        seconds = float(wait)
+        return QuotaGrant(int(granted), seconds if seconds >= 0 else float("inf"))
+
+    async def give_back(self, name: str, units: int, unused: int = 0) -> None:
+        """`TokenBucket.give_back`."""
+        await self._run(name, "give_back", 0, units, unused)
+
+    async def shut(self, name: str, seconds: float) -> None:
+        """`TokenBucket.shut`."""
+        await self._run(name, "shut", 0, seconds)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _run(
+        self, name: str, what: str, patience: float, *values: float, now: float | str = ""
+    ) -> Any:
+        limits = self._quotas[name]
+        bounds = (limits.rate, limits.burst, limits.concurrency)
+        args = (what, self._holder, *bounds, patience, now, *values)
+        return await self._guarded(self._script(keys=[f"{_PREFIX}:{{{name}}}"], args=args))
+
+    async def _guarded(self, call: Any) -> Any:
+        from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
+
+        try:
+            async with asyncio.timeout(_TIMEOUT):
+                return await call
+        except ResponseError as error:
+            raise Internal(f"Redis refuses a command: {error}", kind="redis_error") from error
+        except (ConnectionError, TimeoutError, RedisError, OSError) as error:
+            raise Unavailable(
+                f"the quotas' Redis does not answer: {error}",
+                kind="redis_unavailable",
+                field="TROUPE_REDIS_URL",
+                remedy="Start it; calls that need a quota go on when it is back.",
+            ) from error
+
+
+Buckets = LocalBuckets | RedisBuckets

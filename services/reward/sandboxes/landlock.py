@@ -1,6 +1,6 @@
-"""Files that a process may reach, by the kernel's landlock: for good, and for all that it starts.
+"""Landlock: restricts the files that a process, and all that it starts, can reach from then on.
 
-Standard library only: a worker process does this to itself, before any code but ours runs.
+Standard library only: a worker process restricts itself before it runs any user's code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-# The same numbers on every architecture that has them.
+# System call numbers, the same on every architecture.
 _CREATE: Final = 444
 _ADD_RULE: Final = 445
 _RESTRICT: Final = 446
@@ -30,26 +30,25 @@ _TRUNCATE: Final = 1 << 14
 _IOCTL: Final = 1 << 15
 _READ: Final = _EXECUTE | _READ_FILE | _READ_DIR
 _OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
-# How many rights each version of the interface knows.
+# Version of the interface -> number of rights.
 _RIGHTS: Final = {1: 13, 2: 14, 3: 15, 4: 15}
 _RIGHTS_NOW: Final = 16
 
-# What a Python program finds on a Linux system; of /dev it writes to null and the like, too.
+# What a Python program reads on a Linux system, and devices that it may write to.
 SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/proc")
 DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 
 
 @functools.cache
 def version() -> int:
-    """Of the kernel's interface; 0: it has none, or does not let us."""
+    """The version of the kernel's interface; 0: none, or not allowed."""
     found = _call(_CREATE, None, 0, _VERSION)
     return max(0, found)
 
 
 def restrict(reads: Iterable[str], writes: Iterable[str], lists: Iterable[str] = ()) -> None:
-    """From now on only `reads` can be read and run, only `writes` be changed, only the names in
-    `lists` be seen besides, and what is below them; those that are not there are left out. Raises
-    OSError."""
+    """From now on let this process only read and execute `reads`, write `writes`, and list `lists`,
+    and what is below them. Paths that do not exist are left out. Raises OSError."""
     every = (1 << _RIGHTS.get(version(), _RIGHTS_NOW)) - 1
     ruleset = _checked("landlock_create_ruleset", _call(_CREATE, _u64(every), 8, 0))
     try:
@@ -79,7 +78,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         try:
             if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 rights &= _OF_FILES
-            if not rights:  # an archive on the import path, of which nothing is to be listed
+            if not rights:  # an archive on the import path, which cannot be listed
                 return
             if version() < 3:
                 rights &= ~_TRUNCATE

@@ -1,9 +1,9 @@
-"""System calls that no sandboxed code gets to make: what has broken sandboxes before.
+"""The seccomp filter of sandboxes: system calls that have broken sandboxes before fail with EPERM.
 
-The kernel has many doors that namespaces do not close: those that trace other processes, load code
-into it, make further namespaces (and with them root's powers over mounts and networks), or have had
-more faults than uses. They fail with EPERM; everything else goes on. Compiled by libseccomp, where
-it is installed, for this machine's architecture; calls of another are ended.
+Namespaces do not restrict calls that trace other processes, load code into the kernel, make further
+namespaces (and with them root's powers over mounts and networks), or have had more faults than
+uses. The filter is compiled by libseccomp, where it is installed, for this machine's architecture;
+a process that makes calls of another architecture is killed.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _NAMESPACES: Final = (
     *(0x00020000, 0x02000000, 0x04000000, 0x08000000),
     *(0x10000000, 0x20000000, 0x40000000),
 )
-# Sockets to anything but this machine's namespaces: AF_VSOCK, say, leads out of any of them.
+# Allowed socket families. Others leave the network namespace, AF_VSOCK for example.
 _FAMILIES: Final = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 _FAMILIES_END: Final = 17
-# What one process does to another of its user: (its place among the arguments) of calls that are
-# not to be made on a sandbox's first process, from which all calls come.
+# Calls that act on another process of the same user, with the index of its id among the arguments:
+# denied on a sandbox's first process, from which all calls come.
 _ON_OTHERS: Final = {
     "prlimit64": 0,
     "sched_setaffinity": 0,
@@ -57,9 +57,9 @@ _ON_OTHERS: Final = {
     "ioprio_set": 1,
 }
 _FIRST: Final = 1
-# And on all processes of a user: PRIO_USER, IOPRIO_WHO_USER.
+# Calls that can act on all processes of a user: PRIO_USER, IOPRIO_WHO_USER.
 _ON_USERS: Final = {"setpriority": 2, "ioprio_set": 3}
-# Input typed into whatever terminal there is.
+# Requests that put input into a terminal.
 _TERMINAL: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 
 _ALLOW: Final = 0x7FFF0000
@@ -81,7 +81,8 @@ class _Comparison(ctypes.Structure):
 
 @functools.cache
 def filter_path() -> str | None:
-    """A file that holds the filter, for as long as this process lives; None without libseccomp."""
+    """Path of a file with the filter, which lives as long as this process; None without libseccomp,
+    which is logged."""
     try:
         program = compile_filter()
     except OSError as error:
@@ -116,7 +117,7 @@ def compile_filter() -> bytes:
         done = library.seccomp_rule_add_array(
             context, _ERRNO | error, number, int(bool(comparison)), rule
         )
-        # A call that this architecture has not got cannot be made, either.
+        # A call that this architecture does not have cannot be made anyway.
         if done not in (0, -errno.EDOM, -errno.EFAULT):
             raise OSError(-done, f"a rule for {name}")
 
@@ -125,7 +126,7 @@ def compile_filter() -> bytes:
             deny(name)
         for flag in _NAMESPACES:
             deny("clone", 0, _MASKED, flag, flag)
-        # Its flags are in memory, where no filter looks: libraries fall back to clone.
+        # A filter cannot read its flags, which are in memory; libraries fall back to clone.
         deny("clone3", error=errno.ENOSYS)
         for family in set(range(_FAMILIES_END)) - set(_FAMILIES):
             deny("socket", 0, _EQ, family, 0)

@@ -1,11 +1,11 @@
-"""What runs as the first process of a sandbox: one call at a time, each in a child of its own.
+"""The first process of a sandbox: runs one call at a time, each in a child process of its own.
 
-Between two calls only this process and files are left: what a call had started is ended before its
-answer is told, so that nothing of an earlier call can look into a later one, change its answer or
-race with it for a file. Neither this process nor the one that runs a function can be looked into by
-what that starts (memory, open files), although it is of the same user.
+Between two calls only this process and files are left: what a call had started is killed before its
+answer is sent, so that nothing of an earlier call can look into a later one, change its answer or
+race with it for a file. What a function starts can look neither into this process nor into that of
+the function (memory, open files), although it is of the same user.
 
-Standard library only, and run as a file, or from text where a container cannot see this one. It
+Standard library only, and run as a file, or from text where a container cannot see the file. It
 reads frames (four bytes of length, JSON) from standard input:
 
     {"id": 1, "call": "ready"}
@@ -38,19 +38,19 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 WORK: Final = "/tmp/work"
-# Of calls; what this process imports finds no files there that a call could have written.
+# Home directory of calls; this process has none, so that it imports nothing that a call wrote.
 HOME: Final = "/tmp"
 
 _HEADER: Final = struct.Struct(">I")
 _READ_BYTES: Final = 1 << 16
 _OUTPUT_BYTES: Final = 16 << 10
-# An answer is a result of at most 16 MiB, or a short account.
+# An answer is a result of at most 16 MiB, or an error.
 _ANSWER_BYTES: Final = 20 << 20
-# How long what a call has started may take to be gone once it is killed; then the sandbox goes.
+# How long killed processes may take to end; then the whole sandbox ends.
 _END_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 1.0
 _PR_SET_DUMPABLE: Final = 4
-# Of calls, before the supervisor, where memory runs out.
+# Of calls: the kernel kills them before the supervisor where memory runs out.
 _OOM_SCORE: Final = "500"
 
 # Its exit status when something in the sandbox cannot be ended.
@@ -61,7 +61,7 @@ NO_ROOM: Final = "no_room"
 
 
 class ChildCall:
-    """One child: its answer and its output as far as they have come."""
+    """The child process of a call, and what has been read of its answer and output."""
 
     def __init__(self, call_id: int, pid: int, answer: int, output: int) -> None:
         self.call_id, self.pid = call_id, pid
@@ -69,7 +69,7 @@ class ChildCall:
         self.answer, self.output = bytearray(), bytearray()
 
     def complete(self) -> bytes | None:
-        """The answer's JSON, when all of it is there."""
+        """The answer's JSON once all of it has been read, else None."""
         if len(self.answer) < _HEADER.size:
             return None
         (size,) = _HEADER.unpack(self.answer[: _HEADER.size])
@@ -78,18 +78,18 @@ class ChildCall:
 
 
 class SandboxSupervisor:
-    """Frames in, children, frames out; one thread."""
+    """Reads requests, runs them in child processes, and writes the answers; single-threaded."""
 
     def __init__(self, worker: types.ModuleType) -> None:
         self._worker = worker
         self._select = selectors.DefaultSelector()
-        self._questions, self._answers = os.dup(0), os.dup(1)
+        self._requests, self._answers = os.dup(0), os.dup(1)
         nothing = os.open(os.devnull, os.O_RDWR)
-        # What an imported module reads or prints gets between no frames.
+        # Imported modules can neither read nor write between the frames.
         os.dup2(nothing, 0)
         os.dup2(2, 1)
         self._buffer = bytearray()
-        # The call that runs, and those of its files that are still open.
+        # The call that runs, and its descriptors that are still open.
         self._call: ChildCall | None = None
         self._open: set[int] = set()
         self._awake, self._waker = os.pipe()
@@ -101,13 +101,13 @@ class SandboxSupervisor:
         _dumpable(False)
 
     def serve(self) -> None:
-        """Until standard input ends."""
+        """Serve requests until standard input ends."""
         os.makedirs(WORK, exist_ok=True)
-        self._select.register(self._questions, selectors.EVENT_READ)
+        self._select.register(self._requests, selectors.EVENT_READ)
         self._select.register(self._awake, selectors.EVENT_READ)
         while True:
             for key, _ in self._select.select():
-                if key.fd == self._questions:
+                if key.fd == self._requests:
                     if not self._receive():
                         return
                 elif key.fd == self._awake:
@@ -119,7 +119,7 @@ class SandboxSupervisor:
             self._reap()
 
     def _receive(self) -> bool:
-        part = os.read(self._questions, _READ_BYTES)
+        part = os.read(self._requests, _READ_BYTES)
         self._buffer += part
         while len(self._buffer) >= _HEADER.size:
             (size,) = _HEADER.unpack(self._buffer[: _HEADER.size])
@@ -139,22 +139,22 @@ class SandboxSupervisor:
                 self._died(self._call, -signal.SIGKILL)
         elif what == "invoke":
             if self._call is not None:
-                self._say(call_id, [NO_ROOM, "another call runs in the sandbox", ""])
+                self._answer(call_id, [NO_ROOM, "another call runs in the sandbox", ""])
                 return
             try:
                 self._invoke(call_id, frame)
             except OSError as error:  # processes or files have run out
-                self._say(call_id, [NO_ROOM, f"no process could be started: {error}", ""])
+                self._answer(call_id, [NO_ROOM, f"no process could be started: {error}", ""])
         else:
             with self._watched():
                 answer = list(getattr(self._worker, what)(**frame))
-            self._say(call_id, answer)
+            self._answer(call_id, answer)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """An import may hang, and who would end it be gone: look now and then."""
+        """While an import runs, exit as soon as standard input ends: an import may hang."""
         asked = select.poll()
-        asked.register(self._questions, select.POLLIN)
+        asked.register(self._requests, select.POLLIN)
 
         def look(*_: object) -> None:
             if any(event & select.POLLHUP for _, event in asked.poll(0)):
@@ -198,16 +198,16 @@ class SandboxSupervisor:
             os.setsid()
             os.dup2(output, 1)
             os.dup2(output, 2)
-            # Nothing of the supervisor's.
-            for descriptor in (self._questions, self._answers, self._awake, self._waker):
+            # Close the descriptors of the supervisor.
+            for descriptor in (self._requests, self._answers, self._awake, self._waker):
                 os.close(descriptor)
             self._select.close()
             os.environ["HOME"] = HOME
-            _dumpable(True)  # its own files in /proc are its own only so long
+            _dumpable(True)  # else its own files in /proc are not writable
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
                 score.write(_OOM_SCORE)
-            # What the function starts may be a model's: it reaches neither the function's memory
-            # nor the file that the answer is written to.
+            # Model-written code that the function starts reaches neither the function's memory nor
+            # the file that the answer is written to.
             _dumpable(False)
             os.makedirs(WORK, exist_ok=True)
             os.chdir(WORK)
@@ -222,7 +222,7 @@ class SandboxSupervisor:
             os._exit(0)
 
     def _read(self, descriptor: int) -> bool:
-        """Take what is there; False when that was nothing."""
+        """Read what is available from `descriptor`; False if that was nothing."""
         call = self._call
         if call is None or descriptor not in self._open:
             return False
@@ -245,7 +245,7 @@ class SandboxSupervisor:
         return bool(part)
 
     def _reap(self) -> None:
-        """Answer for a call that died, and bury whoever has nobody else."""
+        """Wait for ended children; report a call whose process died without an answer."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -257,7 +257,7 @@ class SandboxSupervisor:
                 self._died(self._call, os.waitstatus_to_exitcode(status))
 
     def _died(self, call: ChildCall, status: int) -> None:
-        while self._call is call and self._read(call.answer_fd):  # what it wrote before
+        while self._call is call and self._read(call.answer_fd):  # what it wrote before it died
             pass
         if self._call is not call:
             return
@@ -268,7 +268,7 @@ class SandboxSupervisor:
         self._end(call, json.dumps([DIED, f"the call's process {how}", ""]).encode())
 
     def _end(self, call: ChildCall, body: bytes) -> None:
-        """Nothing of a call is left; then its answer is told."""
+        """Kill all that is left of a call, then send its answer."""
         _end_all()
         while self._read(call.output_fd):
             pass
@@ -280,9 +280,9 @@ class SandboxSupervisor:
             answer = json.loads(body)
         if not (isinstance(answer, list) and [type(field) for field in answer] == [str] * 3):
             answer = [DIED, "the call wrote what is no answer", ""]
-        self._say(call.call_id, answer, text)
+        self._answer(call.call_id, answer, text)
 
-    def _say(self, call_id: int, answer: list[Any], output: str = "") -> None:
+    def _answer(self, call_id: int, answer: list[Any], output: str = "") -> None:
         body = json.dumps({"id": call_id, "answer": answer, "output": output}).encode()
         view = memoryview(_HEADER.pack(len(body)) + body)
         while view:
@@ -296,8 +296,8 @@ class SandboxSupervisor:
 
 
 def _end_all() -> None:
-    """End and bury every process of the sandbox but this one, whatever session it is in; where one
-    does not go, this one goes, and with the first process all others."""
+    """Kill and wait for every process of the sandbox but this one, whatever session it is in. If
+    one does not end, exit: with its first process all others of a sandbox end."""
     deadline = time.monotonic() + _END_SECONDS
     while True:
         with contextlib.suppress(ProcessLookupError):
@@ -313,19 +313,19 @@ def _end_all() -> None:
 
 
 def _dumpable(may: bool) -> None:
-    """Whether others of this user may look into this process: its memory, its files."""
+    """Set whether processes of this user may look into this one (memory, open files)."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(may), 0, 0, 0)
 
 
 def confine(limits: list[str]) -> None:
-    """Set `--{resource}={limit}` for good: nothing that runs here can raise one again."""
+    """Set the limits `--{resource}={limit}`, which nothing that runs here can raise again."""
     for limit in limits:
         name, _, value = limit.removeprefix("--").partition("=")
         resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (int(value), int(value)))
 
 
 def load(name: str, source: str, path: str) -> types.ModuleType:
-    """A module from its text."""
+    """Make a module from its source text."""
     module = types.ModuleType(name)
     module.__file__ = path
     sys.modules[name] = module
@@ -334,7 +334,7 @@ def load(name: str, source: str, path: str) -> types.ModuleType:
 
 
 class TextImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Imports modules from texts: their files are where calls could change them."""
+    """Imports modules from source texts: their files lie where calls could change them."""
 
     def __init__(self, root: str, texts: dict[str, str]) -> None:
         """`texts` by path relative to `root`, with "/"."""
@@ -343,7 +343,7 @@ class TextImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module's file, if there is one."""
+        """The spec of a module that is among the texts."""
         place = fullname.replace(".", "/")
         for file in (f"{place}/__init__.py", f"{place}.py"):
             if file in self._texts:
@@ -372,12 +372,12 @@ class TextImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 def main(
     worker_source: str, worker_path: str, limits: list[str], fed: TextImporter | None = None
 ) -> None:
-    """Serve with the worker's code, which knows how a function is called.
+    """Serve with the worker's code, which imports and calls functions.
 
-    Raises RuntimeError where this is not a sandbox's first process: it ends all others.
+    Raises RuntimeError where this is not the first process of a sandbox: it kills all others.
     """
     if os.getpid() != 1:
-        raise RuntimeError("the supervisor is the first process of its sandbox, or none")
+        raise RuntimeError("the supervisor must be the first process of its sandbox")
     os.environ["HOME"] = "/nonexistent"
     if fed is not None:
         sys.meta_path.insert(0, fed)

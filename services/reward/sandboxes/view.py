@@ -1,10 +1,10 @@
-"""Files and kernel interfaces of the host that confined code sees.
+"""The files and kernel interfaces of the host that confined code sees, as arguments of bubblewrap.
 
-Of a folder on the import path only what can be imported is shown: a project's folder holds more,
-secrets and a cluster's data (`runs/`) among it. What the services keep for themselves is hidden
-wherever it lies: Redis' files with their password, jobs, logs, weights, keys. Of /proc everything
-that belongs to the machine, and not to a process of the sandbox, is read-only or covered (the lists
-of the OCI runtime specification, and whatever else this kernel has there).
+Of a folder on the import path only what can be imported is shown: a project's folder also holds
+secrets and a cluster's data (`runs/`). The services' own files are hidden wherever they are: Redis'
+files with their password, jobs, logs, weights, keys. Entries of /proc that belong to the machine,
+and not to a process of the sandbox, are read-only or covered (the lists of the OCI runtime
+specification, and what else this kernel has there).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Final
 
-# What `private` mounts for each sandbox anew; nothing of the host's may cover it.
+# Mounted anew for each sandbox (`SandboxProfile`); nothing of the host's may cover it.
 PRIVATE: Final = ("/proc", "/dev", "/dev/shm", "/tmp")
-# Variables that say where services keep what is nobody else's.
+# Variables that name files and folders of the services.
 _KEPT: Final = (
     *("TROUPE_DATA_DIR", "TROUPE_TRANSFER_DIR", "TROUPE_TRANSFER_FALLBACK_DIR"),
     *("TROUPE_TLS_KEY", "TROUPE_SIMULATED_TRACE_DIR"),
 )
-# Where a service keeps its data that was not told (`services.chassis.settings`).
+# The default of TROUPE_DATA_DIR (`services.chassis.settings`).
 _DEFAULT_DATA_DIR: Final = "runs"
-# In every data directory of a cluster (`troupe.cluster.state`).
+# A file in every data directory of a cluster (`troupe.cluster.state`).
 _MARK: Final = ".troupe"
 
-# What programs find at the root of a Linux system, beside the interpreter's own folders.
+# Folders at the root of a Linux system that programs need.
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _CONFIGURATION: Final = (
     "/etc/ld.so.cache",
@@ -41,14 +41,14 @@ _CONFIGURATION: Final = (
 )
 _SUFFIXES: Final = tuple(importlib.machinery.all_suffixes())
 _INSTALLED: Final = ("site-packages", "dist-packages")
-# A folder with more modules is shown as a whole, its other files covered one by one: each mount
-# makes the next one slower.
+# A folder with more modules is shown as a whole, with its other files covered one by one: each
+# mount makes the next one slower.
 _MOST_MODULES: Final = 64
 # How deep, and among how many files, a folder without __init__.py is searched for modules.
 _DEPTH: Final = 3
 _MOST_SEARCHED: Final = 2000
 
-# What tells of the machine or of other users' processes and keys.
+# Entries of /proc with facts about the machine, or about other users' processes and keys.
 _COVERED: Final = frozenset(
     {
         *("acpi", "asound", "interrupts", "kallsyms", "kcore", "key-users", "keys", "kmsg"),
@@ -59,10 +59,8 @@ _COVERED: Final = frozenset(
 
 
 def kept() -> list[str]:
-    """Files and folders of the services that no confined code may read; absolute, links followed.
-
-    Those of this process's settings, whether they are there or not.
-    """
+    """Files and folders of the services that confined code must not read, by this process's
+    settings; absolute, links followed, whether they exist or not."""
     named = [value for name in _KEPT if (value := os.environ.get(name))]
     if not os.environ.get("TROUPE_DATA_DIR"):
         named.append(_DEFAULT_DATA_DIR)
@@ -70,19 +68,19 @@ def kept() -> list[str]:
 
 
 def imports() -> list[str]:
-    """The import path of this process, without what may not be shown at all: not /tmp itself, nor
-    the root, where the service was started there."""
-    private = [f"{place}/" for entry in PRIVATE for place in _places(entry)]
+    """The import path of this process, without entries that would cover private mounts: /tmp or the
+    root, if the service was started there."""
+    private = [f"{place}/" for entry in PRIVATE for place in _spellings(entry)]
 
     def covers(path: str) -> bool:
-        above = [place.rstrip("/") + "/" for place in _places(path)]
+        above = [place.rstrip("/") + "/" for place in _spellings(path)]
         return any(place.startswith(one) for place in private for one in above)
 
     return [path for path in sys.path if path and not covers(path)]
 
 
 def shown(entries: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Files and folders to show of `entries` of the import path, and what to cover below them."""
+    """Files and folders to show of `entries` of the import path, and those below to cover."""
     show: list[str] = []
     cover: list[str] = []
     whole = [sys.base_prefix, sys.prefix]
@@ -100,8 +98,8 @@ def shown(entries: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def root(paths: Sequence[str], entries: Sequence[str]) -> list[str]:
-    """bwrap's arguments for read-only views of what a Python program needs, and of nothing else:
-    the interpreter, the system's programs, `paths`, and `entries` of the import path."""
+    """bwrap's arguments for a read-only root with what a Python program needs and nothing else: the
+    interpreter, the system's programs, `paths`, and `entries` of the import path."""
     show, cover = shown(entries)
     binds: dict[str, list[str]] = {}
     for path in _SYSTEM:
@@ -112,11 +110,11 @@ def root(paths: Sequence[str], entries: Sequence[str]) -> list[str]:
     for path in _CONFIGURATION:
         binds[path] = ["--ro-bind-try", path, path]
     for entry in (sys.base_prefix, sys.prefix, *paths, *show):
-        for path in _places(entry):
+        for path in _spellings(entry):
             binds.setdefault(path, ["--ro-bind-try", path, path])
-    covers = {place for path in cover for place in _places(path)} - binds.keys()
+    covers = {place for path in cover for place in _spellings(path)} - binds.keys()
     covers |= set(_seen_through(binds, kept()))
-    # The outer before the inner. What is in a bind is seen already, in a cover it is not.
+    # Outer paths before inner ones. What is below a bind is visible, below a cover it is not.
     placed: dict[str, bool] = {}
     words: list[str] = []
     for path in sorted({*binds, *covers}, key=lambda path: (path.count(os.sep), path)):
@@ -133,22 +131,21 @@ def root(paths: Sequence[str], entries: Sequence[str]) -> list[str]:
 
 
 def _above(path: str) -> list[str]:
-    """The folders that a path is in, the nearest first."""
+    """The folders that contain a path, the nearest first."""
     return [str(folder) for folder in PurePath(path).parents]
 
 
 def _folders_above(binds: Iterable[str]) -> list[str]:
-    """Folders that lead to what is bound, open to the sandbox's user: bubblewrap would make them as
-    they are on the host, where root's home is root's alone."""
+    """bwrap's arguments for the folders above `binds`, open to the sandbox's user: bubblewrap would
+    give them the host's modes, and root's home is closed."""
     above = {folder for path in binds for folder in _above(path)}
     made = sorted(folder for folder in above if folder not in ("/", *PRIVATE))
     return [word for folder in made for word in ("--perms", "0755", "--dir", folder)]
 
 
 def without(paths: Iterable[str], hidden: Sequence[str], *, declared: bool = False) -> list[str]:
-    """`paths`, those with something of `hidden` below them replaced by what else is in them; for
-    who can only allow and not hide. `declared`: what lies in `hidden` itself was named, and stays.
-    """
+    """`paths`, each that contains something of `hidden` replaced by what else it contains, for
+    mechanisms that can only allow. `declared`: paths inside `hidden` were named, and stay."""
     found: list[str] = []
     ahead = [(path, declared) for path in paths]
     while ahead:
@@ -157,7 +154,7 @@ def without(paths: Iterable[str], hidden: Sequence[str], *, declared: bool = Fal
         if any(_within(one, real) and one != real for one in hidden):
             try:
                 names = os.listdir(real)
-            except OSError:  # what cannot be listed is not shown
+            except OSError:  # not shown, since it cannot be listed
                 continue
             ahead += [(os.path.join(real, name), False) for name in names]
         elif named or not any(_within(real, one) for one in hidden):
@@ -166,7 +163,8 @@ def without(paths: Iterable[str], hidden: Sequence[str], *, declared: bool = Fal
 
 
 def kernel() -> list[str]:
-    """bwrap's arguments that take away, after `--proc /proc`, what of it is the machine's."""
+    """bwrap's arguments after `--proc /proc` that cover the machine's entries or make them
+    read-only."""
     words: list[str] = []
     for name, what in _machine().items():
         path = f"/proc/{name}"
@@ -179,7 +177,7 @@ def kernel() -> list[str]:
 
 @functools.cache
 def _machine() -> Mapping[str, str]:
-    """Entries of /proc that are to be covered or read-only: "file" or "folder"."""
+    """Name of each entry of /proc to cover or to make read-only -> "file" or "folder"."""
     found: dict[str, str] = {}
     with os.scandir("/proc") as entries:
         for entry in entries:
@@ -197,8 +195,7 @@ def _machine() -> Mapping[str, str]:
 
 
 def _contents(folder: str) -> tuple[list[str], list[str]]:
-    """What can be imported from a folder, and what else is in it; nothing where it cannot be
-    read."""
+    """What can be imported from a folder, and what else it contains; empty if it cannot be read."""
     modules: list[str] = []
     others: list[str] = []
     try:
@@ -229,7 +226,7 @@ def _is_kept(path: str) -> bool:
 
 
 def _holds_modules(folder: str) -> bool:
-    """Whether there are modules in a folder, or in one not too deep in it."""
+    """Whether a folder contains modules, down to a limited depth."""
     left = _MOST_SEARCHED
     ahead = [(folder, 0)]
     while ahead:
@@ -260,7 +257,7 @@ def _installed(entry: str, whole: Sequence[str]) -> bool:
 
 
 def _seen_through(binds: Iterable[str], hidden: Sequence[str]) -> Iterator[str]:
-    """At which paths of a sandbox with these binds something of `hidden` would be seen."""
+    """The paths in a sandbox with these binds at which something of `hidden` would be visible."""
     for bound in binds:
         real = os.path.realpath(bound)
         for one in hidden:
@@ -269,7 +266,7 @@ def _seen_through(binds: Iterable[str], hidden: Sequence[str]) -> Iterator[str]:
 
 
 def _covered(path: str) -> list[str]:
-    """An empty folder, to be made read-only later, or nothing, in the place of what is there."""
+    """bwrap's arguments that cover a folder by an empty one, or a file by an empty one."""
     if os.path.isdir(path):
         return ["--tmpfs", path]
     return _blind(path) if os.path.exists(path) else []
@@ -283,6 +280,6 @@ def _within(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def _places(path: str) -> set[str]:
-    """Where it is, and where links lead to; POSIX lets a path begin with two slashes."""
+def _spellings(path: str) -> set[str]:
+    """The absolute path, and that with links followed, each with a single leading slash."""
     return {"/" + place(path).lstrip("/") for place in (os.path.abspath, os.path.realpath)}
