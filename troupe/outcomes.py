@@ -1,12 +1,9 @@
-"""Outcomes of user code: whatever it returns or raises, as text, numbers and JSON.
+"""Converts what user code returns or raises to text, numbers and JSON, safely.
 
-Workflows, tasks, environments, tools, rewards and metric sinks are code of others. What they return
-may raise when it is looked at, and what they say may be no text that protobuf or UTF-8 can carry.
-Services touch such values through this module only: nothing here raises anything but its own
-`ValueError`s. `troupe.user_code` calls the code itself.
-
-Standard library only, and light: the worker process of the reward service loads this file by its
-path, without the package around it, in a container with whatever Python 3 its image has.
+Workflows, environments, tools, rewards and metric sinks are user code. A value that they return may
+raise when it is inspected, and its text may be none that protobuf or UTF-8 can carry. Services
+inspect such values only by this module, which raises nothing but its own `ValueError`s.
+`troupe.user_code` calls the code itself. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,44 +19,43 @@ from itertools import accumulate
 from typing import Any, Final
 
 TEXT_CHARS: Final = 2000
-"""Of what an exception or a value says of itself."""
+"""Characters of the text of an exception or a value."""
 TRACEBACK_LINES: Final = 30
 TRACEBACK_CHARS: Final = 16 * 2**10
 JSON_DEPTH: Final = 200
-"""Containers in containers. Serializers give up at different depths (pydantic at 255, `json` near
-1000, less the caller's stack); below this one all of them work."""
+"""Nesting of lists and dicts. Serializers give up at different depths (pydantic at 255, `json` near
+1000, less the caller's stack); up to this one all of them work."""
 
-# What the fields say of themselves, whatever a subclass or a metaclass makes of them.
+# Accessors that no subclass or metaclass can override.
 _NAME: Final = type.__dict__["__name__"].__get__
 _GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", None)
-# Errors of a group that are described; a group of any depth has a first one.
+# Members of an exception group that are described.
 _SHOWN_MEMBERS: Final = 5
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
-# A string, also one without an end: at every quote there is a match, so the time is linear.
+# A JSON string, also an unterminated one: every quote starts a match, so the time is linear.
 _STRING: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _OPENS: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _OTHERS: Final = bytes(set(range(256)) - _OPENS.keys())
 
 
 class NotFiniteError(ValueError):
-    """A value that is no finite number."""
+    """The value is no finite number."""
 
 
 class NotJsonError(ValueError):
-    """A value, or a text, that is not JSON."""
+    """The value or text is not JSON."""
 
 
 class Interruption(BaseException):
-    """Raised by Troupe itself inside of user code that blocks or that a person has interrupted.
-    Whatever contains what user code raises lets it through."""
+    """Raised by Troupe inside user code that blocks, or that a person interrupts; it passes through
+    all that contains exceptions of user code."""
 
 
 # Texts.
 
 
 def utf8_text(text: str) -> str:
-    """`text` as UTF-8 can encode it: two halves of a surrogate pair are joined, a half alone
-    becomes U+FFFD. Text without halves is returned as it is."""
+    """`text` as UTF-8 can encode it: surrogate pairs are joined, lone surrogates become U+FFFD."""
     text = str.__str__(text)  # of a subclass, its characters
     try:
         text.encode()
@@ -69,8 +65,8 @@ def utf8_text(text: str) -> str:
 
 
 def safe_text(value: object, limit: int = TEXT_CHARS) -> str:
-    """What a value says of itself, as text that protobuf, JSON, Redis and logs take: UTF-8 without
-    NUL, of at most `limit` characters. Of a value that cannot say anything, its type."""
+    """`str(value)` as text that protobuf, JSON, Redis and logs take: UTF-8 without NUL, of at most
+    `limit` characters; the type's name if `str` raises."""
     kind = type(value)
     try:
         if issubclass(kind, str):
@@ -80,21 +76,21 @@ def safe_text(value: object, limit: int = TEXT_CHARS) -> str:
         else:
             text = str.__str__(str(value))
     except BaseException:
-        text = _unsayable(value)
+        text = _fallback_text(value)
     return _clipped(text, limit)
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A value as Python writes it, for messages; as safe and as bounded as `safe_text`."""
+    """`repr(value)` for messages, as safe and bounded as `safe_text`."""
     try:
         text = str.__str__(_bounded_repr(limit).repr(value))
     except BaseException:
-        text = _unsayable(value)
+        text = _fallback_text(value)
     return _clipped(text, limit)
 
 
 def described(error: BaseException, limit: int = TEXT_CHARS) -> str:
-    """An exception's type and what it says; of a group, those of its first members, too."""
+    """Type and message of an exception; of a group, with those of its first members."""
     kind = type_name(error)
     if not _is_group(error):
         said = safe_text(error, limit)
@@ -105,13 +101,12 @@ def described(error: BaseException, limit: int = TEXT_CHARS) -> str:
 
 
 def type_name(value: object) -> str:
-    """The name of the value's type."""
+    """The name of the type of `value`."""
     return _clipped(_NAME(type(value)), TEXT_CHARS)
 
 
 def traceback_text(error: BaseException, hidden: str = "") -> str:
-    """The last lines of a traceback, for the author of the code that raised; without the first
-    frames that are of the file `hidden`."""
+    """The last lines of a traceback, without leading frames of the file `hidden`."""
     frames = error.__traceback__
     while hidden and frames is not None and frames.tb_frame.f_code.co_filename == hidden:
         frames = frames.tb_next
@@ -124,7 +119,7 @@ def traceback_text(error: BaseException, hidden: str = "") -> str:
 
 
 def _leaves(error: BaseException, most: int) -> Iterator[BaseException]:
-    """The first members of a group that are no groups, however deep they lie."""
+    """The first `most` members of a group that are no groups themselves, at any depth."""
     pending = [error]
     while pending and most:
         one = pending.pop()
@@ -136,29 +131,28 @@ def _leaves(error: BaseException, most: int) -> Iterator[BaseException]:
 
 
 def _is_group(error: BaseException) -> bool:
-    # A container's image may have a Python that knows no groups.
     return _GROUP is not None and issubclass(type(error), _GROUP)
 
 
 def _bounded_repr(limit: int) -> reprlib.Repr:
     bounded = reprlib.Repr()
     bounded.maxlevel = 8
-    # Far enough for the end, not the middle, to be left out.
+    # Larger than `limit`, so that the clipping cuts the end and not `Repr` the middle.
     bounded.maxstring = bounded.maxother = bounded.maxlong = 4 * limit
     bounded.maxlist = bounded.maxtuple = bounded.maxdict = max(8, limit // 4)
     bounded.maxset = bounded.maxfrozenset = bounded.maxdeque = bounded.maxarray = bounded.maxlist
     return bounded
 
 
-def _unsayable(value: object) -> str:
+def _fallback_text(value: object) -> str:
     if type(value) is int:
         return f"a whole number of {value.bit_length():,} bits"
     return f"a {type_name(value)} that cannot be shown"
 
 
 def _clipped(text: str, limit: int) -> str:
-    """`text`, safe, and with an ellipsis where it was cut."""
-    # Cut before it is looked at: it may have any length.
+    """`text` as UTF-8 without NUL, cut to `limit` with an ellipsis."""
+    # Cut first: the text may have any length.
     text = utf8_text(text[: limit + 1]).replace("\0", "\N{SYMBOL FOR NULL}")
     return text if len(text) <= limit else text[: max(0, limit - 3)] + "..."
 
@@ -167,10 +161,7 @@ def _clipped(text: str, limit: int) -> str:
 
 
 def finite_number(value: object) -> float:
-    """`value` as a finite float: numbers, also of numpy and torch; no text.
-
-    Raises `NotFiniteError`, whatever the value raises.
-    """
+    """`value`, a number of Python, numpy or torch, as a finite float. Raises `NotFiniteError`."""
     kind, why = type(value), ""
     if not issubclass(kind, (str, bytes, bytearray)):
         try:
@@ -190,11 +181,11 @@ def json_text(
     most_bytes: int | None = None,
     depth: int = JSON_DEPTH,
 ) -> str:
-    """`value` as JSON, in ASCII unless it has halves of surrogate pairs, which are replaced as by
-    `utf8_text`. numpy and torch scalars and arrays are the numbers that they are.
+    """`value` as JSON; numpy and torch scalars and arrays as numbers. In ASCII, unless it has
+    surrogates, which are treated as by `utf8_text`.
 
-    Raises `NotJsonError`, whatever the value raises, also for NaN and infinities (unless
-    `allow_nan`), for more than `depth` containers in each other, and for more than `most_bytes`.
+    Raises `NotJsonError`, also for NaN and infinities (unless `allow_nan`), for a nesting of more
+    than `depth`, and for more than `most_bytes`.
     """
     try:
         text = json.dumps(value, allow_nan=allow_nan, default=_as_plain)
@@ -215,10 +206,10 @@ def json_text(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text that user code, or somebody outside, has written.
+    """The value of a JSON text from an untrusted writer.
 
-    Raises `NotJsonError` for everything that `json_text` would not have written: NaN and
-    infinities, numbers beyond a float, more than `JSON_DEPTH` containers in each other.
+    Raises `NotJsonError` for what `json_text` would not write: NaN and infinities, numbers beyond a
+    float, a nesting of more than `JSON_DEPTH`.
     """
     try:
         written = text.decode() if isinstance(text, bytes) else text
@@ -245,7 +236,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _depth(text: str) -> int:
-    """How deep containers lie in each other in a JSON text; in time linear in its length."""
+    """Nesting of lists and dicts in a JSON text; 0 if small. Linear in its length."""
     if text.count("[") + text.count("{") <= JSON_DEPTH:
         return 0
     brackets = _STRING.sub("", text).encode(errors="replace").translate(None, _OTHERS)

@@ -1,10 +1,9 @@
-"""Calls of user code from services: whatever it raises, it ends neither a thread's caller nor the
-event loop nor the process, and the caller's wait for it can be bounded.
+"""Calls user code from services, so that nothing it raises ends a task, the event loop or the
+process, and so that waiting for it can be bounded.
 
-`SystemExit` and `KeyboardInterrupt` that are raised in a task end its event loop, `CancelledError`
-is taken for a cancellation by a service, and a `StopIteration` in a future is never heard of. User
-code may raise any of them, alone or in groups. Here they become a `UserCodeExit`, which is an
-`Exception` like every other fault.
+In a task, `SystemExit` and `KeyboardInterrupt` end the event loop and `CancelledError` looks like a
+cancellation by the service; in a future, `StopIteration` is lost. User code may raise any of them,
+alone or in groups. Here they become a `UserCodeExit`, which is an `Exception` like other faults.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from troupe.outcomes import Interruption, described
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Subclasses of Exception that event loops, futures and generators take for something else; and what
-# is caught as one of the first three whatever else it is.
+# Exceptions to which event loops, futures and generators give another meaning.
 _MISREAD: Final = (
     SystemExit,
     KeyboardInterrupt,
@@ -38,8 +36,8 @@ _MISREAD: Final = (
 
 
 class UserCodeExit(RuntimeError):
-    """User code raised what ends threads, tasks or processes: SystemExit, KeyboardInterrupt,
-    GeneratorExit, a cancellation of nobody's, or a group with one of these."""
+    """User code raised what would end a thread, task or process: SystemExit, KeyboardInterrupt,
+    GeneratorExit, a cancellation without a canceller, or a group with one of these."""
 
     def __init__(self, raised: BaseException) -> None:
         super().__init__(described(raised))
@@ -47,12 +45,12 @@ class UserCodeExit(RuntimeError):
 
 
 class UserCodeTimeout(Exception):
-    """User code did not end in time, and was left behind in its thread."""
+    """User code did not end in time; it still runs in its thread."""
 
 
 def as_exception(error: BaseException) -> Exception:
-    """What may be raised in a service in place of `error`, which user code raised: itself, unless
-    that would end a thread, a task, an event loop or a process, or be taken for a cancellation."""
+    """`error`, which user code raised, if a service may raise it; a `UserCodeExit` if it would end
+    a thread, task, event loop or process, or look like a cancellation."""
     if _passes(error):
         return error  # type: ignore[return-value]
     replacement = UserCodeExit(error)
@@ -65,8 +63,7 @@ def _passes(error: BaseException) -> bool:
 
 
 def call_contained(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function(*args, **kwargs)`, which is user code. Raises nothing but what is an `Exception`
-    (`as_exception`), or is an `Interruption` of Troupe's own."""
+    """Call user code. Raises only `Exception` (see `as_exception`) and Troupe's `Interruption`."""
     try:
         return function(*args, **kwargs)
     except Interruption:
@@ -78,8 +75,8 @@ def call_contained(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwarg
 
 
 async def await_contained(awaitable: Awaitable[T]) -> T:
-    """The result of a user's awaitable. Raises nothing but what is an `Exception`, and
-    `CancelledError` where the calling task is being cancelled."""
+    """Await user code. Raises only `Exception` and Troupe's `Interruption`, and `CancelledError`
+    when the calling task is being cancelled."""
     try:
         return await awaitable
     except asyncio.CancelledError as error:
@@ -97,8 +94,8 @@ async def await_contained(awaitable: Awaitable[T]) -> T:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C ends what runs inside, user code that catches whatever it raises itself included.
-    Raises KeyboardInterrupt then. For programs that call user code in their main thread."""
+    """While this is active, Ctrl-C interrupts even user code that catches its own exceptions, and
+    raises KeyboardInterrupt. For programs that call user code in their main thread."""
     handler = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or handler is not signal.default_int_handler:
@@ -120,16 +117,14 @@ def interruptible() -> Iterator[None]:
 async def call_in_thread(
     function: Callable[..., T], /, *args: Any, seconds: float | None = None
 ) -> T:
-    """`function(*args)`, which is user code that may block, in a thread of its own that
-    keeps no process alive.
+    """Call user code that may block, in a daemon thread of its own.
 
-    Raises nothing but what is an `Exception` (`as_exception`), and `UserCodeTimeout` when it has
-    not ended after `seconds`. A thread cannot be ended: one that is late, or whose caller was
-    cancelled, is left behind.
+    Raises only `Exception` (see `as_exception`), and `UserCodeTimeout` after `seconds`. A thread
+    cannot be ended: one that is late, or whose caller was cancelled, runs on.
     """
     context = contextvars.copy_context()
     call = asyncio.wrap_future(_started(lambda: context.run(function, *args)))
-    # What it raises concerns nobody once its caller has left: asking marks it as seen.
+    # Marks its exception as seen: the caller may have left.
     call.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait({call}, timeout=seconds)
@@ -138,11 +133,11 @@ async def call_in_thread(
         return call.result()
     finally:
         call.cancel()
-        del call  # what it raised keeps this frame, which is not to keep it
+        del call  # its exception refers to this frame: break the cycle
 
 
 def call_within(function: Callable[..., T], /, *args: Any, seconds: float) -> T:
-    """As `call_in_thread`, for a caller in a thread of its own: blocking."""
+    """`call_in_thread` for a caller that may block."""
     call = _started(lambda: function(*args))
     concurrent.futures.wait([call], timeout=seconds)
     if not call.done():
@@ -151,13 +146,12 @@ def call_within(function: Callable[..., T], /, *args: Any, seconds: float) -> T:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """An executor for `loop.set_default_executor`, which insists on this base class; it pools
-    nothing.
+    """An executor that runs each call in a daemon thread of its own, for
+    `loop.set_default_executor`, which demands this base class.
 
-    What runs in a thread may never return. In a pool each such call would take a thread from
-    everybody for good, and at last the process would wait for it instead of ending. Exceptions are
-    contained (`as_exception`): SystemExit, raised where the result is awaited, would end the event
-    loop.
+    A call may never return: in a pool it would occupy a thread for good, and the process would wait
+    for it at its end. Exceptions are contained (`as_exception`): SystemExit, raised where the
+    result is awaited, would end the event loop.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -165,11 +159,11 @@ class DaemonThreads(ThreadPoolExecutor):
         return _started(lambda: fn(*args, **kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """The threads end with their calls, or with the process."""
+        """Nothing to do: threads end with their calls, or with the process."""
 
 
 def _started(call: Callable[[], T]) -> Future[T]:
-    """`call` in a daemon thread of its own."""
+    """A future of `call`, which runs in a daemon thread of its own."""
     future: Future[T] = Future()
 
     def run() -> None:

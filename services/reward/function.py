@@ -28,10 +28,10 @@ from services.reward.sandbox import (
     PROCESS,
     SandboxProfile,
     find_bubblewrap,
+    find_engine,
     unprivileged_user,
 )
 from services.reward.sandboxes import landlock
-from services.reward.sandboxes.container import find_engine
 from troupe.functions.costs import costs_of
 from troupe.functions.validation import Refuse, check_costs
 from troupe.outcomes import NotJsonError, parse_json

@@ -32,8 +32,7 @@ from services.reward.groups import (
 )
 from services.reward.queues import CORES, OWN_HOST, WORKERS
 from services.reward.resources import MEMORY, PLENTY, SANDBOX, HostResources
-from services.reward.sandbox import CONTAINER, LEVELS, PROCESS, SandboxProfile
-from services.reward.sandboxes.container import find_engine
+from services.reward.sandbox import CONTAINER, LEVELS, PROCESS, SandboxProfile, find_engine
 from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
 from services.reward.sandboxes.seccomp import filter_path
 from services.reward.settings import RewardSettings

@@ -77,6 +77,8 @@ PROCESS: Final = "process"
 BUBBLEWRAP: Final = "bubblewrap"
 CONTAINER: Final = "container"
 LEVELS: Final = (PROCESS, BUBBLEWRAP, CONTAINER)
+# Programs that run containers.
+_ENGINES: Final = ("docker", "podman")
 
 # The path of uploaded source in a sandbox, which must not see the folder around it.
 SOURCE: Final = "/source"
@@ -283,6 +285,21 @@ def find_setpriv() -> str:
             "Install it (the package `util-linux`), or start the service as an unprivileged user.",
         )
     return found
+
+
+def find_engine() -> str:
+    """Path of docker or podman. Raises FailedPrecondition of kind "no_sandbox"."""
+    for name in _ENGINES:
+        if found := shutil.which(name):
+            return found
+    raise FailedPrecondition(
+        "neither docker nor podman is installed where the reward service runs",
+        kind="no_sandbox",
+        field="function.sandbox",
+        value=CONTAINER,
+        remedy="Install one and let the service use its engine (DOCKER_HOST), or declare "
+        "`sandbox: bubblewrap`.",
+    )
 
 
 def _no_sandbox(message: str, remedy: str) -> FailedPrecondition:

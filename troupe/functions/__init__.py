@@ -1,6 +1,6 @@
-"""Rewards and tools as users write them: plain functions that say what their calls cost.
+"""Rewards and tools as users write them: plain functions that declare what their calls cost.
 
-Importing this package is cheap, for it happens whenever a sandbox starts.
+Importing this package is cheap: every sandbox does when it starts.
 """
 
 from troupe.functions.declaration import Declaration, DeclarationError, declaration_of, reward, tool

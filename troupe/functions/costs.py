@@ -1,4 +1,4 @@
-"""What a call takes where nobody says otherwise, and a function's costs as the wire has them."""
+"""Costs of functions: their defaults, and their form in a protobuf `FunctionSpec`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "disk_mib": 256,
     }
 )
-"""What is not named here is absent on the wire: none, or as the service is set."""
+"""Costs without a default here are absent on the wire: none, or the reward service's setting."""
 
 
 def to_spec(
@@ -35,7 +35,7 @@ def to_spec(
     description: str = "",
     parameters: Mapping[str, Any] | None = None,
 ) -> pb.FunctionSpec:
-    """A function as the reward service registers it: `costs` go before what it `declared`."""
+    """The message that registers a function; `costs` override what it `declared`."""
     return pb.FunctionSpec(
         name=name,
         version=version,
@@ -59,7 +59,7 @@ def _schema(parameters: Mapping[str, Any]) -> str:
 
 
 def schema_of(spec: pb.FunctionSpec) -> dict[str, Any]:
-    """The JSON schema of a function's arguments; empty where what was registered is none."""
+    """The JSON schema of a function's arguments; empty where the registered text is none."""
     try:
         found = parse_json(spec.parameters_json or "{}")
     except NotJsonError:
@@ -68,7 +68,7 @@ def schema_of(spec: pb.FunctionSpec) -> dict[str, Any]:
 
 
 def costs_of(spec: pb.FunctionSpec) -> dict[str, Any]:
-    """The costs on the wire by their names: those that are set."""
+    """The costs that are set in a message, by name."""
     own = ("name", "version", "entrypoint", "kind", "description", "parameters_json")
     return {
         field.name: _plain(field, value)

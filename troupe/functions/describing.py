@@ -1,8 +1,8 @@
-"""What the functions of a module declare, found by importing it in an interpreter of its own.
+"""Finds what the functions of a module declare, by importing it in an interpreter of its own.
 
-Whoever asks is unharmed by what the import does, and keeps nothing of a module that is edited next.
-`describe` is itself a function that the reward service runs: what a job's entrypoint declares is
-asked where it can be imported.
+So the import cannot harm the caller, and a module that is edited later is read anew. `describe` is
+itself a function that the reward service runs: a job's entrypoint is described where it can be
+imported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ IMPORT_SECONDS: Final = 60.0
 
 
 class DescribeError(Exception):
-    """A module that does not import, or holds nothing by that name; the text says which."""
+    """A module cannot be imported, or has no such function; the text says why."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """One function: what it declared, or an empty `kind` where it declared nothing."""
+    """The declaration of one function; `kind` is empty if it declares nothing."""
 
     entrypoint: str
     kind: str = ""
@@ -43,22 +43,20 @@ class Described:
 
 
 def describe(entrypoint: str) -> dict[str, Any]:
-    """What "package.module:attribute" declares, as a dict of `Described`.
-
-    Raises `DescribeError`.
-    """
+    """The declaration of "package.module:attribute" as a dict of the fields of `Described`. Raises
+    `DescribeError`."""
     return asdict(described(entrypoint)[0])
 
 
 def described(target: str, path: str | None = None) -> list[Described]:
-    """What "package.module:attribute", or every function that a module declares, says of itself.
+    """The declaration of "package.module:attribute", or those of all functions of a module.
 
     `path` is a directory to import from before all others. Raises `DescribeError`.
     """
     command = [sys.executable, "-P", "-m", __name__, target]
     folders = [folder for folder in (path, *sys.path) if folder]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    # What it prints while it is imported is not the answer: that has a file of its own.
+    # The answer has a file of its own: the module may print while it is imported.
     with tempfile.TemporaryFile() as answer:
         try:
             ended = subprocess.run(
@@ -107,7 +105,7 @@ def _functions(target: str) -> Iterator[Described]:
     nothing = True
     for name, value in vars(module).items():
         declared = declaration_of(value)
-        # What it imported from elsewhere is deployed from there.
+        # A function imported from another module belongs to that one.
         if declared is not None and getattr(value, "__module__", module_name) == module_name:
             nothing = False
             yield _describe(f"{module_name}:{name}", value)
@@ -137,5 +135,5 @@ if __name__ == "__main__":
     with os.fdopen(int(sys.argv[2]), "w") as sending:
         json.dump(_answer(sys.argv[1]), sending)
         sending.flush()
-        # Threads that the module started keep nobody waiting.
+        # Do not wait for threads that the module started.
         os._exit(0)

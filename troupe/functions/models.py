@@ -1,4 +1,4 @@
-"""The model that a call of a function finds on devices (`model_service`)."""
+"""Calls of the model that a function declares as `model_service`, from inside the function."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _VARIABLE: Final = "TROUPE_MODEL_URL"
 
 
 def model_url() -> str:
-    """Where the model is called. SGLang's has OpenAI's API below `/v1`, one of a torch entrypoint
-    its methods at `/call` (`ask_model`). Raises RuntimeError where the function declares none."""
+    """The URL of the model. A model of SGLang has OpenAI's API below `/v1`, one of a torch
+    entrypoint its methods at `/call` (`ask_model`). Raises RuntimeError without `model_service`."""
     url = os.environ.get(_VARIABLE)
     if not url:
         raise RuntimeError(
@@ -23,9 +23,9 @@ def model_url() -> str:
 
 
 def ask_model(method: str, timeout: float = 60.0, **arguments: Any) -> Any:
-    """What a method of the model's object returns. Raises RuntimeError with the model's own error,
-    and httpx' errors where it does not answer within `timeout` seconds."""
-    # A proxy meant for the outside world must not get between us and our models.
+    """The result of a method of the model's object. Raises RuntimeError with the model's error, and
+    errors of httpx where it does not answer within `timeout` seconds."""
+    # Models are local: no proxy.
     with httpx.Client(trust_env=False, timeout=timeout) as http:
         reply = http.post(f"{model_url()}/call", json={"method": method, "arguments": arguments})
     body = reply.json()

@@ -9,7 +9,6 @@ import asyncio
 import base64
 import json
 import os
-import shutil
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,12 +16,10 @@ from typing import Final
 
 from services.reward import worker
 from services.reward.groups import BASE_MIB, CoreLease
-from services.reward.sandbox import CONTAINER, HANDED_OUT, SandboxProfile
+from services.reward.sandbox import HANDED_OUT, SandboxProfile, find_engine
 from services.reward.sandboxes import supervisor
 from services.reward.sandboxes.sandbox import SandboxBackend
-from troupe.rpc import FailedPrecondition
 
-ENGINES: Final = ("docker", "podman")
 _COMMAND_SECONDS: Final = 30.0
 _USER: Final = "65534:65534"
 
@@ -128,21 +125,6 @@ def _first_input(limits: Mapping[str, int], source: str) -> bytes:
         }
     ).encode()
     return struct.pack(">I", len(body)) + body
-
-
-def find_engine() -> str:
-    """Path of docker or podman. Raises FailedPrecondition of kind "no_sandbox"."""
-    for name in ENGINES:
-        if found := shutil.which(name):
-            return found
-    raise FailedPrecondition(
-        "neither docker nor podman is installed where the reward service runs",
-        kind="no_sandbox",
-        field="function.sandbox",
-        value=CONTAINER,
-        remedy="Install one and let the service use its engine (DOCKER_HOST), or declare "
-        "`sandbox: bubblewrap`.",
-    )
 
 
 async def _engine(*arguments: str) -> None:

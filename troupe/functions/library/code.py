@@ -1,15 +1,14 @@
-"""Tools of a coding agent: write files, run Python, run pytest.
+"""Tools of a coding agent: write and read files, run Python, run pytest.
 
-They work in the sandbox's working directory, which is the same for all calls of one trajectory.
-Nothing here is trusted with what a model wrote but the sandbox: outside of one each call has an
-empty folder of its own, and its limits are those of the process.
+They work in the sandbox's working directory, which all calls of one trajectory share. Only the
+sandbox confines model-written code: outside of one each call has an empty folder of its own, and
+the limits of its process.
 
-What earlier calls left behind has no part in a test run beside the code under test: `run_pytest`
-loads pytest and its plugins from where they are installed, and, where it is given `files`, takes
-fixtures and settings from those only; with `isolated` there is nothing but `files`. But a test
-report is written by the process in which the code under test runs: who scores with it should run
-tests that the model has not written, and know that code which sets out to lie about its own run
-can.
+Files of earlier calls do not affect a test run, except as the code under test: `run_pytest` loads
+pytest and its plugins from where they are installed, and takes fixtures and settings from `files`
+only, where these are given; with `isolated` there is nothing but `files`. But the report is written
+by the process that runs the code under test: score with tests that the model has not written, and
+know that code can forge the report of its own run.
 """
 
 from __future__ import annotations
@@ -31,13 +30,14 @@ from xml.etree import ElementTree
 
 from troupe.functions.declaration import tool
 
+# Failures in a report, characters of each, and bytes of a report file.
 _MOST_FAILURES: Final = 20
 _MOST_TEXT: Final = 2000
 _MOST_BYTES: Final = 16 << 20
 
 
 class PytestReport(TypedDict):
-    """Tests by how they ended; `failures` are {test, message} of the first that did not pass."""
+    """Numbers of tests by outcome; `failures`: {test, message} of the first that did not pass."""
 
     passed: int
     failed: int
@@ -47,7 +47,7 @@ class PytestReport(TypedDict):
 
 
 def read_report(path: Path) -> PytestReport:
-    """A JUnit XML file of pytest; all zero where there is none, or none that can be read."""
+    """The report in a JUnit XML file of pytest; all zero if it is missing or unreadable."""
     report: PytestReport = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0, "failures": []}
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -74,7 +74,7 @@ def read_report(path: Path) -> PytestReport:
 
 
 def merged(reports: Sequence[PytestReport]) -> PytestReport:
-    """The sum of several."""
+    """The sum of several reports."""
     return {
         "passed": sum(one["passed"] for one in reports),
         "failed": sum(one["failed"] for one in reports),
@@ -84,15 +84,15 @@ def merged(reports: Sequence[PytestReport]) -> PytestReport:
     }
 
 
-# Kept of each stream: so much of its beginning, and so much of its end.
+# Bytes that are kept of the beginning of a stream, and of its end.
 _KEPT: Final = 8 << 10
 _READ: Final = 64 << 10
-# What is still in the pipes when a program has ended; a child of its own may hold them open.
+# How long pipes are read after a program has ended: a child of it may hold them open.
 _LINGER_SECONDS: Final = 0.2
 
 
 @dataclass
-class Text:
+class StreamText:
     """The beginning and the end of a stream."""
 
     head: bytearray = field(default_factory=bytearray)
@@ -100,7 +100,7 @@ class Text:
     dropped: int = 0
 
     def add(self, part: bytes) -> None:
-        """What came next."""
+        """Append `part`."""
         room = _KEPT - len(self.head)
         self.head += part[:room]
         self.tail += part[room:]
@@ -115,8 +115,8 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a program ended: `status` is its exit status, negative for the signal that killed it."""
+class ProgramResult:
+    """The result of a program; `status`: exit status, or minus the signal that killed it."""
 
     status: int
     stdout: str
@@ -125,12 +125,12 @@ class Ended:
 
 
 class Program:
-    """One that runs, with its process group."""
+    """A running program, with its process group."""
 
     def __init__(
         self, command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str]
     ) -> None:
-        self.stdout, self.stderr = Text(), Text()
+        self.stdout, self.stderr = StreamText(), StreamText()
         self._input = memoryview(stdin.encode(errors="replace"))
         self.process = subprocess.Popen(
             command,
@@ -142,7 +142,7 @@ class Program:
         )
 
     def pipes(self, selector: selectors.BaseSelector) -> None:
-        """Have `selector` tell when there is something to read or room to write."""
+        """Register its pipes with `selector`; the data of each key is the function to call."""
         process = self.process
         assert process.stdin is not None
         for stream, text in ((process.stdout, self.stdout), (process.stderr, self.stderr)):
@@ -153,7 +153,7 @@ class Program:
         selector.register(process.stdin, selectors.EVENT_WRITE, self._write)
 
     def kill(self) -> None:
-        """End it with all of its group."""
+        """Kill it and its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -171,8 +171,8 @@ class Program:
         return bool(self._input)
 
 
-def run(programs: Sequence[Program], seconds: float) -> list[Ended]:
-    """Wait for all of them, `seconds` at most; then what still runs is killed."""
+def run(programs: Sequence[Program], seconds: float) -> list[ProgramResult]:
+    """Wait for `programs`; those that still run after `seconds` are killed."""
     deadline = time.monotonic() + seconds
     late: set[int] = set()
     linger = 0.0
@@ -198,19 +198,19 @@ def run(programs: Sequence[Program], seconds: float) -> list[Ended]:
     return [_ended(program, late) for program in programs]
 
 
-def _ended(program: Program, late: set[int]) -> Ended:
+def _ended(program: Program, late: set[int]) -> ProgramResult:
     process = program.process
-    program.kill()  # what it left behind in its group
+    program.kill()  # processes that it left in its group
     status = process.wait()
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.close()
-    return Ended(status, str(program.stdout), str(program.stderr), process.pid in late)
+    return ProgramResult(status, str(program.stdout), str(program.stderr), process.pid in late)
 
 
-def _read(stream: object, text: Text) -> bool:
-    """Take what is there; False at the end."""
+def _read(stream: object, text: StreamText) -> bool:
+    """Read what is available from `stream`; False at its end."""
     try:
         part = os.read(stream.fileno(), _READ)  # type: ignore[attr-defined]
     except BlockingIOError:
@@ -220,16 +220,16 @@ def _read(stream: object, text: Text) -> bool:
 
 
 _MOST_READ: Final = 64 << 10
-# One sandbox for all of them: what confines them must be the same.
-_CAGE: Final[dict[str, Any]] = {
+# Equal for all tools, so that they share one sandbox.
+_SANDBOX: Final[dict[str, Any]] = {
     "sandbox": "bubblewrap",
     "stateful": True,
     "memory_mib": 2048,
     "disk_mib": 512,
     "processes": 128,
 }
-# pytest and its plugins first, then the working directory, as `python -m pytest` has it: a file
-# there that is named like one of them is not taken for it.
+# Imports pytest and its plugins before the working directory is on the import path (where
+# `python -m pytest` has it): a file there cannot take the name of one of them.
 _STARTS_PYTEST: Final = """
 import importlib, os, sys
 import pytest
@@ -248,8 +248,8 @@ _SETTINGS: Final = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "s
 _FIXTURES: Final = "conftest.py"
 
 
-class Ran(TypedDict):
-    """How a program ended. Long output lacks its middle."""
+class RunResult(TypedDict):
+    """The result of a program. Long output lacks its middle."""
 
     exit_code: int
     stdout: str
@@ -258,8 +258,8 @@ class Ran(TypedDict):
     timed_out: bool
 
 
-class Tested(Ran):
-    """The same of pytest, with the number of tests by how they ended, and why some failed."""
+class PytestResult(RunResult):
+    """The result of pytest, with numbers of tests by outcome, and failures."""
 
     passed: int
     failed: int
@@ -269,32 +269,32 @@ class Tested(Ran):
     cores: int
 
 
-@tool(**_CAGE, cores=0, timeout_seconds=30)
+@tool(**_SANDBOX, cores=0, timeout_seconds=30)
 def write_files(files: dict[str, str]) -> list[str]:
     """Write text files, given as {path: content}. Folders are made; paths are relative to the
     working directory. Returns the paths."""
-    with _place():
+    with _working_directory():
         return _write(files)
 
 
-@tool(**_CAGE, cores=0, timeout_seconds=30)
+@tool(**_SANDBOX, cores=0, timeout_seconds=30)
 def read_file(path: str, start_line: int = 1, lines: int = 400) -> str:
     """Read a text file, `lines` lines from `start_line` on."""
-    with _place():
+    with _working_directory():
         text = _inside(path).read_text(errors="replace")
     shown = "".join(text.splitlines(keepends=True)[max(0, start_line - 1) :][: max(0, lines)])
     return shown[:_MOST_READ]
 
 
-@tool(**_CAGE, cores=1, timeout_seconds=330)
+@tool(**_SANDBOX, cores=1, timeout_seconds=330)
 def run_python(
     code: str = "", path: str = "", arguments: list[str] | None = None, seconds: float = 60.0
-) -> Ran:
+) -> RunResult:
     """Run Python: a text, or the file `path` with `arguments`. Ends after `seconds` at the
     latest."""
     if bool(code) == bool(path):
         raise ValueError("give either code or path")
-    with _place():
+    with _working_directory():
         what = [str(_inside(path))] if path else ["-"]
         began = time.perf_counter()
         program = _python([*what, *(arguments or ())], stdin=code)
@@ -302,7 +302,7 @@ def run_python(
         return _ran([ended], time.perf_counter() - began)
 
 
-@tool(**_CAGE, cores=1, max_cores=16, timeout_seconds=330)
+@tool(**_SANDBOX, cores=1, max_cores=16, timeout_seconds=330)
 def run_pytest(
     paths: list[str] | None = None,
     files: dict[str, str] | None = None,
@@ -310,12 +310,12 @@ def run_pytest(
     plugins: list[str] | None = None,
     seconds: float = 120.0,
     isolated: bool = False,
-) -> Tested:
+) -> PytestResult:
     """Run pytest on files or folders (default: all), after writing `files`. With `files`, no other
     conftest.py and settings count than those among them; `isolated`: in an empty folder that holds
     `files` and nothing else. `keyword` picks tests by name; `plugins` are those to load, for
     example "pytest_asyncio.plugin"."""
-    with _place(empty=isolated), tempfile.TemporaryDirectory() as reports:
+    with _working_directory(empty=isolated), tempfile.TemporaryDirectory() as reports:
         _write(files or {})
         governed = _governed(files)
         _forget_compiled()
@@ -337,13 +337,13 @@ def run_pytest(
 
 
 def _cores() -> int:
-    """Cores that the call has to itself: one where the reward service hands none out."""
+    """Number of cores that the call holds; 1 where the reward service hands none out."""
     if os.environ.get("TROUPE_REWARD_CORES", "0") == "0":
         return 1
     return len(os.sched_getaffinity(0))
 
 
-def _ran(ended: Sequence[Ended], seconds: float) -> Ran:
+def _ran(ended: Sequence[ProgramResult], seconds: float) -> RunResult:
     return {
         "exit_code": _status([one.status for one in ended]),
         "stdout": "".join(one.stdout for one in ended),
@@ -353,7 +353,7 @@ def _ran(ended: Sequence[Ended], seconds: float) -> Ran:
     }
 
 
-def _tested(ran: Ran, report: PytestReport, cores: int) -> Tested:
+def _tested(ran: RunResult, report: PytestReport, cores: int) -> PytestResult:
     return {**ran, **report, "cores": cores}
 
 
@@ -366,8 +366,8 @@ def _status(statuses: Sequence[int]) -> int:
 
 
 def _shares(targets: list[str], cores: int) -> Iterator[tuple[list[str], list[str]]]:
-    """Targets and options of each pytest to start: with pytest-xdist one that has as many workers
-    as cores; without it one for a share of the test files each."""
+    """Targets and options of each pytest process: one with a worker for each core by pytest-xdist;
+    without that, one for a share of the test files for each core."""
     if cores < 2:
         yield targets, []
         return
@@ -400,8 +400,8 @@ def _test_files(targets: list[str]) -> set[Path]:
 
 
 def _governed(files: Mapping[str, str] | None) -> list[str]:
-    """Options that say where fixtures and settings come from: of the working directory, and not of
-    what is above it; of `files` only, where there are any. Raises ValueError."""
+    """Options of pytest by which fixtures and settings come from the working directory, not from
+    folders above it; where there are `files`, from these only. Raises ValueError."""
     here = Path.cwd()
     options = [f"--rootdir={here}", f"--confcutdir={here}"]
     own = None if files is None or not files else {_inside(path) for path in files}
@@ -419,14 +419,14 @@ def _governed(files: Mapping[str, str] | None) -> list[str]:
 
 
 def _forget_compiled() -> None:
-    """Remove compiled modules from the working directory: they need not be of the sources there."""
+    """Remove compiled modules from the working directory, which may not match the sources."""
     for folder in list(Path.cwd().rglob("__pycache__")):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _python(arguments: Sequence[str], *, stdin: str = "") -> Program:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    # Whatever is installed here would be loaded: seconds for every call.
+    # Loading all installed plugins would take seconds in every call.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     return Program([sys.executable, *arguments], stdin=stdin, environment=environment)
 
@@ -440,7 +440,7 @@ def _write(files: dict[str, str]) -> list[str]:
 
 
 def _inside(path: str) -> Path:
-    """`path`, if it is in the working directory. Raises ValueError."""
+    """The absolute `path`. Raises ValueError if it is outside of the working directory."""
     here = Path.cwd().resolve()
     target = (here / path).resolve()
     if target != here and here not in target.parents:
@@ -449,15 +449,15 @@ def _inside(path: str) -> Path:
 
 
 def _limit(seconds: float) -> float:
-    """A deadline that leaves the tool time to tell of it."""
+    """`seconds`, if they leave the tool time to report within its timeout. Raises ValueError."""
     if not 0 < seconds <= 300:
         raise ValueError(f"seconds must be within 0 .. 300, not {seconds:g}")
     return seconds
 
 
 @contextlib.contextmanager
-def _place(*, empty: bool = False) -> Iterator[None]:
-    """Go where files may be written: the sandbox's working directory, else an empty one."""
+def _working_directory(*, empty: bool = False) -> Iterator[None]:
+    """Run inside the sandbox's working directory, outside of sandboxes in an empty folder."""
     if Path.cwd().is_relative_to("/tmp") and not empty:
         yield
         return

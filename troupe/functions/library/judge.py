@@ -1,4 +1,4 @@
-"""A model that judges: a reward from any endpoint that speaks OpenAI's API, ours included.
+"""The reward `judge`: a score from a judging model, by any endpoint with OpenAI's API.
 
 rewards:
   judge:
@@ -27,8 +27,8 @@ from troupe.functions.declaration import reward
 from troupe.model_text import read_json, read_reply
 from troupe.rpc.addresses import host_of, is_loopback_host, without_secrets
 
-# Statuses that pass.
-_AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+# HTTP statuses after which a request is repeated.
+_RETRIED_STATUSES: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FIRST_PAUSE: Final = 0.5
 _LONGEST_PAUSE: Final = 20.0
 _MOST_BYTES: Final = 4 << 20
@@ -36,7 +36,7 @@ _SHOWN: Final = 300
 
 
 class ChatError(Exception):
-    """No reply. `kind`: "no_key", "bad_url", "refused" (asking again cannot help),
+    """There is no reply. `kind`: "no_key", "bad_url", "refused" (a retry cannot help),
     "rate_limited", "unavailable", "deadline" or "bad_reply"."""
 
     def __init__(self, kind: str, message: str, retry_after: float | None = None) -> None:
@@ -45,8 +45,8 @@ class ChatError(Exception):
         self.retry_after = retry_after
 
 
-class _Again(Exception):
-    """Worth another try; `error` is what it ends with otherwise."""
+class _RetryableError(Exception):
+    """A failure that may pass; `error` is raised after the last attempt."""
 
     def __init__(self, error: ChatError) -> None:
         self.error = error
@@ -60,11 +60,11 @@ def complete(
     attempts: int = 4,
     seconds: float = 60.0,
 ) -> Iterator[str]:
-    """The reply to `body`, a request of `/chat/completions`; another one each time that the caller
-    goes on, `attempts` requests in all, those that failed for now included.
+    """Replies to `body`, a request of `/chat/completions`: one for each iteration, by at most
+    `attempts` requests, failed ones included.
 
-    Waits between failures as Retry-After says, else longer each time. Raises `ChatError` when the
-    endpoint refuses, or has not answered when attempts or `seconds` are over.
+    Waits after a failure as its Retry-After says, else longer each time. Raises `ChatError` when
+    the endpoint refuses, or when attempts or `seconds` are used up.
     """
     deadline = time.monotonic() + seconds
     headers = {}
@@ -79,7 +79,7 @@ def complete(
         headers["authorization"] = f"Bearer {key}"
     url = f"{base_url.rstrip('/')}/chat/completions"
     failures = 0
-    # A proxy is for what is outside: a judge on this machine is not.
+    # No proxy for a judge on this machine.
     outside = not is_loopback_host(host_of(base_url))
     with httpx.Client(headers=headers, follow_redirects=False, trust_env=outside) as client:
         for attempt in range(1, attempts + 1):
@@ -87,8 +87,8 @@ def complete(
             if left <= 0:
                 raise ChatError("deadline", f"{base_url} gave no reply within {seconds:g} s")
             try:
-                yield _ask(client, url, body, left)
-            except _Again as again:
+                yield _request(client, url, body, left)
+            except _RetryableError as again:
                 failures += 1
                 pause = _pause(failures, again.error.retry_after)
                 if attempt == attempts or time.monotonic() + pause > deadline:
@@ -96,30 +96,34 @@ def complete(
                 time.sleep(pause)
 
 
-def _ask(client: httpx.Client, url: str, body: Mapping[str, Any], seconds: float) -> str:
+def _request(client: httpx.Client, url: str, body: Mapping[str, Any], seconds: float) -> str:
     try:
         with client.stream("POST", url, json=dict(body), timeout=seconds) as response:
             text = _read(response, time.monotonic() + seconds)
     except httpx.TimeoutException as error:
         late = ChatError("deadline", f"{url} gave no reply within {seconds:.1f} s")
-        raise _Again(late) from error
+        raise _RetryableError(late) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ChatError("bad_url", f"{url}: {error}") from error
     except httpx.TransportError as error:
-        raise _Again(ChatError("unavailable", f"{url}: {error or type(error).__name__}")) from error
+        raise _RetryableError(
+            ChatError("unavailable", f"{url}: {error or type(error).__name__}")
+        ) from error
     if response.status_code != 200:
-        said = f"{url} answered {response.status_code}: {text[:_SHOWN]}"
-        if response.status_code not in _AGAIN:
-            raise ChatError("refused", said)
+        message = f"{url} answered {response.status_code}: {text[:_SHOWN]}"
+        if response.status_code not in _RETRIED_STATUSES:
+            raise ChatError("refused", message)
         limited = response.status_code == 429
         after = _retry_after(response.headers.get("retry-after"))
-        raise _Again(ChatError("rate_limited" if limited else "unavailable", said, after))
+        raise _RetryableError(
+            ChatError("rate_limited" if limited else "unavailable", message, after)
+        )
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
         if not isinstance(content, str):
             raise TypeError(f"its content is a {type(content).__name__}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise _Again(
+        raise _RetryableError(
             ChatError("bad_reply", f"{url} answered what is no completion: {text[:_SHOWN]}")
         ) from error
     return content
@@ -129,23 +133,23 @@ def _read(response: httpx.Response, deadline: float) -> str:
     read = bytearray()
     for part in response.iter_bytes():
         read += part
-        if time.monotonic() > deadline:  # one that drips never times out by itself
-            raise httpx.ReadTimeout("it goes on and on")
+        if time.monotonic() > deadline:  # a slow stream never times out by itself
+            raise httpx.ReadTimeout("the reply did not end")
         if len(read) > _MOST_BYTES:
             raise ChatError("bad_reply", f"{response.url} answered more than {_MOST_BYTES:,} bytes")
     return read.decode(errors="replace")
 
 
-def _retry_after(said: str | None) -> float | None:
-    """Seconds of a Retry-After: a number, or a date (RFC 9110, 10.2.3)."""
-    if said is None:
+def _retry_after(value: str | None) -> float | None:
+    """Seconds of a Retry-After header: a number, or a date (RFC 9110, 10.2.3)."""
+    if value is None:
         return None
     try:
-        return max(0.0, float(said))
+        return max(0.0, float(value))
     except ValueError:
         pass
     try:
-        wait = parsedate_to_datetime(said) - datetime.now(UTC)
+        wait = parsedate_to_datetime(value) - datetime.now(UTC)
         return max(0.0, float(wait.total_seconds()))
     except (ValueError, TypeError):
         return None
@@ -154,7 +158,7 @@ def _retry_after(said: str | None) -> float | None:
 def _pause(failures: int, asked: float | None) -> float:
     if asked is not None:
         return asked
-    # Many trajectories fail at once: they must not come back at once.
+    # Jitter: many trajectories fail at once, and must not retry at once.
     return min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
@@ -183,10 +187,10 @@ _FENCE: Final = "```"
 
 
 class JudgeError(Exception):
-    """No score; `kind` says why: "bad_template", "bad_score", or as `ChatError` has it.
+    """There is no score. `kind`: "bad_template", "bad_score", or one of `ChatError`.
 
-    Of one that refuses for now, `retry_after` are the seconds after which it takes calls again (0:
-    it did not say): the reward service spares the call's quota for so long.
+    `retry_after`, if set, is in how many seconds the endpoint takes calls again (0: not known); the
+    reward service pauses the function's quota for so long.
     """
 
     def __init__(self, kind: str, message: str, retry_after: float | None = None) -> None:
@@ -216,29 +220,29 @@ def judge(
     temperature: float = 0.0,
     max_tokens: int = 1024,
 ) -> float | dict[str, float]:
-    """Scores the last reply of `agent`, which alone gets the reward; without one the last reply of
-    all, for everybody. The score is brought to 0 .. 1.
+    """Scores the last reply of `agent`, and rewards that agent alone; without `agent` the last
+    reply of the trajectory, for all agents. The score is scaled to 0 .. 1.
 
     `prompt` is a `string.Template` of $task, $answer, $conversation, $rubric, $lowest, $highest and
     $tag (different in every call); `task` names the field of the query's data that is the task,
     by default all of it. The key is read from the environment variable `api_key_env`.
     A reply without a proper score is asked for again, `attempts` in all and within `seconds`,
-    refusals for now (429, 503) included, whose Retry-After is obeyed. Raises `JudgeError`.
+    with refusals (429, 503) included, whose Retry-After is obeyed. Raises `JudgeError`.
     """
     if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
         raise JudgeError("bad_template", f"scores from {lowest} to {highest} are none")
-    said = [turn for turn in turns if agent in ("", turn["agent"])]
-    if not said:
+    replies = [turn for turn in turns if agent in ("", turn["agent"])]
+    if not replies:
         raise JudgeError("bad_template", f"agent {agent!r} said nothing")
     data = query["data"]
     values = {
         "task": str(data[task]) if task else json.dumps(data, ensure_ascii=False, indent=1),
-        "answer": said[-1]["response"],
+        "answer": replies[-1]["response"],
         "conversation": "\n\n".join(f"{turn['agent']}: {turn['response']}" for turn in turns),
         "rubric": rubric,
         "lowest": f"{lowest:g}",
         "highest": f"{highest:g}",
-        # What is judged cannot know it, and so not pretend to be outside of it.
+        # The judged text cannot know the tag, and so cannot close it.
         "tag": f"part-{secrets.token_hex(4)}",
     }
     try:
@@ -265,8 +269,8 @@ def judge(
             except ValueError as error:
                 refused = f"{error}: {reply[:300]!r}"
                 continue
-            good = (score - lowest) / (highest - lowest)
-            return {agent: good} if agent else good
+            scaled = (score - lowest) / (highest - lowest)
+            return {agent: scaled} if agent else scaled
     except ChatError as error:
         after = error.retry_after
         if error.kind == "rate_limited":
@@ -276,8 +280,8 @@ def judge(
 
 
 def read_score(reply: str, lowest: float, highest: float) -> float:
-    """The score of a reply that is one JSON object (fenced or not, thoughts before it) and nothing
-    else. Raises ValueError."""
+    """The score of a reply that is one JSON object, fenced or not, after any thoughts. Raises
+    ValueError."""
     text = read_reply(reply).content.strip()
     if text.startswith(_FENCE) and text.endswith(_FENCE) and len(text) >= 2 * len(_FENCE):
         text = text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
