@@ -129,7 +129,7 @@ def test_the_tools_share_one_sandbox() -> None:
         declared = declaration_of(function)
         assert declared is not None
         assert declared.description
-        cages.append({key: declared.costs[key] for key in code._CAGE})
+        cages.append({key: declared.costs[key] for key in code._SANDBOX})
     assert all(cage == cages[0] for cage in cages)
     assert cages[0]["sandbox"] == "bubblewrap"
 
