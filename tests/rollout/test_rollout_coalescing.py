@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from services.chassis.app import serve
-from services.reward.server import RewardService, RewardSettings
 from services.reward.call import fitted
+from services.reward.server import RewardService, RewardSettings
 from services.rollout.rewards import Coalescer
 from troupe.rpc import InvalidArgument, connect, new_id
 from troupe.v1 import reward_pb2 as pb
