@@ -59,6 +59,73 @@ _STORE_RETRY: Final = RetryPolicy(max_attempts=100_000)
 _STORE_SECONDS: Final = 7200.0
 
 
+class Orchestrator:
+    """All parts of the orchestrator, wired together; `server` is their gRPC interface."""
+
+    def __init__(self, settings: OrchestratorSettings) -> None:
+        self._redis = RedisAccess(settings.redis_url, disk=settings.data_dir)
+        log = EventLog(self._redis)
+        store_client = settings.client(retry=_STORE_RETRY).model_copy(
+            update={"deadline_seconds": _STORE_SECONDS}
+        )
+        self._experience = connect(settings.experience_store_address, store_client)
+        no_retry = settings.client(retry=NO_RETRY)
+        probed = {
+            "experience_store": settings.experience_store_address,
+            "reward": settings.reward_address,
+        }
+        self._probes: dict[str, tuple[str, grpc.aio.Channel]] = {
+            name: (address, connect(address, no_retry)) for name, address in probed.items()
+        }
+        self._reward = connect(settings.reward_address, no_retry)
+        workers = WorkerRegistry(settings)
+        store = JobStore(self._redis, log, data_dir=settings.data_dir.absolute())
+        self.shared = Shared(
+            settings=settings,
+            store=store,
+            weight_versions=WeightVersions(self._redis),
+            log=log,
+            trajectories=RecentTrajectories(self._redis, settings.recent_trajectories),
+            populations=PopulationStore(self._redis, store),
+            workers=workers,
+            trainer_scheduler=TrainerScheduler(workers),
+            experience=ExperienceStoreStub(self._experience),
+            reward=RewardStub(self._reward),
+            in_flight={},
+        )
+        self.functions = FunctionService(Catalogue(self._redis), self.shared.reward)
+        self._guard = LaunchGuard(self._redis, settings.survival_seconds)
+        self.jobs = Jobs(self.shared, self._guard, self.functions.check_job)
+        self.generation = GenerationService(self.shared, self.jobs)
+        self.cluster = ClusterView(
+            self.shared.workers,
+            self.shared.trainer_scheduler,
+            self.shared.store,
+            self._probes,
+            settings.probe_seconds,
+        )
+
+    async def start(self) -> None:
+        """Waits for Redis, then continues every job that had not ended."""
+        await self._redis.ping()
+        self.shared.workers.start()
+        self.shared.trainer_scheduler.start()
+        self.functions.start()
+        await recover(self.shared.store, self.jobs, self._guard)
+
+    async def stop(self) -> None:
+        """Stops the runners of all jobs; the jobs stay as they are in Redis and in the store."""
+        await self.jobs.stop()
+        await self._guard.close()
+        await self.functions.stop()
+        await self.shared.trainer_scheduler.close()
+        await self.shared.workers.close()
+        probes = (channel for _, channel in self._probes.values())
+        for channel in (self._experience, self._reward, *probes):
+            await channel.close(None)
+        await self._redis.close()
+
+
 async def recover(store: JobStore, jobs: Jobs, guard: LaunchGuard) -> list[str]:
     """Launches a runner for each unfinished job; returns their ids.
 
@@ -87,17 +154,6 @@ async def recover(store: JobStore, jobs: Jobs, guard: LaunchGuard) -> list[str]:
         jobs.launch(job_id)
     jobs.launch_one_by_one(suspects)
     return continued + suspects
-
-
-async def slot_weights(
-    job: JobContext, trainers: Trainers, deadline: Deadline
-) -> dict[str, pb.WeightsRef]:
-    """The weights that the slots of a population served last."""
-    found = await on_demand("population")
-    population: PopulationRun = await found.PopulationRun.open(
-        job, trainers, job.shared.populations
-    )
-    return await population.slots.refs(deadline)
 
 
 class GenerationService:
@@ -233,68 +289,12 @@ class GenerationService:
         return worker
 
 
-class Orchestrator:
-    """All parts of the orchestrator, wired together; `server` is their gRPC interface."""
-
-    def __init__(self, settings: OrchestratorSettings) -> None:
-        self._redis = RedisAccess(settings.redis_url, disk=settings.data_dir)
-        log = EventLog(self._redis)
-        store_client = settings.client(retry=_STORE_RETRY).model_copy(
-            update={"deadline_seconds": _STORE_SECONDS}
-        )
-        self._experience = connect(settings.experience_store_address, store_client)
-        no_retry = settings.client(retry=NO_RETRY)
-        probed = {
-            "experience_store": settings.experience_store_address,
-            "reward": settings.reward_address,
-        }
-        self._probes: dict[str, tuple[str, grpc.aio.Channel]] = {
-            name: (address, connect(address, no_retry)) for name, address in probed.items()
-        }
-        self._reward = connect(settings.reward_address, no_retry)
-        workers = WorkerRegistry(settings)
-        store = JobStore(self._redis, log, data_dir=settings.data_dir.absolute())
-        self.shared = Shared(
-            settings=settings,
-            store=store,
-            weight_versions=WeightVersions(self._redis),
-            log=log,
-            trajectories=RecentTrajectories(self._redis, settings.recent_trajectories),
-            populations=PopulationStore(self._redis, store),
-            workers=workers,
-            trainer_scheduler=TrainerScheduler(workers),
-            experience=ExperienceStoreStub(self._experience),
-            reward=RewardStub(self._reward),
-            in_flight={},
-        )
-        self.functions = FunctionService(Catalogue(self._redis), self.shared.reward)
-        self._guard = LaunchGuard(self._redis, settings.survival_seconds)
-        self.jobs = Jobs(self.shared, self._guard, self.functions.check_job)
-        self.generation = GenerationService(self.shared, self.jobs)
-        self.cluster = ClusterView(
-            self.shared.workers,
-            self.shared.trainer_scheduler,
-            self.shared.store,
-            self._probes,
-            settings.probe_seconds,
-        )
-
-    async def start(self) -> None:
-        """Waits for Redis, then continues every job that had not ended."""
-        await self._redis.ping()
-        self.shared.workers.start()
-        self.shared.trainer_scheduler.start()
-        self.functions.start()
-        await recover(self.shared.store, self.jobs, self._guard)
-
-    async def stop(self) -> None:
-        """Stops the runners of all jobs; the jobs stay as they are in Redis and in the store."""
-        await self.jobs.stop()
-        await self._guard.close()
-        await self.functions.stop()
-        await self.shared.trainer_scheduler.close()
-        await self.shared.workers.close()
-        probes = (channel for _, channel in self._probes.values())
-        for channel in (self._experience, self._reward, *probes):
-            await channel.close(None)
-        await self._redis.close()
+async def slot_weights(
+    job: JobContext, trainers: Trainers, deadline: Deadline
+) -> dict[str, pb.WeightsRef]:
+    """The weights that the slots of a population served last."""
+    found = await on_demand("population")
+    population: PopulationRun = await found.PopulationRun.open(
+        job, trainers, job.shared.populations
+    )
+    return await population.slots.refs(deadline)

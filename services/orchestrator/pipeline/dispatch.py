@@ -51,272 +51,6 @@ _ABORT_SECONDS: Final = 10.0
 _ENDED_BEFORE: Final = "ended_before"
 
 
-class TicketBatch:
-    """Trajectories that a step, an evaluation or a round of matches waits for.
-
-    Tickets may be added until it is sealed. `on_end` is called with each trajectory's first ending;
-    what it raises ends the batch. `ended` asks the experience store which trajectories have ended
-    although no worker reported it. A worker may run the tickets when it serves at least the
-    versions `floors` (None: exactly the newest ones). A `low_priority` batch starts when nothing
-    else waits.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        deadline: Deadline,
-        on_end: Callable[[ro.TrajectoryEvent], None],
-        *,
-        floors: Mapping[str, int] | None = None,
-        ended: Callable[[], Awaitable[Collection[str]]] | None = None,
-        low_priority: bool = False,
-    ) -> None:
-        self.step = step
-        self.low_priority = low_priority
-        self.deadline = deadline
-        self.floors = floors
-        # Trajectories that ended in the store without a report of the worker that ran them.
-        self.unseen = 0
-        # Trajectories whose end a worker reported.
-        self.reported = 0
-        # By query: the oldest version of each policy that its trajectories started with.
-        self.started: dict[str, dict[str, int]] = {}
-        self._on_end = on_end
-        self._ended_in_store = ended
-        self._open: set[str] = set()
-        # By query: completed trajectories that were reported; of complete groups with unreported
-        # members, the size of the group and which trajectories may be members.
-        self._completed: Counter[str] = Counter()
-        self._draining: dict[str, tuple[int, set[str]]] = {}
-        self._sealed = False
-        self._fault: TroupeError | None = None
-        self._changed = asyncio.Event()
-
-    @property
-    def open(self) -> int:
-        """Trajectories that have not ended."""
-        return len(self._open)
-
-    def add(self, trajectory_ids: Collection[str]) -> None:
-        """Waits for these, too."""
-        self._open.update(trajectory_ids)
-
-    def remove(self, trajectory_ids: Collection[str]) -> None:
-        """Waits for these no longer."""
-        self._open.difference_update(trajectory_ids)
-        self._changed.set()
-
-    def seal(self) -> None:
-        """Declares that nothing will be added."""
-        self._sealed = True
-        self._changed.set()
-
-    def note_started(self, query_id: str, versions: Mapping[str, int]) -> None:
-        """Notes the versions with which a trajectory of the query began."""
-        if versions:
-            oldest = self.started.setdefault(query_id, {})
-            for policy, version in versions.items():
-                oldest[policy] = min(version, oldest.get(policy, version))
-
-    def end(self, event: ro.TrajectoryEvent) -> None:
-        """Counts the reported end of a trajectory."""
-        self.remove((event.trajectory_id,))
-        self._report(event)
-
-    def complete(self, query_id: str, running: Collection[str], members: int) -> None:
-        """Notes that the store has all `members` of a query's group.
-
-        Some of the trajectories still `running` may be members of it: a member's ending may be
-        reported after that of the last one.
-        """
-        if running and self._completed[query_id] < members:
-            self._draining[query_id] = (members, set(running))
-
-    def end_drained(self, event: ro.TrajectoryEvent) -> None:
-        """Counts the reported end of a trajectory that was withdrawn while it ran, since its
-        group was complete."""
-        self._report(event)
-        self._note_drained(event.query_id, event.trajectory_id)
-
-    def end_unreported(self, query_id: str, trajectory_id: str) -> None:
-        """Counts a withdrawn trajectory whose end will not be reported any more."""
-        self.unseen += 1
-        self._note_drained(query_id, trajectory_id)
-
-    def _note_drained(self, query_id: str, trajectory_id: str) -> None:
-        if (draining := self._draining.get(query_id)) is None:
-            return
-        members, running = draining
-        running.discard(trajectory_id)
-        if not running or self._completed[query_id] >= members:
-            del self._draining[query_id]
-            self._changed.set()
-
-    def _report(self, event: ro.TrajectoryEvent) -> None:
-        self.reported += 1
-        self._completed[event.query_id] += event.state == pb.TRAJECTORY_STATE_COMPLETED
-        try:
-            self._on_end(event)
-        except TroupeError as error:
-            self.fail(error)
-
-    def end_unseen(self, trajectory_id: str) -> None:
-        """Counts a trajectory that has ended in the store, without a report."""
-        self.remove((trajectory_id,))
-        self.unseen += 1
-
-    def fail(self, error: TroupeError) -> None:
-        """Ends the batch with a fault of the job."""
-        self._fault = error
-        self._changed.set()
-
-    async def ended(self) -> Collection[str]:
-        """Trajectories that have ended in the store; none if it cannot be asked."""
-        if self._ended_in_store is None:
-            return ()
-        try:
-            return await self._ended_in_store()
-        except TroupeError:
-            return ()  # running one twice is safe: the store takes the first ending only
-
-    async def finished(self, describe: Callable[[], str]) -> None:
-        """Returns when the batch is sealed and the ends of all its trajectories are known.
-
-        Raises `TroupeError`: a fault of the job, or the deadline with what `describe` says.
-        """
-        while True:
-            if self._fault is not None:
-                raise self._fault
-            if self._sealed and not self._open and not self._draining:
-                return
-            self._changed.clear()
-            try:
-                await self.deadline.wait(self._changed.wait())
-            except TroupeError:
-                self.deadline.report(describe())
-                raise self.deadline.exhausted() from None
-
-
-@dataclass
-class OpenTicket:
-    """The ticket of a trajectory that has not ended, and its batch."""
-
-    batch: TicketBatch
-    ticket: ro.Ticket
-
-
-class Draining:
-    """Redundant trajectories that were withdrawn while they ran and have not been reported yet.
-
-    Their reports still count: how far they came is a metric, and some may be members of their
-    group.
-    """
-
-    def __init__(self) -> None:
-        # By trajectory: its batch and query.
-        self._batches: dict[str, tuple[TicketBatch, str]] = {}
-
-    def __contains__(self, trajectory_id: str) -> bool:
-        return trajectory_id in self._batches
-
-    def add(
-        self, batch: TicketBatch, query_id: str, running: Collection[str], members: int
-    ) -> None:
-        """Adds a query's running trajectories; the store has all `members` of its group."""
-        self._batches.update(dict.fromkeys(running, (batch, query_id)))
-        batch.complete(query_id, running, members)
-
-    def of(self, batch: TicketBatch, trajectory_ids: Collection[str]) -> set[str]:
-        """Which of these trajectories drain from the batch."""
-        return {one for one in trajectory_ids if one in self and self._batches[one][0] is batch}
-
-    def end(self, event: ro.TrajectoryEvent) -> None:
-        """Takes the report of one of them."""
-        batch, _ = self._batches.pop(event.trajectory_id)
-        batch.end_drained(event)
-
-    def end_unreported(self, trajectory_ids: Collection[str]) -> None:
-        """Gives up waiting for the reports of those of these that drain."""
-        for trajectory_id in trajectory_ids:
-            if (found := self._batches.pop(trajectory_id, None)) is not None:
-                batch, query_id = found
-                batch.end_unreported(query_id, trajectory_id)
-
-
-class EarlyStart:
-    """Has rollout workers set up trajectories whose step is not open yet (`pipeline.early_start`).
-
-    The worker starts their environments and waits before the first turn, until `Dispatch` sends the
-    same tickets for their step. Nothing relies on it: what was not begun, or is lost, begins with
-    its step, and `close` ends without a trace what was never asked for.
-    """
-
-    def __init__(self, job: JobContext, engines: Engines) -> None:
-        self._job = job
-        self._engines = engines
-        # By query: the worker that has begun it.
-        self._begun: dict[str, WorkerHandle] = {}
-        self._calls: set[asyncio.Task[None]] = set()
-
-    def begin(self, step: int, groups: Sequence[list[ro.Ticket]]) -> None:
-        """Begins these, each group on one worker; gives up what was begun before."""
-        self.close()
-        workers = {worker.worker_id: worker for worker in self._engines.ready()}
-        if not workers:
-            return
-        loads = [admission.RolloutWorker(worker_id) for worker_id in workers]
-        chosen = admission.spread_queries([len(group) for group in groups], loads, turn=step)
-        together: dict[str, list[ro.Ticket]] = {}
-        for worker_id, group in zip(chosen, groups, strict=True):
-            together.setdefault(worker_id, []).extend(group)
-        for worker_id, tickets in together.items():
-            worker = workers[worker_id]
-            self._begun.update((ticket.query_id, worker) for ticket in tickets)
-            call = asyncio.create_task(self._hold_ahead(worker, step, tickets))
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
-
-    def worker_of(self, query_id: str, among: Collection[WorkerHandle]) -> WorkerHandle | None:
-        """The worker that has begun a query, if it is one of `among`."""
-        worker = self._begun.get(query_id)
-        return worker if worker in among else None
-
-    def close(self) -> None:
-        """Gives up what was not asked for. Repeatable."""
-        self._begun.clear()
-        for call in self._calls:
-            call.cancel()
-
-    async def closed(self) -> None:
-        """Closes, and waits until the calls have ended."""
-        self._begun.clear()
-        await cancel_all(self._calls)
-
-    async def _hold_ahead(self, worker: WorkerHandle, step: int, tickets: list[ro.Ticket]) -> None:
-        """The call for which the worker keeps early trajectories: until they have ended, if they
-        are asked for; for the time limit of both steps at most."""
-        request = ro.RunQueriesRequest(
-            request_id=new_id("ahead"),
-            job_id=self._job.job_id,
-            step=step,
-            tickets=tickets,
-            endings_only=True,
-            together=True,
-            ahead=True,
-        )
-        try:
-            async with worker.while_alive():
-                limit = 2 * self._job.spec.limits.step_seconds
-                async for _ in worker.rollout.RunQueries(request, timeout=limit):
-                    pass
-        except TroupeError as error:
-            _log.info("not begun ahead", worker=str(worker), step=step, error=str(error))
-        finally:
-            for ticket in tickets:
-                if self._begun.get(ticket.query_id) is worker:
-                    del self._begun[ticket.query_id]
-
-
 class Dispatch:
     """Runs all trajectories of a job, at most `limits.max_concurrent_trajectories` at a time.
 
@@ -727,3 +461,269 @@ def _split(first: ro.TrajectoryEvent) -> list[ro.TrajectoryEvent]:
     events = [first, *first.together]
     first.ClearField("together")
     return events
+
+
+class TicketBatch:
+    """Trajectories that a step, an evaluation or a round of matches waits for.
+
+    Tickets may be added until it is sealed. `on_end` is called with each trajectory's first ending;
+    what it raises ends the batch. `ended` asks the experience store which trajectories have ended
+    although no worker reported it. A worker may run the tickets when it serves at least the
+    versions `floors` (None: exactly the newest ones). A `low_priority` batch starts when nothing
+    else waits.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        deadline: Deadline,
+        on_end: Callable[[ro.TrajectoryEvent], None],
+        *,
+        floors: Mapping[str, int] | None = None,
+        ended: Callable[[], Awaitable[Collection[str]]] | None = None,
+        low_priority: bool = False,
+    ) -> None:
+        self.step = step
+        self.low_priority = low_priority
+        self.deadline = deadline
+        self.floors = floors
+        # Trajectories that ended in the store without a report of the worker that ran them.
+        self.unseen = 0
+        # Trajectories whose end a worker reported.
+        self.reported = 0
+        # By query: the oldest version of each policy that its trajectories started with.
+        self.started: dict[str, dict[str, int]] = {}
+        self._on_end = on_end
+        self._ended_in_store = ended
+        self._open: set[str] = set()
+        # By query: completed trajectories that were reported; of complete groups with unreported
+        # members, the size of the group and which trajectories may be members.
+        self._completed: Counter[str] = Counter()
+        self._draining: dict[str, tuple[int, set[str]]] = {}
+        self._sealed = False
+        self._fault: TroupeError | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def open(self) -> int:
+        """Trajectories that have not ended."""
+        return len(self._open)
+
+    def add(self, trajectory_ids: Collection[str]) -> None:
+        """Waits for these, too."""
+        self._open.update(trajectory_ids)
+
+    def remove(self, trajectory_ids: Collection[str]) -> None:
+        """Waits for these no longer."""
+        self._open.difference_update(trajectory_ids)
+        self._changed.set()
+
+    def seal(self) -> None:
+        """Declares that nothing will be added."""
+        self._sealed = True
+        self._changed.set()
+
+    def note_started(self, query_id: str, versions: Mapping[str, int]) -> None:
+        """Notes the versions with which a trajectory of the query began."""
+        if versions:
+            oldest = self.started.setdefault(query_id, {})
+            for policy, version in versions.items():
+                oldest[policy] = min(version, oldest.get(policy, version))
+
+    def end(self, event: ro.TrajectoryEvent) -> None:
+        """Counts the reported end of a trajectory."""
+        self.remove((event.trajectory_id,))
+        self._report(event)
+
+    def complete(self, query_id: str, running: Collection[str], members: int) -> None:
+        """Notes that the store has all `members` of a query's group.
+
+        Some of the trajectories still `running` may be members of it: a member's ending may be
+        reported after that of the last one.
+        """
+        if running and self._completed[query_id] < members:
+            self._draining[query_id] = (members, set(running))
+
+    def end_drained(self, event: ro.TrajectoryEvent) -> None:
+        """Counts the reported end of a trajectory that was withdrawn while it ran, since its
+        group was complete."""
+        self._report(event)
+        self._note_drained(event.query_id, event.trajectory_id)
+
+    def end_unreported(self, query_id: str, trajectory_id: str) -> None:
+        """Counts a withdrawn trajectory whose end will not be reported any more."""
+        self.unseen += 1
+        self._note_drained(query_id, trajectory_id)
+
+    def _note_drained(self, query_id: str, trajectory_id: str) -> None:
+        if (draining := self._draining.get(query_id)) is None:
+            return
+        members, running = draining
+        running.discard(trajectory_id)
+        if not running or self._completed[query_id] >= members:
+            del self._draining[query_id]
+            self._changed.set()
+
+    def _report(self, event: ro.TrajectoryEvent) -> None:
+        self.reported += 1
+        self._completed[event.query_id] += event.state == pb.TRAJECTORY_STATE_COMPLETED
+        try:
+            self._on_end(event)
+        except TroupeError as error:
+            self.fail(error)
+
+    def end_unseen(self, trajectory_id: str) -> None:
+        """Counts a trajectory that has ended in the store, without a report."""
+        self.remove((trajectory_id,))
+        self.unseen += 1
+
+    def fail(self, error: TroupeError) -> None:
+        """Ends the batch with a fault of the job."""
+        self._fault = error
+        self._changed.set()
+
+    async def ended(self) -> Collection[str]:
+        """Trajectories that have ended in the store; none if it cannot be asked."""
+        if self._ended_in_store is None:
+            return ()
+        try:
+            return await self._ended_in_store()
+        except TroupeError:
+            return ()  # running one twice is safe: the store takes the first ending only
+
+    async def finished(self, describe: Callable[[], str]) -> None:
+        """Returns when the batch is sealed and the ends of all its trajectories are known.
+
+        Raises `TroupeError`: a fault of the job, or the deadline with what `describe` says.
+        """
+        while True:
+            if self._fault is not None:
+                raise self._fault
+            if self._sealed and not self._open and not self._draining:
+                return
+            self._changed.clear()
+            try:
+                await self.deadline.wait(self._changed.wait())
+            except TroupeError:
+                self.deadline.report(describe())
+                raise self.deadline.exhausted() from None
+
+
+@dataclass
+class OpenTicket:
+    """The ticket of a trajectory that has not ended, and its batch."""
+
+    batch: TicketBatch
+    ticket: ro.Ticket
+
+
+class Draining:
+    """Redundant trajectories that were withdrawn while they ran and have not been reported yet.
+
+    Their reports still count: how far they came is a metric, and some may be members of their
+    group.
+    """
+
+    def __init__(self) -> None:
+        # By trajectory: its batch and query.
+        self._batches: dict[str, tuple[TicketBatch, str]] = {}
+
+    def __contains__(self, trajectory_id: str) -> bool:
+        return trajectory_id in self._batches
+
+    def add(
+        self, batch: TicketBatch, query_id: str, running: Collection[str], members: int
+    ) -> None:
+        """Adds a query's running trajectories; the store has all `members` of its group."""
+        self._batches.update(dict.fromkeys(running, (batch, query_id)))
+        batch.complete(query_id, running, members)
+
+    def of(self, batch: TicketBatch, trajectory_ids: Collection[str]) -> set[str]:
+        """Which of these trajectories drain from the batch."""
+        return {one for one in trajectory_ids if one in self and self._batches[one][0] is batch}
+
+    def end(self, event: ro.TrajectoryEvent) -> None:
+        """Takes the report of one of them."""
+        batch, _ = self._batches.pop(event.trajectory_id)
+        batch.end_drained(event)
+
+    def end_unreported(self, trajectory_ids: Collection[str]) -> None:
+        """Gives up waiting for the reports of those of these that drain."""
+        for trajectory_id in trajectory_ids:
+            if (found := self._batches.pop(trajectory_id, None)) is not None:
+                batch, query_id = found
+                batch.end_unreported(query_id, trajectory_id)
+
+
+class EarlyStart:
+    """Has rollout workers set up trajectories whose step is not open yet (`pipeline.early_start`).
+
+    The worker starts their environments and waits before the first turn, until `Dispatch` sends the
+    same tickets for their step. Nothing relies on it: what was not begun, or is lost, begins with
+    its step, and `close` ends without a trace what was never asked for.
+    """
+
+    def __init__(self, job: JobContext, engines: Engines) -> None:
+        self._job = job
+        self._engines = engines
+        # By query: the worker that has begun it.
+        self._begun: dict[str, WorkerHandle] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def begin(self, step: int, groups: Sequence[list[ro.Ticket]]) -> None:
+        """Begins these, each group on one worker; gives up what was begun before."""
+        self.close()
+        workers = {worker.worker_id: worker for worker in self._engines.ready()}
+        if not workers:
+            return
+        loads = [admission.RolloutWorker(worker_id) for worker_id in workers]
+        chosen = admission.spread_queries([len(group) for group in groups], loads, turn=step)
+        together: dict[str, list[ro.Ticket]] = {}
+        for worker_id, group in zip(chosen, groups, strict=True):
+            together.setdefault(worker_id, []).extend(group)
+        for worker_id, tickets in together.items():
+            worker = workers[worker_id]
+            self._begun.update((ticket.query_id, worker) for ticket in tickets)
+            call = asyncio.create_task(self._hold_ahead(worker, step, tickets))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    def worker_of(self, query_id: str, among: Collection[WorkerHandle]) -> WorkerHandle | None:
+        """The worker that has begun a query, if it is one of `among`."""
+        worker = self._begun.get(query_id)
+        return worker if worker in among else None
+
+    def close(self) -> None:
+        """Gives up what was not asked for. Repeatable."""
+        self._begun.clear()
+        for call in self._calls:
+            call.cancel()
+
+    async def closed(self) -> None:
+        """Closes, and waits until the calls have ended."""
+        self._begun.clear()
+        await cancel_all(self._calls)
+
+    async def _hold_ahead(self, worker: WorkerHandle, step: int, tickets: list[ro.Ticket]) -> None:
+        """The call for which the worker keeps early trajectories: until they have ended, if they
+        are asked for; for the time limit of both steps at most."""
+        request = ro.RunQueriesRequest(
+            request_id=new_id("ahead"),
+            job_id=self._job.job_id,
+            step=step,
+            tickets=tickets,
+            endings_only=True,
+            together=True,
+            ahead=True,
+        )
+        try:
+            async with worker.while_alive():
+                limit = 2 * self._job.spec.limits.step_seconds
+                async for _ in worker.rollout.RunQueries(request, timeout=limit):
+                    pass
+        except TroupeError as error:
+            _log.info("not begun ahead", worker=str(worker), step=step, error=str(error))
+        finally:
+            for ticket in tickets:
+                if self._begun.get(ticket.query_id) is worker:
+                    del self._begun[ticket.query_id]

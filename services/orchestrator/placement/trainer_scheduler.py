@@ -34,111 +34,6 @@ _AGAIN_SECONDS: Final = 2.0
 _KEPT_STEPS: Final = 64
 
 
-def ready_work(
-    status: es.TableStatus | None, policy: str, micro_batch: int, accumulated: int
-) -> int:
-    """Micro-batches of `policy` that could be computed now in the step of `status`.
-
-    The optimizer step counts as one more once no sample can come. `accumulated` claimed samples are
-    in the gradients already. Without a status (nothing was pushed yet) there is no work.
-    """
-    counts = None
-    if status is not None:
-        counts = next((one for one in status.counts if one.policy == policy), None)
-    if status is None or counts is None:
-        return 0
-    # Samples that are claimed and not in the gradients are about to be computed.
-    left = counts.ready + max(0, counts.claimed - accumulated)
-    if status.sealed and counts.pending == 0:
-        return math.ceil(left / micro_batch) + 1
-    return left // micro_batch
-
-
-class ReadyOrder:
-    """The times at which waiting micro-batches became ready, oldest first."""
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque()
-
-    def note(self, ready: int, now: float) -> None:
-        """Sets how many wait now."""
-        while len(self._times) > ready:
-            self._times.popleft()
-        while len(self._times) < ready:
-            self._times.append(now)
-
-    @property
-    def oldest(self) -> float | None:
-        """When the oldest became ready; None if none waits."""
-        return self._times[0] if self._times else None
-
-
-class TableWatch:
-    """Follows the table status of one job, which the experience store pushes.
-
-    A store that is away is waited for. Callers poll now and then, too, so nothing depends on it.
-    """
-
-    def __init__(
-        self,
-        experience: ExperienceStoreAsyncStub,
-        job_id: str,
-        on_status: Callable[[], None],
-    ) -> None:
-        self._experience = experience
-        self._on_status = on_status
-        # By step: the status that was pushed last, of the newest steps.
-        self._latest: dict[int, es.TableStatus] = {}
-        self._job_id = job_id
-        self._changed = asyncio.Event()
-        # Whether the stream is broken: then `latest` is empty.
-        self.blind = True
-        # Whether the store holds more than its high-water mark.
-        self.over_high_water = False
-
-    async def change(self, at_most: float) -> None:
-        """Waits until something has changed, at most `at_most` seconds."""
-        try:
-            async with asyncio.timeout(at_most):
-                await self._changed.wait()
-        except TimeoutError:
-            return
-
-    def latest(self, step: int) -> es.TableStatus | None:
-        """The newest status of a step."""
-        return self._latest.get(step)
-
-    async def run(self) -> None:
-        """Follows the tables until cancelled."""
-        attempts = RetryBackoff(Deadline("watching tables", math.inf, ""))
-        request = es.WatchTablesRequest(job_id=self._job_id)
-        while True:
-            try:
-                async for status in self._experience.WatchTables(request):
-                    attempts.reset()
-                    self.over_high_water = status.over_high_water
-                    self.blind = False
-                    self._latest[status.step] = status
-                    self._latest = {
-                        step: self._latest[step] for step in sorted(self._latest)[-_KEPT_STEPS:]
-                    }
-                    self._on_status()
-                    self.touch()
-                error: TroupeError = Unavailable("the store ended the stream")
-            except TroupeError as broken:
-                # Transient whatever it is: the job polls the store by itself, too.
-                error = Unavailable(str(broken))
-            self.blind = True
-            self._latest.clear()
-            self._on_status()
-            await attempts.failed(error)
-
-    def touch(self) -> None:
-        """Wakes the callers of `change`, since something has changed."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
 class TrainerScheduler:
     """One loop that assigns trainer workers to policies, suspends and releases them."""
 
@@ -307,3 +202,108 @@ def _too_large(problem: binding.TooLarge, policy: binding.Policy) -> FailedPreco
         remedy="Use a smaller model, an adapter (`lora`), or a larger gang (`trainer.gang`); or "
         "add a trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES says how much it may use).",
     )
+
+
+def ready_work(
+    status: es.TableStatus | None, policy: str, micro_batch: int, accumulated: int
+) -> int:
+    """Micro-batches of `policy` that could be computed now in the step of `status`.
+
+    The optimizer step counts as one more once no sample can come. `accumulated` claimed samples are
+    in the gradients already. Without a status (nothing was pushed yet) there is no work.
+    """
+    counts = None
+    if status is not None:
+        counts = next((one for one in status.counts if one.policy == policy), None)
+    if status is None or counts is None:
+        return 0
+    # Samples that are claimed and not in the gradients are about to be computed.
+    left = counts.ready + max(0, counts.claimed - accumulated)
+    if status.sealed and counts.pending == 0:
+        return math.ceil(left / micro_batch) + 1
+    return left // micro_batch
+
+
+class ReadyOrder:
+    """The times at which waiting micro-batches became ready, oldest first."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+
+    def note(self, ready: int, now: float) -> None:
+        """Sets how many wait now."""
+        while len(self._times) > ready:
+            self._times.popleft()
+        while len(self._times) < ready:
+            self._times.append(now)
+
+    @property
+    def oldest(self) -> float | None:
+        """When the oldest became ready; None if none waits."""
+        return self._times[0] if self._times else None
+
+
+class TableWatch:
+    """Follows the table status of one job, which the experience store pushes.
+
+    A store that is away is waited for. Callers poll now and then, too, so nothing depends on it.
+    """
+
+    def __init__(
+        self,
+        experience: ExperienceStoreAsyncStub,
+        job_id: str,
+        on_status: Callable[[], None],
+    ) -> None:
+        self._experience = experience
+        self._on_status = on_status
+        # By step: the status that was pushed last, of the newest steps.
+        self._latest: dict[int, es.TableStatus] = {}
+        self._job_id = job_id
+        self._changed = asyncio.Event()
+        # Whether the stream is broken: then `latest` is empty.
+        self.blind = True
+        # Whether the store holds more than its high-water mark.
+        self.over_high_water = False
+
+    async def change(self, at_most: float) -> None:
+        """Waits until something has changed, at most `at_most` seconds."""
+        try:
+            async with asyncio.timeout(at_most):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def latest(self, step: int) -> es.TableStatus | None:
+        """The newest status of a step."""
+        return self._latest.get(step)
+
+    async def run(self) -> None:
+        """Follows the tables until cancelled."""
+        attempts = RetryBackoff(Deadline("watching tables", math.inf, ""))
+        request = es.WatchTablesRequest(job_id=self._job_id)
+        while True:
+            try:
+                async for status in self._experience.WatchTables(request):
+                    attempts.reset()
+                    self.over_high_water = status.over_high_water
+                    self.blind = False
+                    self._latest[status.step] = status
+                    self._latest = {
+                        step: self._latest[step] for step in sorted(self._latest)[-_KEPT_STEPS:]
+                    }
+                    self._on_status()
+                    self.touch()
+                error: TroupeError = Unavailable("the store ended the stream")
+            except TroupeError as broken:
+                # Transient whatever it is: the job polls the store by itself, too.
+                error = Unavailable(str(broken))
+            self.blind = True
+            self._latest.clear()
+            self._on_status()
+            await attempts.failed(error)
+
+    def touch(self) -> None:
+        """Wakes the callers of `change`, since something has changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -61,284 +61,6 @@ _LAST_SECONDS: Final = 5.0
 _SWEPT: Final = 3
 
 
-@dataclass(frozen=True)
-class PlannedMatch:
-    """One match: a cell of the payoff table, and its number among the cell's matches."""
-
-    cell: Members
-    number: int
-
-    @property
-    def name(self) -> str:
-        """The id of its query and trajectory."""
-        return f"m{'x'.join(map(str, self.cell))}-t{self.number}"
-
-
-def due(spec: JobSpec, state: PopulationState) -> list[PlannedMatch]:
-    """The matches of a job's next round."""
-    population, pools = sections(spec)
-    if not population.plays_matches:
-        return []
-    wanted, width = population.matches, population.matches.half_width
-    precision = Precision(wanted.least, wanted.most, float("inf") if width is None else width)
-    # Only members that may still be met.
-    places = [state.places(pools.pool_of(one).name, SETTLED, CANDIDATE) for one in pools.agents]
-    visible = set(visible_cells(places, symmetric=pools.symmetric))
-    return [
-        PlannedMatch(cell, state.attempts.get(cell, 0) + number)
-        for cell, count in matches_due(state.table, precision)
-        if cell in visible
-        for number in range(count)
-    ]
-
-
-class Matches:
-    """Plays matches between members and counts them in the payoff table."""
-
-    def __init__(
-        self,
-        job: JobContext,
-        dispatch: Dispatch,
-        store: PopulationStore,
-        slots: Slots,
-        state: PopulationState,
-    ) -> None:
-        self._job, self._dispatch, self._store, self._slots = job, dispatch, store, slots
-        self._state = state
-        self._population, self._pools = sections(job.spec)
-        self._ended: dict[str, orch.Match] = {}
-        # Failures of this round; failures since the last match that completed.
-        self._failed = self._failed_in_a_row = 0
-
-    def due(self) -> list[PlannedMatch]:
-        """The matches of the next round, the same until `play` has counted it."""
-        return due(self._job.spec, self._state)
-
-    async def play(self, plan: Sequence[PlannedMatch]) -> None:
-        """Plays what has not ended of `plan`, and counts all of it.
-
-        Raises `TroupeError`: a fault of the job, or ResourceExhausted where too many fail.
-        """
-        names = {one.name: one for one in plan}
-        known = await self._store.matches(self._job.job_id, list(names))
-        self._ended = dict(known)
-        # Failures before a resume do not count: their cause may be mended.
-        self._failed = 0
-        for _ in range(_ATTEMPTS):
-            left = [one for name, one in names.items() if name not in self._ended]
-            await self._waves(left, len(plan))
-        if gone := [name for name in names if name not in self._ended]:
-            raise ResourceExhausted(
-                f"{len(gone)} matches were aborted {_ATTEMPTS} times, the first is {gone[0]}",
-                kind="matches_aborted",
-                field="population.matches",
-                remedy="Look into the rollout workers' logs for who aborts them, then resume the "
-                "job.",
-            )
-        failed = sum(one.state == pb.TRAJECTORY_STATE_FAILED for one in self._ended.values())
-        if failed < len(plan):
-            self._failed_in_a_row = 0
-        elif len(known) < len(plan):
-            # Whatever the limit of failures: such rounds would follow each other for ever. But a
-            # single round of a few matches may fail as a whole by chance.
-            self._failed_in_a_row += len(plan)
-            if self._failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
-                last = next(one for name, one in self._ended.items() if name not in known)
-                raise self._too_many(
-                    f"the last {self._failed_in_a_row} matches all failed", last.reason
-                )
-        self._state.planned += len(plan)
-        self._state.failed += failed
-        self._count_results(plan)
-
-    async def _waves(self, left: Sequence[PlannedMatch], total: int) -> None:
-        """Plays matches in waves, with few loads of members."""
-        pool_of = [self._pools.pool_of(agent).name for agent in self._pools.agents]
-        served = {pool.name: len(pool.match_slots) for pool in self._pools.pools}
-        cells = list(dict.fromkeys(one.cell for one in left))
-        for loaded, some in match_waves(cells, pool_of, served):
-            chosen = set(some)
-            await self._wave(loaded, [one for one in left if one.cell in chosen], total)
-
-    async def _wave(
-        self, loaded: dict[str, list[int]], wave: Sequence[PlannedMatch], total: int
-    ) -> None:
-        step = self._state.began
-        deadline = Deadline(
-            "matches between members", self._job.spec.limits.step_seconds, "limits.step_seconds"
-        )
-        await self._slots.load_matches(loaded, deadline)
-        places = self._slots.places()
-        new: dict[str, orch.Match] = {}
-        recent = self._job.shared.trajectories.buffer(
-            self._job.job_id, step, evaluation=True, match=True
-        )
-        members = {one.name: self._members(one) for one in wave}
-
-        def on_end(event: ro.TrajectoryEvent) -> None:
-            if event.state == pb.TRAJECTORY_STATE_ABORTED:
-                return  # the worker's doing, not the game's: it is played again
-            match = self._match(event, members[event.trajectory_id])
-            new[event.trajectory_id] = self._ended[event.trajectory_id] = match
-            recent.add(event)
-            self._check_failures(event, total)
-
-        batch = TicketBatch(
-            step,
-            deadline,
-            on_end,
-            floors=self._slots.match_floors(),
-            low_priority=self._slots.separate_match_slots,
-        )
-
-        async def write() -> None:
-            done = dict(new)
-            await self._store.add_matches(self._job.job_id, self._job.epoch, done)
-            for name in done:
-                del new[name]
-            await recent.flush()
-
-        async def tick() -> None:
-            while True:
-                await asyncio.sleep(self._job.shared.settings.activity_seconds)
-                try:
-                    await write()
-                except Superseded as error:
-                    return batch.fail(error)
-                except TroupeError as error:
-                    # Written with what ends next.
-                    self._warn(error)
-                if not self._slots.separate_match_slots:
-                    text = f"matches: {len(self._ended)} of {total}"
-                    self._job.show(text, step=step, done=len(self._ended), total=total)
-
-        tickets = (self._ticket(one, members[one.name], places) for one in wave)
-        try:
-            await run_batch(self._dispatch, batch, tickets, tick())
-        except BaseException:
-            # What has ended must not be played again, whatever ended the wave.
-            try:
-                async with asyncio.timeout(_LAST_SECONDS):
-                    await write()
-            except (TroupeError, TimeoutError) as error:
-                self._warn(error)
-            raise
-        await write()
-
-    def _warn(self, error: Exception) -> None:
-        _log.warning("matches not written", job_id=self._job.job_id, error=repr(error))
-
-    def _ticket(
-        self, one: PlannedMatch, members: dict[str, str], places: dict[tuple[str, str], str]
-    ) -> ro.Ticket:
-        seed = f"match/{'x'.join(map(str, one.cell))}"
-        return ro.Ticket(
-            query_id=one.name,
-            trajectory_id=one.name,
-            # Training items in their order: the same ones for every cell.
-            split="train",
-            index=one.number,
-            seed=admission.seed_of(self._job.spec.seed, seed, one.number, 0),
-            purpose=ro.Ticket.PURPOSE_MATCH,
-            cast={
-                agent: places[self._pools.pool_of(agent).name, member]
-                for agent, member in members.items()
-            },
-        )
-
-    def _members(self, one: PlannedMatch) -> dict[str, str]:
-        """By agent: the member that plays it."""
-        return {
-            agent: self._state.pools[self._pools.pool_of(agent).name][place]
-            for agent, place in zip(self._agents_of(one), one.cell, strict=True)
-        }
-
-    def _match(self, event: ro.TrajectoryEvent, members: dict[str, str]) -> orch.Match:
-        completed = event.state == pb.TRAJECTORY_STATE_COMPLETED
-        payoffs: dict[str, float] = {}
-        if completed:
-            for agent in members:
-                if agent not in event.rewards:
-                    raise FailedPrecondition(
-                        f"the match {event.trajectory_id} gave no reward to '{agent}'",
-                        kind="match_without_payoff",
-                        field="workflow",
-                        value=self._job.spec.workflow,
-                        remedy="Return a reward for every player; it is what a match pays.",
-                    )
-                payoffs[agent] = event.rewards[agent]
-        return orch.Match(
-            trajectory_id=event.trajectory_id,
-            iteration=self._state.iteration,
-            members=members,
-            payoffs=payoffs,
-            state=event.state,
-            reason=event.reason,
-            seconds=event.seconds,
-            at=timestamp(time.time()),
-        )
-
-    def _count_results(self, plan: Sequence[PlannedMatch]) -> None:
-        state = self._state
-        for one in plan:
-            state.attempts[one.cell] = max(state.attempts.get(one.cell, 0), one.number + 1)
-            match = self._ended[one.name]
-            if match.state != pb.TRAJECTORY_STATE_COMPLETED:
-                continue
-            members = self._members(one)
-            # By player of the cell: in a symmetric game members take turns as agents.
-            by_member = [match.payoffs[agent] for agent in self._agents_of(one)]
-            state.table.record(one.cell, by_member)
-            state.played += 1
-            self._count_wins(members, match)
-            names = list(members.values())
-            paid = [match.payoffs[agent] for agent in members]
-            state.ratings |= rated(state.ratings, names, paid)
-
-    def _agents_of(self, one: PlannedMatch) -> list[str]:
-        """By player of the cell: its agent; in a symmetric game members take turns as agents."""
-        agents = self._pools.agents
-        if not self._pools.symmetric:
-            return list(agents)
-        # Workflows may change agents' seats from query to query, networks never do.
-        fixed = self._job.spec.environment is not None
-        turn = one.number if fixed else turn_beside(len(agents), one.number)
-        return [agents[place] for place in seats(len(agents), turn)]
-
-    def _count_wins(self, members: dict[str, str], match: orch.Match) -> None:
-        for agent, member in members.items():
-            for other_agent, other in members.items():
-                if member == other:
-                    continue
-                counts = self._state.wins.setdefault((member, other), [0, 0, 0])
-                ahead = match.payoffs[agent] - match.payoffs[other_agent]
-                counts[0] += ahead > 0
-                counts[1] += ahead == 0
-                counts[2] += 1
-
-    def _check_failures(self, event: ro.TrajectoryEvent, total: int) -> None:
-        if event.state != pb.TRAJECTORY_STATE_FAILED:
-            return
-        self._failed += 1
-        # Over all rounds of the iteration, since later rounds have few matches.
-        failed, planned = self._state.failed + self._failed, self._state.planned + total
-        limit = self._job.spec.limits.max_failed_fraction
-        if admission.too_many_failed(failed, planned, limit):
-            raise self._too_many(
-                f"{failed} of {planned} matches failed (at most {limit:.0%} may)", event.reason
-            )
-
-    def _too_many(self, what: str, reason: str) -> ResourceExhausted:
-        return ResourceExhausted(
-            f"{what}, the last so: {reason}",
-            kind="too_many_failed_matches",
-            field="limits.max_failed_fraction",
-            value=self._job.spec.limits.max_failed_fraction,
-            remedy="Mend the cause (`troupe population matches` shows what failed), then "
-            "resume the job.",
-        )
-
-
 class PopulationRun:
     """The population of a running job.
 
@@ -622,3 +344,281 @@ def _member(
         num_bytes=size,
         frozen_at=time.time(),
     )
+
+
+@dataclass(frozen=True)
+class PlannedMatch:
+    """One match: a cell of the payoff table, and its number among the cell's matches."""
+
+    cell: Members
+    number: int
+
+    @property
+    def name(self) -> str:
+        """The id of its query and trajectory."""
+        return f"m{'x'.join(map(str, self.cell))}-t{self.number}"
+
+
+def due(spec: JobSpec, state: PopulationState) -> list[PlannedMatch]:
+    """The matches of a job's next round."""
+    population, pools = sections(spec)
+    if not population.plays_matches:
+        return []
+    wanted, width = population.matches, population.matches.half_width
+    precision = Precision(wanted.least, wanted.most, float("inf") if width is None else width)
+    # Only members that may still be met.
+    places = [state.places(pools.pool_of(one).name, SETTLED, CANDIDATE) for one in pools.agents]
+    visible = set(visible_cells(places, symmetric=pools.symmetric))
+    return [
+        PlannedMatch(cell, state.attempts.get(cell, 0) + number)
+        for cell, count in matches_due(state.table, precision)
+        if cell in visible
+        for number in range(count)
+    ]
+
+
+class Matches:
+    """Plays matches between members and counts them in the payoff table."""
+
+    def __init__(
+        self,
+        job: JobContext,
+        dispatch: Dispatch,
+        store: PopulationStore,
+        slots: Slots,
+        state: PopulationState,
+    ) -> None:
+        self._job, self._dispatch, self._store, self._slots = job, dispatch, store, slots
+        self._state = state
+        self._population, self._pools = sections(job.spec)
+        self._ended: dict[str, orch.Match] = {}
+        # Failures of this round; failures since the last match that completed.
+        self._failed = self._failed_in_a_row = 0
+
+    def due(self) -> list[PlannedMatch]:
+        """The matches of the next round, the same until `play` has counted it."""
+        return due(self._job.spec, self._state)
+
+    async def play(self, plan: Sequence[PlannedMatch]) -> None:
+        """Plays what has not ended of `plan`, and counts all of it.
+
+        Raises `TroupeError`: a fault of the job, or ResourceExhausted where too many fail.
+        """
+        names = {one.name: one for one in plan}
+        known = await self._store.matches(self._job.job_id, list(names))
+        self._ended = dict(known)
+        # Failures before a resume do not count: their cause may be mended.
+        self._failed = 0
+        for _ in range(_ATTEMPTS):
+            left = [one for name, one in names.items() if name not in self._ended]
+            await self._waves(left, len(plan))
+        if gone := [name for name in names if name not in self._ended]:
+            raise ResourceExhausted(
+                f"{len(gone)} matches were aborted {_ATTEMPTS} times, the first is {gone[0]}",
+                kind="matches_aborted",
+                field="population.matches",
+                remedy="Look into the rollout workers' logs for who aborts them, then resume the "
+                "job.",
+            )
+        failed = sum(one.state == pb.TRAJECTORY_STATE_FAILED for one in self._ended.values())
+        if failed < len(plan):
+            self._failed_in_a_row = 0
+        elif len(known) < len(plan):
+            # Whatever the limit of failures: such rounds would follow each other for ever. But a
+            # single round of a few matches may fail as a whole by chance.
+            self._failed_in_a_row += len(plan)
+            if self._failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
+                last = next(one for name, one in self._ended.items() if name not in known)
+                raise self._too_many(
+                    f"the last {self._failed_in_a_row} matches all failed", last.reason
+                )
+        self._state.planned += len(plan)
+        self._state.failed += failed
+        self._count_results(plan)
+
+    async def _waves(self, left: Sequence[PlannedMatch], total: int) -> None:
+        """Plays matches in waves, with few loads of members."""
+        pool_of = [self._pools.pool_of(agent).name for agent in self._pools.agents]
+        served = {pool.name: len(pool.match_slots) for pool in self._pools.pools}
+        cells = list(dict.fromkeys(one.cell for one in left))
+        for loaded, some in match_waves(cells, pool_of, served):
+            chosen = set(some)
+            await self._wave(loaded, [one for one in left if one.cell in chosen], total)
+
+    async def _wave(
+        self, loaded: dict[str, list[int]], wave: Sequence[PlannedMatch], total: int
+    ) -> None:
+        step = self._state.began
+        deadline = Deadline(
+            "matches between members", self._job.spec.limits.step_seconds, "limits.step_seconds"
+        )
+        await self._slots.load_matches(loaded, deadline)
+        places = self._slots.places()
+        new: dict[str, orch.Match] = {}
+        recent = self._job.shared.trajectories.buffer(
+            self._job.job_id, step, evaluation=True, match=True
+        )
+        members = {one.name: self._members(one) for one in wave}
+
+        def on_end(event: ro.TrajectoryEvent) -> None:
+            if event.state == pb.TRAJECTORY_STATE_ABORTED:
+                return  # the worker's doing, not the game's: it is played again
+            match = self._match(event, members[event.trajectory_id])
+            new[event.trajectory_id] = self._ended[event.trajectory_id] = match
+            recent.add(event)
+            self._check_failures(event, total)
+
+        batch = TicketBatch(
+            step,
+            deadline,
+            on_end,
+            floors=self._slots.match_floors(),
+            low_priority=self._slots.separate_match_slots,
+        )
+
+        async def write() -> None:
+            done = dict(new)
+            await self._store.add_matches(self._job.job_id, self._job.epoch, done)
+            for name in done:
+                del new[name]
+            await recent.flush()
+
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(self._job.shared.settings.activity_seconds)
+                try:
+                    await write()
+                except Superseded as error:
+                    return batch.fail(error)
+                except TroupeError as error:
+                    # Written with what ends next.
+                    self._warn(error)
+                if not self._slots.separate_match_slots:
+                    text = f"matches: {len(self._ended)} of {total}"
+                    self._job.show(text, step=step, done=len(self._ended), total=total)
+
+        tickets = (self._ticket(one, members[one.name], places) for one in wave)
+        try:
+            await run_batch(self._dispatch, batch, tickets, tick())
+        except BaseException:
+            # What has ended must not be played again, whatever ended the wave.
+            try:
+                async with asyncio.timeout(_LAST_SECONDS):
+                    await write()
+            except (TroupeError, TimeoutError) as error:
+                self._warn(error)
+            raise
+        await write()
+
+    def _warn(self, error: Exception) -> None:
+        _log.warning("matches not written", job_id=self._job.job_id, error=repr(error))
+
+    def _ticket(
+        self, one: PlannedMatch, members: dict[str, str], places: dict[tuple[str, str], str]
+    ) -> ro.Ticket:
+        seed = f"match/{'x'.join(map(str, one.cell))}"
+        return ro.Ticket(
+            query_id=one.name,
+            trajectory_id=one.name,
+            # Training items in their order: the same ones for every cell.
+            split="train",
+            index=one.number,
+            seed=admission.seed_of(self._job.spec.seed, seed, one.number, 0),
+            purpose=ro.Ticket.PURPOSE_MATCH,
+            cast={
+                agent: places[self._pools.pool_of(agent).name, member]
+                for agent, member in members.items()
+            },
+        )
+
+    def _members(self, one: PlannedMatch) -> dict[str, str]:
+        """By agent: the member that plays it."""
+        return {
+            agent: self._state.pools[self._pools.pool_of(agent).name][place]
+            for agent, place in zip(self._agents_of(one), one.cell, strict=True)
+        }
+
+    def _match(self, event: ro.TrajectoryEvent, members: dict[str, str]) -> orch.Match:
+        completed = event.state == pb.TRAJECTORY_STATE_COMPLETED
+        payoffs: dict[str, float] = {}
+        if completed:
+            for agent in members:
+                if agent not in event.rewards:
+                    raise FailedPrecondition(
+                        f"the match {event.trajectory_id} gave no reward to '{agent}'",
+                        kind="match_without_payoff",
+                        field="workflow",
+                        value=self._job.spec.workflow,
+                        remedy="Return a reward for every player; it is what a match pays.",
+                    )
+                payoffs[agent] = event.rewards[agent]
+        return orch.Match(
+            trajectory_id=event.trajectory_id,
+            iteration=self._state.iteration,
+            members=members,
+            payoffs=payoffs,
+            state=event.state,
+            reason=event.reason,
+            seconds=event.seconds,
+            at=timestamp(time.time()),
+        )
+
+    def _count_results(self, plan: Sequence[PlannedMatch]) -> None:
+        state = self._state
+        for one in plan:
+            state.attempts[one.cell] = max(state.attempts.get(one.cell, 0), one.number + 1)
+            match = self._ended[one.name]
+            if match.state != pb.TRAJECTORY_STATE_COMPLETED:
+                continue
+            members = self._members(one)
+            # By player of the cell: in a symmetric game members take turns as agents.
+            by_member = [match.payoffs[agent] for agent in self._agents_of(one)]
+            state.table.record(one.cell, by_member)
+            state.played += 1
+            self._count_wins(members, match)
+            names = list(members.values())
+            paid = [match.payoffs[agent] for agent in members]
+            state.ratings |= rated(state.ratings, names, paid)
+
+    def _agents_of(self, one: PlannedMatch) -> list[str]:
+        """By player of the cell: its agent; in a symmetric game members take turns as agents."""
+        agents = self._pools.agents
+        if not self._pools.symmetric:
+            return list(agents)
+        # Workflows may change agents' seats from query to query, networks never do.
+        fixed = self._job.spec.environment is not None
+        turn = one.number if fixed else turn_beside(len(agents), one.number)
+        return [agents[place] for place in seats(len(agents), turn)]
+
+    def _count_wins(self, members: dict[str, str], match: orch.Match) -> None:
+        for agent, member in members.items():
+            for other_agent, other in members.items():
+                if member == other:
+                    continue
+                counts = self._state.wins.setdefault((member, other), [0, 0, 0])
+                ahead = match.payoffs[agent] - match.payoffs[other_agent]
+                counts[0] += ahead > 0
+                counts[1] += ahead == 0
+                counts[2] += 1
+
+    def _check_failures(self, event: ro.TrajectoryEvent, total: int) -> None:
+        if event.state != pb.TRAJECTORY_STATE_FAILED:
+            return
+        self._failed += 1
+        # Over all rounds of the iteration, since later rounds have few matches.
+        failed, planned = self._state.failed + self._failed, self._state.planned + total
+        limit = self._job.spec.limits.max_failed_fraction
+        if admission.too_many_failed(failed, planned, limit):
+            raise self._too_many(
+                f"{failed} of {planned} matches failed (at most {limit:.0%} may)", event.reason
+            )
+
+    def _too_many(self, what: str, reason: str) -> ResourceExhausted:
+        return ResourceExhausted(
+            f"{what}, the last so: {reason}",
+            kind="too_many_failed_matches",
+            field="limits.max_failed_fraction",
+            value=self._job.spec.limits.max_failed_fraction,
+            remedy="Mend the cause (`troupe population matches` shows what failed), then "
+            "resume the job.",
+        )

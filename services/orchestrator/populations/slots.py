@@ -44,148 +44,6 @@ _LOOK_SECONDS: Final = 1.0
 _TRAINER: Final = orch.WORKER_KIND_TRAINER
 
 
-class MemberWeights:
-    """Has trainer workers keep, publish and drop members' weights."""
-
-    def __init__(self, job: JobContext, trainers: Trainers) -> None:
-        self._job = job
-        self._trainers = trainers
-
-    async def freeze(self, learner: str) -> tuple[pb.WeightsRef, int]:
-        """Writes a learner's newest version as a member's files; returns it and the files' bytes.
-
-        No step of it may be open. Raises `TroupeError` if that fails for good.
-        """
-        deadline = Deadline(f"freezing {learner}", _SECONDS, "population")
-        attempts = RetryBackoff(deadline)
-        trainer = self._trainers.policies[learner]
-        while True:
-            try:
-                worker = await trainer.bind(deadline)
-                ref = trainer.weights
-                request = tr.KeepMemberRequest(
-                    request_id=new_id("member"),
-                    job_id=self._job.job_id,
-                    policy=learner,
-                    version=ref.version,
-                    checksum=ref.checksum,
-                )
-                async with worker.while_alive():
-                    kept = await worker.trainer.KeepMember(request, timeout=deadline.left)
-                return ref, kept.num_bytes
-            except TroupeError as error:
-                trainer.unbind_after(error)
-                if error.kind == "version_not_kept":
-                    # Binding again publishes the version again.
-                    await trainer.rebind(deadline)
-                    error = Unavailable(str(error))
-                await attempts.failed(error)
-
-    async def publish(self, member: FrozenMember, deadline: Deadline) -> pb.WeightsRef:
-        """Publishes a member's weights to the transfer layer, for engines to load.
-
-        Raises NotFound of kind "member_gone" if no trainer worker has its files any more.
-        """
-        request = tr.PublishMemberRequest(
-            request_id=new_id("member"),
-            job_id=self._job.job_id,
-            policy=member.learner,
-            version=member.version,
-            checksum=member.checksum,
-        )
-        response: tr.PublishMemberResponse = await self._call_any_worker(
-            lambda worker: worker.trainer.PublishMember(request, timeout=deadline.left),
-            deadline,
-            f"publishing {member.member_id}",
-        )
-        return response.weights
-
-    async def drop(self, member: FrozenMember, *, files: bool) -> None:
-        """Removes a member's published weights, and with `files` its files, as workers answer."""
-        await _drop(self._job, member, files=files)
-
-    async def _call_any_worker(
-        self, call: Callable[[WorkerHandle], Awaitable[T]], deadline: Deadline, what: str
-    ) -> T:
-        """The answer of the first trainer worker that can give one; `what` is for people."""
-        attempts, workers = RetryBackoff(deadline), self._job.shared.workers
-        deadline.report(what)
-        until = time.monotonic() + self._job.shared.settings.workers_timeout_seconds
-        while True:
-            refused: TroupeError | None = None
-            passing: TroupeError | None = None
-            for worker in workers.usable(_TRAINER):
-                try:
-                    async with worker.while_alive():
-                        return await call(worker)
-                except NotFound as error:
-                    refused = error
-                except TroupeError as error:
-                    passing = error
-            if passing is None and refused is not None:
-                # Hosts may not share files: a worker that has them may be about to come back.
-                away = [one for one in workers.all() if one.kind == _TRAINER and not one.usable]
-                if not away or time.monotonic() >= until:
-                    raise refused
-                deadline.report(f"{what}: waiting for {away[0]}, which may have its files")
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_SECONDS):
-                        await deadline.wait(workers.change())
-            elif passing is not None:
-                await attempts.failed(passing)
-            else:
-                deadline.report(f"{what}: waiting for a trainer worker")
-                await deadline.wait(workers.change())
-
-
-async def unpublish_members(job: JobContext) -> None:
-    """Removes all published members of a job that has ended or is paused; their files stay.
-
-    Workers that do not answer in time keep them. Raises `Superseded`: another orchestrator that has
-    the job now may have published members of its own.
-    """
-    state = await job.shared.populations.load(job.job_id)
-    if state is None:
-        return
-    held = {member for member, _ in state.slots.values()}
-    # All members: after a crash some may be published that are in no slot.
-    members = sorted(state.members.values(), key=lambda one: one.member_id not in held)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(job.shared.settings.cleanup_seconds):
-            for one in members:
-                await job.shared.store.check_epoch(job.job_id, job.epoch)
-                await _drop(job, one, files=False)
-
-
-async def _drop(job: JobContext, member: FrozenMember, *, files: bool) -> None:
-    request = tr.DropMemberRequest(
-        request_id=new_id("member"),
-        job_id=job.job_id,
-        policy=member.learner,
-        version=member.version,
-        files=files,
-    )
-    for worker in job.shared.workers.usable(_TRAINER):
-        try:
-            async with worker.while_alive():
-                await worker.trainer.DropMember(request, timeout=_DROP_SECONDS)
-        except TroupeError as error:
-            _log.warning("member not dropped", member=member.member_id, error=str(error))
-
-
-def member_id_of(ref: pb.WeightsRef) -> str:
-    """`{learner}@{version}`."""
-    return f"{ref.policy}@{ref.version}"
-
-
-def slot_ref(slot: str, version: int, weights: pb.WeightsRef) -> pb.WeightsRef:
-    """A member's weights as version `version` of a slot."""
-    found = pb.WeightsRef()
-    found.CopyFrom(weights)
-    found.policy, found.version = slot, version
-    return found
-
-
 class Slots:
     """Loads members into slots, and draws the opponents of training queries.
 
@@ -371,5 +229,147 @@ class Slots:
                 await self._weights.drop(state.members[member], files=member in over)
 
 
+def slot_ref(slot: str, version: int, weights: pb.WeightsRef) -> pb.WeightsRef:
+    """A member's weights as version `version` of a slot."""
+    found = pb.WeightsRef()
+    found.CopyFrom(weights)
+    found.policy, found.version = slot, version
+    return found
+
+
+def member_id_of(ref: pb.WeightsRef) -> str:
+    """`{learner}@{version}`."""
+    return f"{ref.policy}@{ref.version}"
+
+
 def _frozen(mixture: Mixture) -> Mixture:
     return {name: share for name, share in mixture.items() if live_policy(name) is None}
+
+
+class MemberWeights:
+    """Has trainer workers keep, publish and drop members' weights."""
+
+    def __init__(self, job: JobContext, trainers: Trainers) -> None:
+        self._job = job
+        self._trainers = trainers
+
+    async def freeze(self, learner: str) -> tuple[pb.WeightsRef, int]:
+        """Writes a learner's newest version as a member's files; returns it and the files' bytes.
+
+        No step of it may be open. Raises `TroupeError` if that fails for good.
+        """
+        deadline = Deadline(f"freezing {learner}", _SECONDS, "population")
+        attempts = RetryBackoff(deadline)
+        trainer = self._trainers.policies[learner]
+        while True:
+            try:
+                worker = await trainer.bind(deadline)
+                ref = trainer.weights
+                request = tr.KeepMemberRequest(
+                    request_id=new_id("member"),
+                    job_id=self._job.job_id,
+                    policy=learner,
+                    version=ref.version,
+                    checksum=ref.checksum,
+                )
+                async with worker.while_alive():
+                    kept = await worker.trainer.KeepMember(request, timeout=deadline.left)
+                return ref, kept.num_bytes
+            except TroupeError as error:
+                trainer.unbind_after(error)
+                if error.kind == "version_not_kept":
+                    # Binding again publishes the version again.
+                    await trainer.rebind(deadline)
+                    error = Unavailable(str(error))
+                await attempts.failed(error)
+
+    async def publish(self, member: FrozenMember, deadline: Deadline) -> pb.WeightsRef:
+        """Publishes a member's weights to the transfer layer, for engines to load.
+
+        Raises NotFound of kind "member_gone" if no trainer worker has its files any more.
+        """
+        request = tr.PublishMemberRequest(
+            request_id=new_id("member"),
+            job_id=self._job.job_id,
+            policy=member.learner,
+            version=member.version,
+            checksum=member.checksum,
+        )
+        response: tr.PublishMemberResponse = await self._call_any_worker(
+            lambda worker: worker.trainer.PublishMember(request, timeout=deadline.left),
+            deadline,
+            f"publishing {member.member_id}",
+        )
+        return response.weights
+
+    async def drop(self, member: FrozenMember, *, files: bool) -> None:
+        """Removes a member's published weights, and with `files` its files, as workers answer."""
+        await _drop(self._job, member, files=files)
+
+    async def _call_any_worker(
+        self, call: Callable[[WorkerHandle], Awaitable[T]], deadline: Deadline, what: str
+    ) -> T:
+        """The answer of the first trainer worker that can give one; `what` is for people."""
+        attempts, workers = RetryBackoff(deadline), self._job.shared.workers
+        deadline.report(what)
+        until = time.monotonic() + self._job.shared.settings.workers_timeout_seconds
+        while True:
+            refused: TroupeError | None = None
+            passing: TroupeError | None = None
+            for worker in workers.usable(_TRAINER):
+                try:
+                    async with worker.while_alive():
+                        return await call(worker)
+                except NotFound as error:
+                    refused = error
+                except TroupeError as error:
+                    passing = error
+            if passing is None and refused is not None:
+                # Hosts may not share files: a worker that has them may be about to come back.
+                away = [one for one in workers.all() if one.kind == _TRAINER and not one.usable]
+                if not away or time.monotonic() >= until:
+                    raise refused
+                deadline.report(f"{what}: waiting for {away[0]}, which may have its files")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await deadline.wait(workers.change())
+            elif passing is not None:
+                await attempts.failed(passing)
+            else:
+                deadline.report(f"{what}: waiting for a trainer worker")
+                await deadline.wait(workers.change())
+
+
+async def unpublish_members(job: JobContext) -> None:
+    """Removes all published members of a job that has ended or is paused; their files stay.
+
+    Workers that do not answer in time keep them. Raises `Superseded`: another orchestrator that has
+    the job now may have published members of its own.
+    """
+    state = await job.shared.populations.load(job.job_id)
+    if state is None:
+        return
+    held = {member for member, _ in state.slots.values()}
+    # All members: after a crash some may be published that are in no slot.
+    members = sorted(state.members.values(), key=lambda one: one.member_id not in held)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(job.shared.settings.cleanup_seconds):
+            for one in members:
+                await job.shared.store.check_epoch(job.job_id, job.epoch)
+                await _drop(job, one, files=False)
+
+
+async def _drop(job: JobContext, member: FrozenMember, *, files: bool) -> None:
+    request = tr.DropMemberRequest(
+        request_id=new_id("member"),
+        job_id=job.job_id,
+        policy=member.learner,
+        version=member.version,
+        files=files,
+    )
+    for worker in job.shared.workers.usable(_TRAINER):
+        try:
+            async with worker.while_alive():
+                await worker.trainer.DropMember(request, timeout=_DROP_SECONDS)
+        except TroupeError as error:
+            _log.warning("member not dropped", member=member.member_id, error=str(error))
