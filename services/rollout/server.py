@@ -87,7 +87,10 @@ async def generate(
         input_ids=prompt_ids,
         output_ids=generation.token_ids,
         logprobs=generation.logprobs,
-        versions=[span.to_proto() for span in generation.versions],
+        versions=[
+            common.VersionSpan(version=span.version, start=span.start, end=span.end)
+            for span in generation.versions
+        ],
         finish_reason=generation.finish_reason,
     )
 

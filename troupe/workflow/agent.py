@@ -22,7 +22,7 @@ from troupe.workflow.backend import (
     EndpointOptions,
     GeneratedTurn,
     Sampling,
-    Span,
+    VersionSpan,
 )
 from troupe.workflow.conversation import ChatTokenizer, ConversationMemory, PromptIds
 from troupe.workflow.errors import (
@@ -262,26 +262,6 @@ def _draw(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFF_FFFF  # what every engine accepts
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class CutGeneration:
-    """The beginning of a generation."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    versions: Sequence[Span]
-    finish_reason: str
-    cached_tokens: int
-    queue_seconds: float
-    generate_seconds: float
-
-
 def with_stop_tokens(sampling: Sampling, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     """Stop tokens, and stop strings that are one token: there the engine itself can end."""
     ids = dict.fromkeys(sampling.stop_token_ids)
@@ -313,18 +293,16 @@ def cut_at(
         else:
             first = middle + 1
     text = tokenizer.text(ids[:last])
-    kept = CutGeneration(
+    kept = replace(
+        generation,
         token_ids=ids[:last],
         logprobs=generation.logprobs[:last],
         versions=[
-            _Span(s.version, s.start, min(s.end, last))
-            for s in generation.versions
-            if s.start < last
+            VersionSpan(span.version, span.start, min(span.end, last))
+            for span in generation.versions
+            if span.start < last
         ],
         finish_reason="stop",
-        cached_tokens=generation.cached_tokens,
-        queue_seconds=generation.queue_seconds,
-        generate_seconds=generation.generate_seconds,
     )
     return kept, text[: first_of(strings, text)]
 

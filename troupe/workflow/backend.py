@@ -104,49 +104,39 @@ _READERS: Final[dict[str, tuple[Callable[[Any], Any], str]]] = {
 }
 
 
-class Span(Protocol):
-    """Tokens [start, end) of a response were drawn by `version`."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def end(self) -> int: ...
+FinishReason = Literal["stop", "length", "abort"]
+"""Why a response ended: a stop token or stop string, `max_new_tokens`, or the engine aborted it."""
 
 
-class GeneratedTurn(Protocol):
-    """What a backend answers; lists run over the response's tokens."""
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens [start, end) of a response were drawn by weight version `version` of its policy."""
 
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Response ids, the stop token included when there was one."""
+    version: int
+    start: int
+    end: int
 
-    @property
-    def logprobs(self) -> Sequence[float]:
-        """Natural log-probability of each response token under the engine that drew it."""
 
-    @property
-    def versions(self) -> Sequence[Span]:
-        """Which policy version drew which tokens."""
+@dataclass(frozen=True)
+class GeneratedTurn:
+    """One response, from the engine that drew it to the sample that is made of it.
 
-    @property
-    def finish_reason(self) -> str:
-        """`stop`, `length` or `abort`."""
+    `token_ids` and `logprobs` have equal length; a stop token that ended the response is its last
+    element. `logprobs` are natural logs under softmax(logits / temperature), before top-k and
+    top-p; greedy responses (temperature 0) count as temperature 1. That is what SGLang reports by
+    default, and what a trainer must recompute: logits divided by the temperature.
+    """
 
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens whose keys and values the engine already had."""
-
-    @property
-    def queue_seconds(self) -> float:
-        """Time the turn waited before its first token was worked on."""
-
-    @property
-    def generate_seconds(self) -> float:
-        """Time from then to its last token."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[VersionSpan]
+    finish_reason: FinishReason
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values the engine already had."""
+    queue_seconds: float = 0.0
+    """Waiting time before the engine began with the prompt."""
+    generate_seconds: float = 0.0
+    """Time from then to the last token."""
 
 
 class Backend(Protocol):

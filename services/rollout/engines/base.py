@@ -26,6 +26,9 @@ from troupe.rpc.errors import (
     Unavailable,
 )
 from troupe.v1 import common_pb2 as pb
+from troupe.workflow.backend import FinishReason as FinishReason
+from troupe.workflow.backend import GeneratedTurn
+from troupe.workflow.backend import VersionSpan as VersionSpan
 
 if TYPE_CHECKING:
     import torch
@@ -310,7 +313,6 @@ class Scoring(ABC):
             )
 
 
-FinishReason = Literal["stop", "length", "abort"]
 Memory = Literal["weights", "kv_cache"]
 MEMORY: Final[frozenset[Memory]] = frozenset({"weights", "kv_cache"})
 # How long an engine that goes to sleep waits for the turns in hand.
@@ -349,38 +351,8 @@ class SamplingParams:
         )
 
 
-@dataclass(frozen=True)
-class VersionSpan:
-    """Tokens [start, end) of a response were drawn by `version`."""
-
-    version: int
-    start: int
-    end: int
-
-    def to_proto(self) -> pb.VersionSpan:
-        """The same as a message."""
-        return pb.VersionSpan(version=self.version, start=self.start, end=self.end)
-
-
-@dataclass(frozen=True)
-class EngineResponse:
-    """One response.
-
-    `token_ids` and `logprobs` have equal length; a stop token that ended the response is its
-    last element. `logprobs` are natural logs under softmax(logits / temperature), before top-k
-    and top-p; greedy responses (temperature 0) count as temperature 1. That is what SGLang
-    reports by default, and what a trainer must recompute: logits divided by the temperature.
-    `finish_reason` is "abort" after `ServingEngine.abort`; the tokens drawn until then are kept.
-    `cached_tokens` counts prompt tokens whose keys and values were reused.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[VersionSpan]
-    finish_reason: FinishReason
-    cached_tokens: int
-    queue_seconds: float
-    generate_seconds: float
+EngineResponse = GeneratedTurn
+"""What an engine answers is what the workflow gets: one class from here to the sample."""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import math
 import random
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from troupe.workflow.agent import Agent, Agents, TurnRecord, digest_of
-from troupe.workflow.backend import Endpoint, EndpointOptions, Sampling, Span
+from troupe.workflow.backend import Endpoint, EndpointOptions, GeneratedTurn, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError, shown
 from troupe.workflow.messages import Message
@@ -128,19 +128,6 @@ class ScriptedPolicy:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptedGeneration:
-    """A `Generation` that no engine made."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    finish_reason: str
-    versions: Sequence[Span] = field(default=())
-    cached_tokens: int = 0
-    queue_seconds: float = 0.0
-    generate_seconds: float = 0.0
-
-
 class PolicyBackend:
     """`troupe.workflow.Backend` of one trajectory over policies."""
 
@@ -189,7 +176,7 @@ class PolicyBackend:
 
     async def generate(
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
-    ) -> ScriptedGeneration:
+    ) -> GeneratedTurn:
         """What the agent's policy says, cut to `max_new_tokens` and to the room that the prompt
         leaves. Raises `TurnError`, and `ContextOverflowError` where it leaves none."""
         assert self.agents is not None
@@ -214,7 +201,7 @@ class PolicyBackend:
         if stopped:
             ids.append(stops[0])
             logprobs.append(0.0)
-        return ScriptedGeneration(ids[:room], logprobs[:room], "stop" if stopped else "length")
+        return GeneratedTurn(ids[:room], logprobs[:room], (), "stop" if stopped else "length")
 
     def _room(self, policy: str, prompt_tokens: int) -> int:
         context = self._contexts.get(policy)
