@@ -45,7 +45,7 @@ from benchmarks.command import finish, options_of, quantile
 from benchmarks.store import echo, raw, scale, served
 from benchmarks.store.servers import Servers, Stub, started
 from benchmarks.store.workload import GROUP_SIZE, Shape, make_appends
-from troupe.memory import keep_freed_memory
+from services.chassis.process import keep_freed_memory
 from troupe.v1 import experience_store_pb2 as store_pb
 
 TURNS = 8

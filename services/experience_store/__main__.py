@@ -9,8 +9,8 @@ import sys
 import uvloop
 
 from services.chassis.app import run
+from services.chassis.process import keep_freed_memory
 from services.experience_store.server import StoreSettings, make_service
-from troupe.memory import keep_freed_memory
 
 if __name__ == "__main__":
     # What is imported stays, and calls leave few cycles behind: looking for them after every 700

@@ -8,9 +8,9 @@ import gc
 import sys
 
 from services.chassis.app import ServiceDefinition, run
+from services.chassis.process import keep_freed_memory
 from services.chassis.telemetry import Telemetry
 from services.rollout.settings import RolloutSettings
-from troupe.memory import keep_freed_memory
 
 
 def make(settings: RolloutSettings, telemetry: Telemetry) -> ServiceDefinition:

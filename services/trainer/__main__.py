@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from services.chassis.app import ServiceDefinition, run
+from services.chassis.process import keep_freed_memory
 from services.chassis.telemetry import Telemetry
 from services.trainer.settings import TrainerSettings
-from troupe.memory import keep_freed_memory
 
 
 def make_service(settings: TrainerSettings, telemetry: Telemetry) -> ServiceDefinition:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from troupe.workflow import Agents, ChatTokenizer, Role, Sampling
-from troupe.workflow.backend import Span
+from troupe.workflow.backend import GeneratedTurn
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<pad>"
 CHARACTERS = "\n " + string.ascii_letters + string.digits + string.punctuation
@@ -48,19 +48,6 @@ def make_chat(
     return ChatTokenizer(make_tokenizer(template, merges))
 
 
-@dataclass(frozen=True)
-class Spoken:
-    """A `Generation`."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[Span] = field(default_factory=list)
-    finish_reason: str = "stop"
-    cached_tokens: int = 0
-    queue_seconds: float = 0.0
-    generate_seconds: float = 0.0
-
-
 @dataclass
 class Script:
     """A backend that answers what `speak(agent, prompt ids, sampling)` returns, after `delay`."""
@@ -69,13 +56,15 @@ class Script:
     delay: Callable[[int], float] = lambda n: 0.0
     asked: list[tuple[str, tuple[int, ...], Sampling]] = field(default_factory=list)
 
-    async def generate(self, agent: str, prompt_ids: Sequence[int], sampling: Sampling) -> Spoken:
+    async def generate(
+        self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> GeneratedTurn:
         number = len(self.asked)
         self.asked.append((agent, tuple(prompt_ids), sampling))
         await asyncio.sleep(self.delay(number))
         ids = self.speak(agent, tuple(prompt_ids), sampling)
-        reason = "stop" if ids and ids[-1] == 2 else "length"
-        return Spoken(ids, [-0.5] * len(ids), finish_reason=reason)
+        stopped = bool(ids) and ids[-1] == 2
+        return GeneratedTurn(ids, [-0.5] * len(ids), (), "stop" if stopped else "length")
 
 
 def make_agents(

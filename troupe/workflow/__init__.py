@@ -1,4 +1,4 @@
-"""What users write: a workflow, an async function of one query, its agents and its tools.
+"""The SDK of workflow authors: a workflow is an async function of query, agents and tools.
 
 async def workflow(query, agents, tools):
     draft = await agents["solver"].chat(query["question"])

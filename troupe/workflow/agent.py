@@ -1,4 +1,8 @@
-"""One agent of one trajectory: what a workflow asks for replies."""
+"""The agents of one trajectory, and the record of the turns that the workflow asks them for.
+
+`Agents` holds an `Agent` per role; `Agent.chat` and `Agent.generate` begin turns. A
+`TrajectoryRecord` numbers the turns (`TurnRecord`) and derives their seeds.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ from troupe.workflow.numbering import Path, places
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What all trajectories of a job share about one agent."""
+    """One agent of a job: its policy, tokenizer and sampling, the same for all trajectories."""
 
     name: str
     policy: str
@@ -59,29 +63,30 @@ class Role:
     sampling: Sampling
     system_prompt: str | None = None
     tool_parser: str = "hermes"
-    """How its model writes calls of tools (`toolcalls.PARSERS`)."""
+    """Syntax in which the model writes tool calls: a name in `messages.PARSERS`."""
     endpoint: EndpointOptions = ENDPOINT_OPTIONS
-    """What its endpoint allows where the workflow does not say."""
+    """Defaults of `Agent.endpoint`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentCall:
-    """One `chat` or `generate`: where in the workflow it stands, and how many replies it drew."""
+    """One call of `chat` or `generate`: its position in the workflow and its number of replies."""
 
     branch: Path
-    """Path of the branch that it was called in; see `numbering`."""
+    """Path of the branch that made the call; see `numbering`."""
     path: Path
+    """Path of the call itself; it orders the turns of a trajectory."""
     n: int | None
-    """None: it drew one reply and was not asked for branches."""
+    """The `n` of the call; None: left out, so that one reply was drawn."""
 
 
 @dataclass(slots=True)
 class TurnRecord:
     """The record of one turn; `reply` is None until it has been generated.
 
-    `number` counts the turns of its agent, `position` those of the whole trajectory. While the
-    workflow runs they are in the order of the calls; when it has ended `settle` has put them into
-    an order that does not depend on time.
+    `number` counts the turns of its agent, `position` those of the whole trajectory: in the order
+    of the calls while the workflow runs, and after `settle` in an order that does not depend on
+    time.
     """
 
     role: Role
@@ -92,25 +97,26 @@ class TurnRecord:
     sampling: Sampling
     call: AgentCall
     sibling: int = 0
-    """Which reply of its call."""
+    """Index of the reply among the `n` of its call."""
     over: bool = False
-    """Whether its call has ended, whichever way. What is not over when the workflow returns, nobody
-    awaited."""
+    """Whether its call has ended, with a reply or an error. A turn that is not over when the
+    workflow returns was never awaited."""
     place: str = ""
     """Its call among those of its agent: `1` is the second one of the workflow itself, `2.0:1` the
-    second one in the first branch of the third branch. The same in every trajectory of a query
-    that branches alike."""
+    second one in the first branch of the third branch. Equal in all trajectories of a query that
+    branch in the same way."""
     reply: Reply | None = None
     generation: GeneratedTurn | None = None
     asked: int = 0
-    """When it was asked for, and answered: counted over all turns of the trajectory."""
+    """Logical time of the call, counted over all turns of the trajectory."""
     answered: int = 0
+    """Logical time of the reply."""
     prefix_broken: bool = False
-    """The prompt's history is not what this agent was given and said; see `memory.Prompt`."""
+    """The prompt's history differs from what this agent was given and said; see `PromptIds`."""
 
     @property
     def siblings(self) -> int | None:
-        """How many replies were drawn with it by `n=`; None when it was drawn by itself."""
+        """Number of replies that its call drew by `n=`; None: without `n`."""
         return self.call.n
 
     @property
@@ -120,16 +126,16 @@ class TurnRecord:
 
     @property
     def prompt_digest(self) -> int:
-        """64 bits of the prompt."""
+        """64-bit hash of the prompt."""
         return digest_of(self.prompt_ids)
 
 
 def settle(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
-    """The turns of a trajectory in the order of their paths, numbered and placed by it."""
+    """Sort the turns of a trajectory by path; sets their `position`, `number` and `place`."""
     ordered = sorted(turns, key=lambda turn: turn.path)
     ordinals = places(turn.call.branch for turn in ordered)
     counted: dict[str, int] = {}
-    # Calls of an agent in a branch: siblings share theirs.
+    # By agent and branch: ordinals of its calls. Siblings share one.
     calls: dict[tuple[str, Path], dict[Path, int]] = {}
     for position, turn in enumerate(ordered):
         name, call = turn.role.name, turn.call
@@ -146,14 +152,14 @@ def settle(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
 
 
 def digest_of(prompt_ids: tuple[int, ...]) -> int:
-    """64 bits that stand for a prompt."""
+    """64-bit hash of a prompt."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(prompt_ids)}q", *prompt_ids))
 
 
 class TrajectoryRecord:
-    """Turns of one trajectory, and where they are generated.
+    """The turns of one trajectory, in order, with the seeds that they are drawn with.
 
-    All sampling derives from `seed`, the prompts and the branches, so that neither timing nor the
+    All seeds derive from `seed`, the prompts and the branches, so that neither timing nor the
     order in which concurrent branches end changes what is drawn.
     """
 
@@ -166,7 +172,7 @@ class TrajectoryRecord:
         self._begun: dict[str, int] = {}
         self._turns: list[TurnRecord] = []
         self._closed = False
-        # When it was closed: turns whose call nobody had awaited to its end.
+        # Turns whose call had not been awaited to its end when the record was closed.
         self.unawaited: list[TurnRecord] = []
 
     @property
@@ -180,11 +186,11 @@ class TrajectoryRecord:
         return self._turns
 
     def enter(self) -> None:
-        """As `Agents.enter`."""
+        """See `Agents.enter`."""
         numbering.enter(self._root)
 
     def close(self) -> list[TurnRecord]:
-        """As `Agents.close`."""
+        """See `Agents.close`."""
         if not self._closed:
             self._closed = True
             self.unawaited = [turn for turn in self._turns if not turn.over]
@@ -192,7 +198,7 @@ class TrajectoryRecord:
         return self._turns
 
     def check_open(self, agent: str) -> None:
-        """Raises `TurnError` when the trajectory has ended."""
+        """Raise `TurnError` if the trajectory has ended."""
         if self._closed:
             raise TurnError(
                 f"'{agent}' was asked for a turn after its trajectory had ended",
@@ -208,7 +214,7 @@ class TrajectoryRecord:
         sampling: Sampling,
         n: int | None = None,
     ) -> list[TurnRecord]:
-        """Record turns that are about to be generated from one prompt (called by `Agent`)."""
+        """Record the turns of one call, before they are generated (called by `Agent`)."""
         self.check_open(role.name)
         branch = numbering.current(self._root)
         call = AgentCall(branch.path, branch.step(), n)
@@ -239,12 +245,13 @@ class TrajectoryRecord:
         return turns
 
     def tick(self) -> int:
-        """A number above all that were given before: in which order turns begin and end."""
+        """The next logical time: orders the begins and ends of turns."""
         self._ticks += 1
         return self._ticks
 
     def draw_seed(self, agent: str, prompt_ids: tuple[int, ...]) -> int:
-        """Seed of the next turn of `agent` with this prompt: equal prompts get different ones."""
+        """Seed of the next turn of `agent` with this prompt; repeated prompts get different
+        seeds."""
         digest = digest_of(prompt_ids)
         path = numbering.current(self._root).path
         occurrence = self._asked.get((path, agent, digest), 0)
@@ -253,8 +260,8 @@ class TrajectoryRecord:
         return _draw(f"{self._seed}/{agent}/{digest}/{occurrence}{branch}")
 
     def mix_seed(self, given: int) -> int:
-        """A seed from `given` and the trajectory's own: equal ones give equal ones in a trajectory,
-        and different ones in the others of its group."""
+        """A seed from `given` and the trajectory's own: the same `given` makes the same seed
+        within a trajectory and different seeds in the trajectories of a group."""
         return _draw(f"{self._seed}/given/{given}")
 
 
@@ -263,7 +270,7 @@ def _draw(text: str) -> int:
 
 
 def with_stop_tokens(sampling: Sampling, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """Stop tokens, and stop strings that are one token: there the engine itself can end."""
+    """Stop tokens, and stop strings that are one token, at which the engine itself can end."""
     ids = dict.fromkeys(sampling.stop_token_ids)
     for text in sampling.stop_strings:
         spelled = tokenizer.encode(text)
@@ -275,7 +282,8 @@ def with_stop_tokens(sampling: Sampling, tokenizer: ChatTokenizer) -> tuple[int,
 def cut_at(
     generation: GeneratedTurn, strings: Sequence[str], tokenizer: ChatTokenizer
 ) -> tuple[GeneratedTurn, str] | None:
-    """The response up to the first of `strings`, and its text before that; None: it has none."""
+    """The response cut at the first of `strings`, and its text before that; None: no stop
+    string."""
 
     def has(tokens: int) -> bool:
         text = tokenizer.text(ids[:tokens])
@@ -308,12 +316,12 @@ def cut_at(
 
 
 def first_of(strings: Sequence[str], text: str) -> int | None:
-    """Where the first of `strings` begins in `text`; None where it has none of them."""
+    """Offset of the first of `strings` in `text`; None: none of them occurs."""
     return min((at for at in map(text.find, strings) if at >= 0), default=None)
 
 
 Messages = str | Sequence[Mapping[str, Any] | Reply]
-"""What `chat` takes: a string (one user message) or messages; a reply may stand among them."""
+"""What `chat` takes: a string (one user message), or a list of messages and replies."""
 
 
 Offered = Sequence[Mapping[str, Any]] | None
@@ -322,9 +330,9 @@ Offered = Sequence[Mapping[str, Any]] | None
 
 ToolChoice = Literal["auto", "none"]
 
-# Longer responses are read in a thread: the event loop has others to serve meanwhile.
+# Longer responses are parsed in a thread, so that the event loop is not blocked.
 _TOKENS_READ_AT_ONCE: Final = 8192
-# More than enough for the tag that a template may open a thought with.
+# Prompt tokens that are searched for a thought tag which the template has opened.
 _LAST_IDS: Final = 16
 
 
@@ -343,7 +351,7 @@ class Agent:
 
     @property
     def role(self) -> Role:
-        """What all trajectories of the job share about it."""
+        """Its policy, tokenizer and sampling."""
         return self._role
 
     @overload
@@ -405,7 +413,7 @@ class Agent:
         try:
             prompt = self._memory.prompt(parsed, rendering)
         except ChatTemplateError as error:
-            # The tokenizer does not know whose it is.
+            # The tokenizer does not know its agent and policy.
             raise ChatTemplateError(
                 f"agent '{self.name}': {error.message}",
                 field=f"policies.{self._role.policy}.model",
@@ -427,7 +435,7 @@ class Agent:
     def generate(
         self, token_ids: Sequence[int], *, n: int | None = None, **sampling: Any
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
-        """The agent's continuation of `token_ids`, which are passed on as they are.
+        """The agent's continuation of `token_ids`, which are sent to the engine unchanged.
 
         `n` and `sampling` are as in `chat`.
         """
@@ -459,13 +467,14 @@ class Agent:
         lenient: bool | None = None,
         sampling: Literal["job", "client"] | None = None,
     ) -> Endpoint:
-        """Where a client of OpenAI's API speaks as this agent until the trajectory ends.
+        """An OpenAI-compatible endpoint whose client speaks as this agent until the trajectory
+        ends.
 
-        What nothing here can enforce (`tool_choice: required`, a JSON schema) is refused, or with
-        `lenient` told to the model and left to it. `sampling`: who decides temperature, top_p and
-        top_k, the "job" or each request of the "client". Default: as `agents.X.endpoint` of the job
-        says. Raises `WorkflowError` of kind `no_endpoint` where none is served, and `TurnError`
-        when the trajectory has ended.
+        What only constrained decoding could enforce (`tool_choice: required`, a JSON schema) is
+        refused; with `lenient` it is put into the prompt, without a guarantee. `sampling`: whether
+        the "job" or each request of the "client" decides temperature, top_p and top_k. Default:
+        `agents.X.endpoint` of the job. Raises `WorkflowError` of kind `no_endpoint` where none is
+        served, and `TurnError` when the trajectory has ended.
         """
         own = self._role.endpoint
         options = EndpointOptions(
@@ -491,12 +500,12 @@ class Agent:
         return backend.endpoint(self, options)
 
     def draw_seed(self, purpose: str, prompt_ids: tuple[int, ...]) -> int:
-        """A seed for a choice of the workflow's own, as repeatable as those of its turns."""
+        """A seed for a random choice of the workflow, as reproducible as those of its turns."""
         return self._record.draw_seed(f"{self.name}/{purpose}", prompt_ids)
 
     def mix_seed(self, given: int) -> int:
-        """A client's seed made this trajectory's: a group whose members all drew with the same
-        seed would be equal, and so without a signal."""
+        """A seed from a client's seed and the trajectory's own. With the client's alone all
+        trajectories of a group would be equal, and so without a learning signal."""
         return self._record.mix_seed(given)
 
     def _begin(
@@ -532,7 +541,7 @@ class Agent:
                     tasks = [group.create_task(one) for one in finishing]
             replies = tuple(task.result() for task in tasks)
         except BaseException as error:
-            for turn in turns:  # what was said meanwhile reaches nobody
+            for turn in turns:  # the caller gets an error instead of these replies
                 turn.reply = turn.generation = None
             if isinstance(error, BaseExceptionGroup):
                 raise error.exceptions[0] from None
@@ -554,26 +563,26 @@ class Agent:
                 role.name, turn.prompt_ids, turn.sampling
             )
             if len(generation.token_ids) > _TOKENS_READ_AT_ONCE:
-                said = await asyncio.to_thread(_read, generation, role, turn, reading)
+                parsed = await asyncio.to_thread(_parse, generation, role, turn, reading)
             else:
-                said = _read(generation, role, turn, reading)
-        generation, ids = said.generation, tuple(said.generation.token_ids)
-        names = call_ids(len(said.calls), (*turn.path, turn.prompt_digest))
+                parsed = _parse(generation, role, turn, reading)
+        generation, ids = parsed.generation, tuple(parsed.generation.token_ids)
+        names = call_ids(len(parsed.calls), (*turn.path, turn.prompt_digest))
         reply = Reply(
             role.name,
             turn.number,
-            said.text,
+            parsed.text,
             turn.prompt_ids,
             ids,
             tuple(generation.logprobs),
             generation.finish_reason,
-            said.content,
-            # What a model escapes in JSON may be half of a surrogate pair.
+            parsed.content,
+            # JSON escapes of a model may be half of a surrogate pair.
             tuple(
                 ToolCall(name, *map(utf8_text, call))
-                for name, call in zip(names, said.calls, strict=True)
+                for name, call in zip(names, parsed.calls, strict=True)
             ),
-            said.thoughts,
+            parsed.thoughts,
         )
         if reading is not None:
             self._memory.remember(
@@ -582,7 +591,7 @@ class Agent:
                 turn.path,
                 turn.prompt_ids,
                 ids,
-                stopped=said.stopped,
+                stopped=parsed.stopped,
                 rendering=reading.rendering,
                 content=reply.content,
                 calls=reply.tool_calls,
@@ -594,32 +603,32 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What a reply is read with: the conversation that it continues."""
+    """The conversation that a reply continues, as needed to parse the reply."""
 
     messages: tuple[AnyMessage, ...]
     rendering: Rendering
     tools: Sequence[Mapping[str, Any]]
-    """Those whose calls are told apart from the text."""
+    """Tools whose calls are parsed; calls of others stay text."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """A generation as text."""
+class _ParsedTurn:
+    """A response as text, tool calls and thoughts."""
 
     generation: GeneratedTurn
-    """Cut at a stop string, where one was asked for and came."""
+    """Cut at the first stop string."""
     stopped: bool
-    """Its last token is a stop token, which is no part of what was said."""
+    """Whether the last token is a stop token, which is not part of the text."""
     text: str
     content: str
     calls: tuple[tuple[str, str], ...] = ()
     thoughts: str = ""
 
 
-def _read(
+def _parse(
     generation: GeneratedTurn, role: Role, turn: TurnRecord, reading: _Reading | None
-) -> _Said:
-    """What was said: text, and of a conversation's reply the content, calls and thoughts."""
+) -> _ParsedTurn:
+    """Decode a response; with `reading` also split it into content, tool calls and thoughts."""
     tokenizer, strings = role.tokenizer, turn.sampling.stop_strings
     cut = cut_at(generation, strings, tokenizer)
     stopped = cut is None and generation.finish_reason == "stop"
@@ -629,24 +638,24 @@ def _read(
         text = tokenizer.text(generation.token_ids, stopped=stopped)
     text = utf8_text(text)
     if reading is None:
-        return _Said(generation, stopped, text, text)
+        return _ParsedTurn(generation, stopped, text, text)
     parse = PARSERS[role.tool_parser]
     thinking = parse.opens_thought(tokenizer.transcript(turn.prompt_ids[-_LAST_IDS:]))
     ids = generation.token_ids[: len(generation.token_ids) - stopped]
-    # Tags may be special tokens, which the text lacks; else it is the text that is wanted.
+    # Tags may be special tokens, which `text` lacks; without such tags `text` is parsed.
     transcript = utf8_text(tokenizer.transcript(ids))
     if cut is not None:
         transcript = transcript[: first_of(strings, transcript)]
-    said = parse(transcript, reading.tools, thinking=thinking)
-    if said == (transcript, (), ""):
-        return _Said(generation, stopped, text, text)
+    reply = parse(transcript, reading.tools, thinking=thinking)
+    if reply == (transcript, (), ""):
+        return _ParsedTurn(generation, stopped, text, text)
     tags = (tag for pair in parse.think_tags for tag in pair)
-    if not said.calls and all(text.count(tag) == transcript.count(tag) for tag in tags):
-        said = parse(text, thinking=thinking)
-    return _Said(generation, stopped, text, said.content, said.calls, said.thoughts)
+    if not reply.calls and all(text.count(tag) == transcript.count(tag) for tag in tags):
+        reply = parse(text, thinking=thinking)
+    return _ParsedTurn(generation, stopped, text, reply.content, reply.calls, reply.thoughts)
 
 
-# A trajectory's metric: turns that its workflow asked for and did not await.
+# Metric of a trajectory: number of turns that the workflow began and did not await.
 UNAWAITED: Final = "unawaited_turns"
 
 
@@ -654,8 +663,8 @@ class Agents(Mapping[str, Agent]):
     """The agents of one trajectory by name."""
 
     def __init__(self, roles: Mapping[str, Role], backend: Backend, *, seed: int) -> None:
-        # What agents share is apart from who has them all: what refers to itself is there until
-        # the collector comes, with all that was said.
+        # A record apart from this mapping avoids a reference cycle, which would keep the texts of
+        # the trajectory until the garbage collector runs.
         self._record = TrajectoryRecord(backend, seed)
         self._agents = {name: Agent(role, self._record) for name, role in roles.items()}
 
@@ -693,25 +702,25 @@ class Agents(Mapping[str, Agent]):
         return self._record.begun
 
     def enter(self) -> None:
-        """The workflow is about to run in the current task: tasks that it creates are its branches.
+        """Declare that the workflow runs in the current task: tasks that it creates are branches.
 
-        Who does not call this has turns of concurrent tasks numbered by time.
+        Without this call the turns of concurrent tasks are numbered by time.
         """
         self._record.enter()
 
     @property
     def unawaited(self) -> Counter[str]:
-        """By agent: turns that the workflow had asked for and not awaited when it was closed."""
+        """By agent: number of turns that had been begun and not awaited at `close`."""
         return Counter(turn.role.name for turn in self._record.unawaited)
 
     @property
     def unawaited_metric(self) -> dict[str, float]:
-        """Their number as a metric of the trajectory; none where there are none."""
+        """The number of unawaited turns as a metric of the trajectory; empty for 0."""
         count = len(self._record.unawaited)
         return {UNAWAITED: float(count)} if count else {}
 
     def close(self) -> list[TurnRecord]:
-        """End the trajectory: no turn begins or is recorded any more.
+        """End the trajectory: no further turn begins or is recorded.
 
         Returns `turns`, in an order and with numbers that do not depend on time.
         """

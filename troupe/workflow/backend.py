@@ -1,7 +1,7 @@
-"""What a workflow stands on: something that generates tokens, something that calls tools.
+"""Interfaces between a workflow and what runs it: sampling, generation, endpoints, tool calls.
 
-The rollout service implements both protocols over its router and the reward service; tests and
-`troupe workflow try` implement them with a few lines.
+The rollout service implements `Backend` over its router and `ToolBackend` over the reward service;
+`troupe workflow try` (`troupe.workflow.trying`) implements both in one process.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Sampling:
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    """Not for engines: see `stopping`."""
+    """Searched for in the decoded text, not by engines (`agent.cut_at`)."""
     seed: int | None = None
 
     def override(self, values: Mapping[str, Any]) -> Sampling:
-        """The same with `values`. Raises `InvalidMessagesError` for an unknown or bad one."""
+        """A copy with `values`. Raises `InvalidMessagesError` for an unknown name or a bad
+        value."""
         read = {}
         for name, value in values.items():
             reader, wanted = _READERS.get(name, (None, ""))
@@ -81,7 +82,7 @@ def _whole(within: Callable[[int], bool]) -> Callable[[Any], int]:
 
 def _strings(value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else tuple(value)
-    # Every response contains the empty one.
+    # An empty stop string would occur in every response.
     if not all(isinstance(string, str) and string for string in strings):
         raise ValueError
     return strings
@@ -145,16 +146,16 @@ class Backend(Protocol):
     async def generate(
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
     ) -> GeneratedTurn:
-        """One generation. Raises `TurnError`; bounded by the turn's deadline."""
+        """Draw one response, within the turn's deadline. Raises `TurnError`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointOptions:
-    """What clients of an agent's endpoint may decide."""
+    """What clients of an agent's OpenAI endpoint may decide."""
 
     lenient: bool = False
-    """Promises that only constrained decoding could keep are left to the model, not refused."""
+    """Accept what only constrained decoding could guarantee, without a guarantee."""
     sampling: Literal["job", "client"] = "job"
     """Who decides temperature, top_p and top_k: the agent's `sampling` in the job, or each
     request."""
@@ -165,22 +166,22 @@ ENDPOINT_OPTIONS: Final = EndpointOptions()
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a client of OpenAI's API speaks as one agent of one trajectory, while that runs."""
+    """An OpenAI-compatible endpoint that speaks as one agent of one running trajectory."""
 
     base_url: str
-    """Ends in `/v1`. Whoever knows it may use it: it cannot be guessed."""
+    """Ends in `/v1`. Contains an unguessable id, which is the only access control."""
     api_key: str
-    """Clients want one; it is not looked at."""
+    """A placeholder for clients that need one; it is not checked."""
     model: str
-    """Clients want one; any is taken."""
+    """A name for clients that need one; any is accepted."""
 
 
 @runtime_checkable
 class EndpointBackend(Protocol):
-    """A backend that also serves OpenAI's API."""
+    """A backend that also serves OpenAI's API for its agents."""
 
     def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
-        """Open one for `agent`, or give the one that is open."""
+        """Open the endpoint of `agent`, or return the open one."""
         ...
 
 
@@ -189,7 +190,7 @@ class ToolBackend(Protocol):
 
     async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
         """Run the tool with a JSON object of keyword arguments; returns its result as JSON.
-        `expected_seconds`: how long that takes with the fewest cores; 0: nobody said.
+        `expected_seconds`: estimated time with the fewest cores; 0: no estimate.
 
         Raises `ToolError`; bounded by the tool's own timeout.
         """

@@ -13,17 +13,17 @@ import numpy as np
 from troupe.outcomes import NotJsonError, json_text
 from troupe.workflow.errors import WorkflowError, shown
 
-# As the experience store takes them.
+# Names and dtypes that the experience store accepts.
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 _DTYPES: Final = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-# What the trainer reads itself, per response token.
+# Columns that the trainer reads as one number per response token.
 _PER_TOKEN: Final = frozenset({"reference_logprobs"})
 JSON_BYTES: Final = 256 * 1024
 """Longest JSON value; arrays may be larger."""
 
 
 class InvalidColumnError(WorkflowError, ValueError):
-    """A column's name or value is none that a sample can have."""
+    """A column's name or value cannot be stored with a sample."""
 
     kind = "invalid_column"
 
@@ -34,7 +34,7 @@ class Columns(MutableMapping[str, Any]):
     __slots__ = ("_owner", "_tokens", "_values")
 
     def __init__(self, owner: str, tokens: int) -> None:
-        """`owner`: whose columns, for messages; `tokens`: length of the response."""
+        """`owner`: "agent[turn]", for error messages; `tokens`: length of the response."""
         self._owner = owner
         self._tokens = tokens
         self._values: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def _copied(value: Any, field: str) -> Any:
 
 
 def _checked_json(value: Any, field: str) -> Any:
-    """A copy: what was set may change, or be another when it is asked again."""
+    """A deep copy of a JSON value, which the workflow can no longer change."""
     try:
         text = json_text(value)
     except NotJsonError as error:
@@ -129,6 +129,6 @@ def _checked_json(value: Any, field: str) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    # Workflows run where torch may be missing; who has a tensor has imported it.
+    # torch may be missing; a caller that has a tensor has imported it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Chat messages to token ids, without ever tokenising a reply again.
+"""Chat messages as token ids, without tokenising a reply a second time.
 
 A prompt that extends an earlier conversation is that conversation's ids - prompt and response as
 they went through the engine - followed by the ids of what is new. Rendering and tokenising the
@@ -20,9 +20,9 @@ from troupe.workflow.messages import AnyMessage, Rendering, ToolCall, ToolMessag
 from troupe.workflow.numbering import Path
 
 PLAIN: Final = Rendering()
-"""Messages alone."""
+"""Without tools and template options."""
 
-# Stands for the last reply while a template is rendered: what comes after it is the new text.
+# Placeholder of the last reply while a template is rendered; the new text comes after it.
 _REPLY = "\x02troupe-reply\x03"
 
 # Token ids kept per policy; a long-lived process must not grow with the number of queries.
@@ -30,7 +30,7 @@ _CACHED_TOKENS = 500_000
 
 
 class ChatTokenizer:
-    """A Hugging Face tokenizer seen as messages <-> ids; shared by all trajectories of a policy.
+    """A Hugging Face tokenizer with chat template and cache, shared by a policy's trajectories.
 
     Not thread-safe.
     """
@@ -87,28 +87,29 @@ class ChatTokenizer:
                 suffix = suffix.removeprefix(self._decode([stop_id]))
             return self.encode(suffix)
 
-        # The reply's own text is not part of the key: the sentinel stands for it.
+        # The reply's own text is not part of the key: the placeholder replaces it.
         key = (messages[:reply], messages[reply + 1 :], stop_id, rendering)
         return self._cached(key, compute)
 
     @cached_property
     def ordinary_ids(self) -> tuple[int, ...]:
-        """Ids of the vocabulary that are no special tokens, ascending."""
+        """Ids of all tokens but special ones, ascending."""
         special = set(self._tokenizer.all_special_ids)
         return tuple(sorted(set(self._tokenizer.get_vocab().values()) - special))
 
     @property
     def end_id(self) -> int | None:
-        """The token that ends a turn, if the tokenizer says one."""
+        """The tokenizer's end-of-sequence token, if it has one."""
         found: int | None = self._tokenizer.eos_token_id
         return found
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of `text` with nothing added."""
+        """Ids of `text` without added special tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def text(self, ids: Sequence[int], *, stopped: bool = False) -> str:
-        """A response for people: without special tokens and, if it `stopped`, its last one."""
+        """Text of a response without special tokens; without the last id if the response
+        `stopped`."""
         if stopped:
             ids = ids[:-1]
         return self._decode(ids, skip_special_tokens=True)
@@ -140,7 +141,7 @@ class ChatTokenizer:
                 add_generation_prompt=True,
                 **(json.loads(rendering.options) if rendering.options else {}),
             )
-        except Exception as error:  # whatever a template's own `raise_exception` makes
+        except Exception as error:  # templates raise errors of their own
             raise ChatTemplateError(
                 f"the chat template refused the conversation: {error}",
                 field="tokenizer.chat_template",
@@ -150,7 +151,7 @@ class ChatTokenizer:
         return rendered
 
     def _cached(self, of: object, compute: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        # A digest: the conversations themselves would take more than the ids that are counted.
+        # A hash as key: conversations would need more memory than the ids that are counted.
         key = hashlib.blake2b(repr(of).encode(), digest_size=16).digest()
         ids = self._cache.get(key)
         if ids is not None:
@@ -167,10 +168,10 @@ _THOUGHT = "</think>"
 
 
 class PromptIds(NamedTuple):
-    """Ids to generate from.
+    """Ids of a prompt.
 
-    `broken`: the messages hold a reply of this agent, or something in its place, that is not what
-    the agent said there; from there on the history was tokenised anew.
+    `broken`: an assistant message differs from what this agent said at that point; from there on
+    the history was tokenised again.
     """
 
     ids: tuple[int, ...]
@@ -178,62 +179,64 @@ class PromptIds(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Reply:
-    """What was generated at one point of a conversation."""
+class _KnownReply:
+    """A reply that was generated at one point of a conversation."""
 
     order: Path
     texts: frozenset[str]
-    """All that was said, as a client may hold it that knows of no calls."""
+    """Forms of the whole text, as clients send it back that ignore tool calls."""
     contents: frozenset[str]
-    """What a client may hold as its content beside the calls."""
+    """Forms of the content without calls, as clients send it back beside the calls."""
     calls: tuple[ToolCall, ...]
     meanings: list[tuple[str, str]]
-    """Of the calls."""
+    """Name and canonical arguments of each call."""
     ids: tuple[int, ...]
     """Prompt and response."""
     stop_id: int | None
     then: _Point = field(repr=False)
+    """The conversation after this reply."""
 
-    def is_(self, content: str, meanings: list[tuple[str, str]]) -> bool:
-        """Whether a message of this content and these calls is this reply come back."""
+    def matches(self, content: str, meanings: list[tuple[str, str]]) -> bool:
+        """Whether an assistant message with this content and these calls repeats this reply."""
         if not meanings:
             return content in self.texts
-        # Some clients drop the text beside calls. Whoever alters a call has another conversation.
+        # Some clients drop the text beside calls; an altered call is another conversation.
         return meanings == self.meanings and (not content or content in self.contents)
 
 
 @dataclass(slots=True)
 class _Point:
-    """A point of a conversation: what was said there by others, and by the agent."""
+    """A node of the tree of conversations: the messages and replies that follow it."""
 
     others: dict[tuple[str, str], _Point] = field(default_factory=dict)
-    replies: list[_Reply] = field(default_factory=list)
+    replies: list[_KnownReply] = field(default_factory=list)
 
-    def reply(self, message: AnyMessage) -> _Reply | None:
-        """The reply that came back as `message`: of equal ones that whose calls have the message's
-        ids, else the earliest turn's."""
+    def reply(self, message: AnyMessage) -> _KnownReply | None:
+        """The reply that `message` repeats; of equal ones the one whose calls have the message's
+        ids, else that of the earliest turn."""
         if not self.replies:
             return None
         calls = message.calls if isinstance(message, ToolMessage) else ()
         ids, meanings = [call.id for call in calls], [call.meaning for call in calls]
         content = message[1].strip()
-        found = [reply for reply in self.replies if reply.is_(content, meanings)]
+        found = [reply for reply in self.replies if reply.matches(content, meanings)]
         same = [reply for reply in found if calls and [call.id for call in reply.calls] == ids]
         return min(same or found, key=lambda reply: reply.order, default=None)
 
 
 class ConversationMemory:
-    """A tree of what was said; conversations that begin alike share their beginning."""
+    """Conversations of one agent as a tree; common beginnings are shared."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._roots: dict[Rendering, _Point] = {}  # tools are part of the first prompt
-        self._said: set[str] = set()
+        # Texts of all replies.
+        self._reply_texts: set[str] = set()
 
     def prompt(self, messages: Sequence[AnyMessage], rendering: Rendering = PLAIN) -> PromptIds:
-        """Ids to generate from; those of the longest known beginning are taken as they were."""
+        """Ids of the prompt; those of the longest known beginning are reused."""
         point: _Point | None = self._roots.get(rendering)
-        known: tuple[int, _Reply] | None = None
+        known: tuple[int, _KnownReply] | None = None
         broken = False
         for index, message in enumerate(messages):
             reply = None
@@ -242,7 +245,9 @@ class ConversationMemory:
                     reply = point.reply(message)
                 if reply is not None:
                     known = index, reply
-                elif (point is not None and point.replies) or message[1].strip() in self._said:
+                elif (point is not None and point.replies) or message[
+                    1
+                ].strip() in self._reply_texts:
                     broken = True
             if point is not None:
                 point = reply.then if reply is not None else point.others.get(_key(message))
@@ -266,11 +271,11 @@ class ConversationMemory:
         content: str | None = None,
         calls: tuple[ToolCall, ...] = (),
     ) -> None:
-        """Note what was said to `messages`: `reply` as it is, or its `content` and `calls`, both
-        without its thoughts.
+        """Add a reply to `messages`: its whole text, and its `content` and `calls` without
+        thoughts.
 
-        `order`: of two equal replies that of the earlier turn counts, whichever ended first.
-        `stopped`: the last id is a stop token.
+        `order`: of equal replies the one of the earlier turn is reused. `stopped`: the last id is a
+        stop token.
         """
         if not response_ids:
             return
@@ -279,10 +284,10 @@ class ConversationMemory:
             found = point.reply(message) if message[0] == "assistant" else None
             point = found.then if found else point.others.setdefault(_key(message), _Point())
         contents = _forms(reply if content is None else content)
-        # Without calls a client may hold the whole, or the content.
+        # Without calls a client may send back the whole text or the content.
         texts = _forms(reply) if calls else _forms(reply) | contents
         stop_id = response_ids[-1] if stopped else None
-        said = _Reply(
+        known = _KnownReply(
             order,
             texts,
             contents,
@@ -294,13 +299,13 @@ class ConversationMemory:
         )
         for other in point.replies:
             if other.texts == texts and not calls and not other.calls:
-                said.then = other.then  # to a client they are one
-        point.replies.append(said)
-        self._said |= (texts | contents) - {""}
+                known.then = other.then  # a client cannot tell them apart
+        point.replies.append(known)
+        self._reply_texts |= (texts | contents) - {""}
 
 
 def _forms(text: str) -> frozenset[str]:
-    """`text` as it comes back: often without outer white space, sometimes without its thoughts."""
+    """`text` as clients may send it back: stripped, with and without its thoughts."""
     return frozenset((text.strip(), text.rpartition(_THOUGHT)[2].strip()))
 
 

@@ -1,7 +1,7 @@
-"""What can go wrong inside a workflow, as errors that say what to do about it.
+"""Typed errors of workflows: kind, message, field, value and remedy.
 
-The rollout service turns each of them into the reason of the trajectory that it ended, and into a
-`Problem` where repetition cannot cure it.
+The rollout service makes the reason of a failed trajectory from them, and a `Problem` of the job
+where the next trajectory would fail in the same way.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from troupe.outcomes import shown as shown
 if TYPE_CHECKING:
     from troupe.rpc.errors import InvalidArgument
 
-# Of what an error says; values and whole modules of users' code may be in it.
+# Messages may quote values and source code of users.
 _MESSAGE_CHARS = 4000
 
 
 class WorkflowError(Exception):
-    """Base: `kind` is stable and machine-readable; the rest is for the person who reads it."""
+    """Base class. `kind` is stable and machine-readable; the other fields are for people."""
 
     kind = "workflow_error"
 
@@ -53,11 +53,11 @@ class UnknownAgentError(WorkflowError, KeyError):
     """The workflow asked for an agent that the job does not have."""
 
     kind = "unknown_agent"
-    __str__ = Exception.__str__  # KeyError's shows the repr
+    __str__ = Exception.__str__  # KeyError.__str__ is the repr
 
 
 class InvalidMessagesError(WorkflowError, ValueError):
-    """What was given to `chat` or `generate` is not a conversation or not token ids."""
+    """The argument of `chat` or `generate` is not a conversation, or not token ids."""
 
     kind = "invalid_messages"
 
@@ -75,31 +75,32 @@ class InvalidRewardError(WorkflowError, ValueError):
 
 
 class EntrypointError(WorkflowError):
-    """`module:attribute` of a job cannot be imported or is not what its field asks for."""
+    """`module:attribute` of a job cannot be imported, or is not of the kind that the field
+    needs."""
 
     kind = "entrypoint"
 
 
 class BranchExitedError(WorkflowError):
-    """A task that the workflow had created wanted to end the process."""
+    """A task of the workflow raised SystemExit or KeyboardInterrupt."""
 
     kind = "branch_exited"
 
 
 class TurnError(WorkflowError):
-    """A generation did not happen: its deadline passed, engines were lost, it was too long."""
+    """A turn has no response: its deadline passed, engines were lost, the prompt was too long."""
 
     kind = "turn_failed"
 
 
 class ContextOverflowError(TurnError):
-    """The prompt leaves no room for a response in the engine's context."""
+    """The prompt fills the engine's context."""
 
     kind = "context_overflow"
 
 
 class ToolError(WorkflowError):
-    """A tool call ended without a result; `traceback` holds the function's own last lines."""
+    """A tool call ended without a result; `traceback` is that of the function."""
 
     kind = "tool_failed"
 
@@ -132,8 +133,8 @@ def as_invalid_argument(error: WorkflowError) -> InvalidArgument:
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether it is an error of Troupe's own, rather than of a class that a user derived. Its texts
-    are texts after this, whatever was made of them since."""
+    """Whether the class of `error` is Troupe's own, not derived by a user. Converts its attributes
+    to safe texts, since user code may have changed them."""
     kind = type(error)
     if not issubclass(kind, WorkflowError) or not str(kind.__module__).startswith("troupe."):
         return False

@@ -1,6 +1,6 @@
-"""Tokenizers and stop tokens of a job's policies, and the roles that its agents play with them.
+"""Tokenizers and stop tokens of a job's policies, and the roles of its agents.
 
-Not part of `troupe.workflow` as users import it: it needs the job specification and transformers.
+Not imported by `troupe.workflow`: needs the job specification and transformers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from troupe.workflow.agent import Role
 from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 
-# transformers replaces its own module while it is imported: who imports it from another thread at
-# that time gets the one without names. Two jobs may be prepared at once.
+# transformers replaces its own module while it is imported: an import from another thread at that
+# time gets an empty module. Two jobs may be prepared at once.
 IMPORTING = threading.Lock()
 _HUB_REMEDY = "Check the path; a hub id must be downloaded already or the hub reachable."
 
@@ -71,7 +71,7 @@ def stop_ids(stops: Sequence[str], language: Language, field: str) -> tuple[int,
 def role_of(
     spec: JobSpec, name: str, languages: Mapping[str, Language], policy: str | None = None
 ) -> Role:
-    """The agent `name` of a job; `languages` by policy. `policy`: who plays it instead of its own.
+    """The agent `name` of a job; `languages` by policy. `policy`: plays it instead of its own.
 
     Raises `InvalidArgument` as `stop_ids`.
     """
@@ -115,7 +115,7 @@ def _load_tokenizer(model: ModelSpec, field: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=None if own else model.revision)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ...
         raise missing(f"no tokenizer can be loaded: {_first_line(error)}") from error
-    # Without any file transformers makes a tokenizer that knows its special tokens only.
+    # Without any file transformers makes a tokenizer of special tokens only.
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise missing("there is no tokenizer")
     return tokenizer
@@ -149,7 +149,8 @@ def _load_config(model: ModelSpec, field: str) -> Any:
 
 
 def _local(source: str, field: str) -> str:
-    """`source`, unless it can only be meant as a directory and is none."""
+    """`source` with `~` expanded. Raises `FailedPrecondition` for a directory that does not
+    exist."""
     if no_directory(source):
         raise FailedPrecondition(
             "there is no such directory on the rollout worker",

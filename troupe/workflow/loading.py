@@ -1,4 +1,7 @@
-"""Turns the `module:attribute` entrypoints of a job into the objects they name."""
+"""Loads the `module:attribute` entrypoints of a job: workflows, tasks, functions, environments.
+
+Modules of users are imported again when one of their files was edited since the last import.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from troupe.workflow.agent import Agents
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.tools import Tools
 
-# Our own code is the service's, which an edit does not change.
+# Modules of the service itself, which are never imported again.
 _OURS: Final = frozenset({"troupe", "services", "__main__", "__mp_main__"})
 _INSTALLED: Final = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
 
@@ -31,11 +34,11 @@ _complete_at = time.time_ns()
 
 
 def forget_edited() -> list[str]:
-    """Drop the users' modules from `sys.modules` if a file of theirs was edited; which ones.
+    """Remove all modules of users from `sys.modules` if one of their files was edited.
 
-    All of them go, since any may have imported something from the edited one: save for those that
-    another thread is importing, which go next time. What jobs hold of the old modules stays as it
-    is.
+    All are removed, since any may have imported something from the edited one; those that another
+    thread is importing are removed next time. Returns the names. Objects that jobs hold of the old
+    modules stay valid.
     """
     with _lock:
         importlib.invalidate_caches()  # a file may also be new
@@ -51,7 +54,7 @@ def forget_edited() -> list[str]:
 
 
 def remember_files() -> None:
-    """Note when the files of all imported users' modules were written."""
+    """Record the modification times of the files of all imported modules of users."""
     global _complete_at
     with _lock:
         _complete_at = time.time_ns()
@@ -62,14 +65,14 @@ def remember_files() -> None:
 def _edited(path: str) -> bool:
     now = _mtime(path)
     known = _mtimes.get(path)
-    # A module that a function imported is not known yet: its file may be newer than the module.
+    # A module that was imported inside of a function has no recorded time yet.
     return now > _complete_at if known is None else now != known
 
 
 def _being_imported() -> set[str]:
-    """Modules of imports under way, with their packages: without them an import fails."""
+    """Modules that are being imported, with their packages, which the import needs."""
     names: set[str] = set()
-    for name, module in sys.modules.copy().items():  # others import meanwhile
+    for name, module in sys.modules.copy().items():  # other threads import meanwhile
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
             parts = name.split(".")
             names |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
@@ -77,8 +80,8 @@ def _being_imported() -> set[str]:
 
 
 def _users_modules() -> Iterator[tuple[str, str]]:
-    """Names and files of modules that people edit: not installed ones, not ours."""
-    for name, module in sys.modules.copy().items():  # others import meanwhile
+    """Names and files of imported modules that are neither installed nor Troupe's own."""
+    for name, module in sys.modules.copy().items():  # other threads import meanwhile
         path = getattr(module, "__file__", None)
         if path and name.partition(".")[0] not in _OURS and not any(p in path for p in _INSTALLED):
             yield name, path
@@ -91,7 +94,7 @@ def _mtime(path: str) -> int:
 
 
 class Query(Mapping[str, Any]):
-    """A read-only mapping over the task's data, with its identity beside it.
+    """One query of a job: a read-only mapping over the task's data, with id, split and index.
 
     The trajectories of a group share `data`: treat it as constant.
     """
@@ -104,14 +107,14 @@ class Query(Mapping[str, Any]):
         self.split = split
         """`train` or `held_out`."""
         self.index = index
-        """Which item of the split."""
+        """Index of the item in the split."""
         self.data = data
-        """What the job's tasks returned for this index."""
+        """The task's data at this index."""
         self.metrics: dict[str, float] = {}
-        """What this trajectory logged; see `log`."""
+        """Values that this trajectory logged; see `log`."""
 
     def log(self, **values: float) -> None:
-        """Note numbers about this trajectory; the job reports their means as metrics.
+        """Log numbers about this trajectory; the job reports their means as metrics.
 
         Raises `WorkflowError` for a value that is not a finite number.
         """
@@ -144,7 +147,7 @@ class Query(Mapping[str, Any]):
 
 
 Workflow = Callable[[Query, Agents, Tools], Awaitable[Mapping[str, float] | None]]
-"""What users write: plays one query and returns rewards per agent (or None: others do)."""
+"""A user's workflow: plays one query and returns rewards per agent; None: no rewards of its own."""
 
 
 class Tasks(Protocol):
@@ -155,23 +158,23 @@ class Tasks(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
-def look_here() -> None:
-    """Look for modules in the working directory, too, as `python -m` does."""
+def add_working_directory() -> None:
+    """Make modules of the working directory importable, as `python -m` does."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
 
 
 def load_module(name: str, field: str, value: str) -> Any:
-    """Import a module, anew if its files were edited since they were imported.
+    """Import a module, again if files of users were edited since the last import.
 
-    Raises `EntrypointError` that names `field` and the `value` that it has.
+    Raises `EntrypointError` with `field` and `value`.
     """
     forget_edited()
     try:
         module = importlib.import_module(name)
         remember_files()
-    except BaseException as error:  # a module may raise anything while it is imported
+    except BaseException as error:  # code of users
         missing = isinstance(error, ModuleNotFoundError) and (
             name == error.name or name.startswith(f"{error.name}.")
         )
@@ -189,7 +192,7 @@ def load_module(name: str, field: str, value: str) -> Any:
 
 
 def load_attribute(entrypoint: str, field: str) -> Any:
-    """What `package.module:attribute` names. Raises `EntrypointError` that names `field`."""
+    """The object that `package.module:attribute` names. Raises `EntrypointError` with `field`."""
     module_name, _, attribute = entrypoint.partition(":")
     if not module_name or not attribute:
         raise EntrypointError(
@@ -201,7 +204,7 @@ def load_attribute(entrypoint: str, field: str) -> Any:
     module = load_module(module_name, field, entrypoint)
     try:
         return getattr(module, attribute)
-    except BaseException as error:  # a module's own `__getattr__` may raise anything
+    except BaseException as error:  # a module may define `__getattr__`
         missing = isinstance(error, AttributeError)
         raise EntrypointError(
             f"module '{module_name}' has no attribute '{attribute}'"
@@ -249,7 +252,7 @@ def load_tasks(
 def load_counted_tasks(
     source: str, split: str, args: Mapping[str, Any], field: str = "tasks.source"
 ) -> tuple[Tasks, int]:
-    """As `load_tasks`, and how many they are."""
+    """As `load_tasks`; also returns the number of tasks."""
     factory = load_attribute(source, field)
     if not callable(factory):
         raise EntrypointError(
@@ -262,7 +265,7 @@ def load_counted_tasks(
         tasks = factory(split=split, **args)
         length = len(tasks)
         indexed = hasattr(tasks, "__getitem__")
-    except BaseException as error:  # one that reads the command line exits
+    except BaseException as error:  # SystemExit, too: code of users may parse a command line
         raise EntrypointError(
             f"{source}(split={split!r}, ...) failed: {described(error)}",
             field=field,

@@ -1,4 +1,8 @@
-"""Messages and tools as workflows and clients of OpenAI's API give them, checked."""
+"""Messages, tools and replies: chat input, checked, and parsers of what models write.
+
+`parse_messages`, `parse_tools` and `parse_template_options` check what workflows and clients of
+OpenAI's API send. `PARSERS` splits replies of model families into content, tool calls and thoughts.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +38,13 @@ from troupe.outcomes import (
 from troupe.workflow.columns import Columns
 from troupe.workflow.errors import InvalidMessagesError, InvalidRewardError, shown
 
-# A name longer than this is no parameter's.
+# Names of parameters and functions have at most 256 characters.
 _PARAMETER: Final = re.compile(r"<parameter=([^<>\s]{1,256})>\n?")
 _FUNCTION: Final = re.compile(r"\s*<function=([^<>\s]{1,256})>")
 
 
 class ToolCall(NamedTuple):
-    """One call: `arguments` is a JSON object as text, as in OpenAI's messages."""
+    """One tool call of a model; `arguments` is a JSON object as text, as in OpenAI's messages."""
 
     id: str
     name: str
@@ -48,26 +52,26 @@ class ToolCall(NamedTuple):
 
     @property
     def meaning(self) -> tuple[str, str]:
-        """Name and arguments, however the JSON is written."""
+        """Name and canonical arguments."""
         return self.name, canonical(self.arguments)
 
     @property
     def message(self) -> dict[str, Any]:
-        """As an item of an assistant message's `tool_calls`."""
+        """The call as an item of `tool_calls` of an assistant message."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
-def call_ids(count: int, said: Sequence[int]) -> list[str]:
-    """Ids for the calls of a response: nine letters and digits, which Mistral's templates want.
+def call_ids(count: int, turn: Sequence[int]) -> list[str]:
+    """Ids for the calls of a response: nine letters and digits, as Mistral's templates need.
 
-    They follow from `said`, the numbers that tell the response from others of its trajectory.
+    They are derived from `turn`, numbers that identify the response within its trajectory.
     """
-    return [xxhash.xxh3_64_hexdigest(f"{said}/{number}".encode())[:9] for number in range(count)]
+    return [xxhash.xxh3_64_hexdigest(f"{turn}/{number}".encode())[:9] for number in range(count)]
 
 
 def canonical(arguments: str) -> str:
-    """The same JSON whatever its white space and the order of its keys; other text as it is."""
+    """JSON with sorted keys and without white space; text that is not JSON, stripped."""
     value = read_json(arguments or "{}")
     if value is None:
         return arguments.strip()
@@ -75,25 +79,25 @@ def canonical(arguments: str) -> str:
 
 
 Offered = Sequence[Mapping[str, Any]]
-"""The tools of a request."""
+"""Tools of a request."""
 
 
 class ReplyParser(NamedTuple):
     """Reads the replies of one family of models."""
 
     syntax: Callable[[Offered], CallSyntax]
-    """How the family calls these tools."""
+    """Call syntax of the family, given the tools that are offered."""
     think_tags: ThinkTags = THINK_TAGS
 
     def __call__(self, text: str, tools: Offered = (), *, thinking: bool = False) -> Parsed:
-        """A reply (special tokens shown, the stop token not) apart from thoughts and calls of
-        `tools`. What is no well-formed call stays content: the client sees what the model said.
-        `thinking`: its prompt ends inside a thought."""
+        """Split a reply (with special tokens, without the stop token) into content, calls of
+        `tools` and thoughts. Malformed calls stay content. `thinking`: the prompt ends inside a
+        thought."""
         syntax = self.syntax(tools) if tools else None
         return read_reply(text, syntax, tags=self.think_tags, thinking=thinking)
 
     def opens_thought(self, prompt: str) -> bool:
-        """Whether a reply to `prompt` begins inside a thought, as some templates have it."""
+        """Whether `prompt` ends with an opening think tag, as some templates write it."""
         return prompt.rstrip().endswith(tuple(opening for opening, _ in self.think_tags))
 
 
@@ -125,7 +129,7 @@ def _qwen_coder(tools: Offered) -> CallSyntax:
             if end < 0:
                 break
             if key in arguments:
-                return None  # which of the two is meant?
+                return None  # ambiguous
             value = inside[begin:end].removesuffix("\n")
             arguments[key] = (
                 value if types.get(key, "string") == "string" else read_json(value, value)
@@ -169,10 +173,11 @@ PARSERS: Final[Mapping[str, ReplyParser]] = {
     "llama": ReplyParser(_llama),
     "mistral": ReplyParser(_mistral, (*THINK_TAGS, ("[THINK]", "[/THINK]"))),
 }
-"""By their name in a job (`policies.X.model.tool_parser`)."""
+"""By name, as in `policies.X.model.tool_parser` of a job."""
 
 
 def _one(given: Any, arguments: str) -> Call | None:
+    """The call in a JSON object with `name` and the key `arguments`; None: there is none."""
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return None
     inside = given.get(arguments, {} if len(given) == 1 else None)
@@ -184,6 +189,7 @@ def _one(given: Any, arguments: str) -> Call | None:
 
 
 def _types(name: str, tools: Offered) -> dict[str, Any]:
+    """JSON schema types of the parameters of the tool `name`."""
     for tool in tools:
         function = tool["function"]
         if function["name"] == name:
@@ -193,7 +199,7 @@ def _types(name: str, tools: Offered) -> dict[str, Any]:
 
 
 class Reply:
-    """One generation, as the workflow sees it."""
+    """A reply of an agent: text, token ids, tool calls, and the reward that the workflow sets."""
 
     __slots__ = (
         "__weakref__",
@@ -230,7 +236,7 @@ class Reply:
     ) -> None:
         self.agent = agent
         self.turn = turn
-        """How many turns this agent had begun before this one; see `Turn.number`."""
+        """How many turns this agent had begun before this one; see `TurnRecord.number`."""
         self.text = text
         """Without the stop token and other special tokens."""
         self.prompt_ids = prompt_ids
@@ -242,14 +248,14 @@ class Reply:
         self.content = text if content is None else content
         """The text apart from `tool_calls` and `reasoning_content`."""
         self.reasoning_content = reasoning_content
-        """What it thought: the text between `<think>` and `</think>`."""
+        """Thoughts of the model: the text between `<think>` and `</think>`."""
         self.tool_calls = tool_calls
-        """Calls that it makes of the tools that it was offered."""
+        """Calls of offered tools."""
         self.unmet: tuple[str, ...] = ()
-        """Fields of an endpoint's request that the reply does not keep (`response_format`, ...)."""
+        """Fields of an endpoint's request that the reply violates (`response_format`, ...)."""
         self._siblings: tuple[weakref.ref[Reply], ...] = ()
         self.columns = Columns(f"{agent}[{turn}]", len(token_ids))
-        """Further values that are stored with this turn's sample: `reply.columns[name] = value`."""
+        """User-defined columns of this turn's sample: `reply.columns[name] = value`."""
         self.chain = ""
         """For a critic (`advantage: gae`): turns of one agent with equal `chain` are one episode.
         An agent that plays several sides of a game gives each a name of its own."""
@@ -258,16 +264,17 @@ class Reply:
 
     @property
     def siblings(self) -> tuple[Reply, ...]:
-        """All replies of its `chat(n=...)`, itself among them; none when it was drawn alone.
+        """All replies of the same `chat(n=...)`, this one included; empty without `n`.
 
-        Their trajectory keeps them. Without it those are left that somebody else keeps.
+        Weak references: replies that are neither in a running trajectory nor held by the caller
+        are missing.
         """
         found = (reply() for reply in self._siblings)
         return tuple(reply for reply in found if reply is not None)
 
     @siblings.setter
     def siblings(self, replies: Sequence[Reply]) -> None:
-        # Replies that kept each other would stay until the garbage collector comes.
+        # Weak: a reference cycle would keep them until the garbage collector runs.
         self._siblings = tuple(weakref.ref(reply) for reply in replies)
 
     @property
@@ -282,7 +289,7 @@ class Reply:
 
     @property
     def reward(self) -> float | None:
-        """Reward of this turn alone; unset, the turn gets its agent's reward."""
+        """Reward of this turn alone; None: the turn gets its agent's reward."""
         return self._reward
 
     @reward.setter
@@ -291,8 +298,8 @@ class Reply:
 
     @property
     def earned(self) -> float | None:
-        """What the turn earned, for a critic (`advantage: gae`), where that is not `reward`: of a
-        return from the turn on, say, only what came before the agent's next turn."""
+        """Reward of the turn for a critic (`advantage: gae`), where it differs from `reward`: for
+        example only the part of the return before the agent's next turn."""
         return self._earned
 
     @earned.setter
@@ -321,8 +328,8 @@ Message = tuple[str, str]
 
 
 class ToolMessage(NamedTuple):
-    """A message that has more than text: calls of tools or thoughts (role `assistant`), or the id
-    of the call that it answers (role `tool`)."""
+    """A message with more than text: tool calls or thoughts (role `assistant`), or the id of the
+    call that it answers (role `tool`)."""
 
     role: str
     content: str
@@ -335,7 +342,7 @@ AnyMessage = Message | ToolMessage
 
 
 class Rendering(NamedTuple):
-    """What a chat template is given beside the messages, as JSON: equal for equal ones."""
+    """Arguments of a chat template besides the messages, as JSON text."""
 
     tools: str = ""
     options: str = ""
@@ -344,13 +351,13 @@ class Rendering(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """The tools of a request: as they were given, and as one text that is equal for equal ones."""
+    """The tools of a request, as objects and as JSON text."""
 
     given: tuple[Mapping[str, Any], ...] = ()
     text: str = ""
 
 
-# Arguments of `apply_chat_template` that are ours.
+# Arguments of `apply_chat_template` that users cannot set.
 _OURS: Final = frozenset(
     {
         "add_generation_prompt",
@@ -374,7 +381,7 @@ _OURS: Final = frozenset(
 
 
 def parse_template_options(given: Mapping[str, Any] | None) -> str:
-    """Further arguments of the chat template as JSON, checked. Raises `InvalidMessagesError`."""
+    """Check `chat_template_kwargs`; returns them as JSON. Raises `InvalidMessagesError`."""
     if not given:
         return ""
     field = "chat_template_kwargs"
@@ -401,7 +408,7 @@ def parse_template_options(given: Mapping[str, Any] | None) -> str:
 
 
 def parse_tools(given: Sequence[Any] | None) -> ToolSet:
-    """Tools as OpenAI's requests have them, checked. Raises `InvalidMessagesError`."""
+    """Check tools as in OpenAI's requests. Raises `InvalidMessagesError`."""
     for index, tool in enumerate(given or ()):
         function: Any = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -429,12 +436,12 @@ def parse_tools(given: Sequence[Any] | None) -> ToolSet:
         raise InvalidMessagesError(
             f"tools are not JSON: {error}", field="tools", remedy="Pass JSON values only."
         ) from error
-    # Templates write the texts that are in them, which tokenizers take as UTF-8.
+    # A round trip through JSON replaces halves of surrogate pairs, which tokenizers refuse.
     return ToolSet(tuple(given) if text.isascii() else tuple(json.loads(text)), text)
 
 
 def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tuple[AnyMessage, ...]:
-    """What a workflow passed to `chat`, checked, with the agent's system prompt in front.
+    """Check the messages of a `chat` call; puts the agent's system prompt in front.
 
     A string is one user message; an item is a mapping with `role` and `content` as in OpenAI's
     chat (text only, `tool_calls`, `tool_call_id` and `reasoning_content` included), or anything
@@ -473,7 +480,7 @@ def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tup
 
 
 def plain(message: AnyMessage) -> Message:
-    """The message for people and reward functions: calls of tools as JSON behind the text."""
+    """The message as (role, text) for logs and reward functions; tool calls follow as JSON."""
     if not isinstance(message, ToolMessage):
         return message
     calls = [f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in message.calls]
@@ -490,7 +497,7 @@ def _no_message(index: int, item: Any) -> InvalidMessagesError:
 
 
 def _content(message: Mapping[str, Any], role: str, index: int) -> str:
-    """A message's text. An agent may have said nothing, and a tool may have nothing to tell."""
+    """The text of a message; may be missing for the roles `assistant` and `tool`."""
     content = message.get("content")
     field = f"messages[{index}].content"
     if isinstance(content, str):
@@ -511,7 +518,7 @@ def _content(message: Mapping[str, Any], role: str, index: int) -> str:
 
 
 def _thoughts(message: Mapping[str, Any], index: int) -> str:
-    """What an earlier reply thought, where the client sends it back."""
+    """Thoughts of an earlier reply, where the client sends them back."""
     for name in ("reasoning_content", "reasoning"):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
@@ -526,7 +533,7 @@ def _thoughts(message: Mapping[str, Any], index: int) -> str:
     return ""
 
 
-# The text of a part by its type: those of OpenAI's two APIs.
+# Text field by type of content part, of OpenAI's chat and responses APIs.
 _PARTS: Final = {
     "text": "text",
     "input_text": "text",
@@ -536,7 +543,7 @@ _PARTS: Final = {
 
 
 def _text(content: Sequence[Any], field: str) -> str:
-    """The text of parts, one per line."""
+    """The texts of content parts, joined by newlines."""
     texts = []
     for number, part in enumerate(content):
         if isinstance(part, str):
@@ -558,7 +565,7 @@ def _text(content: Sequence[Any], field: str) -> str:
 
 def _calls(given: Any, index: int) -> tuple[ToolCall, ...]:
     if given is not None and not isinstance(given, Sequence):
-        given = [given]  # which is no call
+        given = [given]  # refused below
     calls = []
     for number, item in enumerate(given or ()):
         function = item.get("function") if isinstance(item, Mapping) else None
@@ -591,7 +598,7 @@ def _arguments(given: Mapping[str, Any], field: str) -> str:
 
 
 def as_template_takes(message: AnyMessage) -> dict[str, Any]:
-    """As Hugging Face's templates read it: arguments of a call as an object, not as text."""
+    """The message as Hugging Face templates read it: arguments of calls as objects."""
     shaped: dict[str, Any] = {"role": message[0], "content": message[1]}
     if not isinstance(message, ToolMessage):
         return shaped

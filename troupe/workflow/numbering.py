@@ -1,4 +1,4 @@
-"""Where in a workflow a turn was asked for, whatever ran beside it.
+"""Positions of turns in a workflow, independent of the timing of concurrent branches.
 
 Branches that run concurrently take their turns in an order that depends on time, and nothing that
 is trained on may depend on that. So turns are counted per *branch*: a task that a workflow creates
@@ -19,31 +19,31 @@ from troupe.outcomes import described
 from troupe.workflow.errors import BranchExitedError
 
 Path = tuple[int, ...]
-"""Steps from the root: in each branch, how many turns and branches were begun before."""
+"""Position in the tree of branches: at each level, the number of turns and branches before."""
 
 
 class Branch:
-    """One line of control of a workflow: a task, or the workflow itself."""
+    """A line of control of a workflow: the workflow itself, or a task that it created."""
 
     __slots__ = ("_root", "path", "steps")
 
     def __init__(self, path: Path = (), root: Branch | None = None) -> None:
         self.path = path
-        self._root = root  # None: itself, but without a cycle for each trajectory
+        self._root = root  # None: itself; avoids a reference cycle
         self.steps = 0
 
     @property
     def root(self) -> Branch:
-        """Where it grows from; a root from itself."""
+        """The branch of the workflow itself."""
         return self._root or self
 
     def step(self) -> Path:
-        """The path of what begins next in this branch."""
+        """Count a turn or branch that begins in this branch; returns its path."""
         self.steps += 1
         return (*self.path, self.steps - 1)
 
     def fork(self) -> Branch:
-        """The branch of a task that is created now."""
+        """A new branch, for a task that this branch creates."""
         return Branch(self.step(), self.root)
 
 
@@ -51,32 +51,32 @@ _CURRENT: ContextVar[Branch | None] = ContextVar("troupe_branch", default=None)
 
 
 def current(root: Branch) -> Branch:
-    """The branch that runs now, of those that grow from `root`; else `root` itself."""
+    """The running branch if it belongs to `root`, else `root`."""
     branch = _CURRENT.get()
     return branch if branch is not None and branch.root is root else root
 
 
 def enter(root: Branch) -> None:
-    """From here on tasks of the current context are branches of `root`."""
+    """Make `root` the branch of the current context; tasks created in it become its branches."""
     _number_tasks(asyncio.get_running_loop())
     _CURRENT.set(root)
 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Tasks created here are no branches: how many an engine's client needs depends on time."""
+    """Tasks created in this block are not branches: Troupe's own tasks must not be counted."""
     token = _CURRENT.set(None)
     try:
         yield
     finally:
-        # A coroutine that refuses to be cancelled is closed from another context.
+        # Another context: a coroutine that refused cancellation is closed from outside.
         with contextlib.suppress(ValueError):
             _CURRENT.reset(token)
 
 
 def places(paths: Iterable[Path]) -> Mapping[Path, Path]:
-    """For the path of every branch that took turns, its ordinals: 2.0 is the first branch of the
-    third one. Tasks that took none do not count."""
+    """Ordinals for the path of every branch that took turns: 2.0 is the first branch of the third
+    one. Branches without turns do not count."""
     children: dict[Path, set[int]] = {}
     found = set(paths)
     for path in found:
@@ -91,7 +91,7 @@ def places(paths: Iterable[Path]) -> Mapping[Path, Path]:
 
 
 def _number_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Give every task that is created inside a branch a branch of its own, once per loop."""
+    """Install the task factory that gives tasks created in a branch their own; once per loop."""
     former = loop.get_task_factory()
     if isinstance(former, _Factory):
         return
@@ -99,14 +99,14 @@ def _number_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _Factory:
-    """A task factory in front of another one."""
+    """A task factory that assigns branches and delegates to the former factory."""
 
     def __init__(self, former: Callable[..., Any] | None) -> None:
         self._former = former or _plain_task
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
         branch = _CURRENT.get()
-        # Who passes a context shares its variables with the task, the branch among them.
+        # A task with an explicit context shares its variables, the branch included.
         if branch is not None and options.get("context") is None:
             context = copy_context()
             context.run(_CURRENT.set, branch.fork())
@@ -117,15 +117,15 @@ class _Factory:
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A branch's coroutine. A task that raises SystemExit or KeyboardInterrupt would end the event
-    loop, and with it all trajectories of the process."""
+    """A branch's coroutine that raises `BranchExitedError` for SystemExit and KeyboardInterrupt,
+    which would end the event loop and with it all trajectories of the process."""
 
     __slots__ = ("_coro",)
 
     def __init__(self, coro: Coroutine[Any, Any, Any]) -> None:
         self._coro = coro
 
-    def __getattr__(self, name: str) -> Any:  # its name and frame, for whoever shows tasks
+    def __getattr__(self, name: str) -> Any:  # name and frame, for debuggers
         return getattr(self._coro, name)
 
     def __repr__(self) -> str:

@@ -1,18 +1,18 @@
-"""Which samples a trajectory's turns become, which share a baseline, and what a turn's reward is.
+"""Samples of a trajectory: one per turn, with group, reward, chain and team context.
 
-A workflow says two kinds of rewards: of a turn (`reply.reward`) and of an agent (what it returns,
-with what the job's reward functions give). They mean:
+A workflow gives two kinds of rewards: of a turn (`reply.reward`) and of an agent (what it returns
+plus the job's reward functions). Their meaning:
 
 *Group methods* (all but `gae`) compare one number per turn: the turn's own reward, which takes the
 place of its agent's, else its agent's.
 
-*gae* adds up what is earned along a chain, an agent's turns of one trajectory: each turn's own
-reward at its last token, and its agent's reward at the chain's last token, also where that turn has
-one of its own. What groups compare need not be what a turn earned: a return from the turn on is
-not, since it counts later turns' rewards again. `reply.earned` says it then.
+*gae* adds up rewards along a chain, an agent's turns of one trajectory: each turn's own reward at
+its last token, and its agent's reward at the chain's last token, also where that turn has one of
+its own. The number that groups compare may differ from what the turn earned: a return from the
+turn on counts later turns' rewards again. `reply.earned` then gives the latter.
 
-An agent that plays several sides of a game has a chain for each (`reply.chain`), or what one side
-wins would be earned by the other. Each reply of `chat(n=k)` is a chain of its own.
+An agent that plays several sides of a game has one chain per side (`reply.chain`); with a single
+chain one side would earn what the other wins. Each reply of `chat(n=k)` is a chain of its own.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from troupe.workflow.agent import TurnRecord
-from troupe.workflow.messages import Reply
 
 
 def team_context(turn: TurnRecord, turns: Sequence[TurnRecord], limit: int) -> tuple[int, ...]:
-    """The last `limit` tokens of what the other agents had seen and said when `turn` was asked for.
+    """The last `limit` tokens of the other agents' prompts and responses at the time of `turn`.
 
-    Of every other agent of the trajectory, in the order of their names: the prompt of its latest
-    turn that was asked for before `turn` was answered, and the response to that, if it had been
-    given when `turn` was asked for. So agents that move at once see each other's prompts, and who
-    moves later sees what was said before. `turns` are those of the trajectory.
+    For every other agent of the trajectory, in the order of names: the prompt of its latest turn
+    that was begun before `turn` was answered, and the response to it if that was complete when
+    `turn` was begun. So agents that move at once see each other's prompts, and an agent that moves
+    later sees earlier responses. `turns`: all turns of the trajectory.
     """
     latest: dict[str, TurnRecord] = {}
     for other in turns:
@@ -53,7 +52,7 @@ GroupBy = Literal["agent", "turn", "branch"]
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One turn as a sample of its policy, before it is put into a message."""
+    """One turn as a sample of its policy, before it is encoded as a protobuf message."""
 
     sample_id: str
     """`{query}_{turn}_{trajectory}`; the turn is counted over the whole trajectory, since agents
@@ -62,18 +61,17 @@ class SampleRow:
     """Samples of one query and policy with equal `group_id` share a baseline."""
     turn: TurnRecord
     reward: float | None
-    """The turn's own, or else its agent's."""
+    """Reward of the turn, else of its agent."""
     own_reward: bool = False
-    """Whether it is the turn's own."""
+    """Whether `reward` is the turn's own."""
     earned: float = 0.0
-    """By this turn, in its chain."""
+    """Reward of this turn in its chain, without the agent's reward."""
     final: float | None = None
-    """Its agent's reward, earned once at the end of each of its chains; None: it has none."""
+    """Reward of its agent, earned once at the end of each chain; None: it has none."""
     chain: str = ""
-    """Rows of one trajectory and agent with equal `chain` follow one another: those of turns that
-    were drawn alone, on one seat. A reply of `chat(n=k)` is a chain of its own."""
+    """Name of the chain, within one trajectory and agent."""
     context: tuple[int, ...] | None = None
-    """What the rest of the team knew (`team_context`), where that was asked for."""
+    """Tokens of the other agents (`team_context`); None: not requested."""
 
 
 def rows_of(
@@ -89,7 +87,7 @@ def rows_of(
     """One row per turn of a policy in `trained` that has at least one token.
 
     `turns` are those of a closed trajectory (`Agents.close`), `rewards` those of its agents.
-    `team_tokens`: so many of what the rest of the team knew go with each row; 0: none.
+    `team_tokens`: length limit of `SampleRow.context`; 0: none.
     """
     rows = []
     for turn in turns:
@@ -103,7 +101,7 @@ def rows_of(
                 turn=turn,
                 reward=reply.reward if reply.reward is not None else rewards.get(turn.role.name),
                 own_reward=reply.reward is not None,
-                earned=earned_by(reply),
+                earned=(reply.reward if reply.earned is None else reply.earned) or 0.0,
                 final=rewards.get(turn.role.name),
                 chain=reply.chain if turn.siblings is None else f"{turn.place}#{turn.sibling}",
                 context=team_context(turn, turns, team_tokens) if team_tokens else None,
@@ -112,14 +110,8 @@ def rows_of(
     return rows
 
 
-def earned_by(reply: Reply) -> float:
-    """What a turn earned in its chain, without its agent's reward."""
-    own = reply.reward if reply.earned is None else reply.earned
-    return 0.0 if own is None else own
-
-
 def metrics_of(turns: Sequence[TurnRecord]) -> dict[str, float]:
-    """Sums over the turns; what a workflow logs under the same names replaces them."""
+    """Metrics of a trajectory from its turns; values that the workflow logs override them."""
     done = [t.generation for t in turns if t.generation is not None]
     return {
         "turns": len(done),
@@ -133,14 +125,13 @@ def metrics_of(turns: Sequence[TurnRecord]) -> dict[str, float]:
 
 
 def _group_id(turn: TurnRecord, query_id: str, group_by: GroupBy) -> str:
-    """The group's name, from what one trajectory knows: others of the query name theirs alike."""
+    """Id of the group, equal in all trajectories of the query that contribute to it."""
     agent = f"{query_id}/{turn.role.name}"
     if group_by == "agent":
         return agent
-    # Which call of its agent this was: the k replies of `chat(n=k)` are one turn of the tree.
+    # The k replies of `chat(n=k)` share a place.
     at = f"{agent}/{turn.place}"
     if group_by == "turn" or turn.siblings is None:
         return at
-    # Siblings have their prompt in common, with each other and with those of the query's other
-    # trajectories that came to the same point.
+    # Siblings share their prompt, also with other trajectories that reached the same point.
     return f"{at}/{turn.prompt_digest:016x}"

@@ -1,4 +1,4 @@
-"""Rewards of a finished trajectory: what the workflow returned plus what functions add."""
+"""Rewards of a finished trajectory: the workflow's result plus those of reward functions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from troupe.workflow.errors import InvalidRewardError, ToolError, WorkflowError
 from troupe.workflow.loading import Query
 from troupe.workflow.messages import finite
 
-# Belongs to no agent: the team's success, reported beside the agents' rewards.
+# Key of the team's success, reported beside the agents' rewards.
 TEAM = "team"
 # Longer than any agent's name.
 _NAME_CHARS = 200
 
 
 class Scorer(Protocol):
-    """Calls the job's reward functions."""
+    """Calls reward functions: the reward service, or this process (`troupe.workflow.trying`)."""
 
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """The JSON value of a reward function called with `arguments`. Raises `ToolError`."""
@@ -39,6 +39,20 @@ class RewardFailedError(WorkflowError):
     """A trajectory has no usable rewards; `kind` says why."""
 
     kind = "reward_failed"
+
+
+async def rewards_of(
+    given: Any,
+    functions: Sequence[str],
+    scorer: Scorer,
+    query: Query,
+    turns: Sequence[TurnRecord],
+    agents: Collection[str],
+) -> dict[str, float]:
+    """Rewards per agent of a finished trajectory: `given` by the workflow plus those of the job's
+    reward functions. Raises `RewardFailedError`."""
+    own = check_rewards(given, agents, "the workflow")
+    return add_up([own, *await call_functions(functions, scorer, query, turns, own, agents)])
 
 
 def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str, float]:
@@ -55,7 +69,7 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
             named = agent.isprintable() and len(agent) <= _NAME_CHARS
             raise RewardFailedError(
                 f"{source} rewards '{safe_text(agent, 60)}', which is no agent of the job",
-                # What can be no agent's name comes from what was played, not from the code.
+                # An impossible name comes from the model's text, not from the workflow's code.
                 kind="reward_unknown_agent" if named else "reward_bad_name",
                 field=source,
                 value=agent,
@@ -75,12 +89,12 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
 
 
 def _items(given: Any, source: str) -> list[tuple[str, Any]]:
-    """What a returned mapping holds, its keys as texts."""
+    """Items of a returned mapping, keys as texts."""
     kind, why = "reward_bad_type", ""
     try:
         if isinstance(given, Mapping):
             return [(_as_name(key), value) for key, value in given.items()]
-    except BaseException as error:  # of a mapping that is the user's own
+    except BaseException as error:  # a mapping of a user's class
         kind, why = "reward_unreadable", f", which raised {described(error, 200)} when it was read"
     what = f"{type_name(given)} {shown(given)}{why}"
     raise RewardFailedError(
@@ -93,7 +107,7 @@ def _items(given: Any, source: str) -> list[tuple[str, Any]]:
 
 
 def _as_name(key: object) -> str:
-    # A text's own characters, whatever its class makes of them; others can name no agent.
+    # Not `str(key)`, which a user's class may override; other types cannot name an agent.
     return str.__str__(key) if isinstance(key, str) else f"\0{shown(key)}"
 
 
@@ -105,11 +119,11 @@ async def call_functions(
     rewards: Mapping[str, float],
     agents: Collection[str],
 ) -> list[dict[str, float]]:
-    """What the job's reward functions give, called at once with `query`, `turns`, `rewards`.
+    """Call the job's reward functions concurrently with `query`, `turns` and `rewards`.
 
     `query` is {id, split, index, data}; `turns` a list of {agent, turn, messages, response,
-    finish_reason}; `rewards` what the workflow returned. A function returns a dict of rewards per
-    agent, or one number for every agent. Raises `RewardFailedError`, kind `reward_<why>`.
+    finish_reason}; `rewards` the workflow's result. A function returns a dict of rewards per agent,
+    or one number for every agent. Raises `RewardFailedError`, kind `reward_<why>`.
     """
     arguments = {
         "query": {
@@ -159,7 +173,7 @@ async def call_functions(
 def as_arguments(arguments: Mapping[str, Any]) -> str:
     """The arguments of a reward function as JSON. Raises `ToolError` of kind `bad_arguments`."""
     try:
-        # What a query may hold, inside of what `call_functions` makes of it.
+        # A query may have JSON_DEPTH levels; `call_functions` adds a few.
         return json_text(arguments, allow_nan=True, depth=JSON_DEPTH + 10)
     except NotJsonError as error:
         raise ToolError(
@@ -190,10 +204,8 @@ def add_up(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def check_complete(
     rewards: Mapping[str, float], turns: Sequence[TurnRecord], trained: Collection[str]
 ) -> None:
-    """Every turn to be trained on must have a reward: its own or its agent's.
-
-    Raises `RewardFailedError` of kind `reward_missing`.
-    """
+    """Raise `RewardFailedError` of kind `reward_missing` for a turn of a trained policy that has
+    neither a reward of its own nor of its agent."""
     for turn in turns:
         agent = turn.role.name
         if turn.role.policy not in trained or agent in rewards:
@@ -211,13 +223,13 @@ def check_complete(
 def with_turn_rewards(
     rewards: Mapping[str, float], turns: Sequence[TurnRecord]
 ) -> dict[str, float]:
-    """Rewards to report: an agent that only has turn-level rewards shows their mean."""
+    """Rewards to report: an agent with only turn-level rewards gets their mean."""
     means = dict(rewards)
     own: dict[str, list[float]] = {}
     for turn in turns:
         if turn.reply is not None and turn.reply.reward is not None:
             own.setdefault(turn.role.name, []).append(turn.reply.reward)
     for agent, values in own.items():
-        # Divided first: their sum may be beyond a float.
+        # Divided first: the sum may overflow.
         means.setdefault(agent, math.fsum(value / len(values) for value in values))
     return means

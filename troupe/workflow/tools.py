@@ -14,7 +14,7 @@ from troupe.workflow.backend import ToolBackend
 from troupe.workflow.errors import ToolError
 from troupe.workflow.messages import ToolCall
 
-# What a tool did with what it was given, rather than what became of the service.
+# Failures of the call itself, which the model is told; not of the service.
 _FOR_THE_MODEL: Final = frozenset(
     {"unknown_tool", "bad_arguments", "raised", "timeout", "out_of_memory", "bad_result"}
 )
@@ -23,7 +23,7 @@ _NAME_CHARS: Final = 200
 
 
 class Tools:
-    """The tools of one trajectory; what they do happens in the reward service's processes."""
+    """The tools of one trajectory, which run in processes of the reward service."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Tools:
     def expecting(self, seconds: float) -> Tools:
         """The same tools, whose calls take about `seconds` with the fewest cores of their tool.
 
-        `await tools.expecting(90.0).call("run_tests", files=files)`: what decides the order of
-        calls and their cores where a workflow knows more than the tool declares (`seconds_per`) or
-        calls before have shown. Nothing is held against a call that takes longer. Raises
-        `ToolError` of kind `bad_estimate`.
+        `await tools.expecting(90.0).call("run_tests", files=files)`: an estimate for the order of
+        calls and the number of their cores, better than the tool's declaration (`seconds_per`) and
+        earlier calls. A call that takes longer is not cut off. Raises `ToolError` of kind
+        `bad_estimate`.
         """
         number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if not number or not 0 <= seconds < math.inf:
@@ -64,30 +64,30 @@ class Tools:
         return same
 
     async def run(self, call: ToolCall) -> dict[str, Any]:
-        """Do what a reply asks for; returns the message that tells its agent the result.
+        """Carry out a tool call of a reply; returns the message with its result.
 
-        What the model got wrong (a tool that there is not, arguments that are none, a call that
-        failed) is told to it, for it may do better next. Other `ToolError`s are raised.
+        Errors of the model (an unknown tool, malformed arguments, a failed call) are returned as
+        a message, too. Other `ToolError`s are raised.
         """
         try:
             arguments = parse_json(call.arguments or "{}")
             if not isinstance(arguments, dict):
                 raise NotJsonError(f"a JSON object is needed, not {type(arguments).__name__}")
-            told = await self.call(call.name, **arguments)
+            result = await self.call(call.name, **arguments)
         except NotJsonError as error:
-            told = f"error: the arguments are no JSON object: {error}"
+            result = f"error: the arguments are no JSON object: {error}"
         except ToolError as error:
             if error.kind not in _FOR_THE_MODEL:
                 raise
-            told = f"error: {error.message}"
-        content = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
+            result = f"error: {error.message}"
+        content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
     async def call(self, name: str, /, **arguments: Any) -> Any:
         """Run a tool and return its JSON value.
 
-        Raises `ToolError`: `kind` tells a wrong call (`unknown_tool`, `bad_arguments`) from a
-        failed one (`raised`, `timeout`, `out_of_memory`, ...). Ends by the tool's timeout.
+        Raises `ToolError`; its `kind` is that of a wrong call (`unknown_tool`, `bad_arguments`) or
+        of a failed one (`raised`, `timeout`, `out_of_memory`, ...). Bounded by the tool's timeout.
         """
         name = safe_text(name, _NAME_CHARS)
         if name not in self._names:

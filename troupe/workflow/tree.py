@@ -1,8 +1,8 @@
-"""Tree sampling: several candidates for a turn, each scored, one of which goes on.
+"""Tree sampling: draw several candidates for a turn, score each, continue with one.
 
-AT-GRPO (Zhao et al. 2025, section 4.1, tree-structured sampling): where an agent stands, k
-candidates are drawn from its prompt, every one gets a reward, the best is carried out; the k are
-the group that each is compared with (`algorithm.group_by: branch`).
+AT-GRPO (Zhao et al. 2025, section 4.1, tree-structured sampling): k candidates are drawn from one
+prompt, each gets a reward, and the best is carried out; the k form the group of each
+(`algorithm.group_by: branch`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def branch(
     greediness: float = 1.0,
     **sampling: Any,
 ) -> Reply:
-    """Draw `n` replies to `messages`, reward each with `score`, return the one that goes on.
+    """Draw `n` replies to `messages`, reward each with `score`, return the one to continue with.
 
     `choose`: `best`, the first of those with the highest reward; `sample`, one drawn with
     probability proportional to exp(`greediness` * reward); or a function of the scored candidates.

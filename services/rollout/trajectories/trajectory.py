@@ -398,10 +398,9 @@ class RunningTrajectory:
             self._move(pb.TRAJECTORY_STATE_SCORING)
             self._emit(self._event())
             waits_for = "its reward functions"
-            rewards = scoring.check_rewards(given, roles.keys(), "the workflow")
-            parts = await bounded(
-                scoring.call_functions(
-                    list(job.spec.rewards), tools, query, self._turns, rewards, roles.keys()
+            total = await bounded(
+                scoring.rewards_of(
+                    given, list(job.spec.rewards), tools, query, self._turns, roles.keys()
                 ),
                 clock,
                 late,
@@ -410,7 +409,6 @@ class RunningTrajectory:
             self._turns = agents.close()
             backend.close()
             tools.close()
-        total = scoring.add_up([rewards, *parts])
         scoring.check_complete(total, self._turns, job.trained)
         self._rewards = scoring.with_turn_rewards(total, self._turns)
         if backend.opened_endpoint and total and not self._turns:

@@ -73,9 +73,9 @@ def check(
     from troupe.workflow.environments.conformance import check as conform
     from troupe.workflow.environments.host import open_environment
     from troupe.workflow.errors import EntrypointError, WorkflowError
-    from troupe.workflow.loading import look_here
+    from troupe.workflow.loading import add_working_directory
 
-    look_here()
+    add_working_directory()
     given = _arguments(args or [])
     try:  # what cannot even be made is told as the error that it is
         open_environment(entrypoint, given, "entrypoint").close()

@@ -20,7 +20,7 @@ from troupe.job import JobSpec, JobSpecError, load_job
 from troupe.job.compatibility import advice
 from troupe.job.loading import FieldProblem, job_of, load_text, tags_of
 from troupe.workflow.errors import EntrypointError
-from troupe.workflow.loading import load_attribute, load_workflow, look_here
+from troupe.workflow.loading import add_working_directory, load_attribute, load_workflow
 
 _INTRO = """# Job reference
 
@@ -160,7 +160,7 @@ def try_imports(job: JobSpec) -> list[str]:
     Modules are looked for in the working directory, too. Raises `JobSpecError` with every one that
     cannot be imported, whatever that raises.
     """
-    look_here()
+    add_working_directory()
     tried: list[str] = []
     problems: list[FieldProblem] = []
     for field, entrypoint in _entrypoints(job):

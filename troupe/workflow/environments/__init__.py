@@ -3,8 +3,8 @@
     class MyGame(Environment): ...
     workflow = GameWorkflow(MyGame)      # in the job: `workflow: my_module:workflow`
 
-`adapters` makes environments of TextArena, PettingZoo, OpenSpiel and Gymnasium; `conformance`
-tests one; `hosted` runs one in a process of its own. See docs/environments.md.
+`adapters` wraps games of TextArena, PettingZoo, OpenSpiel and Gymnasium; `conformance` tests an
+environment; `hosted` runs one in a process of its own. See docs/environments.md.
 """
 
 from troupe.workflow.environments.episode import (

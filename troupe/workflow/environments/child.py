@@ -30,7 +30,7 @@ from troupe.workflow.errors import EntrypointError, WorkflowError
 HEADER_BYTES: Final = 4
 MAX_FRAME_BYTES: Final = 16 * 2**20
 
-# Errors that keep their class on the way; any other is a fault of the environment.
+# Errors whose class the parent restores; others become `EnvironmentFault`.
 _TYPED: Final[dict[str, type[WorkflowError]]] = {
     cls.__name__: cls
     for cls in (
@@ -47,9 +47,9 @@ _TYPED: Final[dict[str, type[WorkflowError]]] = {
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """A frame. Raises `EnvironmentContractError` when it is too large or not JSON."""
+    """Encode a frame. Raises `EnvironmentContractError` when it is too large or not JSON."""
     try:
-        # A reward may be NaN, which the contract refuses by its name.
+        # A NaN reward is reported by the contract, with the seat's name.
         body = json_text(message, allow_nan=True).encode()
     except NotJsonError as error:
         raise errors.EnvironmentContractError(
@@ -68,7 +68,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(body: bytes) -> dict[str, Any]:
-    """The object of a frame's body. Raises ValueError when it is none."""
+    """Decode the body of a frame. Raises ValueError unless it is a JSON object."""
     message = json.loads(body)
     if not isinstance(message, dict):
         raise ValueError(f"a JSON object is needed, not {type(message).__name__}")
@@ -76,7 +76,7 @@ def unpack(body: bytes) -> dict[str, Any]:
 
 
 def from_properties(properties: Properties) -> dict[str, Any]:
-    """As JSON values."""
+    """Properties as JSON values."""
     return asdict(properties)
 
 
@@ -86,7 +86,7 @@ def to_properties(given: Mapping[str, Any]) -> Properties:
 
 
 def from_reset(reset: Reset) -> dict[str, Any]:
-    """As JSON values, save for infos that are to become so."""
+    """A reset as JSON values; `infos` are converted by `pack`."""
     return {
         "agents": reset.agents,
         "current": reset.current,
@@ -103,7 +103,7 @@ def to_reset(given: Mapping[str, Any]) -> Reset:
 
 
 def from_step(step: Step) -> dict[str, Any]:
-    """As JSON values, save for infos that are to become so."""
+    """A step as JSON values; `infos` are converted by `pack`."""
     return {
         "obs": {seat: _from_observation(seen) for seat, seen in step.obs.items()},
         "rewards": step.rewards,
@@ -127,7 +127,7 @@ def to_step(given: Mapping[str, Any]) -> Step:
 
 
 def from_error(error: WorkflowError) -> dict[str, Any]:
-    """What `to_error` needs."""
+    """An error as JSON values, for `to_error`."""
     return {
         "type": type(error).__name__,
         "message": error.message,
@@ -140,7 +140,7 @@ def from_error(error: WorkflowError) -> dict[str, Any]:
 
 
 def to_error(given: Mapping[str, Any], environment: str) -> WorkflowError:
-    """The error that was raised on the other side."""
+    """The error that the child raised."""
     message, remedy, value = given["message"], given["remedy"], given["value"]
     if given["type"] == errors.IllegalMoveError.__name__:
         return errors.IllegalMoveError(message, seat=given["seat"], value=value, remedy=remedy)
@@ -191,15 +191,15 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def die_with(parent: int) -> None:
-    """SIGKILL when the parent ends, by the kernel's hand: native code may never return to us."""
+    """Ask the kernel for SIGKILL when the parent ends: native code may never return to Python."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The request and answer pipes, moved away from stdin and stdout."""
+    """The request and answer pipes, moved away from stdin and stdout, which games may use."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -208,19 +208,19 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 class EnvironmentChild:
-    """Holds the environment and carries out requests."""
+    """The environment of this process; carries out requests."""
 
     def __init__(self) -> None:
         self._environment: Environment | None = None
         self._name = ""
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one request, whatever the environment does."""
+        """The answer to one request; exceptions of the environment become `error`."""
         try:
             return {"ok": self._carry_out(request)}
         except WorkflowError as error:
             return {"error": from_error(error)}
-        except BaseException as error:  # SystemExit is the environment's too
+        except BaseException as error:  # also SystemExit
             return {"error": from_error(raised_fault(self._name, error))}
 
     def _carry_out(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class EnvironmentChild:
         return from_step(is_step(self._environment.step(request["actions"])))
 
     def close(self) -> None:
-        """Close the environment, if it can be."""
+        """Close the environment; errors are ignored."""
         if self._environment is not None:
             with contextlib.suppress(Exception):
                 self._environment.close()
@@ -243,7 +243,7 @@ class EnvironmentChild:
 def main() -> None:
     """Serve requests until the pipe ends; `argv[1]` is the parent's process id."""
     die_with(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     requests, answers = take_pipes()
     child = EnvironmentChild()
     while len(header := requests.read(HEADER_BYTES)) == HEADER_BYTES:

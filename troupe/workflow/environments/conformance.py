@@ -1,4 +1,4 @@
-"""Tries an environment against everything that the interface promises, and names what is broken.
+"""Tests whether an environment keeps its interface and its declared properties.
 
     report = check(MyGame)
     assert report.ok, report
@@ -50,7 +50,7 @@ _WORDS = ("yes", "no", "1", "2", "[0]", "[pass]", "hello")
 
 
 def legal_mover(seen: Observation, draw: random.Random, seat: str) -> Action:
-    """A random legal move; where any text is one, one of a few words."""
+    """A random legal move; where any text is legal, one of a few words."""
     if seen.legal is None:
         return draw.choice(_WORDS)
     return seen.legal[draw.choice(sorted(seen.legal))]
@@ -58,7 +58,7 @@ def legal_mover(seen: Observation, draw: random.Random, seat: str) -> Action:
 
 @dataclass(slots=True)
 class EpisodeRecord:
-    """What happened in one episode, as plain values that compare."""
+    """The record of one episode."""
 
     seed: int
     reset: Reset
@@ -75,7 +75,7 @@ class EpisodeRecord:
         return totals
 
     def plain(self) -> list[Any]:
-        """Everything but infos, in values that `==` compares."""
+        """The episode without infos, as values that `==` compares."""
         first = (self.reset.agents, self.reset.current, plain_observations(self.reset.obs))
         return [first, *(plain_step(step) for step in self.steps)]
 
@@ -88,7 +88,7 @@ def play_randomly(
     moves: list[dict[str, Action]] | None = None,
     limit: int | None = None,
 ) -> EpisodeRecord:
-    """One episode, held to the contract; by `moves` instead of random ones if they are given.
+    """Play one episode with contract checks, by `moves` or else by `move`.
 
     `limit` ends it after so many steps. Raises `WorkflowError`.
     """
@@ -122,7 +122,7 @@ def play_randomly(
 
 
 def plain_step(step: Step) -> tuple[Any, ...]:
-    """A step as values that compare, without infos."""
+    """A step without infos, as values that `==` compares."""
     return (
         plain_observations(step.obs),
         {seat: float(reward) for seat, reward in step.rewards.items()},
@@ -133,7 +133,7 @@ def plain_step(step: Step) -> tuple[Any, ...]:
 
 
 def plain_observations(obs: Mapping[str, Observation]) -> dict[str, Any]:
-    """Observations as values that compare; arrays as dtype, shape and bytes."""
+    """Observations as values that `==` compares; arrays as dtype, shape and bytes."""
     return {
         seat: (
             seen.text,
@@ -150,20 +150,20 @@ def _plain_array(array: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 
 TOLERANCE = 1e-6
-"""Rewards that differ by less are equal."""
+"""Tolerance in comparisons of rewards."""
 
 
 class Broken(Exception):
-    """A promise that is not kept."""
+    """The environment fails a check."""
 
 
 class Inapplicable(Exception):
-    """The environment does not promise it."""
+    """The check does not apply to the declared properties."""
 
 
 @dataclass
 class EnvironmentTrial:
-    """One environment on trial, and episodes of it that were played already."""
+    """The environment under test, with the episodes that were already played."""
 
     make: EnvironmentFactory
     seeds: tuple[int, ...]
@@ -174,7 +174,7 @@ class EnvironmentTrial:
 
     @property
     def declared(self) -> Properties:
-        """What it declares."""
+        """Declared properties."""
         assert self.properties is not None, "the check `interface` comes first"
         return self.properties
 
@@ -183,7 +183,7 @@ class EnvironmentTrial:
         return self.make()
 
     def record(self, seed: int) -> EpisodeRecord:
-        """The episode of a seed, played once, on an object of its own."""
+        """The episode of a seed; played once, on an object of its own."""
         if seed not in self.records:
             environment = self.new()
             try:
@@ -193,12 +193,12 @@ class EnvironmentTrial:
         return self.records[seed]
 
     def all(self) -> list[EpisodeRecord]:
-        """The episodes of all seeds."""
+        """Episodes of all seeds."""
         return [self.record(seed) for seed in self.seeds]
 
 
 def interface(trial: EnvironmentTrial) -> str:
-    """It can be made, declares something sensible and begins by the contract."""
+    """It can be constructed, its properties are consistent, and reset keeps the contract."""
     environment = trial.new()
     if not isinstance(environment, Environment):
         raise Broken(f"makes a {type(environment).__name__}, not an Environment")
@@ -224,7 +224,7 @@ def interface(trial: EnvironmentTrial) -> str:
 
 
 def same_seed_same_episode(trial: EnvironmentTrial) -> str:
-    """A seed and the moves determine the episode: on a new object, and on a used one."""
+    """Seed and moves determine the episode, on new and on used objects."""
     if not trial.declared.deterministic:
         raise Inapplicable("declared not deterministic")
     environment = trial.new()
@@ -241,7 +241,7 @@ def same_seed_same_episode(trial: EnvironmentTrial) -> str:
 
 
 def instances_independent(trial: EnvironmentTrial) -> str:
-    """Two objects that are played alternately do as each did alone."""
+    """Two objects that are played alternately behave as each does alone."""
     if not trial.declared.deterministic:
         raise Inapplicable("declared not deterministic")
     records = [trial.record(seed) for seed in (trial.seeds[0], trial.seeds[-1])]
@@ -266,7 +266,7 @@ def instances_independent(trial: EnvironmentTrial) -> str:
 
 
 def agents_fixed(trial: EnvironmentTrial) -> str:
-    """Seats are the same from reset to the end. (The contract refuses strangers on the way.)"""
+    """Every seat ends. (The contract refuses unknown seats.)"""
     for record in trial.all():
         ended = {
             seat
@@ -282,7 +282,7 @@ def agents_fixed(trial: EnvironmentTrial) -> str:
 
 
 def terminates(trial: EnvironmentTrial) -> str:
-    """Episodes end within the declared number of steps, and say so."""
+    """Episodes end within the declared number of steps."""
     longest = max(len(record.steps) for record in trial.all())
     for record in trial.all():
         if record.steps and record.steps[-1].current:
@@ -291,7 +291,7 @@ def terminates(trial: EnvironmentTrial) -> str:
 
 
 def rewards_finite(trial: EnvironmentTrial) -> str:
-    """All rewards are finite numbers. (The contract refuses others on the way.)"""
+    """All rewards are finite numbers. (The contract refuses others.)"""
     values = [r for record in trial.all() for step in record.steps for r in step.rewards.values()]
     if not all(math.isfinite(value) for value in values):
         raise Broken("a reward is not finite")
@@ -338,7 +338,7 @@ def cooperative(trial: EnvironmentTrial) -> str:
 
 
 def hosted_alike(trial: EnvironmentTrial) -> str:
-    """What it gives survives the way to a process of its own and back."""
+    """Resets, steps and moves survive serialisation to a hosted process."""
     for record in trial.all():
         reset = child.to_reset(_travelled(child.from_reset(record.reset)))
         steps = [child.to_step(_travelled(child.from_step(step))) for step in record.steps]
@@ -382,17 +382,18 @@ def _compare(record: EpisodeRecord, environment: Environment, where: str) -> Non
 
 
 def _travelled(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` after serialisation and parsing."""
     return child.unpack(child.pack(message)[child.HEADER_BYTES :])
 
 
-# No game has such a move, whatever its moves are.
+# A move that no game has.
 _NONSENSE: Final[Action] = {"no such move": [None, "\x00"]}
-# All arrangements of four seats; of more only as many.
+# Permutations that are tried: all of four seats.
 _PERMUTATIONS: Final = 24
 
 
 def illegal_move(trial: EnvironmentTrial) -> str:
-    """An illegal move raises `IllegalMoveError` and changes nothing, or is the game's affair."""
+    """An illegal move raises `IllegalMoveError` and changes nothing (unless the rule is `game`)."""
     declared = trial.declared
     record = trial.record(trial.seeds[0])
     if declared.illegal == "game":
@@ -420,7 +421,7 @@ def illegal_move(trial: EnvironmentTrial) -> str:
 
 
 def unknown_player(trial: EnvironmentTrial) -> str:
-    """The contract in front of it tells moves of strangers and moves after the end apart."""
+    """The contract refuses moves of unknown seats and moves outside of an episode."""
     environment = trial.new()
     contract = Contract(trial.declared)
     try:
@@ -439,8 +440,8 @@ def unknown_player(trial: EnvironmentTrial) -> str:
 
 
 def seat_permutation(trial: EnvironmentTrial) -> str:
-    """Who sits where changes whose rewards they are and nothing else; in a symmetric game seats
-    that exchange their moves exchange their rewards."""
+    """Permuting the agents permutes the rewards; in a symmetric game seats that swap moves swap
+    rewards."""
     record = trial.record(trial.seeds[0])
     seats = record.reset.agents
     if len(seats) < 2:
@@ -466,7 +467,7 @@ def seat_permutation(trial: EnvironmentTrial) -> str:
 
 
 def _refuses(environment: Environment, joint: dict[str, Any], where: str) -> int:
-    """1 when the move was refused as it should be. Raises `Broken`."""
+    """1 if the move raises `IllegalMoveError`; else raises `Broken`."""
     try:
         environment.step(joint)
     except IllegalMoveError:
@@ -483,7 +484,7 @@ def _refuses(environment: Environment, joint: dict[str, Any], where: str) -> int
 
 
 def joint_move_order(trial: EnvironmentTrial) -> str:
-    """A joint move is the same in whatever order its seats are written."""
+    """The order of seats in a joint move does not matter."""
     if not trial.declared.simultaneous:
         raise Inapplicable("not simultaneous")
     if not trial.declared.deterministic:
@@ -502,7 +503,7 @@ def joint_move_order(trial: EnvironmentTrial) -> str:
 
 
 def _game_judges(trial: EnvironmentTrial) -> str:
-    """The game takes any text: an episode of nonsense must still end by itself."""
+    """The game accepts any text: an episode of nonsense must still end."""
     environment = trial.new()
     try:
         record = play_randomly(environment, trial.seeds[0], lambda seen, draw, seat: "?!")
@@ -528,7 +529,7 @@ def _expect(
 def _seated_returns(
     trial: EnvironmentTrial, record: EpisodeRecord, seating: Seating
 ) -> dict[str, float]:
-    """The episode played anew by players who sit as `seating` says; their returns by player."""
+    """Returns by player of the episode, played again with `seating`."""
     environment = trial.new()
     try:
         again = play_randomly(environment, record.seed, trial.move)
@@ -566,26 +567,26 @@ class Finding:
     name: str
     ok: bool
     detail: str
-    """What is wrong, or what was tried."""
+    """The fault, or what was tested."""
     skipped: bool = False
-    """It does not apply to what the environment declares."""
+    """The check does not apply to the declared properties."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """All findings about one environment."""
+    """The results of all checks of one environment."""
 
     environment: str
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is broken."""
+        """Whether no check failed."""
         return all(finding.ok for finding in self.findings)
 
     @property
     def broken(self) -> tuple[Finding, ...]:
-        """What is."""
+        """Failed checks."""
         return tuple(finding for finding in self.findings if not finding.ok)
 
     def __str__(self) -> str:
@@ -618,10 +619,10 @@ _CHECKS: Final[dict[str, Callable[[EnvironmentTrial], str]]] = {
 def check(
     make: EnvironmentFactory, *, seeds: Sequence[int] = DEFAULT_SEEDS, move: Mover = legal_mover
 ) -> ConformanceReport:
-    """Play episodes of environments that `make` makes, and report.
+    """Run all checks on environments that `make` constructs.
 
-    `move(observation, random, seat)` chooses an action; the default draws a legal one, and a few
-    words where the environment lists none. Never raises for what an environment does wrong.
+    `move(observation, random, seat)` chooses an action; by default a random legal one. Faults of
+    the environment are reported, not raised.
     """
     with interruptible():
         return _report(EnvironmentTrial(make, tuple(seeds), move))
@@ -646,17 +647,17 @@ def _report(trial: EnvironmentTrial) -> ConformanceReport:
                 findings.append(Finding(name, False, str(error)))
         except Interruption:
             raise
-        except BaseException as error:  # whatever the environment's own code raises
+        except BaseException as error:  # code of the environment
             findings.append(Finding(name, False, raised_fault(trial.name, error).message))
         if name == "interface" and not findings[-1].ok:
-            break  # nothing else would tell more
+            break  # later checks depend on it
     if hidden and all(finding.ok for finding in findings):
-        findings.append(hidden[0])  # seen once, and not again
+        findings.append(hidden[0])  # occurred once
     return ConformanceReport(trial.name, tuple(findings))
 
 
 def _owner(error: WorkflowError) -> str | None:
-    """The check that an error of the contract belongs to, wherever it came up."""
+    """The check that an error of the contract belongs to."""
     if isinstance(error, RewardNotFiniteError):
         return "rewards_finite"
     if isinstance(error, ObservationTooLargeError):

@@ -1,4 +1,4 @@
-"""Holds an environment, and whoever plays it, to the interface: nothing malformed passes."""
+"""Checks every reset, move and step of an environment against the interface."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from troupe.workflow.errors import shown
 
 
 class Contract:
-    """Follows one environment through its episodes; knows who moves and what they may do."""
+    """The state of one environment's episode that checks need: seats to move, their legal moves."""
 
     def __init__(self, properties: Properties) -> None:
         self.properties = properties
@@ -34,12 +34,12 @@ class Contract:
         self.current: tuple[str, ...] = ()
         """The seats that move now."""
         self.steps = 0
-        """Steps of the episode so far."""
+        """Number of steps of the episode."""
         self._obs: dict[str, Observation] = {}
         self._done: set[str] = set()
 
     def began(self, reset: Reset) -> Reset:
-        """Take note of a reset. Raises `EnvironmentContractError`."""
+        """Check a reset and begin an episode. Raises `EnvironmentContractError`."""
         is_reset(reset)
         known = self.properties.seats
         unknown = [seat for seat in reset.agents if seat not in known]
@@ -86,7 +86,7 @@ class Contract:
                 )
 
     def went(self, step: Step) -> Step:
-        """Take note of a step. Raises `EnvironmentContractError`."""
+        """Check a step. Raises `EnvironmentContractError`."""
         is_step(step)
         self.steps += 1
         for field in ("obs", "rewards", "terminations", "truncations"):
@@ -132,7 +132,7 @@ class Contract:
         return step
 
     def over(self) -> None:
-        """The episode was broken off: nobody moves any more."""
+        """End the episode: no seat moves any more."""
         self.current = ()
 
     def _turn(self, where: str, current: tuple[str, ...], obs: Mapping[str, Observation]) -> None:
@@ -184,7 +184,7 @@ class Contract:
 
 
 def is_reset(given: Any) -> Reset:
-    """What `reset` gave, if that is a `Reset`. Raises `EnvironmentContractError`."""
+    """The result of `reset`, checked to be a `Reset`. Raises `EnvironmentContractError`."""
     if not isinstance(given, Reset):
         raise _no_such("reset", given, "Return a `Reset`.")
     _check_texts("reset", given.obs)
@@ -192,7 +192,7 @@ def is_reset(given: Any) -> Reset:
 
 
 def is_step(given: Any) -> Step:
-    """What `step` gave, if that is a `Step`. Raises `EnvironmentContractError`."""
+    """The result of `step`, checked to be a `Step`. Raises `EnvironmentContractError`."""
     if not isinstance(given, Step):
         raise _no_such("step", given, "Return a `Step`.")
     for field in ("obs", "rewards", "terminations", "truncations", "infos"):

@@ -1,4 +1,4 @@
-"""One episode: seats are asked, in turn or at once, until the environment says that it is over."""
+"""Plays one episode: seating, prompts, reading moves from replies, rules for illegal moves."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from troupe.workflow.messages import Reply
 ReadMove = Callable[[str, Observation, str], Action]
 """(text, observation, seat) -> action. Raises `IllegalMoveError`."""
 
-# More moves than this fill the context and help nobody.
+# Legal moves that a prompt lists at most.
 _SHOWN_MOVES = 64
 
 
 def read_move(text: str, seen: Observation, seat: str = "") -> Action:
     """The legal move that `text` names; where the game lists none, the trimmed text itself.
 
-    The whole text, else the last [bracketed] part, else the move that is named last: players who
-    think aloud name several before they decide. Upper and lower case are the same. Raises
-    `IllegalMoveError` when no legal move is found.
+    Tried in order: the whole text, the last [bracketed] part, the legal move that is named last
+    (players who think aloud name several). Case-insensitive. Raises `IllegalMoveError` when no
+    legal move is found.
     """
     if seen.legal is None:
         return text.strip()
     moves = {_folded(label): action for label, action in seen.legal.items()}
-    # Labels that differ in case only can still be written as they are.
+    # Labels that differ in case only are matched exactly.
     exact = {label.strip(): action for label, action in seen.legal.items()}
     bracketed = re.findall(r"\[([^\[\]]+)\]", text)
     for candidate in [text, *reversed(bracketed[-1:])]:
@@ -62,7 +62,7 @@ def read_move(text: str, seen: Observation, seat: str = "") -> Action:
 
 
 def legal_help(seen: Observation) -> str:
-    """The legal moves in a line, or nothing when any text is one."""
+    """The legal moves in one line; empty when any text is legal."""
     if seen.legal is None:
         return ""
     labels = list(seen.legal)
@@ -91,7 +91,7 @@ def _named_last(text: str, moves: Mapping[str, Action]) -> str | None:
 
 
 def _joins(neighbour: str, edge: str) -> bool:
-    """Whether a label that has `edge` at its end goes on in `neighbour`."""
+    """Whether a word continues from character `edge` to `neighbour`."""
     return bool(neighbour) and neighbour.isalnum() and edge.isalnum()
 
 
@@ -102,26 +102,26 @@ def _folded(label: str) -> str:
 Line: TypeAlias = dict[str, str] | Reply
 
 History = Literal["all", "latest"]
-"""What a seat remembers: `all`: every observation and reply so far (token ids are reused).
-`latest`: the newest observation alone, for games that show all that matters, and small contexts."""
+"""Conversation of a seat. `all`: every observation and reply so far (token ids are reused).
+`latest`: only the newest observation, for fully observable games and small contexts."""
 
 Prompt = Callable[[Properties, str, Observation, bool], str]
-"""(properties, seat, observation, first) -> text; `first`: nothing was told to this seat yet."""
+"""(properties, seat, observation, first) -> text; `first`: the seat's first message."""
 
 
 def prompt(properties: Properties, seat: str, seen: Observation, first: bool) -> str:
-    """The rules if nothing was told yet, what the seat sees, its legal moves."""
+    """The rules (in the first message), the observation, the legal moves."""
     parts = (properties.rules if first else "", seen.text, legal_help(seen))
     return "\n\n".join(part.strip() for part in parts if part.strip())
 
 
 def correction(error: IllegalMoveError, seen: Observation) -> str:
-    """What is said after an illegal move."""
+    """The message after an illegal move."""
     return f"That is no legal move. {legal_help(seen) or error.remedy or 'Try another.'}".strip()
 
 
-class SeatTalk:
-    """One seat's conversation in one episode."""
+class SeatConversation:
+    """The conversation of one seat in one episode."""
 
     def __init__(
         self, properties: Properties, seat: str, make_prompt: Prompt, history: History
@@ -133,23 +133,23 @@ class SeatTalk:
         self._lines: list[Line] = []
 
     def observe(self, seen: Observation) -> None:
-        """The seat's turn has come."""
+        """Add the observation of the seat's next move."""
         if self._history == "latest":
             self._lines = []
         text = self._make_prompt(self._properties, self._seat, seen, not self._lines)
         self._lines.append({"role": "user", "content": text})
 
     def answer(self, reply: Reply) -> None:
-        """What the seat said, which stays in its conversation as it was generated."""
+        """Add the seat's reply, with its token ids."""
         self._lines.append(reply)
 
     def correct(self, error: IllegalMoveError, seen: Observation) -> None:
-        """The seat's answer was no legal move."""
+        """Add the message after an illegal move."""
         self._lines.append({"role": "user", "content": correction(error, seen)})
 
     @property
     def lines(self) -> list[Line]:
-        """The messages to continue from."""
+        """The messages of the conversation."""
         return list(self._lines)
 
 
@@ -161,7 +161,7 @@ class SeatingError(WorkflowError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Seating:
-    """One episode's map from seats to agents; an agent may hold several seats."""
+    """Which agent plays which seat in one episode; an agent may hold several seats."""
 
     agent_of: Mapping[str, str]
 
@@ -174,7 +174,7 @@ class Seating:
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Who plays, without repetition, in the order of their first seats."""
+        """The agents that hold seats, in the order of their first seats."""
         return tuple(dict.fromkeys(self.agent_of.values()))
 
     @classmethod
@@ -185,11 +185,11 @@ class Seating:
         *,
         permutation: int = 0,
     ) -> Seating:
-        """Agents on seats: as a mapping says, or in order; one agent alone takes all seats.
+        """Assign agents to seats, by a mapping or in order; a single agent takes all seats.
 
-        `permutation` moves them: number k is the k-th of the n! arrangements in lexicographic
-        order, modulo n!, so that consecutive numbers (seeds) give every agent every seat equally
-        often. Raises `SeatingError`.
+        `permutation` k selects the k-th of the n! arrangements in lexicographic order, modulo n!,
+        so that consecutive numbers (seeds) give every agent every seat equally often. Raises
+        `SeatingError`.
         """
         if isinstance(agents, Mapping):
             missing = [seat for seat in seats if seat not in agents]
@@ -223,21 +223,21 @@ _CHARACTERS_READ_AT_ONCE = 32_768
 
 @dataclass(frozen=True, slots=True)
 class PlayRules:
-    """How text becomes moves, and what follows when it does not."""
+    """How replies become moves, and the rule for illegal ones."""
 
     illegal: IllegalRule | None = None
-    """None: as the environment declares."""
+    """Rule for illegal moves; None: the environment's."""
     resamples: int = 2
-    """`resample`: how often a seat is asked again about one move."""
+    """`resample`: further attempts of a seat per move."""
     history: History = "all"
     read: ReadMove = read_move
     prompt: Prompt = prompt
 
 
 def job_rules(rules: PlayRules, given: Mapping[str, object]) -> PlayRules:
-    """`rules`, but for `illegal` and `resamples` where a job gives them (`tasks.args`, `Episodes`).
+    """`rules` with `illegal` and `resamples` of a job (`tasks.args`, `Episodes`) where given.
 
-    Raises `EntrypointError` for values that there are not.
+    Raises `EntrypointError` for invalid values.
     """
     illegal, resamples = given.get("illegal"), given.get("resamples")
     if illegal is not None and illegal not in get_args(IllegalRule):
@@ -262,12 +262,12 @@ def job_rules(rules: PlayRules, given: Mapping[str, object]) -> PlayRules:
 
 @dataclass(slots=True)
 class PlayedTurn:
-    """One answer of one seat."""
+    """One reply of one seat."""
 
     seat: str
     reply: Reply
     step: int
-    """Steps before it."""
+    """Number of steps before the reply."""
     legal: bool = True
 
 
@@ -277,13 +277,13 @@ class Outcome:
 
     seating: Seating
     rewards: dict[str, list[float]]
-    """Per seat: the reward of every step."""
+    """Rewards of all steps, by seat."""
     illegal_reward: float
-    """Of an answer that was no legal move."""
+    """Reward of a reply that was not a legal move."""
     turns: list[PlayedTurn] = field(default_factory=list)
     steps: int = 0
     forfeited: tuple[str, ...] = ()
-    """Seats that lost by an illegal move, which ended the episode."""
+    """Seats whose illegal move ended the episode."""
 
     def total(self, seat: str, since: int = 0) -> float:
         """The undiscounted return of a seat from step `since` on."""
@@ -291,7 +291,7 @@ class Outcome:
 
     @property
     def illegal_turns(self) -> list[PlayedTurn]:
-        """Answers that were no legal moves."""
+        """Replies that were not legal moves."""
         return [turn for turn in self.turns if not turn.legal]
 
 
@@ -310,18 +310,18 @@ class Episode:
         self._agents = agents
         self._rules = rules
         self._seed = seed
-        self._talks: dict[str, SeatTalk] = {}
+        self._conversations: dict[str, SeatConversation] = {}
         self._outcome: Outcome
 
     async def play(self, agents: tuple[str, ...] | Mapping[str, str], permutation: int) -> Outcome:
-        """Reset, seat the agents, play to the end. Raises `WorkflowError`."""
+        """Reset the environment, assign seats, play to the end. Raises `WorkflowError`."""
         reset = await self._environment.reset(self._seed)
         properties = self._environment.properties
         seating = Seating.of(reset.agents, agents, permutation=permutation)
         rewards: dict[str, list[float]] = {seat: [] for seat in reset.agents}
         self._outcome = Outcome(seating, rewards, properties.illegal_reward)
-        self._talks = {
-            seat: SeatTalk(properties, seat, self._rules.prompt, self._rules.history)
+        self._conversations = {
+            seat: SeatConversation(properties, seat, self._rules.prompt, self._rules.history)
             for seat in reset.agents
         }
         current, obs = reset.current, reset.obs
@@ -334,9 +334,9 @@ class Episode:
         return self._outcome
 
     async def _read(self, reply: Reply, seen: Observation, seat: str) -> Action:
-        """The move of a reply: moves that it only thought of are none. Raises `IllegalMoveError`.
+        """The move in a reply's content, without thoughts. Raises `IllegalMoveError`.
 
-        A long reply is read in a thread: the event loop has others to serve meanwhile.
+        A long reply is parsed in a thread, so that the event loop is not blocked.
         """
         read = self._rules.read
         if len(reply.content) <= _CHARACTERS_READ_AT_ONCE:
@@ -344,13 +344,14 @@ class Episode:
         return await asyncio.to_thread(read, reply.content, seen, seat)
 
     async def _move(self, current: tuple[str, ...], seen: Mapping[str, Observation]) -> Step | None:
-        """What the move of all seats of `current` led to; None when one of them has lost by it.
+        """Ask all seats of `current` and play their moves; None when a seat lost by an illegal
+        move.
 
-        They are asked at once. Those whose answers are no moves are asked again, together, so that
-        the order of turns never depends on timing.
+        Seats are asked concurrently. Those that have to be asked again are asked together, so that
+        the order of turns does not depend on timing.
         """
         for seat in current:
-            self._talks[seat].observe(seen[seat])
+            self._conversations[seat].observe(seen[seat])
         actions: dict[str, Action] = {}
         asked_again: Counter[str] = Counter()
         left = list(current)
@@ -365,21 +366,21 @@ class Episode:
             if not refused:
                 try:
                     return await self._environment.step(actions)
-                except IllegalMoveError as error:  # the game knew better than its list of moves
+                except IllegalMoveError as error:  # not covered by the list of legal moves
                     seat = error.seat if error.seat in current else current[-1]
                     refused[seat] = error
             left = []
             for seat, why in refused.items():
                 self._newest_turn(seat).legal = False
                 COUNTERS.count("illegal_moves", self._environment.name)
-                match self._ruling(seat, seen[seat], asked_again[seat]):
+                match self._apply_rule(seat, seen[seat], asked_again[seat]):
                     case "again":
                         asked_again[seat] += 1
-                        self._talks[seat].correct(why, seen[seat])
+                        self._conversations[seat].correct(why, seen[seat])
                         left.append(seat)
                     case "lost":
                         actions.pop(seat, None)
-                    case _Drawn(action):
+                    case _RandomMove(action):
                         actions[seat] = action
             losers = [seat for seat in current if seat not in actions and seat not in left]
             if losers:
@@ -391,7 +392,7 @@ class Episode:
         """A new turn of each seat."""
         turns = {}
         for seat, reply in zip(seats, await self._replies(seats), strict=True):
-            self._talks[seat].answer(reply)
+            self._conversations[seat].answer(reply)
             turns[seat] = PlayedTurn(seat, reply, self._outcome.steps)
         self._outcome.turns += turns.values()
         return turns
@@ -400,32 +401,33 @@ class Episode:
         return next(turn for turn in reversed(self._outcome.turns) if turn.seat == seat)
 
     async def _replies(self, seats: list[str]) -> list[Reply]:
-        """One answer of each seat, generated at once; numbered in the order of `seats`."""
+        """One reply of each seat, generated concurrently; numbered in the order of `seats`."""
         agent_of = self._outcome.seating.agent_of
         asked: list[asyncio.Future[Reply]] = []
         try:
             for seat in seats:
-                turn = self._agents[agent_of[seat]].chat(self._talks[seat].lines)
+                turn = self._agents[agent_of[seat]].chat(self._conversations[seat].lines)
                 asked.append(asyncio.ensure_future(turn))
             return list(await asyncio.gather(*asked))
         finally:
             for task in asked:
-                task.cancel()  # what is still running when another one failed
+                task.cancel()  # still running when another one failed
 
-    def _ruling(
+    def _apply_rule(
         self, seat: str, seen: Observation, asked_again: int
-    ) -> Literal["again", "lost"] | _Drawn:
-        """What the rule makes of an illegal move."""
+    ) -> Literal["again", "lost"] | _RandomMove:
+        """Apply the rule for illegal moves."""
         rule = self._rules.illegal or self._environment.properties.illegal
         if rule == "resample" and asked_again < self._rules.resamples:
             return "again"
         if rule == "random_legal" and seen.legal:
             draw = random.Random(f"{self._seed}/{self._outcome.steps}/{seat}")
-            return _Drawn(seen.legal[draw.choice(sorted(seen.legal))])
+            return _RandomMove(seen.legal[draw.choice(sorted(seen.legal))])
         return "lost"
 
     def _forfeit(self, losers: list[str]) -> None:
-        """End the episode: its losers are punished; in a zero-sum game the others gain as much."""
+        """End the episode: losers get `illegal_reward`, in a zero-sum game the others its
+        negative."""
         properties = self._environment.properties
         punishment = properties.illegal_reward
         winners = [seat for seat in self._outcome.rewards if seat not in losers]
@@ -447,7 +449,7 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
-    """A legal move that was drawn in place of an illegal one."""
+class _RandomMove:
+    """A random legal move in place of an illegal one."""
 
     action: Action

@@ -1,9 +1,8 @@
-"""What can go wrong between a workflow and its environment.
+"""Typed errors of environments.
 
-Three kinds of fault are kept apart. An `EnvironmentFault` is the world's: the process died, hung or
-raised; the trajectory may be played again. A `MoveError` is the player's: an illegal move, which a
-rule of the game answers. An `EnvironmentContractError` is the environment author's: repetition does
-not cure it.
+An `EnvironmentFault`: the process died, hung or raised; the trajectory may be retried. A
+`MoveError`: a player made an illegal move, which the rule for illegal moves handles. An
+`EnvironmentContractError`: the environment violates its interface; retrying does not help.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ FaultReason = Literal["raised", "died", "deadline", "too_large", "not_started", 
 
 
 class EnvironmentFault(WorkflowError):
-    """An environment failed under way; the trajectory as a whole may be tried again.
+    """An environment failed; the trajectory as a whole may be retried.
 
-    `reason`: it `raised`, its process `died`, it passed its `deadline` (and was killed), what it
-    answered was `too_large`, its process did `not_start`, or `no_process` was free in time.
-    `traceback` holds the environment's own last lines, if it raised.
+    `reason`: it `raised`, its process `died`, it exceeded its `deadline` (and was killed), its
+    answer was `too_large`, its process was `not_started`, or `no_process` was free in time.
+    `traceback`: the end of the environment's traceback or stderr.
     """
 
     kind = "environment"
@@ -41,7 +40,7 @@ class EnvironmentFault(WorkflowError):
 
 
 class MoveError(WorkflowError, ValueError):
-    """A move that the environment does not take; its state is as before."""
+    """A move that the environment refuses; its state is unchanged."""
 
     kind = "move"
 
@@ -59,7 +58,7 @@ class IllegalMoveError(MoveError):
 
 
 class UnknownPlayerError(MoveError):
-    """Actions came for a seat that does not move now, or none for one that does."""
+    """Actions name a seat that does not move now, or lack one that does."""
 
     kind = "unknown_player"
 
@@ -71,7 +70,7 @@ class EpisodeOverError(MoveError):
 
 
 class EnvironmentContractError(WorkflowError):
-    """The environment broke the contract of the interface; `field` names the part of it."""
+    """The environment violates its interface; `field` names the part."""
 
     kind = "environment_contract"
 
@@ -89,11 +88,11 @@ class RewardNotFiniteError(EnvironmentContractError):
 
 
 class MissingLibraryError(EntrypointError):
-    """The library behind an adapter is not installed; the remedy names the package."""
+    """The library of an adapter is not installed; the remedy names the package."""
 
 
 def missing_library(library: str, package: str, error: ImportError) -> MissingLibraryError:
-    """The error of an adapter whose `library` cannot be imported; pip knows it as `package`."""
+    """The error of an adapter whose `library` (`package` on PyPI) cannot be imported."""
     return MissingLibraryError(
         f"the {library} adapter needs the package '{package}': {error}",
         field="environment",

@@ -32,18 +32,18 @@ from troupe.workflow.loading import Query
 from troupe.workflow.tools import Tools
 
 Credit = Literal["episode", "to_go"]
-"""Reward of a turn: its seat's return over the `episode`, or from that turn on (`to_go`)."""
+"""Reward of a turn: the return of its seat over the `episode`, or from that turn on (`to_go`)."""
 
-# Environments in this process that are kept for the next episode; making one may take a while.
+# Local environments that are kept for later episodes; constructing one may take a while.
 _KEPT_IDLE: Final = 64
 
 
 class Episodes:
     """Tasks of a job that plays a game: query i is the episode of one seed.
 
-    As `tasks.source`, with `size` and `first_seed` under `tasks.args`. The splits share no seed.
-    `illegal` and `resamples` there are the job's own rules for illegal moves, in place of the
-    workflow's (`PlayRules`). Raises `EntrypointError` for a rule that there is not.
+    For `tasks.source`, with `size` and `first_seed` under `tasks.args`. The splits share no seed.
+    `illegal` and `resamples` override the workflow's rules for illegal moves (`PlayRules`). Raises
+    `EntrypointError` for an unknown rule.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Episodes:
 class GameWorkflow:
     """A workflow: one episode per trajectory, rewards per agent.
 
-    `environment` makes environments, or names what does (`package.module:attribute`, called with
-    `args`); by name it can be `hosted`: played in child processes, at most `processes` of them.
-    `seats` says which agent sits where; by default the job's agents take the seats in order, and
-    one agent alone takes all. With `permute` they change seats from seed to seed.
+    `environment`: a factory, or its name (`package.module:attribute`, called with `args`); a named
+    one can be `hosted` in at most `processes` child processes. `seats`: agent by seat; by default
+    the job's agents take the seats in order, and a single agent takes all. With `permute` the
+    agents change seats from seed to seed.
 
-    The seed of an episode is `query["seed"]` (see `Episodes`), else drawn from the query's split
+    The seed of an episode is `query["seed"]` (see `Episodes`), else derived from the query's split
     and index: all trajectories of a group play the same episode from the same seats, so that their
-    rewards can be compared.
+    rewards are comparable.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class GameWorkflow:
             self._pool = EnvironmentPool(
                 environment, self._args, processes=processes, limits=self._limits
             )
-        # Environments in this process that wait for their next episode.
+        # Idle local environments.
         self._idle: list[Local] = []
 
     async def __call__(self, query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
@@ -122,7 +122,7 @@ class GameWorkflow:
         try:
             outcome = await self._play(environment, query, agents)
         except BaseException:
-            # It may be in the middle of anything; what ended the game is what counts.
+            # The environment may be in any state; the first error is the one to report.
             with contextlib.suppress(WorkflowError):
                 await environment.close()
             raise
@@ -146,12 +146,12 @@ class GameWorkflow:
         return self._permute
 
     def seating(self, seats: Sequence[str], agents: Sequence[str], seed: int) -> Seating:
-        """Who sits where in the episode of a seed. Raises `SeatingError`."""
+        """The seating in the episode of a seed. Raises `SeatingError`."""
         held = self._seats if self._seats is not None else tuple(agents)
         return Seating.of(seats, held, permutation=seed if self._permute else 0)
 
     def make(self) -> Environment:
-        """One more environment, in this process, whose `close` is the caller's.
+        """A new environment in this process, which the caller has to close.
 
         Raises as `open_environment`.
         """
@@ -160,7 +160,7 @@ class GameWorkflow:
         return self._environment()
 
     async def close(self) -> None:
-        """End its processes. Repeatable; they also end by themselves when idle."""
+        """End the processes. Repeatable; idle ones also end by themselves."""
         if self._pool is not None:
             await self._pool.close()
         while self._idle:
@@ -202,7 +202,7 @@ async def play_game(
     permutation: int = 0,
     rules: PlayRules | None = None,
 ) -> Outcome:
-    """One episode inside a workflow of your own; `reward_turns` then gives its rewards.
+    """Play one episode inside of a custom workflow; `reward_turns` then gives its rewards.
 
     `seats` and the default are as in `GameWorkflow`; `permutation` as in `Seating.of`. The
     environment stays open.
@@ -212,23 +212,23 @@ async def play_game(
 
 
 def seed_of(query: Query) -> int:
-    """The seed of a query's episode: the same for all trajectories of its group."""
+    """The seed of a query's episode, equal for all trajectories of its group."""
     if "seed" in query:
         return int(query["seed"])
     return xxhash.xxh3_64_intdigest(f"{query.split}/{query.index}".encode()) >> 1
 
 
 def reward_turns(outcome: Outcome, credit: Credit = "episode") -> dict[str, float]:
-    """Rewards per agent as a workflow returns them, turns being rewarded where those do not tell.
+    """Rewards per agent, as a workflow returns them; sets `reward` and `earned` of the turns.
 
-    What groups compare: an agent on one seat gets the return of that seat. Of one on several seats
-    every turn gets its own seat's, since the sum says nothing (in a zero-sum game against itself it
-    is 0); so does every turn with `to_go`, from there on. An illegal answer gets the game's
-    `illegal_reward`, whatever came of the episode: it did not cause that.
+    For groups: an agent on one seat gets the return of that seat. For an agent on several seats
+    each turn gets its own seat's return, since the sum carries no information (0 in a zero-sum game
+    against itself). With `to_go` each turn gets the return from there on. An illegal reply always
+    gets `illegal_reward`.
 
-    What a critic adds up (`reply.earned`) comes to the seat's return over a seat's turns: all of it
-    with its last one or, with `to_go`, what the game gave from each turn to the seat's next. An
-    illegal answer earns `illegal_reward` besides, unless that ended the game, which then gave it.
+    For a critic (`reply.earned`): the turns of a seat add up to its return. The last turn earns all
+    of it, or with `to_go` each turn earns the rewards up to the seat's next turn. An illegal reply
+    earns `illegal_reward` besides, unless it ended the game, which then included it.
     """
     seating = outcome.seating
     rewards = {}
@@ -247,7 +247,7 @@ def reward_turns(outcome: Outcome, credit: Credit = "episode") -> dict[str, floa
         own = [turn for turn in outcome.turns if turn.seat == seat]
         agent = seating.agent_of[seat]
         for turn, following in itertools.zip_longest(own, own[1:]):
-            if agent in rewards:  # which is earned at the end
+            if agent in rewards:  # earned at the end of the chain
                 earned = 0.0
             elif credit == "to_go":
                 until = None if following is None else following.step
@@ -264,7 +264,7 @@ def reward_turns(outcome: Outcome, credit: Credit = "episode") -> dict[str, floa
 
 
 def figures(outcome: Outcome) -> dict[str, float]:
-    """What is logged of an episode: its length, illegal answers, the return of every seat."""
+    """Metrics of an episode: its length, illegal replies, the return of every seat."""
     return {
         "game_steps": float(outcome.steps),
         "illegal_moves": float(len(outcome.illegal_turns)),

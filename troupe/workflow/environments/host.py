@@ -1,8 +1,8 @@
-"""Where an environment runs, as a workflow sees it: asynchronous, checked, begun again on faults.
+"""Hosts of environments: the async interface of workflows to an environment, with retries.
 
-`Local` runs it in this process and `Hosted` (hosted.py) in one of its own; both hold it to its
-`Contract`, begin an episode anew when the beginning fails, and never repeat a step: half an episode
-cannot be told from a whole one, so a fault in a step ends the trajectory, which may be run again.
+`Local` runs the environment in this process, `Hosted` (process.py) in one of its own. Both check it
+against its `Contract` and retry a failed reset. A failed step is never repeated: it ends the
+trajectory, which may be run again as a whole.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Event = Literal["resets", "steps", "retries", "faults", "kills", "starts", "ille
 class Counters:
     """Counts per (event, environment).
 
-    `resets`, `steps`: that succeeded. `retries`: further attempts of a reset. `faults`: failures of
-    any kind, those that a retry cured included. `kills`: processes killed at a deadline. `starts`:
-    processes started. `illegal_moves`: of players.
+    `resets`, `steps`: successful ones. `retries`: further attempts of a reset. `faults`: failures
+    of any kind, also those that a retry repaired. `kills`: processes killed at a deadline.
+    `starts`: processes started. `illegal_moves`: of players.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[Event, str]] = Counter()
 
     def count(self, event: Event, environment: str, by: int = 1) -> None:
-        """Something happened."""
+        """Add `by` to a count."""
         self._counts[event, environment] += by
 
     def of(self, event: Event, environment: str | None = None) -> int:
-        """How often; over all environments if none is named."""
+        """The count of one environment, or of all."""
         return sum(
             count
             for (what, whose), count in self._counts.items()
@@ -57,12 +57,12 @@ class Counters:
         )
 
     def all(self) -> dict[tuple[Event, str], int]:
-        """A copy of everything."""
+        """A copy of all counts."""
         return dict(self._counts)
 
 
 COUNTERS: Final = Counters()
-"""Those of this process."""
+"""Counts of this process."""
 
 
 def open_environment(
@@ -92,8 +92,8 @@ def open_environment(
 
 
 def guarded(name: str, call: Callable[[], T]) -> T:
-    """What an environment's own code returns. Whatever it raises, but for errors of a workflow,
-    becomes an `EnvironmentFault` with the last lines of its traceback."""
+    """Call code of an environment; turns its exceptions, except `WorkflowError`, into an
+    `EnvironmentFault` with the end of the traceback."""
     try:
         return call()
     except WorkflowError:
@@ -117,50 +117,50 @@ def raised_fault(name: str, error: BaseException) -> EnvironmentFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultLimits:
-    """How long an environment may take, and how often its beginning is tried again."""
+    """Time limits of an environment, and retries of its reset."""
 
     start_seconds: float = 60.0
-    """Starting a process, importing and constructing the environment."""
+    """Time limit of starting a process, importing and constructing the environment."""
     reset_seconds: float = 60.0
-    """One `reset`."""
+    """Time limit of one `reset`."""
     step_seconds: float = 30.0
-    """One `step`."""
+    """Time limit of one `step`."""
     wait_seconds: float = 600.0
-    """Waiting for a free process."""
+    """Time limit of waiting for a free process."""
     retries: int = 3
-    """Further attempts of a reset that failed, each on a fresh environment."""
+    """Further attempts after a failed reset, each on a new environment."""
     backoff_seconds: float = 0.5
-    """Before the first further attempt; it doubles up to `max_backoff_seconds`."""
+    """Pause before the first further attempt; doubles up to `max_backoff_seconds`."""
     max_backoff_seconds: float = 10.0
 
 
 class AsyncEnvironment(Protocol):
-    """An environment as a workflow plays it."""
+    """An environment as a workflow plays it; `Local` and `Hosted` are the two kinds."""
 
     @property
     def name(self) -> str:
-        """What its counts are booked under: the entrypoint, or what makes it."""
+        """Name for metrics: the entrypoint, or the name of the factory."""
 
     @property
     def properties(self) -> Properties:
-        """What it declares; known once it was reset."""
+        """Declared properties; known after the first reset."""
 
     @property
     def current(self) -> tuple[str, ...]:
         """The seats that move now."""
 
     async def reset(self, seed: int) -> Reset:
-        """Begin an episode. Raises `EnvironmentFault` when all attempts failed."""
+        """Begin an episode. Raises `EnvironmentFault` after the last attempt."""
 
     async def step(self, actions: Mapping[str, Action]) -> Step:
         """Play the moves of all seats of `current`. Raises `MoveError`, `EnvironmentFault`."""
 
     async def close(self) -> None:
-        """Let go of it. Repeatable."""
+        """Release the environment. Repeatable."""
 
 
 class BaseEnvironmentHost(ABC):
-    """What both hosts share; see the module."""
+    """Base class of both hosts: contract checks, retries, counts."""
 
     def __init__(self, name: str, limits: FaultLimits) -> None:
         self._name = name
@@ -169,12 +169,12 @@ class BaseEnvironmentHost(ABC):
 
     @property
     def name(self) -> str:
-        """What its counts are booked under: the entrypoint, or what makes it."""
+        """Name for metrics: the entrypoint, or the name of the factory."""
         return self._name
 
     @property
     def properties(self) -> Properties:
-        """What it declares. Raises `EnvironmentContractError` before the first reset."""
+        """Declared properties. Raises `EnvironmentContractError` before the first reset."""
         return self._known().properties
 
     @property
@@ -183,8 +183,8 @@ class BaseEnvironmentHost(ABC):
         return self._contract.current if self._contract else ()
 
     async def reset(self, seed: int) -> Reset:
-        """Begin an episode; a failed beginning is tried again on a fresh environment, with
-        back-off. Raises `EnvironmentFault` when no attempt is left."""
+        """Begin an episode; a failed reset is retried on a new environment, with backoff. Raises
+        `EnvironmentFault` after the last attempt."""
         # Imports gRPC, which the child process of an environment does not need.
         from troupe.rpc.retry import Attempts, RetryPolicy
 
@@ -224,8 +224,8 @@ class BaseEnvironmentHost(ABC):
     async def step(self, actions: Mapping[str, Action]) -> Step:
         """Play the moves of all seats of `current`.
 
-        Raises `MoveError`, after which the episode goes on as if nothing had been tried, and
-        `EnvironmentFault`, after which only `reset` and `close` are left.
+        Raises `MoveError`, which leaves the episode unchanged, and `EnvironmentFault`, after which
+        only `reset` and `close` may be called.
         """
         contract = self._known()
         contract.moves(actions)
@@ -239,7 +239,7 @@ class BaseEnvironmentHost(ABC):
         return contract.went(step)
 
     async def close(self) -> None:
-        """Let go of the environment. Repeatable."""
+        """Release the environment. Repeatable."""
         if self._contract is not None:
             self._contract.over()
 
@@ -256,7 +256,7 @@ class BaseEnvironmentHost(ABC):
 
     @abstractmethod
     async def _open(self) -> Properties:
-        """Have an environment, a new one if there is none."""
+        """Make an environment unless there is one; returns its properties."""
 
     @abstractmethod
     async def _reset(self, seed: int) -> Reset: ...
@@ -266,13 +266,13 @@ class BaseEnvironmentHost(ABC):
 
     @abstractmethod
     async def _discard(self) -> None:
-        """Drop the environment: it failed."""
+        """Drop a failed environment."""
 
 
 class Local(BaseEnvironmentHost):
-    """An environment in this process: for those that answer within a millisecond or so.
+    """An environment in this process, on the event loop.
 
-    It runs on the event loop; what computes for longer belongs into `hosted`.
+    For environments that answer within about a millisecond; slower ones belong into `hosted`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""What an environment is: seats that move in turn or at once, until the episode is over.
+"""The interface of environments: seats that move in turn or at once until the episode is over.
 
-Our words: an *agent* is a role of the job, a *seat* is a player of the game; `Seating` maps one to
-the other. `Reset.agents` bears the name that PettingZoo gave it (Terry et al. 2021, section 3) and
-holds seats. Who moves next is said by `current`: one seat in a game of turns, several in a
-simultaneous one, none when the episode is over.
+Terms: an *agent* is a role of the job, a *seat* is a player of the game; `Seating` maps seats to
+agents. `Reset.agents` has PettingZoo's name (Terry et al. 2021, section 3) and holds seats.
+`current` holds the seats that move next: one in a turn-based game, several in a simultaneous one,
+none when the episode is over.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 Action: TypeAlias = Any
-"""What a seat does: a JSON value, most often a number or a string."""
+"""A move of a seat: a JSON value, most often a number or a string."""
 
 IllegalRule = Literal["lose", "resample", "random_legal", "game"]
-"""What an illegal move leads to. `lose`: the episode ends, its seat gets `illegal_reward`.
-`resample`: the seat is asked again, a few times, then it loses. `random_legal`: a legal move is
-drawn for it. `game`: the game takes every move and decides by its own rules."""
+"""Rule for illegal moves. `lose`: the episode ends, the seat gets `illegal_reward`. `resample`: the
+seat is asked again up to `PlayRules.resamples` times, then it loses. `random_legal`: a random legal
+move replaces it. `game`: the game accepts every move and applies its own rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What an environment declares about itself; `conformance` tests it."""
+    """Declared properties of an environment; `conformance` tests them."""
 
     name: str
     seats: tuple[str, ...]
     """All seats that an episode may have, in a fixed order."""
     rules: str = ""
-    """Told to every seat before its first move."""
+    """Text that every seat gets before its first move."""
     simultaneous: bool = False
     """Several seats may move at once."""
     zero_sum: bool = False
@@ -38,30 +38,30 @@ class Properties:
     cooperative: bool = False
     """All seats get the same rewards."""
     symmetric: bool = False
-    """Seats that exchange their moves exchange their rewards (simultaneous games only)."""
+    """Seats that swap their moves swap their rewards (simultaneous games only)."""
     deterministic: bool = True
     """The same seed and the same moves give the same episode."""
     illegal: IllegalRule = "resample"
-    """What follows an illegal move, unless the workflow says otherwise."""
+    """Rule for illegal moves, unless the workflow sets another."""
     illegal_reward: float = -1.0
     """Reward of a seat that loses by an illegal move, and of every illegal turn."""
     max_steps: int = 1000
-    """Every episode is over after so many calls of `step`."""
+    """Upper bound of steps per episode."""
     max_observation_chars: int = 100_000
-    """Longest text of an observation."""
+    """Upper bound of characters of an observation's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one seat sees."""
+    """The observation of one seat."""
 
     text: str
-    """For language models."""
+    """Text for language models."""
     legal: Mapping[str, Action] | None = None
-    """The legal moves: what a player writes -> the action that it stands for. None: any text is a
-    move, or the environment says so only when it is tried."""
+    """Legal moves: label that a player writes -> action. None: any text is a move, or only `step`
+    tells which are legal."""
     arrays: Mapping[str, Any] = field(default_factory=dict)
-    """The same as numpy arrays by name, for small networks; shapes are the environment's."""
+    """Observation as numpy arrays by name, for small networks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,54 +73,54 @@ class Reset:
     current: tuple[str, ...]
     """The seats that move now."""
     obs: Mapping[str, Observation]
-    """What seats see; at least those of `current`."""
+    """Observations by seat; at least of `current`."""
     infos: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Anything else, by seat: JSON values."""
+    """Further JSON values, by seat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a move, or a joint move, led to. A seat that a mapping leaves out has 0 or False."""
+    """The result of a move, or of a joint move. A seat that a mapping lacks has 0 or False."""
 
     obs: Mapping[str, Observation]
-    """What seats see; at least those of `current`."""
+    """Observations by seat; at least of `current`."""
     rewards: Mapping[str, float]
-    """Reward of this step alone, by seat."""
+    """Reward of this step, by seat."""
     terminations: Mapping[str, bool]
     """Seats for which the game is over."""
     truncations: Mapping[str, bool]
-    """Seats for which it was broken off, by a limit of steps for example."""
+    """Seats for which the game was cut off, for example by a step limit."""
     current: tuple[str, ...]
     """The seats that move now; none: the episode is over."""
     infos: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Anything else, by seat: JSON values."""
+    """Further JSON values, by seat."""
 
 
 class Environment(ABC):
-    """A game or a world. One object plays one episode at a time; `reset` begins the next one.
+    """A game or another environment. One object plays one episode at a time.
 
-    Objects share nothing: two of them with the same seed do the same, whatever is done with others.
+    Objects are independent: two with the same seed and moves behave alike.
     """
 
     @property
     @abstractmethod
     def properties(self) -> Properties:
-        """What it declares; constant."""
+        """Declared properties; constant."""
 
     @abstractmethod
     def reset(self, seed: int) -> Reset:
-        """Begin an episode; all its chance derives from `seed` and the moves."""
+        """Begin an episode; all randomness derives from `seed`."""
 
     @abstractmethod
     def step(self, actions: Mapping[str, Action]) -> Step:
         """Play the moves of all seats of `current`.
 
-        Raises `IllegalMoveError` for one that the game does not allow, and is then as before.
+        Raises `IllegalMoveError` for an illegal one, and leaves the state unchanged.
         """
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go
-        """Let go of everything. Repeatable; nothing is called afterwards."""
+    def close(self) -> None:  # noqa: B027 - most hold no resources
+        """Release all resources. Repeatable; no other method is called afterwards."""
 
 
 EnvironmentFactory = Callable[[], Environment]
-"""Makes a new environment; every call another one."""
+"""Makes a new environment at every call."""

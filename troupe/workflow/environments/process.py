@@ -26,9 +26,9 @@ from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
 from troupe.workflow.environments.host import COUNTERS, BaseEnvironmentHost, FaultLimits
 from troupe.workflow.environments.interface import Action, Properties, Reset, Step
 
-# What an environment wrote last to stderr says why it died.
+# Bytes of stderr that are kept, for the error message of a process that died.
 _TAIL_BYTES: Final = 2048
-# The kernel ends a killed group at once, unless the machine is in a bad state.
+# How long a killed process group may take to end.
 _REAP_SECONDS: Final = 10.0
 
 _THREADS: Final = dict.fromkeys(
@@ -44,7 +44,7 @@ _THREADS: Final = dict.fromkeys(
 
 
 class EnvironmentProcess:
-    """Answers one request at a time. After any fault it is dead."""
+    """A child process with one environment; answers one request at a time, ends at any fault."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,7 +58,7 @@ class EnvironmentProcess:
         environment = {
             **os.environ,
             **_THREADS,
-            # What this process can import, the child can.
+            # The child can import whatever this process can.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }
         try:
@@ -85,7 +85,7 @@ class EnvironmentProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process runs and has not been killed."""
         process = self._process
         return process is not None and process.returncode is None and self._reaping is None
 
@@ -94,11 +94,11 @@ class EnvironmentProcess:
         """Whether a killed process has been reaped."""
         return self._reaping is not None and self._reaping.done()
 
-    async def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a request, within `seconds`; then the process is killed.
+    async def call(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a request and return the answer; kills the process after `seconds`.
 
-        Raises `EnvironmentFault`, or the typed error that the environment raised. A caller that is
-        cancelled leaves a dead process behind: its answer would be taken for the next one's.
+        Raises `EnvironmentFault`, or the typed error that the environment raised. Cancellation
+        kills the process, too: a late answer would be taken for that of the next request.
         """
         process = self._process
         assert process is not None
@@ -137,7 +137,7 @@ class EnvironmentProcess:
         return ok
 
     def kill(self) -> None:
-        """End the process and all that it started, at once. Repeatable."""
+        """Kill the process and all processes that it started. Repeatable."""
         process = self._process
         if process is None or self._reaping is not None:
             return
@@ -145,8 +145,7 @@ class EnvironmentProcess:
         self._reaping = asyncio.create_task(self._reap(process))
 
     def abandon(self) -> None:
-        """End the process from outside of the event loop that it was started in, and which is
-        over: nobody else would take note of its end."""
+        """Kill and reap the process when the event loop that it was started in has ended."""
         process, self._process = self._process, None
         if process is not None:
             _kill_group(process.pid)
@@ -154,7 +153,7 @@ class EnvironmentProcess:
                 os.waitpid(process.pid, 0)
 
     async def ended(self) -> None:
-        """Wait until a killed process is gone."""
+        """Wait until a killed process has been reaped."""
         if self._reaping is not None:
             await asyncio.wait({self._reaping})
 
@@ -163,7 +162,7 @@ class EnvironmentProcess:
             await asyncio.wait_for(process.wait(), _REAP_SECONDS)
         if self._draining is not None:
             self._draining.cancel()
-        # Its transport holds pipes; uvloop closes them only when it is told to.
+        # The transport holds pipes, which uvloop does not close by itself.
         transport = getattr(process, "_transport", None)
         if transport is not None:
             transport.close()
@@ -173,14 +172,14 @@ class EnvironmentProcess:
         assert process is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), 1.0)
-        if self._draining is not None:  # its last words come before the end of the pipe
+        if self._draining is not None:  # to have the end of stderr
             await asyncio.wait({self._draining}, timeout=1.0)
         how = _how_it_died(process.returncode)
         last = self._tail.decode(errors="replace").strip().splitlines()[-1:]
         return self._fault("died", f"died during {what}: {how}" + "".join(f"; {s}" for s in last))
 
     async def _drain(self) -> None:
-        """Keep the end of stderr, and the pipe empty."""
+        """Read stderr until it ends; keeps its last bytes."""
         assert self._process is not None
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(65536):
@@ -202,7 +201,7 @@ _LIMITS: Final = {"open": "start_seconds", "reset": "reset_seconds", "step": "st
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a process with all that it started, those in sessions of their own included."""
+    """Kill a process and its descendants, also those in other sessions."""
     started: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         started = psutil.Process(pid).children(recursive=True)
@@ -220,15 +219,15 @@ def _how_it_died(status: int | None) -> str:
     return f"exit status {status}"
 
 
-# An idle process costs memory only; starting one costs an import of the user's libraries.
+# An idle process costs memory; starting one costs an import of the user's libraries.
 IDLE_SECONDS: Final = 60.0
 
 
 class EnvironmentPool:
-    """Lends processes that hold an opened environment, one to each borrower at a time.
+    """A pool of processes with an opened environment, each lent to one borrower at a time.
 
-    A process that failed is not taken back. An idle one ends after `idle_seconds`. Bound to the
-    event loop of its first use; in another loop it begins empty.
+    A failed process is not returned to the pool. An idle one ends after `idle_seconds`. Bound to
+    the event loop of its first use; in another loop the pool begins empty.
     """
 
     def __init__(
@@ -249,22 +248,22 @@ class EnvironmentPool:
         self._slots = asyncio.Semaphore(self._processes)
         self._idle: list[_Idle] = []
         self._lent: set[EnvironmentProcess] = set()
-        # Killed, and perhaps not gone yet.
+        # Killed, and perhaps not reaped yet.
         self._ending: list[EnvironmentProcess] = []
 
     @property
     def idle(self) -> int:
-        """Processes that wait for a borrower."""
+        """Number of idle processes."""
         return len(self._idle)
 
     @property
     def lent(self) -> int:
-        """Processes in use."""
+        """Number of processes in use."""
         return len(self._lent)
 
     async def borrow(self) -> tuple[EnvironmentProcess, Properties]:
-        """A process with an opened environment. Raises `EnvironmentFault`, and `EntrypointError`
-        when the environment cannot be made at all."""
+        """A process with an opened environment. Raises `EnvironmentFault`; `EntrypointError` when
+        the environment cannot be constructed."""
         self._bind()
         try:
             async with asyncio.timeout(self.limits.wait_seconds):
@@ -290,9 +289,9 @@ class EnvironmentPool:
             raise
 
     def give_back(self, process: EnvironmentProcess, properties: Properties) -> None:
-        """The borrower is done; its environment is not in the middle of a request."""
+        """Return a process to the pool; no request may be under way."""
         if process not in self._lent:
-            return  # of a loop that has ended
+            return  # lent in an event loop that has ended
         self._lent.discard(process)
         self._slots.release()
         if process.alive:
@@ -302,7 +301,7 @@ class EnvironmentPool:
             self._end(process)
 
     def drop(self, process: EnvironmentProcess) -> None:
-        """The borrower's process failed."""
+        """Kill a lent process that failed."""
         self._end(process)
         if process in self._lent:
             self._lent.discard(process)
@@ -325,7 +324,7 @@ class EnvironmentPool:
         try:
             await process.start()
             request = {"op": "open", "entrypoint": self.entrypoint, "args": self._args}
-            opened = await process.ask(request, self.limits.start_seconds)
+            opened = await process.call(request, self.limits.start_seconds)
         except BaseException:
             self._end(process)
             self._lent.discard(process)
@@ -344,7 +343,7 @@ class EnvironmentPool:
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
-        # The former loop's processes cannot be asked from here; they are no longer ours to use.
+        # Processes of the former loop cannot be used from this one.
         for process in [*(idle.process for idle in self._idle), *self._lent]:
             process.abandon()
         self._loop = loop
@@ -353,6 +352,8 @@ class EnvironmentPool:
 
 
 class _Idle:
+    """An idle process, and the timer that ends it."""
+
     def __init__(
         self, process: EnvironmentProcess, properties: Properties, timer: asyncio.TimerHandle
     ) -> None:
@@ -362,10 +363,10 @@ class _Idle:
 
 
 class Hosted(BaseEnvironmentHost):
-    """Plays in a process borrowed from a pool from its first `reset` on until `close`.
+    """An environment in a process that is borrowed from a pool from the first `reset` to `close`.
 
-    A process that passes the deadline of a reset or step is killed with all that it started; nobody
-    else waits for it. `close` gives the process back.
+    A process that exceeds the time limit of a reset or step is killed with its descendants; other
+    environments are not delayed.
     """
 
     def __init__(self, pool: EnvironmentPool, *, owns_pool: bool = False) -> None:
@@ -377,11 +378,11 @@ class Hosted(BaseEnvironmentHost):
 
     @property
     def pid(self) -> int | None:
-        """The process that it plays in now."""
+        """Id of the borrowed process; None: there is none."""
         return self._process.pid if self._process is not None else None
 
     async def close(self) -> None:
-        """Give the process back. Repeatable."""
+        """Return the process to the pool. Repeatable."""
         await super().close()
         process, self._process = self._process, None
         if process is not None:
@@ -400,7 +401,7 @@ class Hosted(BaseEnvironmentHost):
     async def _reset(self, seed: int) -> Reset:
         assert self._process is not None
         request = {"op": "reset", "seed": seed}
-        return to_reset(await self._process.ask(request, self._limits.reset_seconds))
+        return to_reset(await self._process.call(request, self._limits.reset_seconds))
 
     async def _step(self, actions: Mapping[str, Action]) -> Step:
         if self._process is None:
@@ -411,7 +412,7 @@ class Hosted(BaseEnvironmentHost):
                 remedy="Call `reset(seed)`.",
             )
         request = {"op": "step", "actions": dict(actions)}
-        return to_step(await self._process.ask(request, self._limits.step_seconds))
+        return to_step(await self._process.call(request, self._limits.step_seconds))
 
     async def _discard(self) -> None:
         process, self._process = self._process, None

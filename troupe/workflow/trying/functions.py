@@ -1,4 +1,4 @@
-"""Tools and reward functions in this process, with the manners of the reward service."""
+"""Tools and reward functions in this process, with the errors of the reward service."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Function = Callable[..., Any]
 
 
 class LocalFunctions:
-    """`ToolBackend` and `Scorer` over plain functions: what they take and give is JSON.
+    """`ToolBackend` and `Scorer` over plain functions; arguments and results are JSON.
 
-    There is no memory limit. A function that does not end in `seconds` is left behind in its
-    thread, which does not keep the process alive.
+    There is no memory limit. A function that does not end in `seconds` goes on in a daemon thread,
+    which does not keep the process alive.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class LocalFunctions:
         *,
         seconds: Mapping[str, float] | float = 60.0,
     ) -> None:
-        """`seconds`: how long a call may take, for all or by `tools/name` and `rewards/name`."""
+        """`seconds`: time limit of a call, for all or by `tools/name` and `rewards/name`."""
         self._functions = {
             **{f"tools/{name}": function for name, function in tools.items()},
             **{f"rewards/{name}": function for name, function in rewards.items()},
@@ -38,7 +38,7 @@ class LocalFunctions:
         self._seconds = seconds
 
     async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
-        """Call a tool, at once, whatever it is expected to take. Raises `ToolError`."""
+        """Call a tool; `expected_seconds` is ignored. Raises `ToolError`."""
         return await self._call(f"tools/{name}", arguments_json)
 
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -77,14 +77,14 @@ class LocalFunctions:
 
 
 class _Raised(Exception):
-    """Carries what a function raised, so that it is not taken for what happened to the call."""
+    """Wraps an exception of the function, to tell it from a timeout of the call."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 async def _in_thread(function: Function, arguments: dict[str, Any]) -> Any:
-    """Its result, from a daemon thread: the default executor waits for its threads at exit."""
+    """The result of a call in a daemon thread; the default executor's would delay the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -102,7 +102,7 @@ async def _in_thread(function: Function, arguments: dict[str, Any]) -> Any:
             result = function(**arguments)
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
-        except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's too
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt
             failed = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failed)

@@ -29,26 +29,26 @@ _LANGUAGE: Final = ChatTokenizer(ByteTokenizer())
 
 @dataclass(frozen=True)
 class Played:
-    """A trajectory that ended well."""
+    """A trajectory that ended without an error."""
 
     query: Query
     turns: list[TurnRecord]
     rewards: dict[str, float]
     """Per agent (and `team`), as a job would report them."""
     samples: list[SampleRow]
-    """What a job would store of it."""
+    """Samples that a job would store of it."""
     metrics: dict[str, float]
-    """What a job would log of it, with what the workflow logged."""
+    """Metrics that a job would log of it, with those that the workflow logged."""
 
 
 def make_role(name: str, system_prompt: str | None = None, **sampling: Any) -> Role:
-    """An agent whose policy bears its name and which speaks bytes (`ByteTokenizer`)."""
+    """A role whose policy has the agent's name and whose tokens are bytes (`ByteTokenizer`)."""
     own = Sampling(stop_token_ids=(END_ID,)).override(sampling)
     return Role(name, name, _LANGUAGE, own, system_prompt)
 
 
 class Trial:
-    """One run of a workflow on one query. What it did stays to be seen, however it ended."""
+    """One run of a workflow on one query; `agents` keeps its turns, also after an error."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Trial:
         trajectory_id: str = "",
         contexts: Mapping[str, int] | None = None,
     ) -> None:
-        """As `play`; `functions` instead of those over `tools` and `rewards`, `contexts` as in
-        `PolicyBackend`."""
+        """Arguments as of `play`. `functions` replaces those made from `tools` and `rewards`;
+        `contexts` as in `PolicyBackend`."""
         self.query = query if isinstance(query, Query) else Query("q0", "train", 0, query)
         self.trajectory_id = trajectory_id or f"{self.query.id}-t0"
         self._workflow = workflow
@@ -87,15 +87,14 @@ class Trial:
         """Play and score. Raises what the workflow raises, `WorkflowError` for rewards that a job
         would refuse, and of kind `deadline` when it takes too long."""
         check_json(self.query)
-        # The workflow gets a task of its own, as in a job: what it creates are its branches.
+        # A task of its own, as in a job: tasks that it creates are its branches.
         try:
             async with asyncio.timeout(self._seconds) as limit:
                 given = await asyncio.create_task(self._play())
                 turns = self.agents.close()
                 names = self.agents.keys()
-                own = scoring.check_rewards(given, names, "the workflow")
-                parts = await scoring.call_functions(
-                    self._rewards, self._functions, self.query, turns, own, names
+                total = await scoring.rewards_of(
+                    given, self._rewards, self._functions, self.query, turns, names
                 )
         except TimeoutError as error:
             if not limit.expired():
@@ -104,7 +103,6 @@ class Trial:
         finally:
             turns = self.agents.close()
             await self._backend.close()
-        total = scoring.add_up([own, *parts])
         policies = {turn.role.policy for turn in turns}
         trained = policies if self._trained is None else self._trained
         scoring.check_complete(total, turns, trained)
@@ -154,11 +152,12 @@ async def play(
 ) -> Played:
     """Run a workflow on one query without any model or service.
 
-    `query`: what the job's tasks would return. `policy`: who takes the turns of all agents, or by
-    agent; default: `RandomPolicy()`. `agents`: their names, or `make_role(...)` by name; default:
-    whoever the workflow asks for. `tools`, `rewards`: functions by name, called in this process
-    with JSON arguments. `trained`: policies whose turns become samples, all by default. `seconds`:
-    the longest that it, and each function, may take. The same `seed` plays the same trajectory.
+    `query`: what the job's tasks would return. `policy`: draws the turns of all agents, or a
+    policy by agent; default: `RandomPolicy()`. `agents`: their names, or `make_role(...)` by name;
+    default: every name that the workflow uses. `tools`, `rewards`: functions by name, called in
+    this process with JSON arguments. `trained`: policies whose turns become samples, all by
+    default. `seconds`: the longest that it, and each function, may take. The same `seed` plays the
+    same trajectory.
 
     Raises what the workflow raises, `WorkflowError` for rewards that a job would refuse, and of
     kind `deadline` when it takes too long.
@@ -179,10 +178,10 @@ async def play(
 
 
 def check_json(query: Query) -> None:
-    """Queries travel as JSON. Raises `WorkflowError` of kind `bad_task`."""
+    """Raise `WorkflowError` of kind `bad_task` unless the query's data is JSON."""
     try:
         json_text(dict(query.data), allow_nan=True)
-    except BaseException as error:  # of a mapping that is the user's own
+    except BaseException as error:  # a mapping of a user's class
         raise WorkflowError(
             f"query {query.id} does not consist of JSON values: {safe_text(error)}",
             kind="bad_task",
@@ -192,7 +191,7 @@ def check_json(query: Query) -> None:
 
 
 class _OpenAgents(Agents):
-    """Has every agent that it is asked for."""
+    """Agents of any name, made on first use."""
 
     def __getitem__(self, name: str) -> Agent:
         if name not in self._agents:

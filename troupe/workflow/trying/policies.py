@@ -1,7 +1,7 @@
 """Policies without a model, for trying a workflow and for testing one.
 
-A policy is any function from a `Prompt` to what is said: a text, or `Spoken` token ids. It may be
-async. Those here keep nothing between turns: one object serves any number of trajectories at once.
+A policy is any function, sync or async, from a `Prompt` to a text or to `Spoken` token ids. The
+policies here are stateless: one object serves any number of trajectories at once.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a policy is asked."""
+    """The input of a policy: one turn of one agent."""
 
     agent: str
     number: int
-    """How many turns this agent was asked for before."""
+    """Number of earlier turns of this agent."""
     position: int
-    """How many turns anybody was asked for before."""
+    """Number of earlier turns of all agents."""
     messages: tuple[Message, ...]
     """(role, content) of the conversation; empty where the workflow passed token ids."""
     ids: tuple[int, ...]
     sampling: Sampling
     tokenizer: ChatTokenizer
     random: random.Random
-    """Seeded for this turn. Greedy turns (temperature 0) with equal prompts have equal ones."""
+    """Seeded for this turn; by the prompt alone for greedy turns (temperature 0)."""
 
     @property
     def text(self) -> str:
-        """The last message, or the text of the ids where there are no messages."""
+        """The last message; without messages the text of the ids."""
         return self.messages[-1][1] if self.messages else self.tokenizer.text(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """A response as token ids, with the log-probability of each if it is not certain."""
+    """A response as token ids, with the log-probability of each; default: 0."""
 
     ids: Sequence[int]
     logprobs: Sequence[float] | None = None
     stopped: bool = True
-    """Whether the policy ended by itself; False: it had more to say."""
+    """Whether the policy ended the response itself; False: it is cut off."""
 
 
 Policy = Callable[[Prompt], "str | Spoken | Awaitable[str | Spoken]"]
-"""What takes turns."""
+"""Draws the response of a turn."""
 
 
 class RandomPolicy:
-    """Says random tokens of the vocabulary, or one of `texts`."""
+    """Answers with random tokens of the vocabulary, or with one of `texts`."""
 
     def __init__(self, texts: Sequence[str] = (), *, longest: int = 16) -> None:
-        """`longest`: most tokens of a random response, beside `max_new_tokens`."""
+        """`longest`: length limit of a random response in tokens, besides `max_new_tokens`."""
         self._texts = tuple(texts)
         self._longest = longest
 
@@ -89,11 +89,11 @@ class EchoPolicy:
 
 
 class ScriptedPolicy:
-    """Says what it was given, in the order in which turns are asked for."""
+    """Answers with given texts, in the order in which turns are begun."""
 
     def __init__(self, replies: Mapping[str, str | Sequence[str]] | str | Sequence[str]) -> None:
-        """`replies`: of each agent by its name, or a list for all of them together. A single text
-        instead of a list is said every time. Raises `WorkflowError` for anything else."""
+        """`replies`: texts by agent, or one list for all agents together. A single text instead
+        of a list is repeated. Raises `WorkflowError` for anything else."""
         self._replies: dict[str | None, str | tuple[str, ...]] = {}
         given = replies if isinstance(replies, Mapping) else {None: replies}
         for agent, texts in given.items():
@@ -136,16 +136,16 @@ class PolicyBackend:
         policy: Policy | Mapping[str, Policy],
         contexts: Mapping[str, int] | None = None,
     ) -> None:
-        """`policy`: that of all agents, or by agent. `contexts`: tokens of prompt and response
-        that an engine of a policy has room for, by the policy's name; others have endless room."""
+        """`policy`: for all agents, or by agent. `contexts`: context length in tokens by policy;
+        unlimited for others."""
         self._policy = policy
         self._contexts = contexts or {}
         self.agents: Agents | None = None
-        """The trajectory's, to be set before its first turn."""
+        """The trajectory's agents; to be set before its first turn."""
         self._endpoints: tuple[EndpointServer, Doors] | None = None
 
     def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
-        """Where OpenAI's clients speak as `agent` until `close`, on loopback.
+        """An OpenAI-compatible endpoint of `agent` on loopback, until `close`.
 
         Raises `WorkflowError` of kind `no_endpoint` where the libraries are missing.
         """
@@ -159,7 +159,7 @@ class PolicyBackend:
                     value=agent.name,
                     remedy="pip install 'troupe[rollout]', or both by themselves.",
                 )
-            # Few workflows ask for one.
+            # A heavy import, for the few workflows that use an endpoint.
             from troupe.endpoint.server import Doors, EndpointServer
 
             server = EndpointServer()
@@ -167,7 +167,7 @@ class PolicyBackend:
         return self._endpoints[1].open(agent, options)
 
     async def close(self) -> None:
-        """Serve no endpoint any more. Repeatable."""
+        """Stop serving endpoints. Repeatable."""
         if self._endpoints is not None:
             server, doors = self._endpoints
             self._endpoints = None
@@ -177,10 +177,10 @@ class PolicyBackend:
     async def generate(
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
     ) -> GeneratedTurn:
-        """What the agent's policy says, cut to `max_new_tokens` and to the room that the prompt
-        leaves. Raises `TurnError`, and `ContextOverflowError` where it leaves none."""
+        """The response of the agent's policy, cut to `max_new_tokens` and to the rest of the
+        context. Raises `TurnError`; `ContextOverflowError` when the prompt fills the context."""
         assert self.agents is not None
-        # Every turn has a `Sampling` of its own.
+        # Every turn has a `Sampling` object of its own.
         turn = next(turn for turn in reversed(self.agents.begun) if turn.sampling is sampling)
         role = turn.role
         room = min(sampling.max_new_tokens, self._room(role.policy, len(prompt_ids)))

@@ -1,4 +1,4 @@
-"""Plays queries of a `Setting` one after another, and notes how each ended."""
+"""`troupe workflow try`: plays queries of a `Setting` one after another and reports each result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from troupe.workflow.trying.play import Played, Trial
 from troupe.workflow.trying.policies import Policy
 from troupe.workflow.trying.setting import Setting
 
-# A workflow that blocks the event loop is interrupted this long after its time, then every second.
+# A workflow that blocks the event loop is interrupted so long after its time limit, then every
+# second.
 _GRACE_SECONDS: Final = 2.0
 _OURS: Final = str(Path(__file__).resolve().parents[1])
 _STDLIB: Final = sysconfig.get_paths()["stdlib"]
@@ -40,12 +41,12 @@ class Failure:
     message: str
     remedy: str = ""
     traceback: str = ""
-    """Of the user's own frames; empty where they have no part in it."""
+    """Frames of the user's code; empty if there are none."""
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """One trajectory: `played`, or else the `failure` that ended it after `turns`."""
+    """The result of one trajectory: `played`, or the `failure` that ended it after `turns`."""
 
     query: Query
     trajectory_id: str
@@ -56,7 +57,7 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What to play: `group_size` trajectories of every query."""
+    """A trial run: `group_size` trajectories of every query."""
 
     setting: Setting
     queries: Sequence[Query]
@@ -64,11 +65,11 @@ class Rehearsal:
     group_size: int = 1
     seed: int = 0
     seconds: float = 60.0
-    """The longest that one trajectory may take."""
+    """Time limit of one trajectory."""
 
     def run(self) -> Iterator[Rehearsed]:
-        """The trajectories as they end. Blocking; interrupts one that blocks, if that runs in the
-        main thread."""
+        """Yield trajectories as they end. Blocking; in the main thread it interrupts a workflow
+        that blocks the event loop."""
         for query in self.queries:
             for number in range(self.group_size):
                 with interruptible():
@@ -89,7 +90,7 @@ class Rehearsal:
             ),
             trained=setting.trained,
             group_by=setting.group_by,
-            # As the job would seed it.
+            # The same seed as in a job.
             seed=seed_of(self.seed, query.split, query.index, number),
             seconds=self.seconds,
             trajectory_id=f"{query.id}-t{number}",
@@ -111,21 +112,21 @@ class Rehearsal:
         try:
             return await trial.run()
         finally:
-            # Its event loop ends here, and so must the processes of environments.
+            # The event loop ends here, so that processes of environments must end, too.
             close = getattr(self.setting.workflow, "close", None)
             if inspect.iscoroutinefunction(close):
                 await await_contained(close())
 
 
 def groups_of(rehearsed: Sequence[Rehearsed]) -> Counter[str]:
-    """Samples per group over all trajectories that ended well."""
+    """Samples per group over all trajectories that ended without an error."""
     return Counter(
         row.group_id for one in rehearsed if one.played is not None for row in one.played.samples
     )
 
 
 def explain(error: BaseException) -> Failure:
-    """What an exception says to the author of the workflow."""
+    """The failure of a trajectory whose workflow raised `error`."""
     if issubclass(type(error), _Blocked):
         return Failure(
             "workflow_blocked",
@@ -144,7 +145,7 @@ def explain(error: BaseException) -> Failure:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """Frames of neither Troupe's workflow library nor the standard library."""
+    """Traceback without frames of `troupe.workflow` and the standard library."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -154,7 +155,7 @@ def _own_traceback(error: BaseException) -> str:
 
 
 class _Blocked(Interruption):
-    """Raised inside a workflow that does not let the event loop run."""
+    """Raised inside a workflow that blocks the event loop."""
 
 
 @contextlib.contextmanager

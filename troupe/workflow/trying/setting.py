@@ -1,4 +1,4 @@
-"""What there is to try: the workflow of a job, of a file, or of a module."""
+"""Loads the workflow that `troupe workflow try` plays: of a job, of a file or of a module."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from troupe.workflow.languages import Language, load_language, role_of
 from troupe.workflow.loading import (
     Tasks,
     Workflow,
+    add_working_directory,
     load_attribute,
     load_module,
     load_tasks,
     load_workflow,
-    look_here,
 )
 from troupe.workflow.samples import GroupBy
 from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
@@ -38,21 +38,21 @@ _REMEDY = "Give a job file, `FILE.py`, `FILE.py:attribute` or `package.module:at
 
 @dataclass(frozen=True)
 class Setting:
-    """A workflow and what its job, if there is one, says about it."""
+    """A workflow, and the roles, tasks and functions of its job if there is one."""
 
     source: str
     """The workflow as `module:attribute`."""
     workflow: Workflow
     spec: JobSpec | None = None
     roles: Mapping[str, Role] | None = None
-    """None: whoever the workflow asks for."""
+    """None: every agent that the workflow uses."""
     tasks: Tasks | None = None
     tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
-    """Tokens that an engine has room for, by policy; not where bytes are the tokens."""
+    """Context length in tokens by policy; without policies whose tokens are bytes."""
     notes: tuple[str, ...] = ()
-    """What a job would do otherwise."""
+    """Differences from a job, as messages."""
 
     @property
     def group_by(self) -> GroupBy:
@@ -66,7 +66,8 @@ class Setting:
 
     @property
     def function_seconds(self) -> Mapping[str, float] | float:
-        """How long a tool or reward function may take."""
+        """Time limit of tools and reward functions, by `tools/name` and `rewards/name` or for
+        all."""
         if self.spec is None:
             return 60.0
         sections = {"tools": self.spec.tools, "rewards": self.spec.rewards}
@@ -82,10 +83,10 @@ def open_setting(source: str, job: Path | None = None, *, split: str = "train") 
     """Load what `source` names: a job file, `FILE.py[:attribute]` or `package.module:attribute`.
 
     With `job` the agents, tasks and functions are those of that job, whatever workflow it names.
-    Modules are looked for where the command runs, too. Raises `JobSpecError`, `InvalidArgument`
+    Modules of the working directory are found, too. Raises `JobSpecError`, `InvalidArgument`
     and `EntrypointError`.
     """
-    look_here()
+    add_working_directory()
     if Path(source).suffix in JOB_SUFFIXES:
         if job is not None:
             raise InvalidArgument(
@@ -132,7 +133,7 @@ def _of_job(spec: JobSpec, entrypoint: str, workflow: Workflow, split: str) -> S
 
 
 class _Bytes(Language):
-    """The language of a policy whose tokenizer is not here."""
+    """Stand-in for a tokenizer that is not available here: tokens are bytes."""
 
 
 def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
@@ -145,7 +146,7 @@ def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
         temperature=given.temperature,
         max_new_tokens=given.max_new_tokens,
         stop_token_ids=language.eos_ids,
-        # What is one token of the real vocabulary is several of these.
+        # One token of the real vocabulary is several bytes.
         stop_strings=tuple(given.stop),
     )
     return Role(
@@ -196,14 +197,14 @@ def _functions(specs: Mapping[str, FunctionSpec], section: str) -> dict[str, Cal
 
 
 def _declared(setting: Setting, section: str, name: str) -> Mapping[str, Any]:
-    """What the function declares of its costs."""
+    """Costs that the function declares."""
     function = getattr(setting, section)[name]
     found = declaration_of(getattr(function, "func", function))
     return {} if found is None else found.costs
 
 
 def _entrypoint(source: str) -> str:
-    """`module:attribute` of what the user named; the module of a file can be imported then."""
+    """`module:attribute` of `source`; makes the module of a file importable."""
     file, colon, attribute = source.rpartition(":") if ":" in source else (source, "", "")
     if not file.endswith(".py"):
         if not colon or not attribute or not file:
@@ -221,7 +222,7 @@ def _entrypoint(source: str) -> str:
 
 
 def _importable(path: Path) -> str:
-    """Name of the module of a file; the directory above its package is put on the path."""
+    """Module name of a file; puts the directory above its package on `sys.path`."""
     names = [path.stem]
     above = path.parent
     while (above / "__init__.py").is_file():
@@ -232,7 +233,7 @@ def _importable(path: Path) -> str:
         sys.path.insert(0, str(above))
     try:
         found = importlib.util.find_spec(name)
-    except Exception:  # it imports the packages above, which may raise anything
+    except Exception:  # imports the packages above, which are code of users
         found = None
     origin = found.origin if found is not None else None
     if origin is None or Path(origin).resolve() != path:

@@ -1,4 +1,4 @@
-"""A tokenizer that is there without any file: for trying a workflow before there is a model."""
+"""A tokenizer that needs no file, for trying a workflow without a model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _SPECIAL: Final = re.compile("(" + "|".join(map(re.escape, SPECIALS)) + ")")
 
 
 class ByteTokenizer:
-    """One id per byte of UTF-8, with a chat template; as much of a Hugging Face tokenizer as
-    `ChatTokenizer` uses."""
+    """One id per byte of UTF-8, with a chat template and the part of a Hugging Face tokenizer's
+    interface that `ChatTokenizer` uses."""
 
     chat_template = "<|role|>content<|end|>..."
     all_special_ids = tuple(range(_FIRST_BYTE))
     eos_token_id = END_ID
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids of the special tokens and of the characters that random text is made of."""
+        """Ids of the special tokens and of the characters of random texts."""
         readable = string.ascii_lowercase + string.digits + " "
         return {
             **{token: i for i, token in enumerate(SPECIALS)},
@@ -31,7 +31,7 @@ class ByteTokenizer:
         }
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of `text`; nothing is ever added."""
+        """Ids of `text`; special tokens are never added."""
         ids: list[int] = []
         for part in _SPECIAL.split(text):
             if part in SPECIALS:
@@ -41,7 +41,7 @@ class ByteTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Text of `ids`; invalid UTF-8 becomes U+FFFD."""
         parts: list[str] = []
         run = bytearray()
         for i in [*ids, None]:

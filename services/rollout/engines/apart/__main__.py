@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from services.chassis.process import keep_freed_memory
 from services.rollout.engines.apart import batcher
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.continuous import PASS_SECONDS
@@ -24,7 +25,6 @@ from services.rollout.engines.front import EngineTurn
 from services.rollout.engines.slotted import KVSlot, SlotBatcher
 from services.rollout.engines.weights import add_adapter, load_config, skeleton
 from troupe.job import LoraSpec, ModelSpec
-from troupe.memory import keep_freed_memory
 
 # What is done at a standstill takes less; if not, the other side has given up long before.
 _LONGEST_HOLD_SECONDS: Final = 10 * PASS_SECONDS

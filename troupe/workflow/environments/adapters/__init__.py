@@ -1,1 +1,1 @@
-"""Environments made of other libraries' games. Each module imports its library when it is used."""
+"""Adapters of game libraries. Each module imports its library on first use."""
