@@ -1,7 +1,7 @@
-"""HTTP request bodies, read within bounds: of one body, of all that are in memory, of time.
+"""Bounded reading of HTTP request bodies: bytes per body, bytes of all bodies in memory, time.
 
-Web servers hand a body out in pieces and leave its size to the application; frameworks collect it
-whole. A client could fill the memory of the process with one request.
+ASGI servers deliver bodies in chunks of unlimited total size, and frameworks buffer them whole: one
+request could fill the memory of the process.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
 BODY_SECONDS: Final = 30.0
-# A client that sends too much is read on for so many times the limit: it only then hears why.
-_PATIENCE: Final = 4
-# Bodies of the largest size that may be in memory at once.
+# A body that is too large is read up to this multiple of the limit, so that the client reads the
+# error response.
+_READ_ON: Final = 4
+# Default of `total`, in bodies of maximum size.
 _AT_ONCE: Final = 16
 
 
@@ -31,7 +32,7 @@ class BodyTooLarge(Exception):
 
 
 class BodyTooSlow(Exception):
-    """A body did not arrive in `seconds`: its client is slow, or others' fill the memory."""
+    """A body did not arrive in `seconds`: the client is slow, or other bodies use the memory."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the body did not arrive within {seconds:g} s")
@@ -39,48 +40,47 @@ class BodyTooSlow(Exception):
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its body was whole."""
+    """The client closed the connection before the end of its body."""
 
 
 class BodyReader:
-    """Reads the bodies of one server's requests. Used from one event loop."""
+    """Reads request bodies of one server. Used from one event loop."""
 
     def __init__(self, limit: int, *, total: int | None = None) -> None:
-        """`limit`: of one body, in bytes; `total`: of all that are held at once."""
+        """`limit`: bytes of one body; `total`: bytes of all bodies in memory."""
         self.limit = limit
         self._room = total if total is not None else _AT_ONCE * limit
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
     async def read(self, headers: Any, receive: Receive) -> AsyncIterator[bytearray]:
-        """The body of the request with these (ASGI) `headers`; its bytes count as held until the
-        block is left.
+        """The body of a request with ASGI `headers`; its bytes are reserved until the block ends.
 
         Raises `BodyTooLarge`, `BodyTooSlow`, `ClientGone`.
         """
         declared = _declared(headers)
-        if declared is not None and declared > _PATIENCE * self.limit:
+        if declared is not None and declared > _READ_ON * self.limit:
             raise BodyTooLarge(self.limit)
         held = self.limit if declared is None else min(declared, self.limit)
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                await self._take(held)
+                await self._reserve(held)
         except TimeoutError:
             raise BodyTooSlow(BODY_SECONDS) from None
         try:
             try:
                 async with asyncio.timeout(BODY_SECONDS):
-                    body = await self._whole(receive)
+                    body = await self._collect(receive)
             except TimeoutError:
                 raise BodyTooSlow(BODY_SECONDS) from None
             if len(body) < held:
-                self._give(held - len(body))
+                self._free(held - len(body))
                 held = len(body)
             yield body
         finally:
-            self._give(held)
+            self._free(held)
 
-    async def _whole(self, receive: Receive) -> bytearray:
+    async def _collect(self, receive: Receive) -> bytearray:
         body, size, more = bytearray(), 0, True
         while more:
             message = await receive()
@@ -91,14 +91,14 @@ class BodyReader:
             size += len(chunk)
             if size <= self.limit:
                 body += chunk
-            elif size > _PATIENCE * self.limit:
+            elif size > _READ_ON * self.limit:
                 break
         if size > self.limit:
             raise BodyTooLarge(self.limit)
         return body
 
-    async def _take(self, count: int) -> None:
-        """Wait until `count` bytes are free; who came first goes first."""
+    async def _reserve(self, count: int) -> None:
+        """Reserve `count` bytes; waits in order of arrival."""
         if not self._waiting and count <= self._room:
             self._room -= count
             return
@@ -108,10 +108,10 @@ class BodyReader:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._give(count)
+                self._free(count)
             raise
 
-    def _give(self, count: int) -> None:
+    def _free(self, count: int) -> None:
         self._room += count
         while self._waiting:
             wanted, turn = self._waiting[0]
@@ -124,7 +124,7 @@ class BodyReader:
 
 
 def _declared(headers: Any) -> int | None:
-    """The body's size as its header says; None: sent in chunks. Servers have checked the number."""
+    """Content-Length; None for a chunked body. The server has checked the number."""
     sent = dict(headers)
     if b"transfer-encoding" in sent:
         return None

@@ -1,7 +1,6 @@
-"""Reading what a model wrote: JSON that every reader takes alike, thoughts, and calls of tools.
+"""Parsers of model output: strict JSON, thoughts and tool calls.
 
-A model may write anything, of any length. Everything here takes time in proportion to the text's
-length, whatever it says, and raises nothing because of it.
+All parsers take linear time in the length of the text and raise no errors for any text.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple, cast
 
 DEEPEST: Final = 100
-"""Containers within containers that `read_json` takes: templates and clients recurse over them."""
+"""Maximum nesting that `read_json` accepts; chat templates and clients recurse over it."""
 
-# Integers of more digits are outside of double precision, whatever they are.
+# Integers with more digits exceed double precision.
 _SURE_DIGITS: Final = 308
 _SEPARATORS: Final = re.compile(r"[; \n\t\r]*")
 
 ThinkTags = tuple[tuple[str, str], ...]
-"""Pairs of tags between which a model thinks aloud."""
+"""Pairs of opening and closing tags of thoughts."""
 THINK_TAGS: Final[ThinkTags] = (("<think>", "</think>"),)
-"""Those of most families."""
+"""Think tags of most model families."""
 
 
 def read_json(text: str, otherwise: Any = None) -> Any:
-    """The JSON value that `text` is, or `otherwise` where it is none.
+    """Parse `text` as JSON; `otherwise` if it is not JSON.
 
-    Stricter than `json.loads`: NaN, Infinity, numbers beyond double precision (1e400), names that
-    an object has twice and nesting deeper than `DEEPEST` are no JSON, for readers differ on them.
+    Stricter than `json.loads`: refuses NaN, Infinity, numbers beyond double precision (1e400),
+    duplicate names and nesting deeper than `DEEPEST`, on which parsers differ.
     """
     try:
         value = _DECODER.decode(text)
@@ -39,8 +38,8 @@ def read_json(text: str, otherwise: Any = None) -> Any:
 
 
 def read_json_values(text: str) -> Iterator[Any]:
-    """JSON values as `read_json` takes them, one after another or with `;` between them; a last
-    None where the text goes on with something else."""
+    """A sequence of JSON values as of `read_json`, separated by white space or `;`; ends with None
+    at text that is not JSON."""
     at = 0
     while at < len(text):
         try:
@@ -79,7 +78,7 @@ def _float(text: str) -> float:
 
 
 def _int(text: str) -> int:
-    # Longer ones first: Python reads them in quadratic time, where it does.
+    # Refused before `int`, which takes quadratic time.
     if len(text) > _SURE_DIGITS + 2:
         raise ValueError("a number beyond double precision")
     number = int(text)
@@ -101,7 +100,7 @@ _DECODER: Final = json.JSONDecoder(
 
 
 class Parsed(NamedTuple):
-    """A reply's text apart from its thoughts and calls."""
+    """A reply, split into content, tool calls and thoughts."""
 
     content: str
     calls: tuple[tuple[str, str], ...] = ()
@@ -113,14 +112,14 @@ Call = tuple[str, str]
 
 
 class CallSyntax(NamedTuple):
-    """How a family of models writes calls of tools: where they may begin and end in a text."""
+    """Tool-call syntax of a model family."""
 
     opening: str
-    """The tag before a call; empty: calls are all that there is beside thoughts."""
+    """The tag before a call; empty: a reply with calls has nothing else but thoughts."""
     closing: str
-    """The tag behind a call; empty: calls reach to the end of the text."""
+    """The tag after a call; empty: calls extend to the end of the text."""
     read: Callable[[str], Sequence[Call] | None]
-    """The calls in what stands between the tags; None: there are none."""
+    """Parses the text between the tags; None: no calls."""
 
 
 def read_reply(
@@ -130,16 +129,15 @@ def read_reply(
     tags: ThinkTags = THINK_TAGS,
     thinking: bool = False,
 ) -> Parsed:
-    """`text` apart from its thoughts and, where `syntax` says how they are written, its calls.
+    """Split `text` into content, thoughts and, with `syntax`, tool calls.
 
-    Thoughts are what stands between their tags; behind an opening tag without a closing one all
-    that follows; before a closing tag without an opening one all that precedes, as templates see
-    it. What looks like a call inside a thought is none, and tags inside a call's arguments are part
-    of those. `thinking`: the text begins inside a thought, which its prompt opened. What is no
-    well-formed call stays content.
+    A thought is the text between think tags; after an unclosed opening tag all following text;
+    before an unopened closing tag all preceding text, as chat templates treat it. Calls inside of
+    thoughts do not count, and tags inside of a call's arguments are part of these. `thinking`: the
+    text begins inside of a thought that the prompt opened. Malformed calls stay content.
     """
-    telling = [tag for pair in tags for tag in pair] + ([syntax.opening] if syntax else [])
-    if not thinking and not any(tag in text for tag in telling):
+    all_tags = [tag for pair in tags for tag in pair] + ([syntax.opening] if syntax else [])
+    if not thinking and not any(tag in text for tag in all_tags):
         return Parsed(text)
     return _Reader(text, syntax, tags, thinking=thinking).read()
 
@@ -151,7 +149,7 @@ class _TextPart(NamedTuple):
 
 
 class _Reader:
-    """One pass over the tags of a reply."""
+    """Parses a reply in one pass over its tags."""
 
     def __init__(
         self, text: str, syntax: CallSyntax | None, tags: ThinkTags, *, thinking: bool
@@ -165,12 +163,12 @@ class _Reader:
             words += [tag for tag in (syntax.opening, syntax.closing) if tag]
         self._tags = list(re.finditer("|".join(map(re.escape, words)), text))
         self._attempts = self._plan_attempts()
-        # Calls have no tag before them: they may begin wherever content begins.
+        # Without an opening tag calls may begin wherever content begins.
         self._untagged = syntax is not None and not syntax.opening
         self._parts: list[_TextPart] = []
-        self._settled = 0  # parts that a closing tag turned into thoughts
-        self._at = 0  # where the part that is being read begins
-        # The tags that end the thought that is being read: any that the prompt may have opened.
+        self._settled = 0  # number of parts before the last unopened closing tag
+        self._at = 0  # offset of the current part
+        # Tags that end the current thought; after `thinking` any closing tag.
         self._ends: frozenset[str] = self._closings if thinking else frozenset()
 
     def read(self) -> Parsed:
@@ -217,16 +215,16 @@ class _Reader:
         self._at = tag.end() if tag is not None else end
 
     def _plan_attempts(self) -> dict[int, int]:
-        """By the index of the tag that a call may begin at (without such tags: of the one behind
-        which content begins, plus 1), the index of the tag that would end it.
+        """Candidates of calls: index of the first tag -> index of the last tag.
 
-        Any stretch of the text is in a few of them only, however many tags there are.
+        Without an opening tag the key is 1 + the index of the tag before the content. Every part of
+        the text is in a bounded number of candidates, so that parsing takes linear time.
         """
         tags, syntax = self._tags, self._syntax
         if syntax is None:
             return {}
         if not syntax.closing:
-            # Calls reach to the end: they begin at the first places where they can, or the last.
+            # Calls extend to the end: candidates are the first two beginnings and the last ones.
             ends = [i for i, tag in enumerate(tags) if tag[0] in self._closings]
             if syntax.opening:
                 begins = [i for i, tag in enumerate(tags) if tag[0] == syntax.opening]
@@ -234,8 +232,8 @@ class _Reader:
                 begins = [0, *(i + 1 for i in ends)]
             later = [i for i in begins if not ends or i > ends[-1]]
             return dict.fromkeys((*begins[:2], *later[:1], *begins[-1:]), len(tags))
-        # A closing tag ends what began at the first opening tag since the one before it; where that
-        # is no call, what began at the last.
+        # A closing tag ends a candidate from the first opening tag since the previous closing tag,
+        # and one from the last opening tag.
         attempts: dict[int, int] = {}
         first = last = -1
         for i, tag in enumerate(tags):
@@ -248,7 +246,8 @@ class _Reader:
         return attempts
 
     def _try_calls(self, index: int) -> int:
-        """Take the calls that begin here, if there are any. Returns where to read on."""
+        """Parse calls that begin at tag `index`; returns the offset after them, 0 if there are
+        none."""
         closing = self._attempts.get(index)
         if closing is None or self._syntax is None:
             return 0

@@ -1,12 +1,12 @@
-"""YAML and JSON text from users, read into plain values within bounds.
+"""YAML and JSON text of users, read into plain values with bounds on size.
 
-A few bytes of YAML can stand for more than any memory holds: an alias repeats what it names, a
-merge key (`<<`) copies it, one long literal makes an integer that takes minutes. So everything is
-counted while the text is composed, before a value is built: depth, values and characters as they
-would be written out, digits of a number.
+A few bytes of YAML can expand beyond all memory: an alias repeats its anchor, a merge key (`<<`)
+copies it, one long literal makes an integer that takes minutes to parse. So depth, values,
+characters (aliases expanded) and digits are counted while nodes are composed, before values are
+built.
 
-The words that YAML 1.1 takes for booleans and YAML 1.2 for text (`on`, `off`, `yes`, `no`) stay
-what was written, as `Word`: the field that takes one decides. Keys are always text.
+`on`, `off`, `yes` and `no`, booleans in YAML 1.1 and text in YAML 1.2, are read as `Word`; the
+field decides. Keys are always text.
 """
 
 from __future__ import annotations
@@ -29,27 +29,26 @@ except ImportError:
 T = TypeVar("T")
 
 MAX_BYTES: Final = 1 << 20
-# As written out: aliases repeat what they name.
+# Aliases expanded.
 MAX_VALUES: Final = 200_000
 MAX_DEPTH: Final = 100
-# Of a number as it is written. 64 bits have 20 digits, or 64.
+# Characters of a number; 64 bits have 20 decimal or 64 binary digits.
 MAX_DIGITS: Final = 80
 
-# Its methods are used of a scanner that is no `Composer`: libyaml's has one of its own in C, which
-# counts nothing.
+# PyYAML's composer, whose methods replace those of libyaml's loader, which cannot count.
 _COMPOSER: Final[Any] = Composer
 _TAG: Final = "tag:yaml.org,2002:"
 _TEXT: Final = f"{_TAG}str"
 _MERGE: Final = f"{_TAG}merge"
 _WORD: Final = "!word"
-# Scalars of other kinds that are the text they were written as where they are keys.
+# Scalars that are read as text where they are keys.
 _KEYS: Final = frozenset(f"{_TAG}{kind}" for kind in ("bool", "int", "float", "null", "timestamp"))
 _IN_FILES: Final = "Keep data out of it: let `tasks.source` read them from files."
 _QUOTE: Final = "Quote the value to make it a string."
 
 
 class UnreadableText(ValueError):
-    """Text that is no YAML or JSON, or too much of it: where, what is wrong, what to do."""
+    """Text that is not YAML or JSON, or too large: place, problem and remedy."""
 
     def __init__(self, where: str, problem: str, remedy: str) -> None:
         super().__init__(f"{where}: {problem}. {remedy}")
@@ -57,23 +56,23 @@ class UnreadableText(ValueError):
 
 
 class Word(str):
-    """`on`, `off`, `yes` or `no`, unquoted: text, or the boolean that YAML 1.1 reads."""
+    """An unquoted `on`, `off`, `yes` or `no`: text, or a boolean of YAML 1.1."""
 
     __slots__ = ()
 
     @property
     def boolean(self) -> bool:
-        """What YAML 1.1 reads."""
+        """The value in YAML 1.1."""
         return self.lower() in ("on", "yes")
 
 
 def read_file(path: Path) -> str:
-    """The text of a file of at most `MAX_BYTES`. Raises `UnreadableText`, naming it."""
+    """The text of a file of at most `MAX_BYTES`. Raises `UnreadableText` with the path."""
     where = str(path)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a path that no system can have
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise UnreadableText(where, f"cannot be read: {reason}", "Check the path.") from error
     if len(data) > MAX_BYTES:
@@ -87,32 +86,31 @@ def read_file(path: Path) -> str:
 
 
 def read_text(text: str, source: str) -> Any:
-    """Plain values of YAML or JSON text; `source` is what errors call it.
+    """Plain values of YAML or JSON text; `source` names the text in errors.
 
-    `Word` stands where YAML 1.1 reads a boolean from a word. Raises `UnreadableText`, also for a
-    key that is there twice.
+    Boolean words of YAML 1.1 are read as `Word`. Raises `UnreadableText`, also for duplicate keys.
     """
     if len(text) > MAX_BYTES:
         raise _too_long(source)
     if text.lstrip().startswith("{"):
-        try:  # what services pass on is JSON; this is a hundred times as fast
+        try:  # services exchange JSON; this is a hundred times as fast
             return _measured(json.loads(text, object_pairs_hook=_each_once, parse_int=_int), source)
         except UnreadableText:
             raise
         except RecursionError as error:
             raise _too_deep(source) from error
         except ValueError:
-            pass  # read as YAML, it is told where
+            pass  # reading it as YAML reports the line
     return _measured(_reading(lambda: yaml.load(text, Loader=_Loader), source), source)
 
 
 def read_value(text: str, source: str) -> Any:
-    """As `read_text`, with booleans where YAML 1.1 reads them: for arguments of any shape."""
+    """As `read_text`, with booleans of YAML 1.1: for arguments of any shape."""
     return as_yaml_1_1(read_text(text, source))
 
 
 def read_json_object(text: str, source: str) -> dict[str, Any]:
-    """The object in JSON text, and nothing but JSON. Raises `UnreadableText`."""
+    """The object in strict JSON text. Raises `UnreadableText`."""
     if len(text) > MAX_BYTES:
         raise _too_long(source)
     try:
@@ -129,7 +127,7 @@ def read_json_object(text: str, source: str) -> dict[str, Any]:
 
 
 def as_yaml_1_1(value: Any) -> Any:
-    """The value with its words as booleans."""
+    """The value with each `Word` converted to a boolean."""
     if isinstance(value, Word):
         return value.boolean
     if isinstance(value, dict):
@@ -140,8 +138,8 @@ def as_yaml_1_1(value: Any) -> Any:
 
 
 def measure(value: Any, source: str) -> None:
-    """Raise `UnreadableText` for a value that is too deep or too much, that contains itself, or
-    whose text cannot be encoded."""
+    """Raise `UnreadableText` for a value that is too deep or too large, contains itself, or has
+    text that cannot be encoded."""
     left, count = [(value, 1)], 0
     while left:
         here, depth = left.pop()
@@ -176,7 +174,7 @@ def _reading(read: Callable[[], T], source: str) -> T:
     try:
         return read()
     except _Limit as limit:
-        raise limit.told(source) from limit
+        raise limit.error(source) from limit
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else source
@@ -188,26 +186,26 @@ def _reading(read: Callable[[], T], source: str) -> T:
     except (ValueError, OverflowError) as error:  # conversions: 2026-13-45 is no date
         raise UnreadableText(source, str(error), _QUOTE) from error
     except (LookupError, AttributeError, TypeError) as error:
-        # PyYAML's own constructors, of what was tagged as something that it is not.
+        # Raised by PyYAML's constructors for values with a wrong tag.
         raise UnreadableText(source, "has a value that does not fit its tag", _QUOTE) from error
     except RecursionError as error:
         raise _too_deep(source) from error
 
 
 class _Limit(Exception):
-    """Composing went over a bound."""
+    """A bound was exceeded while nodes were composed; `error` makes the error of a source."""
 
-    def __init__(self, told: Callable[[str], UnreadableText]) -> None:
+    def __init__(self, error: Callable[[str], UnreadableText]) -> None:
         super().__init__()
-        self.told = told
+        self.error = error
 
 
 class _TooLong(ConstructorError):
-    """A number with more digits than any has."""
+    """A number has more than `MAX_DIGITS` characters."""
 
 
 class _Loader(_Scanner):
-    """Composes nodes as PyYAML's own composer does, and counts them before they are built."""
+    """A YAML loader that counts nodes while they are composed."""
 
     check_node = Composer.check_node
     get_node = Composer.get_node
@@ -220,11 +218,11 @@ class _Loader(_Scanner):
         super().__init__(text)
         _COMPOSER.__init__(self)
         self._depth = self._values = self._characters = 0
-        # By anchor: what an alias of it adds.
+        # By anchor: values and characters that an alias adds.
         self._sizes: dict[str, tuple[int, int]] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node, with what it adds counted."""
+        """Compose a node and count it."""
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             node = _COMPOSER.compose_node(self, parent, index)
@@ -252,9 +250,9 @@ class _Loader(_Scanner):
             raise _Limit(_too_long)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """A mapping. A key that it has already is refused: YAML's own keeps the last value.
+        """Compose a mapping; refuses duplicate keys, of which PyYAML keeps the last value.
 
-        Not when it is constructed: by then `<<` has brought in keys that may be there twice.
+        Checked before construction, when `<<` adds keys that may be duplicates.
         """
         node: yaml.MappingNode = _COMPOSER.compose_mapping_node(self, anchor)
         seen: set[tuple[bool, str]] = set()
@@ -302,8 +300,8 @@ def _construct_word(loader: _Loader, node: yaml.ScalarNode) -> Word:
 _Loader.add_constructor(f"{_TAG}int", _construct_int)
 _Loader.add_constructor(f"{_TAG}float", _construct_float)
 _Loader.add_constructor(_WORD, _construct_word)
-# What a plain scalar is. As YAML 1.1, but for words; without numbers to the base of 60, with which
-# 12:30 is 750; and `1e-5` is a number.
+# Types of plain scalars: those of YAML 1.1, except `Word`, no base-60 numbers (12:30 is not 750),
+# and `1e-5` is a number.
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     (f"{_TAG}bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -338,7 +336,7 @@ for _tag, _pattern, _first in (
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. ValueError for a key that is there twice: read as YAML, it is told where."""
+    """A JSON object. Raises ValueError for a duplicate key; reading it as YAML reports the line."""
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError("a key is there twice")

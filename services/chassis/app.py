@@ -24,7 +24,7 @@ from services.chassis.settings import ServiceSettings, read_settings
 from services.chassis.telemetry import Telemetry, configure_tracing
 from troupe.outcomes import described
 from troupe.rpc import TroupeError
-from troupe.rpc.addresses import go_straight
+from troupe.rpc.addresses import bypass_proxy
 from troupe.user_code import DaemonThreads, as_exception
 
 log = structlog.get_logger("troupe.app")
@@ -239,7 +239,7 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
         return 2
     refuse_own_end()
     _set_thread_budget(values.threads)
-    go_straight(values.cluster_addresses)
+    bypass_proxy(values.cluster_addresses)
     logs.configure(name, values.log_level, values.log_format)
     tracing = configure_tracing(name)
     try:

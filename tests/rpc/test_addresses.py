@@ -29,7 +29,7 @@ from troupe.cluster.redis import require_redis
 from troupe.functions.library.judge import ChatError, complete
 from troupe.job import JobSpecError, parse_job
 from troupe.rpc import ClientSettings, InvalidArgument, TroupeError, connect, connect_sync
-from troupe.rpc.addresses import go_straight, host_of, is_loopback_host, without_secrets
+from troupe.rpc.addresses import bypass_proxy, host_of, is_loopback_host, without_secrets
 from troupe.v1 import reward_pb2, reward_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,11 +230,11 @@ def test_http_clients_reach_the_cluster_without_a_proxy(
     settings = ServiceSettings(
         orchestrator_address="head:50051", redis_url="redis://:x@store.cluster:1/0"
     )
-    go_straight(settings.cluster_addresses)
+    bypass_proxy(settings.cluster_addresses)
     listed = os.environ["no_proxy"].split(",")
     assert listed == os.environ["NO_PROXY"].split(",")
     assert {"of.mine", ".lab", "head", "store.cluster", "127.0.0.1", "localhost"} <= set(listed)
-    go_straight(settings.cluster_addresses)
+    bypass_proxy(settings.cluster_addresses)
     assert os.environ["no_proxy"].split(",") == listed  # repeatable
     assert urllib.request.proxy_bypass("127.0.0.1:8")
     assert urllib.request.proxy_bypass("head")
@@ -250,7 +250,7 @@ def test_http_clients_reach_the_cluster_without_a_proxy(
     monkeypatch.setenv("TROUPE_PROXY", "1")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name)
-    go_straight(settings.cluster_addresses)
+    bypass_proxy(settings.cluster_addresses)
     assert os.environ["no_proxy"] == "localhost,127.0.0.1,::1"
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from troupe.rpc.addresses import go_straight
+from troupe.rpc.addresses import bypass_proxy
 from troupe.rpc.errors import port_error
 from troupe.workflow.agent import Agent
 from troupe.workflow.backend import ENDPOINT_OPTIONS, Endpoint, EndpointOptions
@@ -99,7 +99,7 @@ class EndpointServer:
             raise port_error(self._host, self._port, "TROUPE_ENDPOINT_PORT", error) from error
         self._port = listener.getsockname()[1]
         # Agents' clients run in this process, or in one that it starts.
-        go_straight([self.address])
+        bypass_proxy([self.address])
         for client in _CLIENTS:  # they would write the addresses, which are secrets, into the log
             logging.getLogger(client).setLevel(logging.WARNING)
         # Clients may connect from now on, and wait until it serves. In no context: that of the

@@ -10,34 +10,34 @@ from troupe.job.policy import OptimizerSpec
 from troupe.job.section import Coefficient, Section, Tokens, TokensOrNone
 
 TEAM_COLUMN: Final = "critic_context"
-"""Column of a sample with what the rest of its team knew: int32 [n], token ids."""
+"""Column of a sample with the other agents' tokens for the critic: int32 [n], token ids."""
 
 
 class CriticSpec(Section):
     """A network per trained policy that predicts returns; docs/algorithms.md has the formulas.
 
-    Its trunk begins as a copy of the policy's first weights, its head at zero. It is training
-    state: versions, checkpoints for resuming and moves between trainers have it; what engines load
-    and what `transformers` loads does not.
+    Its trunk is initialised with the policy's first weights, its head with zeros. It is part of the
+    training state (checkpoints for resuming, moves between trainers), not of the weights that
+    engines and `transformers` load.
     """
 
     observes: Literal["agent", "team"] = "agent"
-    """What a value is a function of. `agent`: what the agent itself sees, its prompt and what it
-    has said. `team`: that, and what the other agents had seen and said when the turn was asked for
-    (the centralized critic of MAPPO, Yu et al. 2022, section 3); the rollout brings it in the
-    column `critic_context`. Needs at least two agents, and one tokenizer for all."""
+    """Input of the value function. `agent`: the agent's own prompt and response. `team`: these, and
+    the other agents' prompts and responses at the time of the turn (the centralized critic of
+    MAPPO, Yu et al. 2022, section 3), which rollout stores in the column `critic_context`. Needs at
+    least two agents with one tokenizer."""
     context_tokens: Tokens = 1024
-    """`observes: team`: the last so many tokens of the other agents' are taken."""
+    """`observes: team`: number of tokens of the other agents that are used, the last ones."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """Lambda of generalized advantage estimation (Schulman et al. 2016, equation 16): 1 trusts
-    rewards only, 0 the values only."""
+    """Lambda of generalized advantage estimation (Schulman et al. 2016, equation 16): 1 uses
+    rewards only, 0 the one-step value estimate."""
     value_clip: Coefficient = 0.2
-    """Values are fitted within this distance of what they were when the step began (Schulman et
-    al. 2017, the authors' code); 0: not clipped. Without effect in a step's first update."""
+    """Clip range of values around those at the beginning of the step (Schulman et al. 2017, the
+    authors' code); 0: not clipped. Without effect in the first update of a step."""
     optimizer: OptimizerSpec = OptimizerSpec()
-    """Of the critic's weights."""
+    """Optimizer of the critic's weights."""
 
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae", "gae"]
@@ -49,55 +49,54 @@ class AlgorithmSpec(Section):
     """How rewards become gradients; docs/algorithms.md has the formulas."""
 
     name: Literal["grpo"] = "grpo"
-    """Policy optimization by clipped policy gradients; `advantage` and `loss` choose among GRPO
-    (Shao et al. 2024, section 4.1) and its kin, PPO and MAPPO among them."""
+    """Policy optimization by clipped policy gradients; `advantage` and `loss` select the
+    variant: GRPO (Shao et al. 2024, section 4.1), its relatives, PPO and MAPPO."""
     advantage: Advantage = "grpo"
-    """What a sample's reward is measured against. `grpo`: its group's mean, in standard deviations;
+    """Baseline and scale of a sample's reward. `grpo`: its group's mean, in standard deviations;
     `dr_grpo`: its group's mean (Liu et al. 2025, section 3.2); `rloo`: the mean of its group's
     other samples (Ahmadian et al. 2024); `reinforce_plus_plus`: the mean of the step's samples, in
     their standard deviations (Hu et al. 2025), not in mode `micro_batch`; `rae`: a moving average
     of its agent's rewards in earlier steps (SPIRAL, Liu et al. 2025, section 3.3); `gae`: the
     values of a critic, token by token (PPO; Schulman et al. 2016, equation 16)."""
     critic: CriticSpec | None = None
-    """`gae`: the value function; left out, one with all its defaults."""
+    """`gae`: the value function. Default: one with all defaults."""
     scale_by_std: bool = True
     """`grpo`: divide by the group's standard deviation; false is `dr_grpo`."""
     normalize_per_agent: bool = True
-    """`reinforce_plus_plus`: mean and deviation of each agent's samples apart from those of other
-    agents of its policy (Dr. MAS, Feng et al. 2026). Groups and `rae` are of one agent anyway."""
+    """`reinforce_plus_plus`: mean and deviation per agent, not over all agents of the policy (Dr.
+    MAS, Feng et al. 2026). With groups and `rae` baselines are always per agent."""
     rae_decay: float = Field(default=0.95, ge=0, lt=1)
-    """`rae`: share of an agent's baseline that a sample leaves as it is."""
+    """`rae`: decay of the moving average per sample."""
     group_by: Literal["agent", "turn", "branch"] = "agent"
-    """Samples of one query that share a baseline. `agent`: those of one agent. `turn`: those of one
-    turn of an agent, the replies of a `chat(n=k)` being one turn. `branch`: the replies of a
-    `chat(n=k)` alone, with those of other trajectories only where they had the same prompt
-    (AT-GRPO, Zhao et al. 2025, section 4.1); turns that were drawn alone are grouped as by
-    `turn`."""
+    """Which samples of a query form a group. `agent`: all of one agent. `turn`: all of one turn of
+    an agent; the replies of a `chat(n=k)` are one turn. `branch`: the replies of one `chat(n=k)`,
+    and those of other trajectories with the same prompt (AT-GRPO, Zhao et al. 2025, section 4.1);
+    turns without `n` are grouped as by `turn`."""
     loss: Loss = "ppo_clip"
-    """What keeps a step near the policy that drew the samples. `ppo_clip`: the ratio pi/mu of each
-    token, clipped (Schulman et al. 2017, equation 7); `gspo`: that of its sequence, per token
-    (Zheng et al. 2025); `cispo`: each token's gradient weighted by min(pi/mu, 1 + `clip_high`)
-    (MiniMax 2025, equation 4); `dppo_mask`: tokens whose probability moved by more than `clip_low`
-    down or `clip_high` up carry no loss (Qi et al. 2026)."""
+    """Policy-gradient loss, with pi the trained and mu the sampling policy. `ppo_clip`: the ratio
+    pi/mu of each token, clipped (Schulman et al. 2017, equation 7); `gspo`: the sequence's ratio
+    (geometric mean), clipped (Zheng et al. 2025); `cispo`: each token's gradient weighted by
+    min(pi/mu, 1 + `clip_high`) (MiniMax 2025, equation 4); `dppo_mask`: tokens whose probability
+    moved by more than `clip_low` down or `clip_high` up carry no loss (Qi et al. 2026)."""
     old_logprobs: Literal["behaviour", "recomputed"] = "behaviour"
-    """What the loss's ratio is against. `behaviour`: the log-probs that engines reported;
-    `recomputed`: those of the weights that the step began with, while a correction weighs each
-    token's loss by what it makes of their ratio to the engines'. With `ppo_clip` and `truncated`
-    that is decoupled PPO (Hilton et al. 2022; AReaL, Fu et al. 2025, section 5.2)."""
+    """Denominator of the loss's ratio. `behaviour`: the log-probs that engines reported;
+    `recomputed`: those of the weights at the beginning of the step; `correction` then weighs each
+    token by their ratio to the engines' log-probs. With `ppo_clip` and `truncated` this is
+    decoupled PPO (Hilton et al. 2022; AReaL, Fu et al. 2025, section 5.2)."""
     epochs: int = Field(default=1, ge=1, le=64)
-    """Passes over the samples of a step, which makes one version whatever it is. Above 1 all rows
-    are held until the step is complete: not in mode `micro_batch`."""
+    """Passes over the samples of a step; a step still makes one version. Above 1 the samples are
+    kept until the step is complete: not in mode `micro_batch`."""
     minibatches: int = Field(default=1, ge=1, le=4096)
-    """Optimizer updates per epoch, each with whole groups of about as many samples, in an order
-    drawn from the job's seed. Above 1 as `epochs`."""
+    """Optimizer updates per epoch, each on whole groups and about equally many samples, in random
+    order (from the job's seed). Above 1: not in mode `micro_batch`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip range of the importance ratio; `gspo` wants about 3e-4."""
+    """Lower clip range of the importance ratio; `gspo` needs about 3e-4."""
     clip_high: float = Field(default=0.2, gt=0, le=1e9)
-    """Upper clip range of the importance ratio (DAPO's clip-higher when larger); `gspo` wants about
-    4e-4, `cispo` several times more than the others."""
+    """Upper clip range of the importance ratio (DAPO's clip-higher when larger); `gspo` needs about
+    4e-4, `cispo` a multiple of the others' range."""
     normalize: Literal["token", "sequence", "constant"] = "token"
     """Average the loss over all tokens of the global batch, over sequences, or divide the sum by a
-    constant length per sequence, which favours no length (Dr. GRPO)."""
+    constant length per sequence, which has no length bias (Dr. GRPO)."""
     constant_tokens: TokensOrNone = 0
     """`normalize: constant`: the length; 0: the largest `max_new_tokens` of the policy's agents."""
     kl_coefficient: Coefficient = 0.0

@@ -1,4 +1,4 @@
-"""The section that says when engines move between policies, and which of them can.
+"""The section `balancing`: when engines move between policies, and which can.
 
 The docstring under a field is its documentation: `troupe job schema`, the job reference
 and editors show it.
@@ -16,8 +16,7 @@ from troupe.job.section import MAX_POLICIES, MAX_RATE, Rate, SecondsOrNone, Sect
 from troupe.scheduling.balancing import BalancingRules
 
 Exchange = Literal["in_place", "rebuild", "never"]
-# What two policies' engines need not have in common to serve one another: how many there are, and
-# how they came up.
+# Engine settings in which two policies may differ though an engine serves either.
 _OWN = {"replicas", "urls", "start_timeout_seconds"}
 _THRESHOLDS = {"turns": 5.0, "tokens": 4096.0}
 _HYSTERESIS = 0.2
@@ -28,31 +27,32 @@ class BalancingSpec(Section):
     worker (docs/rollout.md)."""
 
     inter: bool | None = None
-    """Move engines between policies. Default: where that is possible, that is, where policies of
-    the same model have engines to spare."""
+    """Move engines between policies. Default: if possible, that is, if policies of the same model
+    have engines beyond their minimum."""
     measure: Literal["turns", "tokens"] = "turns"
-    """What a policy's backlog is: turns that wait or are in flight, or the prompt and response
-    tokens that these may still take."""
+    """Unit of a policy's backlog: waiting and running turns, or the prompt and response tokens that
+    these may still need."""
     threshold: Rate | None = None
     """Engines move where the backlogs per engine of two policies differ by more than this.
     Default: 5 turns (FlexMARL), or 4096 tokens."""
     hysteresis: float | None = Field(default=None, ge=0, le=MAX_RATE)
-    """A move may turn the difference around up to this much below the threshold, so that noise of
-    this size does not ask for the way back. Default: a fifth of the threshold."""
+    """A move may reverse the difference to at most threshold - hysteresis, so that noise does not
+    cause a move back. Default: a fifth of the threshold."""
     sustain_seconds: SecondsOrNone = 2.0
-    """How long the difference must have lasted."""
+    """How long the difference must last before a move."""
     cooldown_seconds: SecondsOrNone = 10.0
-    """A policy that took an engine gives none for so long, and one that gave takes none."""
+    """After a move: time in which the receiving policy gives no engine and the giving one takes
+    none."""
     drain_seconds: SecondsOrNone = 10.0
-    """How long the turns of an engine that leaves may take to end. Those that have not then go on
-    with another engine of their policy."""
+    """Time for the turns of a moving engine to end; the others continue on another engine of their
+    policy."""
     minimum: dict[str, Annotated[int, Field(ge=0, le=1024)]] = Field(
         default={}, max_length=MAX_POLICIES
     )
-    """By policy: engines that it keeps on each rollout worker. Default: 1."""
+    """By policy: engines that stay on each rollout worker. Default: 1."""
     rebuild: bool = False
     """Also move engines between policies whose models or engine settings differ: the engine is
-    stopped and made anew, which takes as long as a start."""
+    stopped and started again."""
 
     @model_validator(mode="after")
     def _above_noise(self) -> Self:
@@ -65,12 +65,12 @@ class BalancingSpec(Section):
 
     @property
     def rules(self) -> BalancingRules:
-        """As the decision takes them."""
+        """The rules of the balancing decision, defaults filled in."""
         threshold = self.threshold if self.threshold is not None else _THRESHOLDS[self.measure]
         hysteresis = self.hysteresis if self.hysteresis is not None else _HYSTERESIS * threshold
         return BalancingRules(
             threshold,
-            # One that is too large is refused by name, above.
+            # A larger one is refused by `_above_noise`.
             min(hysteresis, threshold),
             self.sustain_seconds,
             self.cooldown_seconds,
@@ -83,7 +83,7 @@ class BalancingSpec(Section):
     def barred(self, policies: Mapping[str, PolicySpec]) -> frozenset[tuple[str, str]]:
         """Pairs of policies (source, target) between which no engine moves."""
         good = ("in_place", "rebuild") if self.rebuild else ("in_place",)
-        # Of hundreds of policies most are alike, and comparing two takes its time.
+        # Hundreds of policies have few kinds; comparisons are done once per pair of kinds.
         kinds: dict[str, PolicySpec] = {}
         kind_of = {}
         for name, policy in policies.items():
@@ -111,7 +111,7 @@ class BalancingSpec(Section):
         )
 
     def check(self, policies: Mapping[str, PolicySpec]) -> None:
-        """Raise ValueError, naming the field, where this cannot work with these policies."""
+        """Raise ValueError, naming the field, for settings that do not fit these policies."""
         for name, count in self.minimum.items():
             if name not in policies:
                 known = ", ".join(sorted(policies))
@@ -145,8 +145,8 @@ def engine_count(policy: PolicySpec) -> int:
 
 
 def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:
-    """How an engine of one policy comes to serve the other: with new weights, made anew, or not at
-    all. A server that is attached stays: other rollout workers may be attached to it, too."""
+    """How an engine of `source` can serve `target`: with new weights, by a restart, or never.
+    Attached servers never move: other rollout workers may be attached to them, too."""
     if source.engine.urls and source.simulated is None:
         return "never"
     alike = (
@@ -161,5 +161,5 @@ def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:
 
 
 def _shape(lora: LoraSpec | None) -> object:
-    """What of an adapter its engine has to be made for."""
+    """The settings of an adapter that an engine depends on."""
     return lora and (lora.rank, lora.target_modules)

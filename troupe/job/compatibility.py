@@ -1,6 +1,9 @@
-"""May a job go on under another specification? It may if it stays the same job: what was learned
-so far must be what the new specification would have learned, up to how far, how fast, and what is
-looked at."""
+"""Compares job specifications: whether a job may be resumed under a changed one, and settings that
+have no effect.
+
+A resumed job may change how long and how fast it trains and what is evaluated and logged
+(`CHANGEABLE`), not what it learns.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from troupe.job.section import Section
 from troupe.job.spec import JobSpec
 
 _OF_ONE_KIND = {"embedded": ("own_process",), "sglang": ("launch", "python", "update")}
-# Of a policy's trainer section: when its seat is given back. Frozen ones have seats, too.
-_OF_SEATS = ("quantum_seconds", "idle_seconds")
+# Trainer settings that matter for frozen policies, too, since they have leases.
+_OF_LEASES = ("quantum_seconds", "idle_seconds")
 
 
 def advice(spec: JobSpec) -> list[str]:
-    """One line each: the field by its path, why it is without effect, what to do.
+    """Settings without effect, one line each: field path, reason, remedy.
 
-    With its value if that is a number or a switch: others are long, or secret.
+    Numbers and switches with their values; other values may be long, or secret.
     """
     return [*_pipeline(spec), *_groups(spec), *_policies(spec)]
 
@@ -43,7 +46,7 @@ def _pipeline(spec: JobSpec) -> Iterator[str]:
 def _groups(spec: JobSpec) -> Iterator[str]:
     algorithm = spec.algorithm
     of_groups = algorithm.advantage in ("grpo", "dr_grpo", "rloo")
-    # Gradients that no reward goes into.
+    # These gradients do not depend on rewards.
     others = algorithm.kl_coefficient or algorithm.entropy_coefficient
     if spec.environment is None and of_groups and not others and spec.pipeline.group_size == 1:
         yield (
@@ -87,7 +90,7 @@ def _engine(field: str, engine: EngineSpec) -> Iterator[str]:
 
 
 def _frozen(field: str, policy: PolicySpec) -> Iterator[str]:
-    own_trainer = [name for name in TrainerSpec.model_fields if name not in _OF_SEATS]
+    own_trainer = [name for name in TrainerSpec.model_fields if name not in _OF_LEASES]
     for given in (
         *_given(policy, ["alpha"]),
         *(f"optimizer.{one}" for one in _given(policy.optimizer, OptimizerSpec.model_fields)),
@@ -100,15 +103,15 @@ def _frozen(field: str, policy: PolicySpec) -> Iterator[str]:
 
 
 def _given(section: Section, names: Iterable[str]) -> Iterator[str]:
-    """Those of the fields that are not at their defaults, as they are told."""
+    """The fields among `names` that are not at their defaults, as text."""
     for name in names:
         value = getattr(section, name)
         if value != type(section).model_fields[name].get_default(call_default_factory=True):
             yield f"{name} = {value}" if isinstance(value, int | float) else name
 
 
-# What may change, with all that is below it; `*` stands for a name. All else makes the job what it
-# is: a field that is added later is refused until somebody has thought about it.
+# Fields that may change, with all below them; `*` stands for a name. All others, also new ones that
+# are not listed, may not.
 CHANGEABLE: Final = (
     "pipeline.steps",
     "pipeline.alpha",
@@ -156,7 +159,7 @@ class Difference:
 
 
 def differences(old: JobSpec, new: JobSpec) -> list[Difference]:
-    """Everything in which two specifications differ, defaults filled in, by path."""
+    """All differences of two specifications, defaults filled in, sorted by path."""
     return sorted(
         _walk("", old.model_dump(mode="json"), new.model_dump(mode="json")),
         key=lambda one: one.path,
@@ -164,7 +167,7 @@ def differences(old: JobSpec, new: JobSpec) -> list[Difference]:
 
 
 def incompatible(old: JobSpec, new: JobSpec, *, steps_done: int) -> list[Difference]:
-    """What keeps a job that has done `steps_done` steps under `old` from going on under `new`."""
+    """Differences that forbid resuming a job under `new` after `steps_done` steps under `old`."""
     return [
         one
         for one in differences(old, new)

@@ -1,5 +1,4 @@
-"""A job whose policies are small networks: the environment that they play, and what such a job does
-not have."""
+"""The section `environment` of jobs whose policies are networks, and checks of such jobs."""
 
 from __future__ import annotations
 
@@ -17,10 +16,9 @@ if TYPE_CHECKING:
     from troupe.job.population import Pools
     from troupe.job.spec import JobSpec
 
-# What a job with an environment has where it says nothing: how long a fragment takes is the same
-# for all, and nothing compares two of them.
+# Defaults of jobs with an environment: fragments take equally long and are not compared.
 PIPELINE = {"mode": "sync", "group_size": 1}
-# Paradigms that learn of what all agents of a policy do at once.
+# Paradigms that need the joint actions of all agents of a policy.
 _TEAMS = ("vdn", "qmix", "maddpg")
 
 
@@ -28,20 +26,20 @@ class EnvironmentSpec(Section):
     """A vectorised environment (docs/networks.md), instead of `workflow` and `tasks`."""
 
     source: str = Field(min_length=1)
-    """Name of one that is built in, or `package.module:attribute` that gives a
-    `VectorEnvironment` when it is called with `copies` and `args`. Rollout workers and trainers
-    import it."""
+    """Name of a built-in environment, or `package.module:attribute` that returns a
+    `VectorEnvironment` when called with `copies` and `args`. Rollout workers and trainers import
+    it."""
     args: dict[str, Any] = {}
     """Keyword arguments of `source`."""
     copies: int = Field(default=32, ge=1, le=65_536)
-    """Episodes that one trajectory consists of: they are played at once, with one forward pass per
-    step and policy, and are one sample of each trained policy."""
+    """Episodes per trajectory. They are played together, with one forward pass per step and policy,
+    and form one sample of each trained policy."""
 
     _json = field_validator("args")(check_json)
 
 
 def with_defaults(job: Any) -> Any:
-    """A job as the user wrote it, with what an environment makes of the pipeline's defaults."""
+    """The unvalidated job, with the pipeline defaults of jobs that have an environment."""
     if isinstance(job, dict) and job.get("environment") is not None:
         pipeline = job.get("pipeline")
         if isinstance(pipeline, dict):
@@ -50,8 +48,8 @@ def with_defaults(job: Any) -> Any:
 
 
 def check(job: JobSpec) -> None:
-    """Raise ValueError, naming the field, for what does not go together with networks, or with
-    language models."""
+    """Raise ValueError, naming the field, for settings that do not fit networks, or language
+    models."""
     networks = [name for name, policy in job.policies.items() if policy.network is not None]
     if job.environment is None:
         if networks:
@@ -76,7 +74,7 @@ def check(job: JobSpec) -> None:
 
 
 def check_pools(job: JobSpec, pools: Pools) -> None:
-    """Raise ValueError, naming the field, for a population that networks cannot be."""
+    """Raise ValueError, naming the field, for population settings that networks do not support."""
     population = job.population
     assert population is not None, "its pools are given"
     if population.engine is not None:
@@ -104,7 +102,7 @@ def check_pools(job: JobSpec, pools: Pools) -> None:
 
 
 def _foreign(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
-    """Fields that say nothing to networks, whether they are given, and what to do."""
+    """Fields without a meaning for networks: path, whether it is set, what to do."""
     gone = "networks play `environment`; remove it"
     for name in ("workflow", "tasks"):
         yield name, getattr(job, name) is not None, gone
@@ -135,7 +133,7 @@ def _foreign_to_steps(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
     yield "pipeline.rollout", pipeline.rollout == "batch", batch
     kept = "what is used again is in the replay buffer of policies.<name>.network.learning; remove"
     yield "pipeline.max_uses", pipeline.max_uses > 1, f"{kept} it"
-    filled = "nobody fills columns of fragments; remove it"
+    filled = "columns of fragments cannot be filled; remove it"
     yield "pipeline.required_columns", bool(pipeline.required_columns), filled
-    heat = "networks explore as in training, or not at all; remove it, or set it to 0"
-    yield "evaluation.temperature", (job.evaluation.temperature or 0) != 0, heat
+    temperature = "networks explore as in training, or not at all; remove it, or set it to 0"
+    yield "evaluation.temperature", (job.evaluation.temperature or 0) != 0, temperature

@@ -1,4 +1,4 @@
-"""Reads a job specification and says precisely what is wrong with a bad one."""
+"""Reads and validates a job specification; describes every fault by field, value and remedy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from troupe.rpc.addresses import without_secrets
 from troupe.yaml_input import MAX_BYTES, UnreadableText, read_file, read_text
 
 _SCHEMA = "`troupe job schema` describes the field."
-# An error has to fit into what gRPC carries beside an answer.
-_MOST_TOLD = 20
+# Faults that an error lists: it has to fit into gRPC's trailing metadata.
+_MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
 class FieldProblem:
-    """One fault: the field as the user wrote it, its value, what is wrong, what to do."""
+    """One fault of a job: field path, value, message, remedy."""
 
     field: str
     value: str
@@ -38,13 +38,14 @@ class FieldProblem:
 def explained(
     error: ValidationError, model: type[BaseModel], remedy: str = _SCHEMA
 ) -> list[FieldProblem]:
-    """The first faults of a value that `model` refused, and how many more there are; `remedy` where
-    nothing better can be said."""
+    """The first faults of a value that `model` refused, and the number of others; `remedy`: the
+    default remedy."""
     faults = error.errors(include_url=False)
-    told = [problem_of(one, one["loc"], model, remedy) for one in faults[:_MOST_TOLD]]
-    if more := len(faults) - len(told):
-        told.append(FieldProblem("job", "", f"{more:,} more fields are wrong", "Mend these first."))
-    return told
+    found = [problem_of(one, one["loc"], model, remedy) for one in faults[:_MAX_PROBLEMS]]
+    if more := len(faults) - len(found):
+        problem = f"{more:,} more fields are wrong"
+        found.append(FieldProblem("job", "", problem, "Mend these first."))
+    return found
 
 
 def problem_of(
@@ -53,7 +54,7 @@ def problem_of(
     model: type[BaseModel] | None,
     remedy: str = _SCHEMA,
 ) -> FieldProblem:
-    """One fault, as pydantic tells it, at `location` within a value of `model` (None: unknown)."""
+    """One fault reported by pydantic, at `location` within a value of `model` (None: unknown)."""
     field = ".".join(_cut(str(part)) for part in location) or "job"
     kind = fault["type"]
     value = "" if kind in ("missing", "value_error") else _short(fault.get("input"))
@@ -90,7 +91,7 @@ def _fields_at(model: type[BaseModel] | None, location: tuple[Any, ...]) -> list
 
 
 def _optional(annotation: Any) -> Any:
-    """What a field holds when it holds something."""
+    """The type of an optional field without None."""
     if not isinstance(annotation, types.UnionType):
         return annotation
     given = [one for one in get_args(annotation) if one is not types.NoneType]
@@ -98,8 +99,8 @@ def _optional(annotation: Any) -> Any:
 
 
 def tags_of(section: Any) -> tuple[str, ...]:
-    """By which a section is chosen among others: the values of its first field, if those are
-    named."""
+    """The values of a section's first field if that is a Literal: the tag of a union of
+    sections."""
     if not (isinstance(section, type) and issubclass(section, BaseModel)):
         return ()
     first = next(iter(section.model_fields.values()))
@@ -109,7 +110,7 @@ def tags_of(section: Any) -> tuple[str, ...]:
 def _short(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"an integer of {value.bit_length():,} bits"
-    # `repr` writes all of it out; a key or an item that cannot say what it is must not end this.
+    # The `repr` of a key or item may raise.
     try:
         return _cut(repr(value) if isinstance(value, int | float | str) else _REPR.repr(value))
     except Exception:
@@ -117,13 +118,13 @@ def _short(value: Any) -> str:
 
 
 def _cut(text: str, limit: int = 60) -> str:
-    # Before it is cut: half of a password is not known as one.
+    # Before cutting, while secrets can be recognised.
     text = without_secrets(text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 class _Repr(reprlib.Repr):
-    """As `repr`, of the beginning."""
+    """A shortened `repr` without secrets."""
 
     def __init__(self) -> None:
         super().__init__()

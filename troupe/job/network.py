@@ -10,7 +10,7 @@ from troupe.job.section import MAX_COEFFICIENT, Coefficient, Norm, Section
 
 Width = Annotated[int, Field(ge=1, le=4096)]
 Chance = Annotated[float, Field(ge=0, le=1)]
-# What a replay buffer can hold, and what one gradient or update takes of it.
+# Bounds of replay buffers, and of batches and updates.
 _MOST: Final = 100_000_000
 _MOST_AT_ONCE: Final = 1_048_576
 
@@ -19,8 +19,8 @@ class PPOSpec(Section):
     """Proximal policy optimization (Schulman et al. 2017), on-policy."""
 
     paradigm: Literal["ppo", "mappo"] = "ppo"
-    """`ppo`: every agent's value is a function of what the agent sees (independent PPO, de Witt et
-    al. 2020); `mappo`: of the environment's global state too (Yu et al. 2022)."""
+    """`ppo`: values depend on the agent's own observation (independent PPO, de Witt et al. 2020);
+    `mappo`: also on the environment's global state (Yu et al. 2022)."""
     lr: float = Field(default=5e-4, gt=0, le=1000)
     """Adam's learning rate, of policy and critic."""
     gamma: float = Field(default=0.99, gt=0, le=1)
@@ -28,9 +28,9 @@ class PPOSpec(Section):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Lambda of generalized advantage estimation."""
     clip: float = Field(default=0.2, gt=0, lt=1)
-    """A probability's ratio to the one that it was drawn with counts within 1 +- this."""
+    """Clip range of the probability ratio: 1 +- this."""
     epochs: int = Field(default=10, ge=1, le=10_000)
-    """How often an update goes over its fragments."""
+    """Passes of an update over its fragments."""
     minibatches: int = Field(default=1, ge=1, le=65_536)
     """Optimizer steps per epoch."""
     entropy_coefficient: Coefficient = 0.01
@@ -38,26 +38,26 @@ class PPOSpec(Section):
     value_coefficient: float = Field(default=1.0, gt=0, le=MAX_COEFFICIENT)
     """Weight of the critic's loss."""
     normalize_values: bool = True
-    """The critic predicts returns of mean 0 and variance 1 (PopArt's statistics, van Hasselt et al.
-    2016, without its rescaling of the head)."""
+    """The critic predicts returns normalised to mean 0 and variance 1 (PopArt's statistics, van
+    Hasselt et al. 2016, without the rescaling of the head)."""
     max_grad_norm: Norm = 10.0
-    """Gradients are scaled down to this global L2 norm."""
+    """Maximum global L2 norm of the gradients."""
 
 
 class QLearningSpec(Section):
     """Q-learning from a replay buffer, off-policy: discrete actions only."""
 
     paradigm: Literal["dqn", "vdn", "qmix"] = "dqn"
-    """`dqn`: every agent for itself (Mnih et al. 2015); `vdn`: the team's value is the sum of its
-    agents' (Sunehag et al. 2018); `qmix`: a monotonic mix of them under the global state (Rashid et
-    al. 2018)."""
+    """`dqn`: independent agents (Mnih et al. 2015); `vdn`: the team's value is the sum of the
+    agents' values (Sunehag et al. 2018); `qmix`: a monotonic mix of them that depends on the global
+    state (Rashid et al. 2018)."""
     lr: float = Field(default=5e-4, gt=0, le=1000)
     """Adam's learning rate."""
     gamma: float = Field(default=0.99, gt=0, le=1)
     """Discount per decision."""
     double: bool = True
-    """`dqn`: double Q-learning (van Hasselt et al. 2016): the next action is the trained network's
-    choice, its value the target network's. A mixed value is the target networks' alone."""
+    """`dqn`: double Q-learning (van Hasselt et al. 2016): the trained network selects the next
+    action, the target network evaluates it. `vdn` and `qmix` use target networks for both."""
     buffer: int = Field(default=5000, ge=1, le=_MOST)
     """Episodes that the replay buffer holds."""
     batch: int = Field(default=32, ge=1, le=_MOST_AT_ONCE)
@@ -67,28 +67,28 @@ class QLearningSpec(Section):
     warmup: int = Field(default=0, ge=0, le=_MOST)
     """Episodes in the buffer before the first gradient."""
     tau: float = Field(default=0.01, gt=0, le=1)
-    """How far target networks follow after every gradient."""
+    """Update rate of the target networks after every gradient."""
     epsilon: tuple[Chance, Chance] = (1.0, 0.05)
-    """Actors draw a uniform action with this probability: at first, and in the end."""
+    """Probability of a uniformly random action: at the beginning, and at the end."""
     epsilon_episodes: int = Field(default=2000, ge=1, le=1_000_000_000)
-    """Episodes in which epsilon falls linearly."""
+    """Episodes over which epsilon falls linearly."""
     mixer_width: Width = 32
     """`qmix`: units of the mixing network."""
     max_grad_norm: Norm = 10.0
-    """Gradients are scaled down to this global L2 norm."""
+    """Maximum global L2 norm of the gradients."""
 
     @model_validator(mode="after")
-    def _begins(self) -> Self:
+    def _warmup_fits(self) -> Self:
         _check_warmup(self)
         return self
 
 
 class DeterministicSpec(Section):
-    """MADDPG (Lowe et al. 2017), off-policy: deterministic actors, each with a critic that observes
-    what all agents of the policy see and do. Discrete actions are relaxed by Gumbel-softmax."""
+    """MADDPG (Lowe et al. 2017), off-policy: deterministic actors, each with a critic of all
+    agents' observations and actions. Discrete actions are relaxed by Gumbel-softmax."""
 
     paradigm: Literal["maddpg"] = "maddpg"
-    """There is one."""
+    """`maddpg`."""
     actor_lr: float = Field(default=5e-4, gt=0, le=1000)
     """Adam's learning rate of the policy."""
     critic_lr: float = Field(default=1e-3, gt=0, le=1000)
@@ -104,21 +104,21 @@ class DeterministicSpec(Section):
     warmup: int = Field(default=0, ge=0, le=_MOST)
     """Joint transitions in the buffer before the first gradient."""
     tau: float = Field(default=0.01, gt=0, le=1)
-    """How far target networks follow after every gradient."""
+    """Update rate of the target networks after every gradient."""
     temperature: float = Field(default=1.0, gt=0, le=1000)
-    """Of the Gumbel-softmax."""
+    """Temperature of the Gumbel-softmax."""
     noise: float = Field(default=0.1, ge=0, le=1000)
-    """Continuous actions: standard deviation of what actors add, in halves of the range."""
+    """Continuous actions: standard deviation of the exploration noise, in halves of the range."""
     standardize_rewards: bool = False
-    """The critic learns of rewards less their mean, over their standard deviation, of all that came
-    so far. Only where all episodes are equally long: elsewhere it is another game."""
+    """Train the critic on rewards that are standardised by the mean and standard deviation of all
+    earlier ones. Only for episodes of equal length: otherwise it changes the objective."""
     regularization: Coefficient = 1e-3
     """Weight of the squared logits in the policy's loss (the authors' code)."""
     max_grad_norm: Norm = 0.5
-    """Gradients are scaled down to this global L2 norm."""
+    """Maximum global L2 norm of the gradients."""
 
     @model_validator(mode="after")
-    def _begins(self) -> Self:
+    def _warmup_fits(self) -> Self:
         _check_warmup(self)
         return self
 
@@ -140,17 +140,17 @@ class NetworkSpec(Section):
     """A small network instead of a language model."""
 
     kind: Literal["mlp", "rnn"] = "mlp"
-    """`mlp`: a decision is a function of the present observation; `rnn`: of all of the episode's,
+    """`mlp`: actions depend on the current observation; `rnn`: on all observations of the episode,
     through a GRU behind the hidden layers."""
     hidden: tuple[Width, ...] = Field(default=(64, 64), max_length=64)
-    """Units of the hidden layers, of policy, critic and Q-network alike."""
+    """Units of the hidden layers of policy, critic and Q-network."""
     memory: Width = 64
     """`rnn`: units of the GRU."""
     activation: Literal["relu", "tanh", "elu", "gelu"] = "relu"
-    """Between layers."""
+    """Activation function between layers."""
     parameters: Literal["shared", "per_agent"] = "shared"
-    """Whether the agents that the policy plays share weights. They observe who they are if they
-    do: one more input per agent, where there are several."""
+    """Whether the agents of the policy share weights. If they do and there are several, each gets a
+    one-hot agent id as further input."""
     learning: LearningSpec = PPOSpec()
     """How it is trained."""
 

@@ -39,17 +39,17 @@ class LoraSpec(Section):
     alpha: float = Field(default=32.0, gt=0, le=MAX_COEFFICIENT)
     """The update is scaled by `alpha / rank`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of the adapters' inputs that is dropped while gradients are computed. What is
-    trained then differs a little from what sampled; not with `pipeline.deterministic`."""
+    """Dropout of the adapters' inputs in training. The trained policy then differs slightly from
+    the sampling one. Not with `pipeline.deterministic`."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(max_length=1024)] = (
         "all-linear"
     )
-    """Which linear layers are adapted, by the last part of their names (`q_proj`, `down_proj`);
-    `all-linear`: every one but the output layer."""
+    """Linear layers that are adapted, by the last part of their names (`q_proj`, `down_proj`);
+    `all-linear`: all but the output layer."""
 
     path: str | None = None
-    """Adapter to begin with: a directory as PEFT and `troupe export` write it, made for the same
-    base, rank, alpha and layers. Default: a random A and B = 0, which changes nothing."""
+    """First adapter: a directory in PEFT's format (also written by `troupe export`), with the same
+    base, rank, alpha and layers. Default: random A and B = 0, which is no update."""
 
     _home = field_validator("path")(expand_home)
 
@@ -70,29 +70,29 @@ class TrainerSpec(Section):
     """How a policy's gradients are computed."""
 
     activation_checkpointing: bool = False
-    """Keep only what goes into each layer for the backward pass and compute the rest again:
-    roughly a third more computation, for activations of one layer instead of all."""
+    """Keep only the inputs of layers for the backward pass and recompute the rest: about a third
+    more computation, but activations of one layer instead of all."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Whether torch.compile fuses what lies between matrix products. `on` is refused by a worker
-    without a compiler, and with `pipeline.deterministic`. `auto`: where it was measured to pay,
-    which is nowhere yet: 5 % on a CPU after half a minute of compiling, no GPU measured."""
+    """Whether torch.compile fuses the operations between matrix products. A worker without a
+    compiler refuses `on`; so does `pipeline.deterministic`. `auto`: off; measured gain 5 % on a CPU
+    after half a minute of compilation, GPUs not measured."""
     kernels: Literal["auto", "off"] = "auto"
-    """Whether RMSNorm and rotary embedding are computed by functions of the trainer's own. `auto`:
-    where that was measured to pay, on a CPU, and in models where they are tried out to give what
-    the model's own give, value and gradient, within 1e-5 in float32. `off`: never."""
+    """Whether the trainer replaces RMSNorm and rotary embedding by its own functions. `auto`: on
+    CPUs, where it is faster, if values and gradients agree with the model's within 1e-5 in float32.
+    `off`: never."""
     forward_tokens: Tokens | None = None
-    """Tokens of one forward pass, which a micro-batch is cut into; a longer sequence is a pass of
-    its own. Default: what suits the device (1024 on a CPU, 16384 on a GPU)."""
+    """Tokens per forward pass; micro-batches are split accordingly. A longer sequence is a pass of
+    its own. Default: 1024 on a CPU, 16384 on a GPU."""
     gang: int = Field(default=1, ge=1, le=4096)
-    """Devices that share the policy's weights, gradients and optimizer (FSDP2), each computing its
-    part of every micro-batch. 1: one device holds all of it. Sums of several devices round in
-    another order: not with `pipeline.deterministic`. A resumed job may have another size."""
+    """Devices over which weights, gradients and optimizer state are sharded (FSDP2); each computes
+    its part of every micro-batch. 1: not sharded. Sharded sums round differently: not with
+    `pipeline.deterministic`. May change when a job is resumed."""
     quantum_seconds: SecondsOrNone = 1.0
-    """Where policies outnumber the trainers' slots: a policy with work keeps its device so long
-    before one with older work may take its place. Larger: fewer swaps, longer waits."""
+    """With more policies than trainer slots: the least time that a policy with work keeps its
+    device before one with older work replaces it. Larger: fewer swaps, longer waits."""
     idle_seconds: Seconds = 600
-    """A policy that has no step to train for so long gives its device and memory back, so that
-    trainers can be scaled to zero; the next step loads it again."""
+    """A policy without a step to train for so long releases its device and memory, so that trainers
+    can be scaled to zero; the next step loads it again."""
 
 
 _URL = re.compile(r"https?://[^/\s]+(/\S*)?")
@@ -112,7 +112,7 @@ class ModelSpec(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Floating-point type of the weights in trainer and engines."""
     tool_parser: Literal["hermes", "qwen_coder", "llama", "mistral"] = "hermes"
-    """How the model writes calls of tools. `hermes`: JSON between `<tool_call>` tags (Hermes,
+    """Syntax of tool calls of the model. `hermes`: JSON between `<tool_call>` tags (Hermes,
     Qwen2.5, Qwen3); `qwen_coder`: `<function=...>` between them; `llama`: JSON alone (Llama 3.1);
     `mistral`: a list behind `[TOOL_CALLS]`."""
 
@@ -139,19 +139,19 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSpec(Section):
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
     lr: float = Field(default=1e-5, gt=0, le=1000)
     """Peak learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: float = Field(default=1e-8, ge=1e-30, le=1)
-    """Added to the root of the second moment; what single precision would take for zero is refused,
-    since a weight without a gradient would become NaN."""
+    """Added to the root of the second moment. Values that are zero in single precision are refused:
+    weights without a gradient would become NaN."""
     weight_decay: float = Field(default=0.0, ge=0, le=1000)
     """Decoupled weight decay."""
     max_grad_norm: Norm = 1.0
-    """Gradients are scaled down to this global L2 norm."""
+    """Maximum global L2 norm of the gradients."""
     warmup_steps: StepsOrNone = 0
     """Steps over which the learning rate rises linearly from zero."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -161,7 +161,7 @@ class OptimizerSpec(Section):
 
 
 class SimulatedClassSpec(Section):
-    """How engines of one device class differ from the cost model."""
+    """Cost model of engines of one device class, where it differs."""
 
     prefill_tokens_per_second: Rate | None = None
     """Prompt tokens that one engine reads per second."""
@@ -172,13 +172,13 @@ class SimulatedClassSpec(Section):
 
 
 class SimulatedSpec(Section):
-    """Hardware that is not there: engine and trainer answer after the time that this cost model
-    gives, and learn nothing. For measuring pipelines and schedulers (docs/benchmarks.md)."""
+    """Cost model of a simulated policy: engine and trainer wait for the time that it gives, and
+    nothing is learned. For measurements of pipelines and schedulers (docs/benchmarks.md)."""
 
     prefill_tokens_per_second: Rate = 20_000
     """Prompt tokens that one engine reads per second."""
     decode_seconds: SecondsOrNone = 0.02
-    """Seconds of one decoding step of an engine, whatever runs."""
+    """Seconds of one decoding step of an engine, independent of the running turns."""
     decode_seconds_per_turn: SecondsOrNone = 0.0005
     """Seconds that every running turn adds to a decoding step."""
     response_tokens_mean: float = Field(default=200, gt=0, le=MAX_TOKENS)
@@ -190,11 +190,11 @@ class SimulatedSpec(Section):
     step_seconds: SecondsOrNone = 0.2
     """Seconds of an optimizer step, saving state included."""
     state_bytes: int = Field(default=0, ge=0, le=1 << 50)
-    """Bytes of training state that leave the trainer's device, and come back, with the policy."""
+    """Bytes of training state that are moved off and onto the trainer's device at a swap."""
     load_seconds: SecondsOrNone = 0.1
-    """Seconds in which an engine loads new weights and serves nothing."""
+    """Seconds that an engine needs to load new weights; it serves nothing meanwhile."""
     classes: dict[str, SimulatedClassSpec] = Field(default={}, max_length=64)
-    """What is different for the engines of a device class (`engine.pools`)."""
+    """Overrides by device class (`engine.pools`)."""
 
     def of_class(self, device_class: str) -> SimulatedSpec:
         """The cost model of an engine of this device class."""
@@ -203,42 +203,43 @@ class SimulatedSpec(Section):
 
 
 class EngineSpec(Section):
-    """What serves a policy during rollout."""
+    """The inference engines of a policy."""
 
     kind: Literal["embedded", "sglang"] = "embedded"
     """`embedded`: transformers inside the rollout process; `sglang`: an SGLang server."""
     replicas: int = Field(default=1, ge=1, le=1024)
     """Engines of this policy per rollout worker."""
     pools: list[PoolSpec] = Field(default=[], max_length=64)
-    """Instead of `replicas`: engines by device class. Attached servers (`urls`) belong to the pools
-    in their order."""
+    """Engines by device class, instead of `replicas`. Attached servers (`urls`) are assigned to the
+    pools in order."""
     max_running: int = Field(default=64, ge=1, le=4096)
-    """Turns that one engine generates at once; more wait in the router."""
+    """Turns that one engine generates concurrently; further ones wait in the router."""
     max_context: int = Field(default=2048, ge=16, le=MAX_TOKENS)
-    """Tokens of prompt and response together that the engine keeps room for."""
+    """Context length in tokens, prompt and response together."""
     urls: list[str] = Field(default=[], max_length=1024)
-    """`sglang`: attach to these servers instead of launching some."""
+    """`sglang`: attach to these servers instead of launching servers."""
     launch: list[str] = Field(default=[], max_length=1024)
     """`sglang`: extra arguments of the launched server, as on its command line."""
     python: str | None = None
-    """`sglang`: Python interpreter of the environment that holds SGLang; default: our own."""
+    """`sglang`: Python interpreter of the environment that has SGLang. Default: that of the
+    worker."""
     update: Literal["auto", "tensor", "disk"] = "auto"
-    """`sglang`: how new weights reach a server. `disk`: as files that it sees too; `tensor`: as
-    tensors, by shared memory into a launched server and by value over HTTP into an attached one.
-    `auto`: tensors into a launched server, files into an attached one on this host that sees ours,
-    else tensors; what a release does not offer is not chosen."""
+    """`sglang`: how new weights are sent to a server. `disk`: as files on a shared file system;
+    `tensor`: through shared memory to a launched server, over HTTP to an attached one. `auto`:
+    `tensor` to a launched server, `disk` to an attached one that shares a file system, else
+    `tensor`; only what the SGLang release supports."""
     in_flight: Literal["keep", "restart"] = "keep"
-    """Turns that are being generated when new weights come. `keep`: retracted and continued, their
-    keys and values computed anew; each token carries its version. `restart`: aborted and asked for
-    again, so that every turn is of one version."""
+    """Turns that are running when new weights arrive. `keep`: continue with recomputed keys and
+    values; each token records its version. `restart`: abort and repeat, so that every turn is of
+    one version."""
     own_process: bool = False
-    """`embedded`: whether each engine's model is computed by a process of its own. Engines in the
-    rollout process wait for its interpreter lock, and it for theirs. Worth it for small models that
-    draw many turns at once, or with several engines; costs the memory of another interpreter
-    (0.4 GB) and seconds at the start. Engines of deterministic jobs, and those whose turns do not
-    fit into memory at full length, stay where they are."""
+    """`embedded`: run each engine's model in a process of its own. Otherwise engines and the
+    rollout process compete for one interpreter lock. Pays for small models with many concurrent
+    turns, or several engines; costs the memory of an interpreter (0.4 GB) and seconds at the
+    start. Without effect in deterministic jobs, and where turns do not fit into memory at full
+    length."""
     start_timeout_seconds: Seconds = 600
-    """How long an engine may take until it is ready."""
+    """Time limit of the start of an engine."""
 
     @field_validator("urls")
     @classmethod
@@ -276,33 +277,33 @@ class EngineSpec(Section):
 
 
 def server_of(url: str) -> str:
-    """What two spellings of one server's address have in common."""
+    """Normal form of a server's address: lower case, without a trailing slash."""
     scheme, _, rest = url.rstrip("/").partition("://")
     return f"{scheme.lower()}://{rest.lower()}"
 
 
 class PolicySpec(Section):
-    """Trainable weights with a version."""
+    """A policy: a model or network with versioned weights."""
 
     model: ModelSpec | None = None
     """A language model: architecture, first weights, tokenizer. Exactly one of model and
     network."""
     network: NetworkSpec | None = None
-    """A small network, which plays `environment`."""
+    """A small network that plays `environment`."""
     trainable: bool = True
-    """False: a frozen policy; it is served, never trained."""
+    """False: a frozen policy, which is served but not trained."""
     lora: LoraSpec | None = None
-    """Train an adapter on the model's weights, which stay as they are; default: all weights."""
+    """Train a LoRA adapter on frozen weights. Default: all weights are trained."""
     optimizer: OptimizerSpec = OptimizerSpec()
-    """How its weights are stepped."""
+    """Optimizer."""
     trainer: TrainerSpec = TrainerSpec()
     """How its gradients are computed."""
     engine: EngineSpec = EngineSpec()
-    """What serves it."""
+    """Inference engines."""
     alpha: int | None = Field(default=None, ge=1, le=64)
-    """`async`: this policy's staleness bound, instead of `pipeline.alpha`."""
+    """`async`: staleness bound of this policy. Default: `pipeline.alpha`."""
     simulated: SimulatedSpec | None = None
-    """Stand-ins instead of engine and trainer, for benchmarks: nothing is learned."""
+    """Simulate engine and trainer, for benchmarks: nothing is learned."""
 
     @property
     def language_model(self) -> ModelSpec:

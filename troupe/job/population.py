@@ -1,4 +1,4 @@
-"""Populations: pools of frozen versions, who meets whom, when it is over: `population` in a job.
+"""The section `population`: pools of frozen versions, opponents, matches, stopping.
 
 The docstring under a field is its documentation: `troupe job schema`, the job reference
 and editors show it.
@@ -58,56 +58,56 @@ class LearnerSpec(Section):
     """A trained policy whose versions become members."""
 
     agents: list[str] = Field(default=[], max_length=MAX_AGENTS)
-    """Whom it learns to play; default: the agents that it is the policy of, and in a symmetric game
-    all players."""
+    """Agents that it learns to play. Default: the agents of this policy; in a symmetric game all
+    players."""
     kind: LearnerKind = "main"
-    """`league`: what it is for. `main`: to beat everybody; `main_exploiter`: to find what the main
-    agents are weak against; `league_exploiter`: what everybody is weak against."""
+    """`league`: role. `main`: beats all members; `main_exploiter`: finds weaknesses of the main
+    agents; `league_exploiter`: finds weaknesses of all members."""
 
 
 class MatchesSpec(Section):
-    """How well payoffs are known: matches between members, of which nothing is trained."""
+    """Matches between members, which estimate payoffs and are not trained on."""
 
     least: int = Field(default=16, ge=0, le=MAX_QUERIES)
-    """Matches of every cell of the payoff table, at least 2; 0: no matches at all."""
+    """Minimum of matches per cell of the payoff table, at least 2; 0: no matches."""
     most: int = Field(default=256, ge=2, le=MAX_QUERIES)
-    """After so many matches a cell is as good as it gets."""
+    """Maximum of matches per cell."""
     half_width: Rate | None = None
-    """Cells whose 95 % confidence interval is wider than this to either side are played on;
-    default: `least` matches are enough."""
+    """Play further matches of a cell while half of its 95 % confidence interval is wider than this.
+    Default: only `least` matches."""
 
 
 class LeagueSpec(Section):
     """AlphaStar's league (Vinyals et al. 2019, extended data table 5 and methods)."""
 
     self_play: float = Field(default=0.35, ge=0, le=1)
-    """Part of a main agent's games against the main agents themselves."""
+    """Fraction of a main agent's games against current main agents."""
     forgotten: float = Field(default=0.15, ge=0, le=1)
-    """Part of its games against frozen versions that it has begun to lose to."""
+    """Fraction of its games against frozen versions that it has begun to lose to."""
     exploiter_hopeless: float = Field(default=0.2, ge=0, le=1)
-    """A main exploiter that wins fewer games against the main agent meets its past instead."""
+    """A main exploiter with a lower win rate against the main agent plays its past versions."""
     freeze_at: float = Field(default=0.7, gt=0, le=1)
-    """A learner that beats everybody it is to beat so often becomes a member for good."""
+    """Win rate against all its opponents at which a learner is frozen as a member."""
     freeze_after: Steps = 4
-    """Or after so many iterations since it last did."""
+    """A learner is also frozen after so many iterations since the last time."""
 
 
 class StopSpec(Section):
-    """When a population is good enough, besides `pipeline.steps`. Looked at after every iteration;
+    """Stopping criteria of a population, besides `pipeline.steps`, checked after every iteration;
     the first that holds ends the job."""
 
     nash_conv: float | None = Field(default=None, ge=0, le=MAX_RATE)
-    """The agents together would gain at most so much by best responses in the whole game, against
-    the meta-strategy over all members (half of it is exploitability); needs `population.game`."""
+    """NashConv of the meta-strategy over all members is at most this: the sum of the agents' gains
+    by best responses (half of it is exploitability). Needs `population.game`."""
     improvement: float | None = Field(default=None, ge=0, le=MAX_RATE)
-    """New members get at most so much more than what was played before, in every pool, in
-    `patience` iterations one after another."""
+    """The payoff gain of new members is at most this, in every pool, in `patience` consecutive
+    iterations."""
     patience: Steps = 2
     """See `improvement`."""
     iterations: Steps | None = None
-    """So many iterations are over."""
+    """Maximum of iterations."""
     seconds: Seconds | None = None
-    """So much time has passed since the job began."""
+    """Maximum time since the job began."""
 
 
 class PopulationSpec(Section):
@@ -118,65 +118,64 @@ class PopulationSpec(Section):
     """
 
     algorithm: PopulationAlgorithm = "psro"
-    """Whom a learner meets. `self_play`: itself as it is now, nothing frozen; `regularized`: the
-    same, held near its first version or at some entropy (`algorithm.kl_coefficient`,
-    `entropy_coefficient`; that of a network is under its `learning`), a baseline that is hard to
-    beat; `fictitious`: earlier selves, the
-    newest `1 - delta` of them equally often (Bansal et al. 2018, section 4.2); `prioritized`: those
-    that it has trouble with more often (PFSP; Vinyals et al. 2019); `psro`: the meta-strategy of
+    """Opponents of a learner. `self_play`: its current version; `regularized`: the same with a KL
+    or entropy term (`algorithm.kl_coefficient`, `entropy_coefficient`; of a network under its
+    `learning`), a strong baseline; `fictitious`: earlier versions, uniformly from the newest
+    `delta` of them (Bansal et al. 2018, section 4.2); `prioritized`: earlier versions, more often
+    those that it loses to (PFSP; Vinyals et al. 2019); `psro`: the meta-strategy of
     the payoff table (Lanctot et al. 2017, algorithm 1); `pipeline_psro`: the same with several
     learners of a pool, each against those below it (McAleer et al. 2020); `league`: main agents,
     main exploiters and league exploiters."""
     symmetric: bool | None = None
-    """All players have the same chances and draw from one pool, as where a workflow changes seats
-    from episode to episode. Default: true where one policy plays all of them."""
+    """All players are equivalent and draw from one pool, as where a workflow changes seats from
+    episode to episode. Default: true if one policy plays all of them."""
     learners: dict[str, LearnerSpec] = Field(default={}, max_length=MAX_POLICIES)
-    """By policy; those that are left out are main agents with all defaults."""
+    """Learners by policy; trained policies that are left out have all defaults."""
     iteration_steps: Steps = 10
-    """Optimizer steps of one best response. After each such iteration the learners' versions are
-    frozen, matches fill the payoff table, and the next opponents are decided upon."""
+    """Optimizer steps of one iteration (one best response). Then the learners' versions are frozen,
+    matches fill the payoff table, and the next opponents are chosen."""
     restart: Beginning = "latest"
-    """What the next best response begins with. `latest`: its learner as it is; `base`: the first
-    weights of its policy and a fresh optimizer, as in the papers: of every learner after every
-    iteration; in `pipeline_psro` of those whose best response was settled, in a `league` of
-    exploiters that were settled, never of main agents. It is a version of its own, without a step;
-    learning rates that warm up or fall count it. Version 0 stays on disk."""
+    """Initial weights of the next best response. `latest`: the learner's current ones; `base`: the
+    policy's first weights with a new optimizer, as in the papers: for every learner after every
+    iteration; in `pipeline_psro` for those whose best response was frozen; in a `league` for frozen
+    exploiters, never for main agents. A restart is a version without a step, which learning-rate
+    schedules count. Version 0 is kept on disk."""
     redraw_steps: StepsOrNone = 0
-    """Steps after which the slots are given other members, where fewer fit than there are to meet;
-    0: once per iteration. In mode `async` open steps end first."""
+    """Steps between changes of the members in the slots, if there are more opponents than slots; 0:
+    once per iteration. In mode `async` open steps end first."""
     slots: int = Field(default=2, ge=1, le=64)
-    """Members of each pool that opponents are drawn from at a time. Each is served by a frozen
-    policy of its own, `{pool}--{number}`, with engines of its own: the cost of a population is that
-    of its slots, not of its members. A symmetric game needs one per player, to play its matches."""
+    """Members of each pool that are served at a time. Each slot is a frozen policy
+    `{pool}--{number}` with its own engines: the cost of a population depends on its slots, not on
+    its members. A symmetric game needs one slot per player, for matches."""
     evaluation_slots: int = Field(default=0, ge=0, le=64)
-    """Slots of each pool for matches alone, which are then played beside the training of the next
-    iteration: payoffs are known one iteration later. 0: matches are played between iterations, in
-    the same slots."""
+    """Slots of each pool for matches only. Matches are then played during the next iteration, and
+    payoffs are known one iteration later. 0: matches are played between iterations, in the same
+    slots."""
     engine: EngineSpec | None = None
-    """What serves a slot; `urls` are shared out among all slots. Default: one engine like those of
-    the pool's first learner."""
+    """Engines of a slot; `urls` are divided among all slots. Default: one engine like those of the
+    pool's first learner."""
     meta_solver: MetaSolverName = "nash"
-    """`psro`, `pipeline_psro`: what makes a mixture over each pool of the payoffs. `nash`: an
+    """`psro`, `pipeline_psro`: computes a mixture over each pool from the payoffs. `nash`: an
     equilibrium; `zero_sum_nash`: the same, refusing games that are not zero-sum; `alpha_rank`
     (needs OpenSpiel); `projected_replicator`; `fictitious_play`; `uniform`; `latest`. With the
-    other algorithms it is what is reported."""
+    other algorithms it is only reported."""
     delta: float = Field(default=1.0, ge=0, le=1)
-    """`fictitious`: 0 is the newest self alone, 1 all earlier ones."""
+    """`fictitious`: fraction of earlier versions to draw from; 0: only the newest, 1: all."""
     weighting: WeightingName = "hard"
-    """`prioritized` and `league`: f(x) of the chance x to win. `hard`: (1 - x)^2, those it loses
-    to; `variance`: x (1 - x), its equals; `linear`: 1 - x."""
+    """`prioritized` and `league`: weight of an opponent by the win rate x. `hard`: (1 - x)^2,
+    strong ones; `variance`: x (1 - x), equal ones; `linear`: 1 - x."""
     league: LeagueSpec = LeagueSpec()
-    """`league`: its shares and thresholds."""
+    """`league`: fractions and thresholds."""
     matches: MatchesSpec = MatchesSpec()
     """How many matches fill the payoff table."""
     game: str | None = Field(default=None, min_length=1)
     """OpenSpiel name of the game that the workflow plays ("kuhn_poker"; a `GameWorkflow` over the
     OpenSpiel environment), or the environment of networks (`openspiel`, all players agents), where
-    its tree is small enough to walk. Payoffs and NashConv are then computed of what members say in
-    every information state, exactly, and no matches are played; but for `prioritized` and `league`,
-    which choose by wins. Players then draw from the whole vocabulary: no `top_p`, no `top_k`."""
+    its tree is small enough to traverse. Payoffs and NashConv are then computed exactly from the
+    members' answers in every information state, without matches (except for `prioritized` and
+    `league`, which need win rates). Needs sampling without `top_p` and `top_k`."""
     stop: StopSpec = StopSpec()
-    """When it is good enough."""
+    """Stopping criteria."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -212,21 +211,21 @@ class PopulationSpec(Section):
 
     @property
     def by_wins(self) -> bool:
-        """Whether opponents are chosen by who beats whom, which takes matches."""
+        """Whether opponents are chosen by win rates, which need matches."""
         return self.algorithm in ("prioritized", "league")
 
     @property
     def plays_matches(self) -> bool:
-        """Whether matches fill the payoff table, and no computation does."""
+        """Whether matches, not an exact computation, fill the payoff table."""
         return self.matches.least > 0 and (self.game is None or self.by_wins)
 
 
 def check_population(job: JobSpec, pools: Pools) -> None:
-    """Raise ValueError, naming the field, for what does not go together with the rest of `job`."""
+    """Raise ValueError, naming the field, for population settings that do not fit the job."""
     population = job.population
     assert population is not None, "its pools are given"
     for name in pools.slots:
-        # Those of a job that services pass on are frozen, as they were made.
+        # A job that passed through a service has its slots already, all frozen.
         if name in job.policies and job.policies[name].trainable:
             raise ValueError(
                 f"policies.{name}: is a slot, which the population adds; choose another name, or "
@@ -249,48 +248,48 @@ def check_population(job: JobSpec, pools: Pools) -> None:
             )
 
 
-# The one pool of a symmetric game.
+# Name of the only pool of a symmetric game.
 EVERYBODY: Final = "all"
-# Whose learners train on all sides at once: nobody is drawn for them.
+# Algorithms whose learners play all sides: no opponents are drawn.
 _TOGETHER: Final = ("self_play", "regularized")
-# Players with pools of their own: a payoff table has two to this power of cells after a step.
+# Maximum of pools: after one iteration a payoff table has 2^pools cells.
 _MOST_SIDES: Final = 16
 
 
 @dataclass(frozen=True)
 class OpponentPool:
-    """Where some agents' opponents come from."""
+    """A pool of frozen versions, which opponents of its agents are drawn from."""
 
     name: str
     agents: tuple[str, ...]
     learners: tuple[str, ...]
     slots: tuple[str, ...]
-    """Policies that serve its members to training, and to matches unless these have their own."""
+    """Slot policies for training; also for matches unless there are `evaluation_slots`."""
     evaluation_slots: tuple[str, ...]
 
     @property
     def match_slots(self) -> tuple[str, ...]:
-        """Policies that serve its members to matches."""
+        """Slot policies for matches."""
         return self.evaluation_slots or self.slots
 
 
 @dataclass(frozen=True)
 class Pools:
-    """A job's population as its agents and policies make it."""
+    """The pools of a job's population, derived from its agents and policies."""
 
     agents: tuple[str, ...]
     """The players, in the job's order."""
     symmetric: bool
     pools: tuple[OpponentPool, ...]
-    """One in a symmetric game, else one per player, in their order."""
+    """One pool in a symmetric game, else one per player, in their order."""
     learners: Mapping[str, LearnerSpec]
     seats: Mapping[str, tuple[str, ...]]
-    """Whom each learner learns to play."""
+    """By learner: agents that it learns to play."""
     together: bool
-    """Learners meet each other as they are: training tickets have no cast."""
+    """Learners play their current versions: training tickets have no cast."""
     rosters: Mapping[str, tuple[str, ...]]
-    """By learner: whom it and the slots of its pools may ever play, in the job's order. All
-    learners of a pool have one, since their versions take turns in its slots."""
+    """By learner: all agents that it and the slots of its pools may play, in the job's order. Equal
+    for all learners of a pool, since their versions alternate in its slots."""
 
     @classmethod
     def of(
@@ -299,7 +298,7 @@ class Pools:
         agents: Mapping[str, AgentSpec],
         policies: Mapping[str, PolicySpec],
     ) -> Pools:
-        """Raises ValueError naming the field where they do not fit."""
+        """Derive the pools. Raises ValueError, naming the field, for settings that do not fit."""
         trained = {name for name, policy in policies.items() if policy.trainable}
         for name in population.learners:
             if name not in trained:
@@ -376,8 +375,8 @@ class Pools:
 
     @property
     def places(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Learner and agents, for what queries are made in turn: where the game is symmetric the
-        learner changes among the agents."""
+        """Pairs of learner and agents that queries are assigned to in turn; in a symmetric game the
+        learner alternates among the agents."""
         if self.together:
             return ()
         if self.symmetric:
@@ -385,11 +384,11 @@ class Pools:
         return tuple((name, (agent,)) for name, seats in self.seats.items() for agent in seats)
 
     def pool_of(self, agent: str) -> OpponentPool:
-        """Where the members that play `agent` come from."""
+        """The pool whose members play `agent`."""
         return next(pool for pool in self.pools if agent in pool.agents)
 
     def roster(self, policy: str) -> tuple[str, ...]:
-        """Whom a learner or a slot may ever play; nobody, for a policy that is neither."""
+        """Agents that a learner or slot may play; empty for other policies."""
         pool = next((one for one in self.pools if policy in one.slots + one.evaluation_slots), None)
         return self.rosters.get(policy if pool is None else pool.learners[0], ())
 
@@ -457,7 +456,7 @@ class Pools:
     def _check_answers(
         self, agents: Mapping[str, AgentSpec], policies: Mapping[str, PolicySpec]
     ) -> None:
-        """`game`: log-probs are what is drawn from, and members of a pool answer in one way."""
+        """Checks for `game`: sampling from the full distribution, and one prompt per pool."""
         for name in self.agents:
             sampling = agents[name].sampling
             cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.temperature == 0
@@ -490,16 +489,16 @@ def _rosters(
         name: {one for one, agent in agents.items() if agent.policy == name} | set(own)
         for name, own in seats.items()
     }
-    # Who shares a pool with somebody shares whom he plays, and so on.
+    # Learners of a common pool share their agents; repeated for chains of pools.
     for _ in pools:
         for pool in pools:
-            everybody = set(pool.agents).union(*(played[name] for name in pool.learners))
-            played |= dict.fromkeys(pool.learners, everybody)
+            shared = set(pool.agents).union(*(played[name] for name in pool.learners))
+            played |= dict.fromkeys(pool.learners, shared)
     return {name: tuple(one for one in agents if one in own) for name, own in played.items()}
 
 
 def _made_for(policy: PolicySpec) -> dict[str, object]:
-    """What of a policy its engine has to be made for."""
+    """The settings of a policy that an engine depends on."""
     return policy.model_dump(include={"model", "network", "lora", "simulated"})
 
 

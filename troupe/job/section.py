@@ -1,8 +1,8 @@
-"""What every section of the job specification shares: strictness, bounds, names, free values.
+"""Base class of job sections, with the bounds and checks that they share.
 
-Every number has a least and a largest value, and every list and mapping a largest length: what is
-stored must be representable by everything that reads it (protobuf, JSON, time-outs of gRPC and
-asyncio), and no typing error may make the orchestrator plan for ever.
+Every number has a lower and an upper bound, and every list and mapping a maximum length: values
+must be representable in protobuf, JSON and the timeouts of gRPC and asyncio, and a typing error
+must not keep the orchestrator busy without end.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Norm = Annotated[float, Field(gt=0, le=MAX_NORM)]
 Seed = Annotated[int, Field(ge=_MIN_SEED, le=_MAX_SEED)]
 Queries = Annotated[int, Field(ge=0, le=MAX_QUERIES)]
 
-# What people write for a switch that has more than two positions.
+# Spellings of `on` and `off` in fields with further choices.
 _SWITCH: Final[Mapping[object, str]] = {
     **dict.fromkeys((True, "on", "yes", "y", "true"), "on"),
     **dict.fromkeys((False, "off", "no", "n", "false"), "off"),
@@ -62,8 +62,9 @@ _SWITCH: Final[Mapping[object, str]] = {
 
 
 class Section(BaseModel):
-    # An unknown field is nearly always a misspelt one: refuse it instead of ignoring it.
-    # Infinity and NaN are no numbers of JSON, in which services pass the specification on.
+    """Base class of job sections: refuses unknown fields, infinity and NaN, and is immutable."""
+
+    # Infinity and NaN are not JSON, which services exchange the specification in.
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
     )
@@ -71,8 +72,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_meant(cls, raw: Any) -> Any:
-        """`on` and `off` of a field that names them, which YAML 1.1 and JSON make booleans of; and
-        no boolean where a number is meant, which pydantic would take for 1 or 0."""
+        """Restores `on` and `off`, which YAML 1.1 and JSON read as booleans, in fields with these
+        choices; refuses booleans for numbers, which pydantic would convert to 1 or 0."""
         if not isinstance(raw, dict):
             return raw
         switches, numbers = _shapes(cls)
@@ -91,8 +92,7 @@ class Section(BaseModel):
 
 @cache
 def _shapes(section: type[BaseModel]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Fields of a section that have `on` or `off` among their choices, with these; and those that
-    are numbers."""
+    """By field: choices of those that have `on` or `off` among them; and the numeric fields."""
     switches, numbers = {}, []
     for name, field in section.model_fields.items():
         kinds = list(_kinds(field.annotation))
@@ -105,7 +105,7 @@ def _shapes(section: type[BaseModel]) -> tuple[dict[str, tuple[str, ...]], tuple
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """What a field's value may be."""
+    """The alternatives of a field's type."""
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
         for one in get_args(annotation):
             yield from _kinds(one)
@@ -122,8 +122,8 @@ def check_entrypoint(value: str) -> str:
 
 
 def check_json(value: Any) -> Any:
-    """A value of free shape, with booleans where YAML 1.1 reads them. ValueError: it is none of
-    JSON, or too large a one."""
+    """A value of any shape, with booleans where YAML 1.1 reads them. Raises ValueError unless it is
+    JSON of bounded size."""
     try:
         measure(value, "the value")
         value = as_yaml_1_1(value)
@@ -136,17 +136,17 @@ def check_json(value: Any) -> Any:
 
 
 def no_directory(source: str) -> bool:
-    """Whether `source` can only be meant as a directory (no hub id looks like it), and is none."""
+    """Whether `source` is a path (no hub id has its form) and is not a directory."""
     meant = source.startswith((".", "/", "~")) or source.count("/") > 1
     path = Path(source).expanduser()
     return (meant or path.exists()) and not path.is_dir()
 
 
 def expand_home(value: str | None) -> str | None:
-    """A path as the services see it. ValueError: no system has it."""
+    """The path with `~` expanded. Raises ValueError for a NUL character."""
     if value is None:
         return None
     if "\0" in value:
         raise ValueError("has a NUL character, which no path can have")
-    # Whoever writes "~" means his own home, not the services'.
+    # The home of the user who writes the job, not that of the services.
     return os.path.expanduser(value) if value.startswith("~") else value

@@ -1,4 +1,4 @@
-"""Sections of a job besides its policies and functions: agents, tasks, pipeline, limits.
+"""Sections of a job for agents, tasks, routing, pipeline, evaluation, checkpoints, limits, logging.
 
 The docstring under a field is its documentation: `troupe job schema`, the job reference
 and editors show it.
@@ -33,21 +33,21 @@ from troupe.job.section import (
 
 
 class AffinitySpec(Section):
-    """Which device class fits which turns. A turn goes elsewhere when no engine of its class serves
-    or all of them have far more to do."""
+    """Preferred device classes of turns. A turn goes to another class when no engine of its class
+    is available or all of them have far more work."""
 
     domains: dict[str, str] = Field(default={}, max_length=4096)
     """Device class by task domain: the `domain` of a query."""
     agents: dict[str, str] = Field(default={}, max_length=MAX_AGENTS)
     """Device class by agent, for queries whose domain is not listed."""
     infer: bool = True
-    """What is not declared follows from the prompt and response tokens that turns of a domain and
-    agent had, where engines of two or more classes say what they do per second."""
+    """Choose the class of undeclared domains and agents by the prompt and response tokens of their
+    earlier turns. Needs engines of two or more classes with known rates."""
     default: str = ""
     """Device class of the default pool; empty: any."""
 
     def declared(self) -> Iterator[tuple[str, str]]:
-        """Field and device class of what is declared."""
+        """Field and device class of every declaration."""
         yield from ((f"domains.{domain}", name) for domain, name in self.domains.items())
         yield from ((f"agents.{agent}", name) for agent, name in self.agents.items())
         if self.default:
@@ -58,32 +58,31 @@ class PoolSpec(Section):
     """Engines of one device class."""
 
     device_class: str = Field(pattern=NAME)
-    """Their device class: a name of your own, as in `compute` and `bandwidth`."""
+    """Name of the device class, of your choice, such as `compute` or `bandwidth`."""
     replicas: int = Field(default=1, ge=1, le=1024)
-    """How many of them there are per rollout worker."""
+    """Engines per rollout worker."""
     prefill_tokens_per_second: Rate | None = None
-    """Prompt tokens that one of them reads per second, as measured. Give both rates or none."""
+    """Measured prefill rate of one engine, in prompt tokens per second. Give both rates or none."""
     decode_tokens_per_second: Rate | None = None
-    """Response tokens that one of them draws per second for all its turns together."""
+    """Measured decoding rate of one engine over all its turns, in response tokens per second."""
 
 
 class RoutingSpec(Section):
-    """How turns find engines; docs/rollout.md explains it. The switches exist to be measured."""
+    """How turns are routed to engines (docs/rollout.md). The switches are for measurements."""
 
     policy: Literal["least_work", "round_robin", "random_hash"] = "least_work"
-    """`least_work`: the engine with the least to do; `round_robin` and `random_hash` give
-    conversations out in turn or by their id, whatever the load, and their turns wait for that
-    engine."""
+    """`least_work`: the engine with the least work; `round_robin` and `random_hash`: conversations
+    are assigned in turn or by a hash of their id, independent of load, and stay there."""
     sticky: bool = True
-    """A conversation stays with the engine that holds its prefix, unless another has far less to
-    do."""
+    """A conversation stays with the engine that holds its prefix, unless another has far less
+    work."""
     priority: bool = True
-    """Where turns wait, those whose group has the fewest trajectories left go first."""
+    """Waiting turns whose group has the fewest unfinished trajectories go first."""
     adaptive_limit: bool = True
-    """`least_work`: an engine gets as many turns at once as still make it faster, up to
-    `max_running`."""
+    """`least_work`: limit the turns of an engine to the number that still increases its throughput,
+    at most `max_running`."""
     affinity: AffinitySpec = AffinitySpec()
-    """`least_work`: which device class fits which turns."""
+    """`least_work`: preferred device classes."""
 
     @model_validator(mode="after")
     def _heeded(self) -> Self:
@@ -99,7 +98,7 @@ class SamplingSpec(Section):
     """How an agent's tokens are drawn."""
 
     temperature: float = Field(default=1.0, ge=0, le=1000)
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus: the smallest set of tokens with at least this probability."""
     top_k: int = Field(default=-1, ge=-1, le=MAX_TOKENS)
@@ -107,15 +106,15 @@ class SamplingSpec(Section):
     max_new_tokens: Tokens = 256
     """Longest response, in tokens."""
     stop: list[str] = Field(default=[], max_length=64)
-    """Strings, each one token of the vocabulary, that end a response besides end-of-sequence."""
+    """Strings that end a response besides end-of-sequence; each must be one token."""
 
 
 class EndpointSpec(Section):
-    """What clients of an agent's endpoint may decide, where the workflow does not say otherwise."""
+    """Defaults of an agent's OpenAI endpoint, which the workflow may override."""
 
     lenient: bool = False
-    """Take what only constrained decoding could keep (`tool_choice: required`, a JSON schema): the
-    model is told, and a reply that does not keep it says so. Otherwise it is refused."""
+    """Accept what only constrained decoding could enforce (`tool_choice: required`, a JSON schema):
+    the prompt states it, and a reply that violates it is marked. False: refuse it."""
     sampling: Literal["job", "client"] = "job"
     """Who decides temperature, top_p and top_k: `sampling` of the agent, or each request."""
 
@@ -128,9 +127,9 @@ class AgentSpec(Section):
     sampling: SamplingSpec = SamplingSpec()
     """How its tokens are drawn."""
     system_prompt: str | None = None
-    """Put before every conversation of this agent that has no system message of its own."""
+    """System message of conversations that have none of their own."""
     endpoint: EndpointSpec = EndpointSpec()
-    """What clients of OpenAI's API may decide that speak as this agent (docs/openai.md)."""
+    """OpenAI endpoint of this agent (docs/openai.md)."""
 
 
 class TasksSpec(Section):
@@ -147,56 +146,56 @@ class TasksSpec(Section):
 
 
 class PipelineSpec(Section):
-    """How rollout and training take turns."""
+    """How rollout and training are interleaved."""
 
     mode: Literal["serial", "sync", "micro_batch", "async"] = "micro_batch"
-    """See docs/architecture.md, pipeline modes."""
+    """Pipeline mode; see docs/architecture.md."""
     alpha: int = Field(default=1, ge=1, le=64)
-    """`async`: a sample is trained by a version at most this many newer than the one that its
-    trajectory started with (RollArt's bounded staleness)."""
+    """`async`: staleness bound. A sample is trained by a version at most this many versions newer
+    than the one that its trajectory started with (RollArt's bounded staleness)."""
     deterministic: bool = False
-    """The same seed gives bitwise the same weights, whatever arrives when and whatever crashes; see
-    docs/guarantees.md for its price. Not in mode `async`."""
+    """The same seed gives bitwise the same weights, independent of timing and crashes;
+    docs/guarantees.md states the cost. Not in mode `async`."""
     steps: Steps
     """Optimizer steps per trained policy."""
     queries_per_step: int = Field(ge=1, le=MAX_QUERIES)
-    """Queries in a global batch. With `over_sampling` and `max_refills`, times the trajectories of
-    each, at most 262,144 trajectories."""
+    """Queries in a global batch. A step has at most 262,144 trajectories, `over_sampling` and
+    `max_refills` included."""
     group_size: int = Field(default=8, ge=1, le=4096)
     """Trajectories per query. They start together, on one rollout worker."""
     redundant_trajectories: int = Field(default=0, ge=0, le=4096)
     """Trajectories started per query beyond `group_size` (RollArt's redundant environments). The
-    first `group_size` to complete are the group, the others are dropped as "redundant"; they take
-    the place of failed ones, too. Favours short trajectories: `redundancy/...` in the metrics says
-    by how much. Not with `deterministic`."""
+    first `group_size` that complete form the group, the others are dropped as "redundant"; they
+    also replace failed ones. Favours short trajectories; the metrics `redundancy/...` measure that.
+    Not with `deterministic`."""
     rollout: Literal["trajectory", "batch"] = "trajectory"
-    """`trajectory`: none waits for another. `batch`: before every turn and tool call each waits for
-    all that run on its rollout worker, as environments stepped as one batch do; a baseline to
-    measure against."""
+    """`trajectory`: trajectories do not wait for each other. `batch`: a barrier of all trajectories
+    of a rollout worker before every turn and tool call, as in environments that are stepped as one
+    batch; a baseline for measurements."""
     early_start: bool = False
-    """Begin the trajectories of the next step while the last one is trained: queries are loaded,
-    environments reset and prompts made; the first turn waits for the new weights. Modes `sync` and
+    """Begin the trajectories of the next step while the current one is trained: load queries, reset
+    environments, make prompts; the first turn waits for the new weights. Modes `sync` and
     `micro_batch`; not with populations or networks."""
     micro_batch_samples: int = Field(default=32, ge=1, le=65_536)
-    """Samples whose gradient is computed at once."""
+    """Samples per micro-batch."""
     micro_batch_tokens: TokensOrNone = 0
     """Upper bound of tokens in a micro-batch; 0: none."""
     balance_tokens: bool = False
-    """Choose micro-batches such that they have about equally many tokens."""
+    """Form micro-batches of about equally many tokens."""
     over_sampling: Queries = 0
-    """Queries in flight beyond `queries_per_step`: a step takes those that are complete first.
-    The others are dropped as "surplus"; in mode `async` they go on for the next step unless they
-    are too old."""
+    """Queries in flight beyond `queries_per_step`; a step takes the first that are complete. The
+    others are dropped as "surplus"; in mode `async` the next step takes them unless they are too
+    old."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal, and take a further query for each query that is left
-    with no sample (DAPO, section 3.2)."""
+    """Drop groups whose rewards are all equal, and replace each query without remaining samples by
+    a further one (DAPO, section 3.2)."""
     max_refills: Queries = 0
-    """`dynamic_sampling`: at most so many further queries per step; 0: `queries_per_step`."""
+    """`dynamic_sampling`: maximum of further queries per step; 0: `queries_per_step`."""
     max_uses: int = Field(default=1, ge=1, le=16)
     """Optimizer steps that a sample may contribute to; above 1 only in mode `async`, within
     `alpha`."""
     required_columns: list[str] = Field(default=[], max_length=64)
-    """Columns, besides the reward, that a sample waits for before it is trained. Workflows and
+    """Columns, besides the reward, that must be filled before a sample is trained. Workflows and
     other services fill them."""
 
     @field_validator("required_columns")
@@ -221,7 +220,7 @@ class EvaluationSpec(Section):
     every: StepsOrNone = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
     temperature: float | None = Field(default=None, ge=0, le=1000)
-    """Overrides the agents' temperature; default: as in training."""
+    """Temperature of all agents in evaluations. Default: as in training."""
 
 
 class CheckpointSpec(Section):
@@ -234,27 +233,25 @@ class CheckpointSpec(Section):
 
 
 class LimitsSpec(Section):
-    """Deadlines and bounds. Every wait ends."""
+    """Deadlines and bounds."""
 
     turn_seconds: Seconds = 120
-    """Longest generation of one turn, queueing included. Not applied with
-    `pipeline.deterministic`."""
+    """Time limit of one turn, queueing included. Not applied with `pipeline.deterministic`."""
     trajectory_seconds: Seconds = 600
-    """Longest run of one trajectory. With `pipeline.deterministic` only the workflow's own time
-    counts: not what it spends with engines and the reward service."""
+    """Time limit of one trajectory. With `pipeline.deterministic` only the workflow's own time
+    counts, without waits for engines and the reward service."""
     step_seconds: Seconds = 7200
-    """Longest step, rollout and training together."""
+    """Time limit of one step, rollout and training together."""
     trajectory_retries: int = Field(default=0, ge=0, le=100)
-    """A trajectory whose environment or tool failed is begun anew at most so often, with its seed
-    and within its `trajectory_seconds`; then it fails. Nothing is kept of a failed attempt."""
+    """Retries of a trajectory whose environment or tool failed, with the same seed and within
+    `trajectory_seconds`. Nothing is kept of a failed attempt."""
     max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
     """The job fails when more than this fraction of a step's trajectories fail."""
     max_concurrent_trajectories: int = Field(default=1024, ge=1, le=MAX_TRAJECTORIES)
     """Trajectories in flight at once."""
     worker_deaths: int = Field(default=3, ge=1, le=1_000_000)
-    """The job fails when this many worker processes died one after another while they did one and
-    the same trajectory or step: what kills them would kill the next one too. So it does when this
-    many orchestrators died just after they had launched it."""
+    """The job fails when this many worker processes in succession died at the same trajectory or
+    step, or this many orchestrators just after they launched the job."""
 
 
 class LoggingSpec(Section):

@@ -44,12 +44,12 @@ class JobSpec(Section):
     seed: Seed = 0
     """Root of all randomness of the job."""
     workflow: str | None = None
-    """`package.module:attribute`: an async function of (query, agents, tools). Language models
-    play it, and need it."""
+    """`package.module:attribute`: an async function of (query, agents, tools). Needed by
+    language models."""
     tasks: TasksSpec | None = None
-    """Where queries come from. As `workflow`."""
+    """Source of queries. Needed by language models."""
     environment: EnvironmentSpec | None = None
-    """What policies that are networks play, instead of `workflow` and `tasks`."""
+    """Environment of networks, instead of `workflow` and `tasks`."""
     agents: dict[str, AgentSpec] = Field(min_length=1, max_length=MAX_AGENTS)
     """The roles of the workflow or environment by name."""
     policies: dict[str, PolicySpec] = Field(min_length=1, max_length=MAX_POLICIES)
@@ -57,19 +57,18 @@ class JobSpec(Section):
     tools: dict[str, FunctionSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
     """Functions that the workflow may call: `await tools.call(name, ...)`."""
     rewards: dict[str, FunctionSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
-    """Functions called with each finished trajectory; each returns rewards per agent, which add up
-    with those that the workflow returns."""
+    """Functions that are called with each finished trajectory. Their rewards per agent are added to
+    those that the workflow returns."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
-    """How rewards become gradients."""
+    """Policy optimization."""
     pipeline: PipelineSpec
-    """How rollout and training take turns."""
+    """How rollout and training are interleaved."""
     population: PopulationSpec | None = None
-    """Pools of frozen versions that learners play against; left out, agents are always played by
-    their own policies."""
+    """Pools of frozen versions that learners play against. Default: none."""
     balancing: BalancingSpec = BalancingSpec()
-    """How engines move between policies."""
+    """Moves of engines between policies."""
     routing: RoutingSpec = RoutingSpec()
-    """How turns find engines."""
+    """Routing of turns to engines."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Held-out evaluation."""
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -77,7 +76,7 @@ class JobSpec(Section):
     limits: LimitsSpec = LimitsSpec()
     """Deadlines and bounds."""
     logging: LoggingSpec = LoggingSpec()
-    """Where metrics go."""
+    """Metric sinks."""
 
     _defaults = model_validator(mode="before")(with_defaults)
 
@@ -153,7 +152,7 @@ class JobSpec(Section):
                 )
             if self.environment is not None:
                 check_pools(self, pools)
-            # As if the job named them: whoever serves policies serves these.
+            # Added to the job, so that they are served like all other policies.
             self.policies.update(pools.added(self.population, own))
         return self
 
@@ -346,7 +345,7 @@ class JobSpec(Section):
                 raise ValueError(
                     f"routing.affinity.agents: '{agent}' is not an agent; known: {known}"
                 )
-        # Engines without pools are of their workers' classes, which are not known here.
+        # Engines without pools have the device class of their worker, which is unknown here.
         pools = [policy.engine.pools for policy in self.policies.values()]
         if all(pools):
             classes = {pool.device_class for some in pools for pool in some}
@@ -367,13 +366,13 @@ class JobSpec(Section):
 
     @property
     def correction(self) -> Correction:
-        """The importance correction in force."""
+        """The importance correction, default resolved."""
         if self.algorithm.correction is not None or self.pipeline.mode != "async":
             return self.algorithm.correction or "none"
         return "truncated" if self.algorithm.loss == "ppo_clip" else "masked"
 
     def constant_tokens(self, policy: str) -> int:
-        """What `normalize: constant` divides by for each sequence of a policy, in tokens."""
+        """Divisor of `normalize: constant` per sequence of a policy, in tokens."""
         agents = {name for name, agent in self.agents.items() if agent.policy == policy}
         if (pools := self.pools) is not None:
             agents.update(pools.seats[policy])
@@ -382,7 +381,7 @@ class JobSpec(Section):
 
     @cached_property
     def pools(self) -> Pools | None:
-        """What the population section means here; None where there is none."""
+        """The pools of the population; None without one."""
         if self.population is None:
             return None
         own = {name: policy for name, policy in self.policies.items() if "--" not in name}
@@ -390,12 +389,12 @@ class JobSpec(Section):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Frozen policies that the population section adds, which no trainer has."""
+        """Frozen policies that the population adds."""
         return () if self.pools is None else self.pools.slots
 
     def roster(self, policy: str) -> tuple[str, ...]:
-        """The agents that a policy may ever play, whoever else does: its own, and those that a
-        population has it take. A network is made for these."""
+        """All agents that a policy may play: its own, and those that a population assigns to it. A
+        network has inputs for these."""
         own = {name for name, agent in self.agents.items() if agent.policy == policy}
         if self.pools is not None:
             own.update(self.pools.roster(policy))
@@ -403,7 +402,7 @@ class JobSpec(Section):
 
     @property
     def _dangling(self) -> bool:
-        """Whether an agent names a policy that there is not."""
+        """Whether an agent names an unknown policy."""
         return any(agent.policy not in self.policies for agent in self.agents.values())
 
     @property

@@ -1,11 +1,11 @@
-"""Addresses: what of them may be shown, and that those of the cluster are reached without a proxy.
+"""Addresses: removal of secrets from URLs, loopback, and calls without a proxy.
 
-A URL may hold a password (`redis://:secret@host`, `https://user:secret@host`), and addresses stand
-in errors and logs, which are copied into issues and chats: `without_secrets` is applied to both.
+A URL may hold a password (`redis://:secret@host`, `https://user:secret@host`); `without_secrets` is
+applied to all errors and logs.
 
-`http_proxy` and its kin are for the world outside. Calls to loopback and to services of the cluster
-go straight, by gRPC (`troupe.rpc.channel`) and by whatever HTTP client runs in a process of the
-cluster (`go_straight`), unless `TROUPE_PROXY=1`.
+`http_proxy` and similar variables are for external hosts. Calls to loopback and to services of the
+cluster use no proxy, neither in gRPC (`troupe.rpc.channel`) nor in HTTP clients of the cluster's
+processes (`bypass_proxy`), unless `TROUPE_PROXY=1`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 HIDDEN: Final = "***"
 PROXY_VARIABLE: Final = "TROUPE_PROXY"
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
-# What libraries read: curl and Python the small one first, others the large one, gRPC its own.
+# curl and Python read the lower-case variable first, others the upper-case one, gRPC its own.
 _EXCEPTIONS: Final = ("no_proxy", "NO_PROXY")
 _GRPC_EXCEPTIONS: Final = "no_grpc_proxy"
 
 _WORD: Final = re.compile(r"\S+")
-# What stands behind "://" where there is no user: a host, and what ends it.
+# Host and port behind "://" of a URL without a user.
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d{1,5})?(?=[/?#]|$)")
 _SECRET_PARAMETER: Final = re.compile(
     r"([?&](?:password|passwd|pwd|token|access_token|auth|secret|api[_-]?key|key|signature|sig)=)"
@@ -42,10 +42,10 @@ def without_secrets(text: str) -> str:
 
 
 def _hide_user(found: re.Match[str]) -> str:
-    """A word, with the user of the URLs in it hidden.
+    """Hide user and password of the URLs in a word.
 
-    An "@" behind a host, as in a path, hides nothing. A password that was not encoded may hold
-    whatever a URL may: what is no host and has an "@" behind it is hidden up to the last one.
+    An "@" after a host, as in a path, hides nothing. An unencoded password may hold any character:
+    text that is not a host is hidden up to the last "@".
     """
     word = found.group()
     last = word.rfind("@")
@@ -67,7 +67,7 @@ def host_of(address: str) -> str:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether `host`, a name or an address, can only mean this machine."""
+    """Whether `host`, a name or an address, is loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -75,20 +75,20 @@ def is_loopback_host(host: str) -> bool:
 
 
 def may_use_proxy() -> bool:
-    """Whether the environment says that calls within the cluster go through its proxy."""
+    """Whether TROUPE_PROXY sends calls within the cluster through the proxy, too."""
     return os.environ.get(PROXY_VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
 
 
-def go_straight(addresses: Iterable[str] = ()) -> None:
-    """Have HTTP clients of this process, and of those that it starts, reach loopback and the hosts
-    of `addresses` (host:port, or URLs) without a proxy, whatever `http_proxy` says.
+def bypass_proxy(addresses: Iterable[str] = ()) -> None:
+    """Set `no_proxy` so that HTTP clients of this process and its children reach loopback and the
+    hosts of `addresses` (host:port, or URLs) without a proxy.
 
-    Clients read the exceptions when they are made: call this before.
+    Clients read the variables when they are constructed: call this before.
     """
     hosts = [host for host in map(host_of, addresses) if host]
     straight = [*_LOOPBACK, *([] if may_use_proxy() else hosts)]
     names = [*_EXCEPTIONS, *([_GRPC_EXCEPTIONS] if _GRPC_EXCEPTIONS in os.environ else [])]
-    # Both are written alike: libraries differ in which of the two they read.
+    # Both get one value: libraries differ in which of the two they read.
     for name in names:
         before = os.environ.get(name) or os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
         known = [one.strip() for one in (before or "").split(",") if one.strip()]

@@ -1,10 +1,10 @@
-"""Channels: how everything in Troupe calls a service.
+"""gRPC channels to services, with deadlines, retries, credentials, trace context and typed errors.
 
-A channel from here bounds every unary call with a deadline, repeats what may be repeated, sends
-the bearer token, the trace context and the job/policy/trajectory ids that the log is bound to,
-and raises `TroupeError` instead of `grpc.RpcError`. Streams are not repeated: their caller knows
-where to take them up again. Who leaves a stream early calls its `cancel()`; otherwise the server
-goes on until the garbage collector finds the call.
+A channel gives every unary call a deadline, retries it by `RetryPolicy`, sends the bearer token,
+the trace context and the job/policy/trajectory ids of the log context, and raises `TroupeError`
+instead of `grpc.RpcError`. Streams are not retried: their callers resume them. A caller that
+leaves a stream early must call its `cancel()`; otherwise the server goes on until the call is
+garbage-collected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from troupe.rpc.faults import Twice, faults_of
 from troupe.rpc.settings import ClientSettings
 from troupe.rpc.tokens import local_token
 
-# What of the log's context travels with a call, as `troupe-job-id` and so on.
+# Keys of the log context that are sent with a call, as `troupe-job-id` and so on.
 CONTEXT_IDS: Final = ("job_id", "policy", "trajectory_id")
 
 
@@ -35,15 +35,13 @@ def context_key(name: str) -> str:
 
 
 def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Channel:
-    """An asyncio channel to the service at `address` ("host:port"). Connects when first used.
+    """An asyncio channel to the service at `address` ("host:port"). Connects on first use.
 
-    Where `settings` hold no token, a service of this user's embedded cluster is sent its own.
-
-    TLS is for hosts and ports: who reaches a socket ("unix:PATH") the file system has let in, and
-    no certificate names it.
+    Without a token in `settings`, the token of this user's embedded cluster is used for its own
+    services. TLS is not used for Unix sockets ("unix:PATH"), which file permissions protect.
     """
     settings = settings or ClientSettings.of_environment()
-    common = _Common(address, settings)
+    common = _ChannelContext(address, settings)
     interceptors: list[Any] = [_AioUnary(common), _AioStream(common), _AioDuplex(common)]
     options = _options(address, settings)
     if (credentials := _credentials(address, settings)) is not None:
@@ -54,10 +52,10 @@ def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Ch
 def connect_sync(
     address: str, settings: ClientSettings | None = None, *, no_threads: bool = False
 ) -> grpc.Channel:
-    """`connect` for callers without an event loop. (`stub.Method.future` blocks: it retries.)
+    """`connect` for callers without an event loop. (`stub.Method.future` blocks, since it retries.)
 
-    `no_threads`: a stream of responses is read by who iterates over it, and no thread of gRPC's
-    is begun for it: half a millisecond.
+    `no_threads`: response streams are read in the iterating thread; starting a thread of gRPC costs
+    half a millisecond.
     """
     settings = settings or ClientSettings.of_environment()
     options = _options(address, settings)
@@ -67,7 +65,7 @@ def connect_sync(
         channel = grpc.secure_channel(address, credentials, options)
     else:
         channel = grpc.insecure_channel(address, options)
-    return grpc.intercept_channel(channel, _Sync(_Common(address, settings)))
+    return grpc.intercept_channel(channel, _Sync(_ChannelContext(address, settings)))
 
 
 def channel_options(max_message_mib: int) -> list[tuple[str, Any]]:
@@ -76,19 +74,19 @@ def channel_options(max_message_mib: int) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", limit),
         ("grpc.max_send_message_length", limit),
-        # A peer that vanished without a FIN is noticed within 30 s.
+        # Detects a peer that vanished without a FIN within 30 s.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
-        # A proxy for the world outside has no part in calls between services.
+        # No proxy between services.
         ("grpc.enable_http_proxy", 0),
-        # Retries live in troupe.rpc.retry and nowhere else.
+        # Retries are done by troupe.rpc.retry only.
         ("grpc.enable_retries", 0),
-        # By default a channel whose peer was away tries again only after up to two minutes.
+        # The default backoff of reconnections grows to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 500),
-        # Channels of one process to one address must not share a broken connection's backoff.
+        # Otherwise all channels to an address share a broken connection and its backoff.
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
@@ -118,15 +116,15 @@ def _credentials(address: str, settings: ClientSettings) -> grpc.ChannelCredenti
     return grpc.ssl_channel_credentials(pem["tls_ca"], pem["tls_key"], pem["tls_cert"])
 
 
-class _Common:
-    """What all interceptors of one channel share."""
+class _ChannelContext:
+    """Address, settings, credentials and metadata that the interceptors of a channel share."""
 
     def __init__(self, address: str, settings: ClientSettings) -> None:
         self._address = address
         self.settings = settings
         token = settings.token or local_token(address)
         self._authorization = None if token is None else f"Bearer {token.get_secret_value()}"
-        # None but in tests of what happens when the network misbehaves.
+        # Set in tests of network faults only.
         self.faults = faults_of(address)
 
     def target(self, details: grpc.ClientCallDetails) -> str:
@@ -165,7 +163,7 @@ def _closed(target: str) -> FailedPrecondition:
 
 
 class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
-    def __init__(self, common: _Common) -> None:
+    def __init__(self, common: _ChannelContext) -> None:
         self._common = common
 
     async def intercept_unary_unary(
@@ -198,7 +196,7 @@ class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
     async def _misbehave(
         self, continuation: Callable[[Any, Any], Awaitable[Any]], details: Any, request: Any
     ) -> Any:
-        """The call, late or twice; once answered it is awaited. Raises `grpc.RpcError`."""
+        """Make the call late or twice, as the faults say; awaits it. Raises `grpc.RpcError`."""
         faults = self._common.faults
         assert faults is not None
         if pause := faults.pause():
@@ -210,7 +208,7 @@ class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
             try:
                 await second
             except grpc.RpcError:
-                pass  # who repeats a message does not listen to its answer
+                pass  # the answer of the duplicate is ignored
             except BaseException:
                 call.cancel()
                 raise
@@ -222,9 +220,9 @@ class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
 
 
 class _AioReader:
-    """What streams of responses have in common, whatever goes the other way."""
+    """Base class of the interceptors of response streams."""
 
-    def __init__(self, common: _Common) -> None:
+    def __init__(self, common: _ChannelContext) -> None:
         self._common = common
 
     async def _open(
@@ -246,7 +244,7 @@ class _AioReader:
                 error, target=self._common.target(details), timeout=details.timeout
             ) from None
         finally:
-            # A reader that stops early tells the server so.
+            # Tell the server when the reader stops early.
             call.cancel()
 
 
@@ -271,7 +269,7 @@ class _AioDuplex(_AioReader, grpc.aio.StreamStreamClientInterceptor):  # type: i
 
 
 class _Sync(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    def __init__(self, common: _Common) -> None:
+    def __init__(self, common: _ChannelContext) -> None:
         self._common = common
 
     def intercept_unary_unary(

@@ -1,7 +1,10 @@
 """Typed errors: what a failed call means, which field is at fault, and what to do about it.
 
-A service raises one; it crosses the wire as a gRPC status that carries a `Problem`; the caller
-gets the same class back. Nobody outside this package looks at a `grpc.RpcError`.
+A service raises one; it is sent as a gRPC status with a `Problem`; the caller gets the same class
+back. Only this package handles `grpc.RpcError`.
+
+A new kind of error is a subclass with `default_kind`, and with `default_field` and `default_remedy`
+where all its instances share them.
 """
 
 from __future__ import annotations
@@ -21,18 +24,18 @@ from troupe.rpc.addresses import without_secrets
 from troupe.v1 import common_pb2 as pb
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
-# All headers of a response must fit into 8 KiB, and the text crosses twice (status and detail):
-# in bytes as they cross, of which a character of other alphabets needs up to twelve.
+# Bytes on the wire. All headers of a response must fit into 8 KiB, and the text is sent twice
+# (status and detail), percent-encoded: up to twelve bytes per character.
 _MESSAGE_LIMIT: Final = 1500
 _FIELD_LIMIT: Final = 300
 _PRINTABLE: Final = "".join(chr(one) for one in range(0x20, 0x7F) if one != ord("%"))
-# Of a text in an error that stays in its process.
+# Characters of a text in an error that is not sent.
 _TEXT_LIMIT: Final = 16_000
 _TOO_LARGE: Final = re.compile(r"(Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
 
 
-def _told(value: object) -> str:
-    """`value` as an error tells it; secrets go before it is cut, while they can be recognised."""
+def _safe(value: object) -> str:
+    """`value` as bounded text without secrets, which are removed before cutting."""
     given = without_secrets(value) if type(value) is str else value
     return without_secrets(safe_text(given, _TEXT_LIMIT))
 
@@ -40,12 +43,14 @@ def _told(value: object) -> str:
 class TroupeError(Exception):
     """A failure with a stable `kind`, and where known the field, its value and the remedy.
 
-    `code` is the gRPC status that it crosses the wire with, `default_kind` what `kind` is unless
-    the raiser names a narrower one.
+    `code` is its gRPC status. `default_kind`, `default_field` and `default_remedy` apply unless the
+    raiser gives others.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
     default_kind: ClassVar[str] = "unknown"
+    default_field: ClassVar[str | None] = None
+    default_remedy: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -57,13 +62,15 @@ class TroupeError(Exception):
         remedy: str | None = None,
         retry_after_ms: int | None = None,
     ) -> None:
-        # They may quote what users' code said, and have to cross the wire.
-        self.message = _told(message)
+        field = self.default_field if field is None else field
+        remedy = self.default_remedy if remedy is None else remedy
+        # Texts may quote user code, and have to be sendable.
+        self.message = _safe(message)
         super().__init__(self.message)
         self.kind = kind or self.default_kind
-        self.field = None if field is None else _told(field)
-        self.value = None if value is None else _told(value)
-        self.remedy = None if remedy is None else _told(remedy)
+        self.field = None if field is None else _safe(field)
+        self.value = None if value is None else _safe(value)
+        self.remedy = None if remedy is None else _safe(remedy)
         self.retry_after_ms = retry_after_ms
 
     def __str__(self) -> str:
@@ -80,7 +87,7 @@ class TroupeError(Exception):
         return (_rebuild, (type(self), self.to_problem().SerializeToString()))
 
     def to_problem(self) -> pb.Problem:
-        """The message that describes this error on the wire, in job records and in events."""
+        """The message that describes this error in gRPC calls, job records and events."""
         problem = pb.Problem(kind=self.kind, message=_clip_bytes(self.message, _MESSAGE_LIMIT))
         if self.field is not None:
             problem.field = _clip_bytes(self.field, _FIELD_LIMIT)
@@ -94,7 +101,7 @@ class TroupeError(Exception):
 
     @staticmethod
     def from_problem(problem: pb.Problem, code: grpc.StatusCode | None = None) -> TroupeError:
-        """The error that `problem` describes; its class follows `code`, else the kind."""
+        """The error that `problem` describes; its class is given by `code`, else by the kind."""
         if code is not None:
             cls = _BY_CODE.get(code, TroupeError)
         else:
@@ -110,70 +117,70 @@ class TroupeError(Exception):
 
 
 class InvalidArgument(TroupeError):
-    """The request is wrong in itself; repeating it cannot help."""
+    """The request is invalid; repeating it does not help."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     default_kind = "invalid_argument"
 
 
 class NotFound(TroupeError):
-    """The thing named does not exist."""
+    """The named object does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
     default_kind = "not_found"
 
 
 class AlreadyExists(TroupeError):
-    """The name is taken by something else."""
+    """The name is in use by another object."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
     default_kind = "already_exists"
 
 
 class FailedPrecondition(TroupeError):
-    """The system is in a state in which this call makes no sense."""
+    """The call is not allowed in the present state of the system."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     default_kind = "failed_precondition"
 
 
 class ResourceExhausted(TroupeError):
-    """Full, or over a limit. With `retry_after_ms` it is worth repeating."""
+    """A capacity or limit is exceeded. With `retry_after_ms` the call may be repeated."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     default_kind = "resource_exhausted"
 
 
 class DeadlineExceeded(TroupeError):
-    """A wait ended without what it waited for."""
+    """A deadline passed."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     default_kind = "deadline_exceeded"
 
 
 class Unavailable(TroupeError):
-    """The service cannot be reached now, is starting, or is shutting down."""
+    """The service cannot be reached, is starting, or is shutting down."""
 
     code = grpc.StatusCode.UNAVAILABLE
     default_kind = "unavailable"
 
 
 class Internal(TroupeError):
-    """A fault of Troupe itself."""
+    """A bug or failure inside of Troupe."""
 
     code = grpc.StatusCode.INTERNAL
     default_kind = "internal"
 
 
 class Aborted(TroupeError):
-    """Someone else won: a claim was superseded, a lease lost."""
+    """The call lost against a concurrent one: a claim was superseded, a lease lost."""
 
     code = grpc.StatusCode.ABORTED
     default_kind = "aborted"
 
 
 class Unauthenticated(TroupeError):
-    """No bearer token, or a wrong one."""
+    """The bearer token is missing or wrong."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     default_kind = "unauthenticated"
@@ -187,7 +194,7 @@ class Unimplemented(TroupeError):
 
 
 class DataLoss(TroupeError):
-    """Bytes are not what they were when they were written."""
+    """Stored bytes are corrupt."""
 
     code = grpc.StatusCode.DATA_LOSS
     default_kind = "data_loss"
@@ -212,7 +219,7 @@ _BY_KIND: Final = {cls.default_kind: cls for cls in _CLASSES}
 
 
 def undecodable(raw: bytes, error: Exception) -> InvalidArgument:
-    """The error of a request whose bytes `raw` are not the message of its call."""
+    """The error of a request whose bytes `raw` cannot be decoded."""
     return InvalidArgument(
         f"these {len(raw):,} bytes are not the request of this call: {error}",
         kind="undecodable_request",
@@ -243,7 +250,7 @@ def from_status(text: bytes) -> TroupeError:
 def from_rpc_error(
     error: grpc.RpcError, *, target: str = "", timeout: float | None = None
 ) -> TroupeError:
-    """The typed error of a failed call, whoever produced it.
+    """The typed error of a failed call, of the service or of gRPC itself.
 
     `target` ("method at address") and `timeout` (seconds that the caller gave it) are named in
     errors that gRPC itself made: no server, no answer in time, a message over the size limit.
@@ -271,7 +278,7 @@ def from_rpc_error(
             remedy="Check that the service runs and that the address is right.",
         )
     if code is grpc.StatusCode.CANCELLED:
-        # Our own cancellation surfaces as asyncio.CancelledError; this one came from the peer.
+        # A cancellation by the peer; the caller's own is an asyncio.CancelledError.
         return Unavailable(f"the server gave the call up{where}", kind="cancelled_by_server")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         limit = "in time" if timeout is None else f"within {timeout:g} s"
@@ -281,7 +288,7 @@ def from_rpc_error(
 
 
 def port_error(host: str, port: int, variable: str, error: Exception) -> TroupeError:
-    """The error that names the port and what to do about it."""
+    """The error of a port that cannot be bound, with a remedy; `variable` is its setting."""
     number = getattr(error, "errno", errno.EADDRINUSE)
     if number == errno.EADDRINUSE:
         return Unavailable(
@@ -330,8 +337,8 @@ def _clip(text: str, limit: int) -> str:
 
 
 def _clip_bytes(text: str, limit: int, encoded: Callable[[str], bytes | str] = str.encode) -> str:
-    """`text` cut so that `encoded` makes at most `limit` bytes of it; halves of surrogate pairs,
-    which no encoding knows, as `\\udXXX`."""
+    """`text` cut to at most `limit` bytes after `encoded`; halves of surrogate pairs become
+    `\\udXXX`."""
     text = _clip(text, limit).encode(errors="backslashreplace").decode()
     if len(encoded(text)) <= limit:
         return text
@@ -344,7 +351,7 @@ def _clip_bytes(text: str, limit: int, encoded: Callable[[str], bytes | str] = s
 
 
 def _percent_encoded(text: str) -> str:
-    """As the header `grpc-message` carries it."""
+    """`text` as in the header `grpc-message`."""
     return quote(text, safe=_PRINTABLE)
 
 

@@ -1,11 +1,11 @@
-"""Faults of the network that a client makes itself: calls that come twice, calls that come late.
+"""Injected network faults: clients that send calls twice or late.
 
-Off unless `TROUPE_FAULTS` is set, which only tests and `troupe chaos` do:
+Off unless `TROUPE_FAULTS` is set, as tests and `troupe chaos` do:
 
     TROUPE_FAULTS="duplicate=0.05,delay=0.1:0.2,seed=7"
 
 sends one in twenty mutating calls a second time under its request id, and one in ten of all unary
-calls up to 0.2 s late. Whatever it does, no result may change: that is what it is for.
+calls up to 0.2 s late. No result may change because of it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class Twice(Enum):
 
     NO = "no"
     AFTER = "after"
-    """When the first has been answered; the caller sees the second answer."""
+    """After the first has been answered; the caller gets the second answer."""
     TOGETHER = "together"
-    """At the same moment; the caller sees the first answer."""
+    """Concurrently; the caller gets the first answer."""
 
 
 @dataclass(frozen=True)
 class FaultSettings:
-    """How often what goes wrong. Probabilities are per call."""
+    """Probabilities of faults per call."""
 
     duplicate: float = 0.0
     delay: float = 0.0
-    # A late call waits up to so long.
+    # Upper bound of the delay of a late call.
     delay_seconds: float = 0.0
     seed: int = 0
 
     @staticmethod
     def parse(text: str) -> FaultSettings:
-        """From `duplicate=P,delay=P:SECONDS,seed=N`, in any order, each at most once.
+        """Parse `duplicate=P,delay=P:SECONDS,seed=N`, in any order.
 
-        Raises `InvalidArgument` naming the part that is wrong.
+        Raises `InvalidArgument` with the wrong part.
         """
         values: dict[str, Any] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -69,7 +69,7 @@ class FaultSettings:
         return FaultSettings(**values)
 
     def text(self) -> str:
-        """What `parse` takes."""
+        """The settings as text for `parse`."""
         return (
             f"duplicate={self.duplicate:g},delay={self.delay:g}:{self.delay_seconds:g},"
             f"seed={self.seed}"
@@ -77,22 +77,22 @@ class FaultSettings:
 
 
 class Faults:
-    """Draws for each call of one channel what happens to it."""
+    """Draws the faults of each call of one channel."""
 
     def __init__(self, settings: FaultSettings, address: str) -> None:
-        """The draws depend on the seed, on `address` and on the order of calls."""
+        """Draws depend on the seed, on `address` and on the order of calls."""
         self._settings = settings
         self._random = random.Random(f"{settings.seed}/{address}")
 
     def pause(self) -> float:
-        """Seconds that the next call is late; nearly always 0."""
+        """Delay of the next call in seconds; 0 for most calls."""
         settings = self._settings
         if self._random.random() >= settings.delay:
             return 0.0
         return self._random.uniform(0.0, settings.delay_seconds)
 
     def twice(self, request: Any) -> Twice:
-        """Whether `request`, if it changes anything, is sent a second time."""
+        """Whether and how `request`, if it is mutating, is sent a second time."""
         if not getattr(request, "request_id", ""):
             return Twice.NO
         if self._random.random() >= self._settings.duplicate:

@@ -1,5 +1,4 @@
-"""Ids: those that the caller of a mutating RPC makes, so that repeating the call has no second
-effect, and those of events in a job's log."""
+"""Ids of requests, which make mutating RPCs idempotent; checks of names and event ids."""
 
 from __future__ import annotations
 
@@ -10,24 +9,24 @@ from typing import Final
 
 from troupe.rpc.errors import InvalidArgument
 
-# Of the operating system's randomness only the seed: asking it for every id is a system call, for
-# which a thread lets go of the interpreter and then waits for it, thousands of times per step.
+# Seeded by the operating system once: a system call per id would release the interpreter lock and
+# wait for it again, thousands of times per step.
 _numbers = random.Random(os.urandom(32))
 os.register_at_fork(after_in_child=lambda: _numbers.seed(os.urandom(32)))
 
 
 def new_id(prefix: str = "") -> str:
-    """A fresh id, `{prefix}-{32 hex digits}`. Make it once per intention, not once per attempt."""
+    """A new id, `{prefix}-{32 hex digits}`. Make one per operation, not one per attempt."""
     fresh = f"{_numbers.getrandbits(128):032x}"
     return f"{prefix}-{fresh}" if prefix else fresh
 
 
-# Of jobs and policies: also the name of a directory.
+# Ids of jobs and names of policies, which are also names of directories.
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_name(field: str, value: str) -> str:
-    """`value`, the id of a job or the name of a policy. Raises `InvalidArgument`."""
+    """Return `value` if it is a valid job id or policy name. Raises `InvalidArgument`."""
     if not _NAME.fullmatch(value):
         raise InvalidArgument(
             "must be 1 to 128 letters, digits, '.', '_' or '-', and begin with a letter or digit",
@@ -38,7 +37,7 @@ def check_name(field: str, value: str) -> str:
     return value
 
 
-# As Redis makes them for the entries of a stream: milliseconds, and a number among those.
+# Ids of Redis stream entries: milliseconds, and a sequence number.
 _EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 

@@ -1,4 +1,4 @@
-"""What a client needs to know to call a service: secrets, limits, deadlines."""
+"""Client settings of gRPC channels: credentials, limits, deadlines, retries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _sendable(token: SecretStr) -> SecretStr:
 
 
 Token = Annotated[SecretStr, AfterValidator(_sendable)]
-"""A bearer token as calls carry it."""
+"""A bearer token, valid as a gRPC header."""
 
 
 class ClientSettings(BaseSettings):
@@ -31,32 +31,31 @@ class ClientSettings(BaseSettings):
     )
 
     token: Token | None = None
-    """Bearer token that the services were started with."""
+    """Bearer token of the cluster."""
     tls_ca: Path | None = None
-    """PEM file of the authority that signed the services' certificate; turns TLS on."""
+    """PEM file of the certificate authority of the services; enables TLS."""
     tls_cert: Path | None = None
-    """PEM certificate of this client, where the services ask for one."""
+    """PEM certificate of this client, for services that require one."""
     tls_key: Path | None = None
     """PEM key of `tls_cert`."""
     deadline_seconds: float = Field(default=60, gt=0)
-    """Deadline of a unary call that names none. All attempts together."""
+    """Default deadline of unary calls, over all attempts."""
     max_message_mib: int = Field(default=64, gt=0, le=2047)
-    """Largest message, either way."""
+    """Maximum message size in either direction."""
     proxy: bool = False
-    """Reach other hosts through the proxy that `http_proxy` or `grpc_proxy` names; loopback never
-    is."""
+    """Reach other hosts through the proxy of `http_proxy` or `grpc_proxy`; never loopback."""
     retry: RetryPolicy = RetryPolicy()
-    """How calls are repeated."""
+    """Retries of unary calls."""
 
     @staticmethod
     def of_environment() -> ClientSettings:
-        """What `TROUPE_*` says. Raises `InvalidArgument`, which names the first variable that is
-        not as it must be."""
+        """Read the settings from `TROUPE_*`. Raises `InvalidArgument` with the first bad
+        variable."""
         remedy = "Correct the variable, or unset it."
         try:
             return ClientSettings()
         except SettingsError as error:
-            # Of a variable that holds JSON: the message says which field.
+            # A variable that holds JSON; the message names the field.
             raise InvalidArgument(str(error), field="TROUPE_*", remedy=remedy) from None
         except ValidationError as error:
             fault = error.errors()[0]

@@ -1,12 +1,11 @@
-"""Bearer tokens of the clusters that run on this machine: where they are kept, how they are found.
+"""Bearer tokens of clusters on this machine, and sign-in links of the control panel.
 
-An embedded cluster has a token of its own, in a file of its data directory that only its user
-reads. So that programs of that user need not be told which data directory an address belongs to,
-the supervisor names both in a record below a directory that is this user's alone, and holds a lock
-on it for as long as it lives: what a dead cluster left is never believed.
+An embedded cluster keeps its token in a file of its data directory that only its user can read. So
+that programs of that user find the token by address, the supervisor writes both into a record in a
+private directory and holds a lock on it while it lives; records without a lock are ignored.
 
-Browsers cannot send a token, so the panel takes sessions: a link with a code that is good once
-(`LinkCodes`) opens one, a cookie carries it. Both are signed with the token, and end with it.
+Browsers cannot send a token. A link with a one-time code (`LinkCodes`) opens a session, which a
+cookie carries. Both are signed with the token and become invalid with it.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ _SESSION_SECONDS: Final = 7 * 24 * 3600.0
 
 
 def read_token(path: Path) -> SecretStr | None:
-    """The token in the file `path`; None when there is none, or when others may have put it there.
-
-    Only a plain file of this user is read that nobody else may read or write.
-    """
+    """The token in the file `path`; None unless it is a regular file of this user with no access
+    for others."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -52,14 +49,14 @@ def read_token(path: Path) -> SecretStr | None:
 
 
 def is_loopback_address(address: str) -> bool:
-    """Whether only this machine answers at `address` ("host:port")."""
+    """Whether `address` ("host:port") is loopback."""
     return is_loopback_host(host_of(address))
 
 
 def local_token(address: str) -> SecretStr | None:
-    """The token of this user's embedded cluster of which a service is at `address` ("host:port").
+    """The token of this user's embedded cluster that has a service at `address` ("host:port").
 
-    None for addresses of other machines, and where no such cluster runs.
+    None for other machines, and where no such cluster runs.
     """
     if not is_loopback_address(address):
         return None
@@ -77,14 +74,14 @@ def local_token(address: str) -> SecretStr | None:
 
 
 class ClusterRecord:
-    """Says, for as long as it is open, which token the services at some addresses take."""
+    """The record of a running cluster: token file and addresses, locked while it is open."""
 
     def __init__(self, cluster_id: str, token_file: Path, addresses: Iterable[str]) -> None:
-        """Raises OSError: the directory of records is another user's, or memory is full."""
+        """Raises OSError when the directory of records is another user's or the disk is full."""
         directory = private_directory(_records())
         _sweep(directory)
         self._path = directory / f"{cluster_id}.json"
-        # Under another name until it is locked: whoever finds one that is not, removes it.
+        # Renamed once it is locked: other processes remove records without a lock.
         draft = self._path.with_suffix(".new")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(draft, flags, 0o600)
@@ -99,22 +96,22 @@ class ClusterRecord:
             raise
 
     def close(self) -> None:
-        """The addresses are free again."""
+        """Remove the record."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 class LinkCodes:
-    """Codes of links that sign a browser in, each once, and the sessions that they open."""
+    """One-time codes of sign-in links, and the sessions that they open."""
 
     def __init__(self, token: SecretStr) -> None:
-        """Codes that were made before this moment are not taken: who made this knew of no use."""
+        """Codes from before now are refused: it is unknown whether they were used."""
         self._key = token.get_secret_value().encode()
         self._since = time.time()
         self._used: dict[str, float] = {}
 
     def redeem(self, code: str) -> bool:
-        """Whether `code` is good, which it is once."""
+        """Accept a valid code once; False for others."""
         now = time.time()
         self._used = {one: made for one, made in self._used.items() if made > now - _LINK_SECONDS}
         made = self._made(code, "link")
@@ -126,16 +123,16 @@ class LinkCodes:
         return True
 
     def session(self) -> str:
-        """A new session, as a cookie carries it."""
+        """The cookie value of a new session."""
         return _signed(self._key, "session", time.time())
 
     def is_session(self, cookie: str) -> bool:
-        """Whether `cookie` is a session that is still open."""
+        """Whether `cookie` is a valid session."""
         made = self._made(cookie, "session")
         return made is not None and made > time.time() - _SESSION_SECONDS
 
     def _made(self, text: str, purpose: str) -> float | None:
-        """When `text` was signed for `purpose`; None: it was not."""
+        """The time at which `text` was signed for `purpose`; None: invalid signature."""
         body, _, signature = text.rpartition(".")
         expected = _signature(self._key, purpose, body)
         if not hmac.compare_digest(signature.encode("utf-8", "replace"), expected.encode()):
@@ -144,8 +141,8 @@ class LinkCodes:
 
 
 def one_time_link(panel_url: str, token: SecretStr) -> str:
-    """An address of the panel at `panel_url` that signs in the browser which opens it first."""
-    # Rounded up: never before the panel's start within the second in which it started.
+    """A link to the panel at `panel_url` that signs in the first browser that opens it."""
+    # Rounded up, so that it is not before the panel's start in the same second.
     code = _signed(token.get_secret_value().encode(), "link", time.time() + 1)
     return f"{panel_url}/session?code={code}"
 
@@ -164,7 +161,7 @@ def _records() -> Path:
 
 
 def _read_live(path: Path) -> dict[str, Any] | None:
-    """The record at `path` if its supervisor lives; it must be this user's, and so its directory.
+    """The record at `path` if its supervisor lives; file and directory must be this user's.
 
     Raises OSError, ValueError.
     """
@@ -181,7 +178,7 @@ def _read_live(path: Path) -> dict[str, Any] | None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what clusters left whose supervisor was killed."""
+    """Remove records of clusters whose supervisor was killed."""
     for path in directory.glob("*.json"):
         with contextlib.suppress(OSError), open(path, "rb", opener=_no_link) as file:
             if not _is_locked(file.fileno()):

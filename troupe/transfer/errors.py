@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from troupe.rpc.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -19,10 +17,11 @@ class TransferError(TroupeError):
     """Base of all transfer errors."""
 
     default_kind = "transfer_failed"
-    default_remedy: ClassVar[str] = "Repeat the call."
+    default_field = "key"
+    default_remedy = "Repeat the call."
 
     def __init__(self, key: str, message: str) -> None:
-        super().__init__(message, field="key", value=key, remedy=self.default_remedy)
+        super().__init__(message, value=key)
 
     @property
     def key(self) -> str:
