@@ -16,7 +16,6 @@ from troupe.workflow.agent import Agents
 from troupe.workflow.environments.episode import Episode, Outcome, PlayRules, Seating, job_rules
 from troupe.workflow.environments.host import (
     AsyncEnvironment,
-    BaseEnvironmentHost,
     FaultLimits,
     Local,
     open_environment,
@@ -174,7 +173,7 @@ class GameWorkflow:
             seed if self._permute else 0,
         )
 
-    def _take(self) -> BaseEnvironmentHost:
+    def _take(self) -> AsyncEnvironment:
         if self._pool is not None:
             return Hosted(self._pool)
         if self._idle:
@@ -186,7 +185,7 @@ class GameWorkflow:
             )
         return Local(named, limits=self._limits)
 
-    async def _put_back(self, environment: BaseEnvironmentHost) -> None:
+    async def _put_back(self, environment: AsyncEnvironment) -> None:
         if isinstance(environment, Local) and len(self._idle) < _KEPT_IDLE:
             self._idle.append(environment)
         else:

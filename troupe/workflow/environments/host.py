@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from troupe.outcomes import Interruption, described, traceback_text
 from troupe.workflow.environments.contract import Contract
@@ -134,33 +134,8 @@ class FaultLimits:
     max_backoff_seconds: float = 10.0
 
 
-class AsyncEnvironment(Protocol):
-    """An environment as a workflow plays it; `Local` and `Hosted` are the two kinds."""
-
-    @property
-    def name(self) -> str:
-        """Name for metrics: the entrypoint, or the name of the factory."""
-
-    @property
-    def properties(self) -> Properties:
-        """Declared properties; known after the first reset."""
-
-    @property
-    def current(self) -> tuple[str, ...]:
-        """The seats that move now."""
-
-    async def reset(self, seed: int) -> Reset:
-        """Begin an episode. Raises `EnvironmentFault` after the last attempt."""
-
-    async def step(self, actions: Mapping[str, Action]) -> Step:
-        """Play the moves of all seats of `current`. Raises `MoveError`, `EnvironmentFault`."""
-
-    async def close(self) -> None:
-        """Release the environment. Repeatable."""
-
-
-class BaseEnvironmentHost(ABC):
-    """Base class of both hosts: contract checks, retries, counts."""
+class AsyncEnvironment(ABC):
+    """An environment as a workflow plays it, with contract checks, retries and counts."""
 
     def __init__(self, name: str, limits: FaultLimits) -> None:
         self._name = name
@@ -269,7 +244,7 @@ class BaseEnvironmentHost(ABC):
         """Drop a failed environment."""
 
 
-class Local(BaseEnvironmentHost):
+class Local(AsyncEnvironment):
     """An environment in this process, on the event loop.
 
     For environments that answer within about a millisecond; slower ones belong into `hosted`.

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psutil
 
@@ -23,7 +23,7 @@ from troupe.workflow.environments.child import (
     unpack,
 )
 from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
-from troupe.workflow.environments.host import COUNTERS, BaseEnvironmentHost, FaultLimits
+from troupe.workflow.environments.host import COUNTERS, AsyncEnvironment, FaultLimits
 from troupe.workflow.environments.interface import Action, Properties, Reset, Step
 
 # Bytes of stderr that are kept, for the error message of a process that died.
@@ -351,18 +351,15 @@ class EnvironmentPool:
         self._idle, self._lent, self._ending = [], set(), []
 
 
-class _Idle:
+class _Idle(NamedTuple):
     """An idle process, and the timer that ends it."""
 
-    def __init__(
-        self, process: EnvironmentProcess, properties: Properties, timer: asyncio.TimerHandle
-    ) -> None:
-        self.process = process
-        self.properties = properties
-        self.timer = timer
+    process: EnvironmentProcess
+    properties: Properties
+    timer: asyncio.TimerHandle
 
 
-class Hosted(BaseEnvironmentHost):
+class Hosted(AsyncEnvironment):
     """An environment in a process that is borrowed from a pool from the first `reset` to `close`.
 
     A process that exceeds the time limit of a reset or step is killed with its descendants; other
