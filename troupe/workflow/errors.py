@@ -31,13 +31,16 @@ class WorkflowError(Exception):
         field: str | None = None,
         value: object = None,
         remedy: str | None = None,
+        traceback: str = "",
     ) -> None:
+        """`traceback`: of user code that raised, as text."""
         if kind is not None:
             self.kind = kind
         self.message = safe_text(message, _MESSAGE_CHARS)
         self.field = None if field is None else safe_text(field)
         self.value = None if value is None else _short(value)
         self.remedy = None if remedy is None else safe_text(remedy)
+        self.traceback = traceback
         super().__init__(self._text())
 
     def append(self, text: str) -> None:
@@ -103,19 +106,6 @@ class ToolError(WorkflowError):
     """A tool call ended without a result; `traceback` is that of the function."""
 
     kind = "tool_failed"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        kind: str | None = None,
-        field: str | None = None,
-        value: object = None,
-        remedy: str | None = None,
-        traceback: str = "",
-    ) -> None:
-        super().__init__(message, kind=kind, field=field, value=value, remedy=remedy)
-        self.traceback = traceback
 
 
 def as_invalid_argument(error: WorkflowError) -> InvalidArgument:

@@ -135,7 +135,7 @@ def from_error(error: WorkflowError) -> dict[str, Any]:
         "value": error.value,
         "remedy": error.remedy,
         "seat": getattr(error, "seat", ""),
-        "traceback": getattr(error, "traceback", ""),
+        "traceback": error.traceback,
     }
 
 

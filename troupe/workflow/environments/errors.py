@@ -33,10 +33,15 @@ class EnvironmentFault(WorkflowError):
         remedy: str | None = None,
         traceback: str = "",
     ) -> None:
-        super().__init__(message, field="environment", value=environment or None, remedy=remedy)
+        super().__init__(
+            message,
+            field="environment",
+            value=environment or None,
+            remedy=remedy,
+            traceback=traceback,
+        )
         self.reason = reason
         self.environment = environment
-        self.traceback = traceback
 
 
 class MoveError(WorkflowError, ValueError):

@@ -35,9 +35,9 @@ Describe = Callable[[Any, Any], str]
 class Gymnasium(Environment):
     """One environment of Gymnasium's registry, made with `make_args`; its only seat is `player`.
 
-    The text is `describe`'s, else the environment's own `ansi` rendering if it has one, else the
-    observation's numbers. `moves` names the actions of a discrete space, in order. Actions of
-    other spaces are JSON lists of numbers (`spaces.numbers` reads them from a text).
+    The text is that of `describe`, else the `ansi` rendering if there is one, else numbers.
+    `moves`: names of the actions of a discrete space, in order. Actions of other spaces are JSON
+    lists of numbers (`spaces.numbers` reads them from a text).
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class Gymnasium(Environment):
 
     @property
     def properties(self) -> Properties:
-        """One seat; as many steps as the registry says."""
+        """One seat; `max_steps` is the registry's."""
         return self._properties
 
     def reset(self, seed: int) -> Reset:
         """Begin an episode."""
         self._steps = 0
-        # Its generators take unsigned numbers of 32 bits at least.
+        # Its generators take unsigned 32-bit seeds.
         seen, info = self._env.reset(seed=seed % 2**31)
         return Reset((SEAT,), (SEAT,), {SEAT: self._observe(seen, info)}, {SEAT: info})
 

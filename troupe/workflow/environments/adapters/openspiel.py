@@ -21,19 +21,19 @@ from troupe.workflow.environments.interface import (
 )
 from troupe.workflow.errors import EntrypointError
 
-# Names of games' moves repeat who moves: "[P0]Bid: 3".
+# Prefix of moves in some games: "[P0]Bid: 3".
 _MOVER: Final = "[P{}]"
 
 Describe = Callable[[Any, int], str]
-"""(pyspiel state, player) -> what the player sees, as text. Must not show what it cannot know."""
+"""(pyspiel state, player) -> text of the player's observation, without hidden information."""
 
 
 class OpenSpiel(Environment):
     """One OpenSpiel game by name, such as `kuhn_poker` or `goofspiel(num_cards=4)`.
 
     Seats are `p0`, `p1`, ...; chance is drawn from the seed. A seat sees its information state as
-    OpenSpiel writes it, or what `describe` makes of the state; the tensors of both stand in
-    `arrays`. Mean-field games are not supported.
+    OpenSpiel's text, or the text of `describe`; tensors are in `arrays`. Mean-field games are not
+    supported.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class OpenSpiel(Environment):
         except ImportError as error:
             raise missing_library("OpenSpiel", "open_spiel", error) from error
         try:
-            # It would print all that it knows.
+            # `load_game` prints all names for an unknown one.
             if game.partition("(")[0] not in pyspiel.registered_names():
                 raise pyspiel.SpielError(f"Unknown game '{game}'")
             self._game = pyspiel.load_game(game)
@@ -116,13 +116,13 @@ class OpenSpiel(Environment):
                 )
         before = self._state.returns()
         if state.is_simultaneous_node():
-            # A player without a move in this node still has a place in the vector.
+            # Players without a move in this node still have an entry.
             state.apply_actions([moves.get(player, 0) for player in self._players])
         else:
             state.apply_action(next(iter(moves.values())))
         self._draw_chance()
         over = state.is_terminal()
-        # `rewards()` forgets those of chance nodes and of nodes that were passed over.
+        # `rewards()` omits rewards of chance nodes and skipped nodes.
         rewards = [now - was for now, was in zip(state.returns(), before, strict=True)]
         return Step(
             self._observe(),
@@ -151,7 +151,7 @@ class OpenSpiel(Environment):
         return self._game
 
     def seen(self, state: Any, player: int) -> Observation:
-        """What `player`, whose move it is in `state`, sees there; without `arrays`."""
+        """The observation of `player`, who moves in `state`, without `arrays`."""
         return Observation(self._describe(state, player), _legal(state, player))
 
     def _observe(self) -> dict[str, Observation]:
@@ -180,16 +180,16 @@ class OpenSpiel(Environment):
         if kind.provides_observation_string:
             text = str(state.observation_string(player))
         if kind.provides_information_state_string:
-            # Of games without hidden history it may be empty: then the board says all.
+            # Empty in some games of perfect information.
             text = str(state.information_state_string(player)) or text
         return text if text.strip() else f"Moves so far: {state.history_str() or 'none'}"
 
 
 def _legal(state: Any, player: int) -> dict[str, Action]:
-    """Legal moves by the names under which a player knows them."""
+    """Legal moves by label."""
     mover, legal = _MOVER.format(player), {}
     for action in state.legal_actions(player):
         label = state.action_to_string(player, action).removeprefix(mover)
-        # No move may be lost because another one bears its name.
+        # Labels may be ambiguous.
         legal[label if label not in legal else f"{label} #{action}"] = action
     return legal

@@ -1,6 +1,6 @@
 """PettingZoo environments (Terry et al. 2021), AEC and Parallel: `pettingzoo` on PyPI.
 
-Their `agents` are our seats.
+PettingZoo's agents are seats.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from troupe.workflow.environments.interface import (
 from troupe.workflow.loading import load_attribute
 
 Make = str | Callable[..., Any]
-"""What makes the environment: `pettingzoo.classic.rps_v2:parallel_env`, or the function itself."""
+"""The factory of the environment, or its name: `pettingzoo.classic.rps_v2:parallel_env`."""
 
 Describe = Callable[[Any, str, Any], str]
 """(environment, seat, observation) -> text."""
 
 
 class _PettingZoo(Environment):
-    """What both kinds share.
+    """Base class of both kinds.
 
-    `declared` are fields of `Properties`, which PettingZoo's environments do not know of
-    themselves: `zero_sum`, `max_steps`, `rules`, ... `moves` names discrete actions, in order.
-    The text is `describe`'s, else the `ansi` rendering if it was made with that, else numbers.
+    `declared`: fields of `Properties` that PettingZoo lacks: `zero_sum`, `max_steps`, `rules`, ...
+    `moves`: names of discrete actions, in order. The text is that of `describe`, else the `ansi`
+    rendering if the environment was made with it, else numbers.
     """
 
     simultaneous: bool
@@ -95,7 +95,7 @@ class _PettingZoo(Environment):
 
 
 class Parallel(_PettingZoo):
-    """A `ParallelEnv`: all living seats move at once."""
+    """A `ParallelEnv`: all active seats move simultaneously."""
 
     simultaneous = True
 
@@ -124,7 +124,7 @@ class Parallel(_PettingZoo):
     def _observe(
         self, seen: Mapping[str, Any], infos: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Observation]:
-        # Observations of seats that are done have no legal moves to tell, and may have no mask.
+        # Observations of finished seats may have no mask.
         return {s: self._observation(s, o, infos.get(s, {})) for s, o in seen.items()}
 
 
@@ -144,11 +144,11 @@ class Aec(_PettingZoo):
         env = self._env
         (seat,) = actions
         env.step(native(env.action_space(seat), actions[seat], seat))
-        # `rewards` are those of the last step alone, of every seat.
+        # `rewards` holds the rewards of the last step, of every seat.
         rewards = {s: float(env.rewards.get(s, 0.0)) for s in self._seats}
         terminations = {s: bool(env.terminations.get(s, True)) for s in self._seats}
         truncations = {s: bool(env.truncations.get(s, False)) for s in self._seats}
-        # Seats that are done must make the empty move before anybody else may move.
+        # Finished seats must make an empty move before the others may move.
         while env.agents and self._is_done(env.agent_selection):
             env.step(None)
         return Step(self._observe(), rewards, terminations, truncations, self._current())

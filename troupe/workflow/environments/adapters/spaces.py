@@ -1,4 +1,4 @@
-"""Actions and observations of Gymnasium's spaces, for Gymnasium and PettingZoo alike."""
+"""Conversion of actions and observations of Gymnasium's spaces, also used by PettingZoo."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _COLOUR: Final = re.compile(r"\x1b\[([\d;]{0,32})m")
 def legal_of(
     space: Any, mask: Any = None, names: Sequence[str] | None = None
 ) -> dict[str, Action] | None:
-    """The moves of a discrete space, by name or number; None for any other space.
+    """The moves of a discrete space, by name or number; None for other spaces.
 
-    `mask` (n,) keeps those that are not 0. `names` (n,) call them something else than numbers.
+    `mask` [n]: 0 for illegal actions. `names` [n]: labels; default: numbers.
     """
     if type(space).__name__ != "Discrete":
         return None
@@ -32,7 +32,8 @@ def legal_of(
 
 
 def native(space: Any, action: Action, seat: str) -> Any:
-    """A JSON action as the space's own. Raises `IllegalMoveError` when it is not in the space."""
+    """A JSON action as a value of the space. Raises `IllegalMoveError` if it is not in the
+    space."""
     value: Any = action
     if type(space).__name__ in ("Box", "MultiDiscrete", "MultiBinary"):
         try:
@@ -54,7 +55,7 @@ def _illegal(space: Any, action: Action, seat: str) -> IllegalMoveError:
 
 
 def numbers(text: str) -> list[float]:
-    """The numbers in a text, in order: the move of a space of vectors."""
+    """The numbers in a text, in order: an action of a vector space."""
     found = []
     for word in text.replace(",", " ").replace("[", " ").replace("]", " ").split():
         try:
@@ -65,14 +66,14 @@ def numbers(text: str) -> list[float]:
 
 
 def split_mask(observation: Any) -> tuple[Any, Any]:
-    """PettingZoo's {"observation", "action_mask"} apart; (observation, None) if it is not that."""
+    """Split PettingZoo's {"observation", "action_mask"}; (observation, None) for other values."""
     if isinstance(observation, Mapping) and "action_mask" in observation:
         return observation.get("observation", {}), observation["action_mask"]
     return observation, None
 
 
 def arrays_of(observation: Any) -> dict[str, Any]:
-    """An observation as arrays by name."""
+    """The arrays of an observation, by name."""
     if isinstance(observation, Mapping):
         parts = {str(k): arrays_of(v) for k, v in observation.items()}
         return {
@@ -87,9 +88,9 @@ def arrays_of(observation: Any) -> dict[str, Any]:
 
 
 def rendered(text: str) -> str:
-    """An `ansi` rendering without its colours: what they mark stands in [brackets]."""
+    """An `ansi` rendering with coloured text in [brackets] instead of escape codes."""
     parts: list[str] = []
-    done, marked = 0, None  # what is in parts, and the colour that has begun
+    done, marked = 0, None  # end of the copied text, and the open colour code
     for escape in _COLOUR.finditer(text):
         if marked is None and escape[1]:
             marked = escape
@@ -100,7 +101,7 @@ def rendered(text: str) -> str:
 
 
 def text_of(observation: Any) -> str:
-    """An observation in words, where an environment has none of its own: numbers, rounded."""
+    """An observation as text: rounded numbers."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):

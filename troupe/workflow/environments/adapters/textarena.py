@@ -24,14 +24,13 @@ from troupe.workflow.errors import EntrypointError
 class TextArena(Environment):
     """One game of TextArena's registry, such as `KuhnPoker-v0`; seats are `p0`, `p1`, ...
 
-    Moves are whole texts, and the game itself judges illegal ones: it answers with a warning, and
-    ends the game when its allowance is used up. Its rewards come with the end. `declared` are
-    fields of `Properties` that TextArena does not know of its games: `zero_sum`, `max_steps`, ...
-    Observations repeat the whole episode, as TextArena's own wrapper for language models does: play
-    them with `PlayRules(history="latest")`.
+    Moves are texts, and the game itself handles illegal ones: it answers with a warning, and ends
+    after too many. Rewards come with the end. `declared`: fields of `Properties` that TextArena
+    lacks: `zero_sum`, `max_steps`, ... Observations repeat the whole episode, as TextArena's
+    wrapper for language models does: play them with `PlayRules(history="latest")`.
 
-    TextArena draws from Python's global generators; they are lent to the game for the time of a
-    call, so that games do not disturb each other.
+    TextArena uses Python's global random generators; their state is swapped for the time of a call,
+    so that games are independent.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class TextArena(Environment):
         try:
             with self._randomness(0):
                 self._make()
-        except Exception as error:  # its games raise what they like
+        except Exception as error:  # games raise errors of any type
             raise EntrypointError(
                 f"TextArena cannot make '{id}': {type(error).__name__}: {_line(error)}",
                 field="id",
@@ -81,14 +80,14 @@ class TextArena(Environment):
 
     @property
     def properties(self) -> Properties:
-        """As declared; illegal moves are the game's affair."""
+        """As declared; the game handles illegal moves."""
         return self._properties
 
     def reset(self, seed: int) -> Reset:
         """Begin a game."""
         self._states = None
         with self._randomness(seed):
-            # Its wrappers keep what players saw in former games: begin with new ones.
+            # Wrappers keep observations of former games.
             env = self._make()
             self._env = env if _speaks(env) else self._wrap(env)
             self._env.reset(num_players=self._players, seed=seed % 2**31)
@@ -107,7 +106,7 @@ class TextArena(Environment):
         ended = dict.fromkeys(self._seats, True)
         return Step(
             {},
-            # Some of its games mix up reason and reward: the contract tells.
+            # Some games swap reason and reward, which the contract refuses.
             {seat: (rewards or {}).get(p, 0.0) for p, seat in enumerate(self._seats)},
             ended,
             dict.fromkeys(self._seats, False),
@@ -122,7 +121,8 @@ class TextArena(Environment):
 
     @contextmanager
     def _randomness(self, seed: int | None = None) -> Iterator[None]:
-        """The global generators in this game's state; afterwards as they were."""
+        """Swap the state of the global random generators for this game's; restores it
+        afterwards."""
         others = random.getstate(), np.random.get_state()
         if self._states is not None:
             random.setstate(self._states[0])
@@ -143,7 +143,7 @@ def _line(error: Exception) -> str:
 
 
 def _speaks(env: Any) -> bool:
-    """Whether a wrapper of the game's own already turns its messages into one text."""
+    """Whether a wrapper of the game already joins its messages into one text."""
     from textarena.core import ObservationWrapper, Wrapper
 
     while isinstance(env, Wrapper):
