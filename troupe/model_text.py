@@ -143,7 +143,7 @@ def read_reply(
 
 
 class _TextPart(NamedTuple):
-    kind: Literal["said", "calls", "thought"]
+    kind: Literal["content", "calls", "thought"]
     text: str
     calls: Sequence[Call] = ()
 
@@ -166,7 +166,7 @@ class _Reader:
         # Without an opening tag calls may begin wherever content begins.
         self._untagged = syntax is not None and not syntax.opening
         self._parts: list[_TextPart] = []
-        self._settled = 0  # number of parts before the last unopened closing tag
+        self._fixed = 0  # number of parts before the last unopened closing tag
         self._at = 0  # offset of the current part
         # Tags that end the current thought; after `thinking` any closing tag.
         self._ends: frozenset[str] = self._closings if thinking else frozenset()
@@ -185,30 +185,32 @@ class _Reader:
                 self._ends = frozenset()
                 skip = begin_content(index + 1)
             elif word in self._closing_of:
-                self._end_part("said", tag)
+                self._end_part("content", tag)
                 self._ends = frozenset({self._closing_of[word]})
             elif word in self._closings:
-                self._end_part("said", tag)
-                later = "".join(part.text for part in self._parts[self._settled :])
-                self._parts[self._settled :] = [_TextPart("thought", later)]
-                self._settled = len(self._parts)
+                self._end_part("content", tag)
+                later = "".join(part.text for part in self._parts[self._fixed :])
+                self._parts[self._fixed :] = [_TextPart("thought", later)]
+                self._fixed = len(self._parts)
                 skip = begin_content(index + 1)
             elif self._syntax is not None and word == self._syntax.opening:
                 skip = self._try_calls(index)
-        self._end_part("thought" if self._ends else "said")
+        self._end_part("thought" if self._ends else "content")
         return self._result()
 
     def _result(self) -> Parsed:
-        if all(part.kind == "said" for part in self._parts) and not self._settled:
+        if all(part.kind == "content" for part in self._parts) and not self._fixed:
             whole = "".join(part.text for part in self._parts)
             if len(whole) == len(self._text):
                 return Parsed(self._text)
-        said = "".join(part.text for part in self._parts if part.kind == "said")
+        content = "".join(part.text for part in self._parts if part.kind == "content")
         thoughts = (part.text.strip() for part in self._parts if part.kind == "thought")
         calls = tuple(call for part in self._parts if part.kind == "calls" for call in part.calls)
-        return Parsed(said.strip(), calls, "\n".join(filter(None, thoughts)))
+        return Parsed(content.strip(), calls, "\n".join(filter(None, thoughts)))
 
-    def _end_part(self, kind: Literal["said", "thought"], tag: re.Match[str] | None = None) -> None:
+    def _end_part(
+        self, kind: Literal["content", "thought"], tag: re.Match[str] | None = None
+    ) -> None:
         end = tag.start() if tag is not None else len(self._text)
         if end > self._at:
             self._parts.append(_TextPart(kind, self._text[self._at : end]))
@@ -261,7 +263,7 @@ class _Reader:
         if not calls:
             return 0
         if begin > self._at:
-            self._parts.append(_TextPart("said", self._text[self._at : begin]))
+            self._parts.append(_TextPart("content", self._text[self._at : begin]))
         self._parts.append(_TextPart("calls", self._text[begin:end], calls))
         self._at = end
         return end

@@ -39,7 +39,7 @@ class FunctionSpec(Section):
     """`package.module:attribute`, importable where the reward service runs. This or `function`."""
     function: str | None = None
     """`name@version` of a deployed function (`troupe functions deploy`), with the costs that it was
-    deployed with; only `arguments` can be given besides."""
+    deployed with; only `arguments` may be set, too."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of every call, besides those of the caller; models do not see them."""
     version: str | None = Field(default=None, min_length=1)

@@ -346,8 +346,8 @@ class Pools:
                 )
             if not seats[name]:
                 raise ValueError(
-                    f"population.learners.{name}.agents: say whom it learns to play: no agent has "
-                    "this policy"
+                    f"population.learners.{name}.agents: name the agents that it learns to play: "
+                    "no agent has this policy"
                 )
         groups = {EVERYBODY: players} if symmetric else {one: (one,) for one in players}
         pools = tuple(
@@ -415,7 +415,7 @@ class Pools:
     def _check(self, population: PopulationSpec, policies: Mapping[str, PolicySpec]) -> None:
         for pool in self.pools:
             if not pool.learners:
-                raise ValueError(f"population.learners: nobody learns to play '{pool.name}'")
+                raise ValueError(f"population.learners: no learner plays '{pool.name}'")
             first, *others = pool.learners
             for name in others:
                 if _made_for(policies[name]) != _made_for(policies[first]):

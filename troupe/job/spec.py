@@ -289,7 +289,7 @@ class JobSpec(Section):
             )
         if self.pipeline.deterministic:
             raise ValueError(
-                f"{field}: what other agents had said when a turn was asked for may depend on "
+                f"{field}: what other agents had said when a turn began may depend on "
                 "time; use `agent` with `pipeline.deterministic`"
             )
 

@@ -338,7 +338,7 @@ class _SyncStream:
             raise from_rpc_error(error, target=self._target, timeout=self._timeout) from None
 
     def cancel(self) -> None:
-        """End the call; the server is told."""
+        """Cancel the call, also on the server."""
         self._call.cancel()
 
     def __getattr__(self, name: str) -> Any:

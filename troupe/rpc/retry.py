@@ -145,7 +145,7 @@ class Attempts:
         await asyncio.sleep(self.next_delay(error))
 
     def reset(self) -> None:
-        """Begin to count anew after an attempt that made progress."""
+        """Restart the count after an attempt that made progress."""
         self.failures = 0
 
 

@@ -22,7 +22,7 @@ from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.tools import Tools
 
 # Modules of the service itself, which are never imported again.
-_OURS: Final = frozenset({"troupe", "services", "__main__", "__mp_main__"})
+_NOT_RELOADED: Final = frozenset({"troupe", "services", "__main__", "__mp_main__"})
 _INSTALLED: Final = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
 
 # Modification times of files, in nanoseconds, when their modules were imported.
@@ -83,7 +83,11 @@ def _users_modules() -> Iterator[tuple[str, str]]:
     """Names and files of imported modules that are neither installed nor Troupe's own."""
     for name, module in sys.modules.copy().items():  # other threads import meanwhile
         path = getattr(module, "__file__", None)
-        if path and name.partition(".")[0] not in _OURS and not any(p in path for p in _INSTALLED):
+        if (
+            path
+            and name.partition(".")[0] not in _NOT_RELOADED
+            and not any(p in path for p in _INSTALLED)
+        ):
             yield name, path
 
 

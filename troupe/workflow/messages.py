@@ -358,7 +358,7 @@ class ToolSet:
 
 
 # Arguments of `apply_chat_template` that users cannot set.
-_OURS: Final = frozenset(
+_RESERVED: Final = frozenset(
     {
         "add_generation_prompt",
         "chat_template",
@@ -392,11 +392,11 @@ def parse_template_options(given: Mapping[str, Any] | None) -> str:
             value=given,
             remedy='Pass what the template knows, for example {"enable_thinking": False}.',
         )
-    if ours := sorted(_OURS & given.keys()):
+    if reserved := sorted(_RESERVED & given.keys()):
         raise InvalidMessagesError(
-            f"{field} cannot set {ours[0]}",
-            field=f"{field}.{ours[0]}",
-            value=given[ours[0]],
+            f"{field} cannot set {reserved[0]}",
+            field=f"{field}.{reserved[0]}",
+            value=given[reserved[0]],
             remedy="Leave it out: it is Troupe that renders the conversation.",
         )
     try:

@@ -212,7 +212,7 @@ def check_complete(
             continue
         if turn.reply is not None and turn.reply.reward is None:
             raise RewardFailedError(
-                f"'{agent}' took turns, but nobody rewarded it",
+                f"'{agent}' took turns, but has no reward",
                 kind="reward_missing",
                 field=f"agents.{agent}",
                 remedy="Return its reward from the workflow, set `reply.reward` on every turn, or "

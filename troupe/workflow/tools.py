@@ -14,8 +14,8 @@ from troupe.workflow.backend import ToolBackend
 from troupe.workflow.errors import ToolError
 from troupe.workflow.messages import ToolCall
 
-# Failures of the call itself, which the model is told; not of the service.
-_FOR_THE_MODEL: Final = frozenset(
+# Kinds of failures of the call itself, which `run` returns to the model; not of the service.
+_MODEL_ERRORS: Final = frozenset(
     {"unknown_tool", "bad_arguments", "raised", "timeout", "out_of_memory", "bad_result"}
 )
 # Longer than any tool's name.
@@ -57,7 +57,7 @@ class Tools:
                 kind="bad_estimate",
                 field="seconds",
                 value=seconds,
-                remedy="Say how long it takes with the fewest cores; 0 where nobody knows.",
+                remedy="Say how long it takes with the fewest cores; 0 where that is unknown.",
             )
         same = copy(self)
         same._expected_seconds = float(seconds)
@@ -77,7 +77,7 @@ class Tools:
         except NotJsonError as error:
             result = f"error: the arguments are no JSON object: {error}"
         except ToolError as error:
-            if error.kind not in _FOR_THE_MODEL:
+            if error.kind not in _MODEL_ERRORS:
                 raise
             result = f"error: {error.message}"
         content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

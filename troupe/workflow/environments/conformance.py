@@ -427,7 +427,7 @@ def unknown_player(trial: EnvironmentTrial) -> str:
     try:
         _expect(EpisodeOverError, contract, {trial.declared.seats[0]: 0}, "before reset")
         contract.began(environment.reset(trial.seeds[0]))
-        _expect(UnknownPlayerError, contract, {"nobody's seat": 0}, "a stranger's move")
+        _expect(UnknownPlayerError, contract, {"no such seat": 0}, "a move of an unknown seat")
         _expect(UnknownPlayerError, contract, {}, "no move")
     finally:
         environment.close()
@@ -436,7 +436,7 @@ def unknown_player(trial: EnvironmentTrial) -> str:
     for step in record.steps:
         contract.went(step)
     _expect(EpisodeOverError, contract, record.moves[-1], "after the end")
-    return "strangers, nobody, before the beginning and after the end"
+    return "unknown seats, no seats, before the beginning and after the end"
 
 
 def seat_permutation(trial: EnvironmentTrial) -> str:

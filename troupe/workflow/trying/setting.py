@@ -82,7 +82,7 @@ class Setting:
 def open_setting(source: str, job: Path | None = None, *, split: str = "train") -> Setting:
     """Load what `source` names: a job file, `FILE.py[:attribute]` or `package.module:attribute`.
 
-    With `job` the agents, tasks and functions are those of that job, whatever workflow it names.
+    With `job` the agents, tasks and functions are those of that job, whose own workflow is ignored.
     Modules of the working directory are found, too. Raises `JobSpecError`, `InvalidArgument`
     and `EntrypointError`.
     """
