@@ -1,4 +1,4 @@
-"""A reward or tool of a job: where its code is, and what a call of it takes.
+"""Rewards and tools of a job: where their code is, and the resources that a call needs.
 
 What a job leaves out is as the function declares it (`@troupe.reward`, `@troupe.tool`), else as
 `troupe.functions.costs.DEFAULTS` says. The bounds are those of `troupe.functions.validation`.
@@ -41,75 +41,73 @@ class FunctionSpec(Section):
     """`name@version` of a deployed function (`troupe functions deploy`), with the costs that it was
     deployed with; only `arguments` may be set, too."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments of every call, besides those of the caller; models do not see them."""
+    """Further keyword arguments of every call; not shown to models."""
     version: str | None = Field(default=None, min_length=1)
-    """Changes whenever the function's behaviour does. Default: "1"."""
+    """Version of the function's behaviour. Default: "1"."""
     timeout_seconds: Seconds | None = None
-    """Longest run of one call; then it is killed and the call fails with a timeout. Default: 30."""
+    """Time limit of one call; it is then killed and fails with a timeout. Default: 30."""
     memory_mib: Count | None = None
-    """Memory that a call may take in its worker process; 0: unlimited. Default: 512."""
+    """Memory limit of the worker process in MiB; 0: unlimited. Default: 512."""
     max_concurrency: Count | None = None
-    """Calls at once; 0: as many as there are worker processes. Default: 0."""
+    """Concurrent calls; 0: as many as there are worker processes. Default: 0."""
     max_queued: Count | None = None
-    """Calls that may wait; more are asked to come again. 0: as many as the service takes.
+    """Calls that may wait; further ones are refused with a retry hint. 0: the service's limit.
     Default: 0."""
     retries: int | None = Field(default=None, ge=0, le=MAX_RETRIES)
-    """Times that a call is begun again whose worker died or that took too long; only for functions
-    that may run twice. Default: 0."""
+    """Retries of a call whose worker died or that timed out; only for functions that may run twice.
+    Default: 0."""
     cores: Count | None = None
-    """Cores that a call takes while it runs; 0 for one that waits for something else. They count
-    where the reward service hands cores out (`TROUPE_REWARD_CORES`). Default: 1."""
+    """CPU cores that a call needs; 0 for a call that mostly waits. Enforced where the reward
+    service schedules cores (`TROUPE_REWARD_CORES`). Default: 1."""
     max_cores: int | None = Field(default=None, ge=0, le=MAX_CORES)
-    """Cores that a call can make use of; 0: `cores`. How many it gets, up to that, the scheduler
-    decides anew for every call. The function finds them in `os.sched_getaffinity(0)`. Default: 0.
-    """
+    """Cores that a call can use at most; 0: `cores`. The scheduler decides for every call; the
+    function finds its cores in `os.sched_getaffinity(0)`. Default: 0."""
     parallel_fraction: float | None = Field(default=None, ge=0, le=1)
-    """Part of a call's time that more cores make shorter. A first guess: it is learned from calls
-    that ran with different numbers of cores. Default: 0.9."""
+    """Fraction of a call's time that scales with cores (Amdahl). An initial estimate, refined from
+    calls with different numbers of cores. Default: 0.9."""
     expected_seconds: SecondsOrNone | None = None
-    """How long a call takes with the fewest cores: a first guess, as `parallel_fraction`; with
-    `seconds_per` what every call takes besides. Default: 0, not known."""
+    """Time of a call with the fewest cores: an initial estimate, refined from calls. With
+    `seconds_per` the constant part. Default: 0, unknown."""
     seconds_per: dict[ArgumentPath, SecondsOrNone] | None = Field(
         default=None, max_length=MAX_ARGUMENTS
     )
-    """How much longer a call takes for what it is given, by argument: seconds for each one of a
-    number, else for each item or character. `{tests: 2.5}`; `{query.data.tests: 2.5}` for a reward.
-    Its scale is learned from calls, so that it need not be measured on this machine; what calls of
-    one query took corrects it. Default: none."""
+    """Seconds per unit of an argument: of a number, else per item or character. `{tests: 2.5}`;
+    `{query.data.tests: 2.5}` for a reward. The scale is refined from calls, also per query, so that
+    it need not be measured on this machine. Default: none."""
     gpus: Count | None = None
-    """Units of GPU that a call takes. Default: 0."""
+    """GPU units that a call needs. Default: 0."""
     model_service: str | None = None
-    """Model that a call needs resident on those GPUs. Default: none."""
+    """Model that must be resident on those GPUs. Default: none."""
     quota: str | None = None
-    """Quota of an interface outside that a call takes `quota_units` of. Default: none."""
+    """External quota that a call uses `quota_units` of. Default: none."""
     quota_units: PositiveCount | None = None
-    """Default: 1."""
+    """Units of `quota` per call. Default: 1."""
     sandbox: Literal["process", "bubblewrap", "container"] | None = None
-    """What its worker processes are confined to. `process`: `memory_mib`, `reads` and `writes`, for
-    code of your own. `bubblewrap`: for calls that run what a model wrote; no network, no files but
-    the interpreter's and the packages', read-only, a private /tmp, no environment, an unprivileged
-    user. `container`: a container of `image`. Default: process."""
+    """Isolation of its worker processes. `process`: `memory_mib`, `reads` and `writes`, for trusted
+    code. `bubblewrap`: for code that a model wrote: no network, read-only interpreter and packages,
+    a private /tmp, no environment variables, an unprivileged user. `container`: a container of
+    `image`. Default: process."""
     stateful: bool | None = None
-    """All calls of one trajectory have one sandbox, one after another: files stay from call to
-    call, processes do not. Default: false."""
+    """All calls of one trajectory use one sandbox, one after another: files persist between calls,
+    processes do not. Default: false."""
     sandbox_idle_seconds: SecondsOrNone | None = None
-    """`stateful`: a sandbox without calls for so long is ended; 0: as the service is set.
-    Default: 0."""
+    """`stateful`: idle time after which a sandbox is ended; 0: the service's setting. Default:
+    0."""
     image: str | None = None
-    """`container`: its image."""
+    """`container`: image of the container."""
     processes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
-    """In a sandbox: processes and threads at once. Default: 64."""
+    """In a sandbox: maximum of concurrent processes and threads. Default: 64."""
     disk_mib: PositiveCount | None = None
-    """In a sandbox: size of its private /tmp. Default: 256."""
+    """In a sandbox: size of its private /tmp in MiB. Default: 256."""
     reads: list[str] | None = Field(default=None, max_length=1024)
-    """`process`, where the kernel has landlock: files and folders that it may read besides the
-    interpreter, the packages and its own temporary folder. Default: whatever the service may."""
+    """`process`, where the kernel has Landlock: files and folders that may be read besides the
+    interpreter, the packages and a temporary folder. Default: all that the service may read."""
     writes: list[str] | None = Field(default=None, max_length=1024)
-    """The same for reading and writing."""
+    """As `reads`, for reading and writing."""
     idle_seconds: SecondsOrNone | None = None
-    """How long a worker is kept warm for its next call. Default: as the service is set."""
+    """How long an idle worker is kept. Default: the service's setting."""
     min_workers: Count | None = None
-    """Workers that are started ahead of any call and kept. Default: 0."""
+    """Workers that are started in advance and kept. Default: 0."""
 
     _json = field_validator("arguments")(check_json)
 
