@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.gpu.update import seconds_of
 from benchmarks.transfer.processes import STEM, state
-from troupe.transfer import Transfer
+from troupe.transfer import Transfer, brought
 
 # A process that needs longer for one of its turns has died or hangs.
 _ANSWER_SECONDS = 300.0
@@ -96,7 +96,11 @@ def _read(turns: Connection, directory: Path, num_bytes: int, name: str) -> None
         if turn == "ipc":
             _copy(targets, turns.recv())
         else:
-            transfer.get(f"{STEM}@{turn}", into=targets)
+            tensors, _ = transfer.get(f"{STEM}@{turn}", lasting=True)
+            if device.type == "cuda":
+                targets = brought(tensors, device)
+            else:
+                targets = {key: tensor.clone() for key, tensor in tensors.items()}
         _done(device)
         seconds = time.perf_counter() - began
         # state() fills its tensors with their numbers; each turn adds one.

@@ -36,7 +36,7 @@ from services.chassis.telemetry import Telemetry
 from troupe.rpc import NO_RETRY, ClientSettings, TroupeError, Unavailable
 from troupe.rpc.channel import connect_sync
 from troupe.transfer import Transfer, TransferCounters
-from troupe.transfer.places import Fetched, Wanted
+from troupe.transfer.places import FetchedState, Wanted
 from troupe.transfer.remote import HostOwner, OwnerProcess, Peer
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc
@@ -377,7 +377,9 @@ class _Others:
         """Of a fetch whose caller names no time."""
         return 600.0
 
-    def fetch(self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters) -> Fetched:
+    def fetch(
+        self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
+    ) -> FetchedState:
         """See `places.Source.fetch`."""
         return self._owner(wanted.deadline).fetch(wanted, roots, counters)
 

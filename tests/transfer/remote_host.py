@@ -1,7 +1,7 @@
 """Another host for tests: an own process, root and owner. `python -m tests.transfer.remote_host`.
 
-Arguments: root, token, ucx (1 or 0), then optionally a MiB of state to set under `KEY`. Prints
-the address, and serves until stdin closes.
+Arguments: root, token, ucx (1 or 0), then optionally a MiB of state to set under `KEY` and under
+`OTHER`. Prints the address, and serves until stdin closes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from troupe.transfer import Transfer
 from troupe.transfer.remote import TransferOwner
 
 KEY = "job/solver/weights@1"
+OTHER = "job/critic/weights@1"
 
 
 def state(mib: int) -> dict[str, torch.Tensor]:
@@ -35,6 +36,7 @@ def main() -> None:
     transfer = Transfer(Path(root))
     if int(mib):
         transfer.set(KEY, state(int(mib)))
+        transfer.set(OTHER, state(int(mib)))
     port = int(sys.argv[5]) if len(sys.argv) > 5 else 0
     owner = TransferOwner(transfer, port=port, token=SecretStr(token), use_ucx=use_ucx == "1")
     print(owner.address, flush=True)

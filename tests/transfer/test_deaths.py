@@ -91,9 +91,8 @@ def test_readers_see_one_publication_or_another(root: Path) -> None:
 
     def read(lasting: bool) -> None:
         transfer = Transfer(root)
-        into = state(-1)
         while not over.is_set():
-            got, _ = transfer.get(KEY, into, lasting=lasting)
+            got, _ = transfer.get(KEY, lasting=lasting)
             values = {float(got["w"].min()), float(got["w"].max()), float(got["b"][0])}
             assert len(values) == 1
 
@@ -234,11 +233,12 @@ from troupe.transfer.remote import Peer
 torch.set_num_threads(1)
 peer = Peer(sys.argv[1], ClientSettings(token="secret"), use_ucx=False)
 transfer = Transfer(pathlib.Path(sys.argv[2]), peers=[peer])
-into = {"w": torch.zeros(int(sys.argv[3]))}
+own = torch.zeros(int(sys.argv[3]))
 for line in sys.stdin:
     version = int(line)
-    transfer.get(f"job/solver/weights@{version}", into, timeout=60, lasting=version % 2 == 1)
-    assert float(into["w"].min()) == float(into["w"].max()) == version
+    got, _ = transfer.get(f"job/solver/weights@{version}", timeout=60, lasting=version % 2 == 1)
+    own.copy_(got.pop("w"))
+    assert float(own.min()) == float(own.max()) == version
     print(open("/proc/self/status").read().split("RssAnon:")[1].split()[0], flush=True)
 """
 

@@ -21,7 +21,6 @@ from troupe.transfer import (
     Corrupt,
     InvalidKey,
     KeyNotFound,
-    LayoutMismatch,
     StorageFull,
     Transfer,
     TransferTimeout,
@@ -60,16 +59,6 @@ def test_a_state_without_a_byte(there: Transfer, here: Transfer) -> None:
     assert here.get(KEY)[0]["empty"].shape == (0, 3)
     there.set("nothing", {})
     assert here.get("nothing")[0] == {}
-
-
-def test_into_is_not_half_applied(there: Transfer, here: Transfer) -> None:
-    there.set(KEY, state())
-    into = {name: torch.zeros_like(t) for name, t in state().items()}
-    got, _ = here.get(KEY, into)
-    assert got["b"] is into["b"]
-    assert torch.equal(into["b"], state()["b"])
-    with pytest.raises(LayoutMismatch):
-        here.get(KEY, into | {"b": torch.zeros(4, 3)})
 
 
 def test_who_has_no_token_is_refused(there: Transfer, owner: TransferOwner, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from pydantic import SecretStr
 
-from tests.transfer.remote_host import KEY, state
+from tests.transfer.remote_host import KEY, OTHER, state
 from troupe.rpc import ClientSettings
 from troupe.transfer import Choice, Transfer, TransferTimeout, checksum_of
 from troupe.transfer.blob import Verification
@@ -268,7 +268,7 @@ def test_a_read_that_is_held_up_holds_up_no_other(
         first = threading.Thread(target=here.fetch, args=[KEY], name="held")
         first.start()
         assert began.wait(60)
-        got, _ = here.get(KEY, cast=torch.bfloat16, timeout=60)
+        got, _ = here.get(OTHER, timeout=60)
         assert not here.exists(KEY)
         other_is_here.set()
         first.join(60)

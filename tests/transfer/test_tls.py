@@ -78,12 +78,12 @@ def test_owner_processes_with_certificates(tmp_path: Path) -> None:
         for stranger in (uncertified, ClientSettings(token=token, retry=NO_RETRY)):
             peer = Peer(near.address, stranger, use_ucx=False)
             with pytest.raises(Unavailable):
-                peer.keys(timeout=5)
+                peer.delete(["job/x"], timeout=5)
             peer.close()
         # Not the name that is certified.
         peer = Peer(f"localhost:{near.port}", settings, use_ucx=False)
         with pytest.raises(Unavailable):
-            peer.keys(timeout=5)
+            peer.delete(["job/x"], timeout=5)
         peer.close()
     finally:
         near.close()

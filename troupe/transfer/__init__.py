@@ -3,7 +3,7 @@
 Keys: `{job}/{policy}/weights@{version}` and `{job}/{policy}/state@{version}`.
 """
 
-from troupe.transfer.blob import Manifest, Shard, TensorEntry
+from troupe.transfer.blob import Manifest, TensorEntry
 from troupe.transfer.checksum import checksum_of
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.deferred import DeferredTensors, TensorGroup
@@ -11,11 +11,9 @@ from troupe.transfer.errors import (
     Corrupt,
     InvalidKey,
     KeyNotFound,
-    LayoutMismatch,
     StorageFull,
     TransferError,
     TransferTimeout,
-    VersionWentBackwards,
 )
 from troupe.transfer.places import default_root
 from troupe.transfer.staging import brought
@@ -27,9 +25,7 @@ __all__ = [
     "DeferredTensors",
     "InvalidKey",
     "KeyNotFound",
-    "LayoutMismatch",
     "Manifest",
-    "Shard",
     "StorageFull",
     "TensorEntry",
     "TensorGroup",
@@ -37,7 +33,6 @@ __all__ = [
     "TransferCounters",
     "TransferError",
     "TransferTimeout",
-    "VersionWentBackwards",
     "brought",
     "checksum_of",
     "default_root",

@@ -95,21 +95,6 @@ def check_checksum(expected: Any) -> None:
         )
 
 
-def known_in(known: Any) -> frozenset[str]:
-    """Keys that a watcher has seen. Raises InvalidArgument for what is no collection of text, and
-    for a text, whose letters are no keys."""
-    whole = isinstance(known, Collection) and not isinstance(known, str | bytes)
-    if whole and all(isinstance(key, str) for key in known):
-        return frozenset(known)
-    raise InvalidArgument(
-        f"is a {type(known).__qualname__} that is no collection of keys",
-        kind="transfer_known_invalid",
-        field="known",
-        value=known,
-        remedy="Give a list or a set of keys, each a str.",
-    )
-
-
 def roots_in(root: Any, fallback: Any) -> list[Path]:
     """The given ones, each once. Raises InvalidArgument for what names no directory."""
     given = {name: r for name, r in (("root", root), ("fallback", fallback)) if r is not None}

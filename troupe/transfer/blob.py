@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import io
-import itertools
 import json
 import math
 import mmap
@@ -39,74 +37,20 @@ from troupe.transfer.checksum import (
 )
 from troupe.transfer.checksum import dtype_of as dtype_of
 from troupe.transfer.deferred import DeferredBytes, DeferredTensors, deferred_bytes
-from troupe.transfer.errors import LayoutMismatch
-from troupe.transfer.staging import DeviceBytes, upload
-
-_PLAIN = (bool, int, float, str)
-# Containers inside each other: readers go down as many steps as writers did.
-_DEEPEST = 100
+from troupe.transfer.staging import DeviceBytes
 
 
-def is_flat(tree: Any) -> bool:
-    """Whether `tree` is a mapping from names to tensors, which needs no nesting."""
-    return isinstance(tree, Mapping) and all(
-        type(name) is str and isinstance(leaf, torch.Tensor) for name, leaf in tree.items()
-    )
-
-
-def flatten(tree: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """Tensors by their path ("optimizer.0.step"), and the JSON of what is around them.
-
-    "" for a flat mapping, whose names stay as they are. Raises InvalidArgument.
-    """
-    if is_flat(tree):
-        for name, tensor in tree.items():
-            _check(name, tensor)
-        return dict(tree), ""
-    tensors: dict[str, torch.Tensor] = {}
-    skeleton = _skeleton(tree, "", tensors, 0)
-    try:
-        return tensors, json.dumps(skeleton, separators=(",", ":"))
-    except ValueError as error:  # an integer of thousands of digits
-        raise _refused("", f"holds a number that cannot be written: {error}") from None
-
-
-def unflatten(tensors: Mapping[str, torch.Tensor], nesting: str) -> Any:
-    """Inverse of `flatten`. Raises ValueError when the two do not belong together."""
-    if not nesting:
-        return dict(tensors)
-    try:
-        return _grown(json.loads(nesting), tensors)
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"the tree does not fit its tensors: {error!r}") from error
-
-
-def _skeleton(tree: Any, path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
-    """Containers as [kind, ...]; a plain value stands for itself."""
-    if isinstance(tree, torch.Tensor):
-        _check(path, tree)
-        # Two paths may read the same ({"a.b": x, "a": {"b": y}}).
-        name, count = path, len(tensors)
-        while name in tensors:
-            name, count = f"{path}#{count}", count + 1
-        tensors[name] = tree
-        return ["tensor", name]
-    if tree is None or type(tree) in _PLAIN:
-        return tree
-    if depth == _DEEPEST:
-        raise _refused(path, f"is nested more than {_DEEPEST} deep, or contains itself")
-    if isinstance(tree, Mapping):
-        items = []
-        for key, child in tree.items():
-            if type(key) not in (str, int):
-                raise _refused(path, f"has the key {key!r}; keys are str or int")
-            items.append([key, _skeleton(child, _join(path, key), tensors, depth + 1)])
-        return ["dict", items]
-    if type(tree) in (list, tuple):
-        kind = "list" if type(tree) is list else "tuple"
-        under = [_skeleton(c, _join(path, i), tensors, depth + 1) for i, c in enumerate(tree)]
-        return [kind, under]
-    raise _refused(path, f"is a {type(tree).__qualname__}")
+def named_tensors(state: Any) -> dict[str, torch.Tensor]:
+    """`state`, which must be a mapping from names to dense tensors. Raises InvalidArgument."""
+    if not isinstance(state, Mapping):
+        raise _refused("", f"is a {type(state).__qualname__}")
+    for name, tensor in state.items():
+        if type(name) is not str:
+            raise _refused("", f"has the key {name!r}; names are str")
+        if not isinstance(tensor, torch.Tensor):
+            raise _refused(name, f"is a {type(tensor).__qualname__}")
+        _check(name, tensor)
+    return dict(state)
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
@@ -136,30 +80,13 @@ def _why_no_memory(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _grown(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if not isinstance(node, list):
-        return node
-    kind, inside = node
-    if kind == "tensor":
-        return tensors[inside]
-    if kind == "dict":
-        return {key: _grown(child, tensors) for key, child in inside}
-    children = [_grown(child, tensors) for child in inside]
-    return children if kind == "list" else tuple(children)
-
-
-def _join(path: str, key: str | int) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
-def _refused(path: str, why: str) -> InvalidArgument:
+def _refused(name: str, why: str) -> InvalidArgument:
     return InvalidArgument(
-        f"'{path or 'the state'}' {why}",
-        kind="transfer_not_a_tree",
+        f"'{name or 'the state'}' {why}",
+        kind="transfer_not_tensors",
         field="state",
-        value=path,
-        remedy="Give nested dicts, lists and tuples of dense tensors, numbers, strings, bools and "
-        "None.",
+        value=name,
+        remedy="Give a mapping from names to dense tensors.",
     )
 
 
@@ -182,14 +109,6 @@ def stem_of(key: str) -> str:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Where a tensor lies in the one that it is a part of: as many numbers as it has dimensions."""
-
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class TensorEntry:
     """One tensor: `nbytes` bytes from `offset` (bytes) in the data section."""
 
@@ -201,7 +120,6 @@ class TensorEntry:
     checksum: str
     # Of each `PIECE_BYTES`; none for a tensor that is a single piece.
     pieces: tuple[str, ...] = ()
-    shard: Shard | None = None
 
 
 @dataclass(frozen=True)
@@ -209,9 +127,8 @@ class Manifest:
     """The layout of one stored state.
 
     `checksum` names the content: equal content has an equal checksum whatever the order in
-    which tensors were given. `version` is the number after '@' in the key, or -1. `nesting` is
-    JSON of the tree around the tensors (`troupe.transfer.blob`), "" for a flat mapping.
-    `base` is the key of a state that most of this one equals, "" for none.
+    which tensors were given. `version` is the number after '@' in the key, or -1. `base` is the
+    key of a state that most of this one equals, "" for none.
     """
 
     key: str
@@ -219,7 +136,6 @@ class Manifest:
     checksum: str
     entries: tuple[TensorEntry, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    nesting: str = ""
     base: str = ""
 
     def __post_init__(self) -> None:
@@ -232,20 +148,15 @@ class Manifest:
         return sum(entry.nbytes for entry in self.entries)
 
     @property
-    def shards(self) -> dict[str, Shard]:
-        """Of the tensors that are parts, by name."""
-        return {entry.name: entry.shard for entry in self.entries if entry.shard}
-
-    @property
     def end(self) -> int:
         """Length of the data section in bytes."""
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     def to_json(self) -> bytes:
         """Compact JSON, UTF-8, that ends with a checksum of itself: a state's does not cover its
-        metadata, its base or where its parts lie. (`dataclasses.asdict` takes seconds for thousands
+        metadata or its base. (`dataclasses.asdict` takes seconds for thousands
         of pieces.)"""
-        made = {**vars(self), "entries": [_plain(entry) for entry in self.entries]}
+        made = {**vars(self), "entries": [vars(entry) for entry in self.entries]}
         text = json.dumps(made, separators=(",", ":"), default=dict).encode()
         return text[:-1] + _seal(text)
 
@@ -266,7 +177,6 @@ class Manifest:
                 raw["checksum"],
                 tuple(map(_entry, raw["entries"])),
                 raw["metadata"],
-                raw["nesting"],
                 raw["base"],
             )
             for entry in manifest.entries:
@@ -276,7 +186,7 @@ class Manifest:
         parts = {
             entry.name: (entry.dtype, entry.shape, entry.checksum) for entry in manifest.entries
         }
-        if combine(parts, manifest.nesting) != manifest.checksum:
+        if combine(parts) != manifest.checksum:
             raise ValueError("the manifest's own checksum does not match its entries")
         _known[given] = manifest
         with contextlib.suppress(KeyError):  # other threads do so, too
@@ -293,14 +203,8 @@ def _seal(text: bytes) -> bytes:
     return b',"seal":"%s"}' % xxhash.xxh3_128_hexdigest(text).encode()
 
 
-def _plain(entry: TensorEntry) -> dict[str, Any]:
-    shard = entry.shard
-    return {**vars(entry), "shard": shard and [shard.global_shape, shard.offsets]}
-
-
 def _entry(raw: dict[str, Any]) -> TensorEntry:
-    shard = raw["shard"] and Shard(*map(tuple, raw["shard"]))
-    fields = {"shape": tuple(raw["shape"]), "pieces": tuple(raw["pieces"]), "shard": shard}
+    fields = {"shape": tuple(raw["shape"]), "pieces": tuple(raw["pieces"])}
     return TensorEntry(**{**raw, **fields})
 
 
@@ -312,116 +216,6 @@ def _check_entry(entry: TensorEntry) -> None:
     count = -(-entry.nbytes // PIECE_BYTES) if entry.nbytes > PIECE_BYTES else 0
     if len(entry.pieces) != count or (count and whole(entry.pieces) != entry.checksum):
         raise ValueError(f"{entry.name}: its pieces' checksums do not make its own")
-
-
-def check_layout(key: str, manifest: Manifest, into: Mapping[str, torch.Tensor]) -> None:
-    """Raise LayoutMismatch unless names, shapes and dtypes are the same, and all can be filled."""
-    stored = {entry.name: entry for entry in manifest.entries}
-    if stored.keys() != into.keys():
-        missing = sorted(into.keys() - stored.keys())[:3]
-        extra = sorted(stored.keys() - into.keys())[:3]
-        raise LayoutMismatch(key, f"names differ: missing {missing}, unexpected {extra}")
-    for name, target in into.items():
-        entry = stored[name]
-        if entry.shape != tuple(target.shape) or entry.dtype != dtype_name(target.dtype):
-            have = f"{entry.dtype}{list(entry.shape)}"
-            want = f"{dtype_name(target.dtype)}{list(target.shape)}"
-            raise LayoutMismatch(key, f"'{name}' is stored as {have}, wanted {want}")
-        if why := _why_not_filled(target):
-            raise LayoutMismatch(key, f"'{name}' cannot be filled: {why}")
-    _check_apart(key, stored, into)
-
-
-def check_shards(tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> None:
-    """Raise InvalidArgument for a shard of no tensor, or one that lies beyond its whole."""
-    for name, shard in shards.items() if isinstance(shards, Mapping) else [("", shards)]:
-        if not isinstance(shard, Shard) or not all(map(_numbers, vars(shard).values())):
-            raise InvalidArgument(
-                f"of '{name}' is no Shard of whole numbers: {shard!r}",
-                kind="transfer_shard_invalid",
-                field="shards",
-                value=name,
-                remedy="Give a mapping from names to Shard(global_shape, offsets).",
-            )
-        shape = tuple(tensors[name].shape) if name in tensors else None
-        ends = tuple(at + size for at, size in zip(shard.offsets, shape or (), strict=False))
-        whole, sizes = shard.global_shape, {len(shard.global_shape), len(shard.offsets)}
-        fits = shape is not None and sizes == {len(shape)} and min(shard.offsets, default=0) >= 0
-        if not fits or any(end > size for end, size in zip(ends, whole, strict=True)):
-            have = "no tensor" if shape is None else list(shape)
-            raise InvalidArgument(
-                f"'{name}' is {have}, no part of {list(whole)} at {list(shard.offsets)}",
-                kind="transfer_shard_beyond",
-                field="shards",
-                value=name,
-                remedy="Give each tensor that is a part its whole's shape and where it begins.",
-            )
-
-
-def fill(into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy `tensors` into those of the same name and layout (`check_layout`)."""
-    on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    with torch.no_grad():
-        for name, target in into.items():
-            # Detached: who is a view of another parameter is filled like any other.
-            target = target.detach()
-            if target.device.type == "cuda" and target.is_contiguous():
-                on_device.setdefault(target.device, []).append((target, tensors[name]))
-            else:
-                target.copy_(tensors[name])
-    for pairs in on_device.values():
-        upload(pairs)
-
-
-def _why_not_filled(target: torch.Tensor) -> str:
-    """Found before anything is copied: half of a state is worse than none."""
-    if target.is_meta:
-        return "it has no memory (device meta)"
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        return "it was made in inference mode"
-    steps = zip(target.shape, target.stride(), strict=True)
-    extent = 1 + sum((size - 1) * stride for size, stride in steps)
-    if target.numel() > extent or torch._debug_has_internal_overlap(target) == 1:
-        return "its elements share memory"
-    if not _can_be_copied(target.dtype):
-        return f"this torch copies no {dtype_name(target.dtype)}"
-    return ""
-
-
-@functools.cache
-def _can_be_copied(dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
-    except RuntimeError:
-        return False
-    return True
-
-
-def _check_apart(
-    key: str, stored: Mapping[str, TensorEntry], into: Mapping[str, torch.Tensor]
-) -> None:
-    """Raise LayoutMismatch when one target would be overwritten by another's content: those that
-    are tied (the very same memory) must be stored with the same bytes."""
-    by_storage: dict[tuple[str, int], list[str]] = {}
-    for name, target in into.items():
-        if target.numel() and target.is_contiguous():
-            place = (str(target.device), target.untyped_storage().data_ptr())
-            by_storage.setdefault(place, []).append(name)
-    for names in by_storage.values():
-        names.sort(key=lambda name: into[name].data_ptr())
-        for before, after in itertools.pairwise(names):
-            first, second = into[before], into[after]
-            if second.data_ptr() >= first.data_ptr() + first.nbytes:
-                continue
-            tied = first.data_ptr() == second.data_ptr() and first.nbytes == second.nbytes
-            if not tied or stored[before].checksum != stored[after].checksum:
-                raise LayoutMismatch(
-                    key, f"'{before}' and '{after}' share memory, and are stored with other bytes"
-                )
-
-
-def _numbers(sizes: object) -> bool:
-    return isinstance(sizes, tuple | list) and all(type(size) is int for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -521,8 +315,8 @@ def _chunk(spans: list[ChecksumSpan]) -> Chunk:
     return Chunk(offset, last.offset + last.nbytes - offset, tuple(spans))
 
 
-# The last byte is the format's number: 2 has checksums by pieces, 3 one of the manifest.
-MAGIC: Final = b"TROUPE\x00\x03"
+# The last byte is the format's number.
+MAGIC: Final = b"TROUPE\x00\x04"
 # Tensors start on cache lines, which every dtype's alignment divides.
 ALIGN: Final = 64
 _MAX_MANIFEST_BYTES: Final = 256 << 20
@@ -539,15 +333,12 @@ def draft(
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
     *,
-    nesting: str = "",
     base: str = "",
-    shards: Mapping[str, Shard] | None = None,
 ) -> tuple[Manifest, list[Bytes]]:
     """The manifest of `tensors` with empty checksums, as long as it will be with them, and their
     bytes in the manifest's order (by name). Deferred tensors are not made for it."""
     deferred = deferred_bytes(tensors) if isinstance(tensors, DeferredTensors) else {}
     layout = tensors.layout if isinstance(tensors, DeferredTensors) else tensors
-    check_shards(layout, shards or {})
     entries: list[TensorEntry] = []
     views: list[Bytes] = []
     offset = 0
@@ -563,24 +354,11 @@ def draft(
         shape = tuple(tensor.shape)
         count = -(-len(view) // PIECE_BYTES) if len(view) > PIECE_BYTES else 0
         pieces = (_NO_CHECKSUM,) * count
-        shard = (shards or {}).get(name)
-        entries.append(
-            TensorEntry(
-                name,
-                dtype_name(tensor.dtype),
-                shape,
-                offset,
-                len(view),
-                _NO_CHECKSUM,
-                pieces,
-                shard,
-            )
-        )
+        dtype = dtype_name(tensor.dtype)
+        entries.append(TensorEntry(name, dtype, shape, offset, len(view), _NO_CHECKSUM, pieces))
         views.append(view)
         offset = _aligned(offset + len(view))
-    made = Manifest(
-        key, version_in(key), _NO_CHECKSUM, tuple(entries), dict(metadata), nesting, base
-    )
+    made = Manifest(key, version_in(key), _NO_CHECKSUM, tuple(entries), dict(metadata), base)
     return made, views
 
 
@@ -591,7 +369,7 @@ def signed(manifest: Manifest, checksums: list[tuple[str, tuple[str, ...]]]) -> 
         for entry, (checksum, pieces) in zip(manifest.entries, checksums, strict=True)
     )
     parts = {e.name: (e.dtype, e.shape, e.checksum) for e in entries}
-    return replace(manifest, checksum=combine(parts, manifest.nesting), entries=entries)
+    return replace(manifest, checksum=combine(parts), entries=entries)
 
 
 def prefix(manifest: Manifest) -> bytes:

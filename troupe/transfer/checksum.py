@@ -69,12 +69,11 @@ def bytes_checksum(data: bytes | memoryview) -> str:
     return whole(piece_checksums(memoryview(data)))
 
 
-def combine(parts: Mapping[str, tuple[str, Sequence[int], str]], nesting: str = "") -> str:
+def combine(parts: Mapping[str, tuple[str, Sequence[int], str]]) -> str:
     """Hex xxh3-128 over (name, dtype, shape, checksum of bytes) in the order of names.
 
     Hashing the tensors' checksums instead of their bytes again lets a reader verify one
-    tensor at a time, and costs one pass over the bytes. `nesting`: what else the content is,
-    where it is more than named tensors.
+    tensor at a time, and costs one pass over the bytes.
     """
     digest = xxhash.xxh3_128()
     for name in sorted(parts):
@@ -82,7 +81,6 @@ def combine(parts: Mapping[str, tuple[str, Sequence[int], str]], nesting: str = 
         # No name may read like other tensors' lines.
         line = f"{name.translate(_ESCAPED)}\0{dtype}\0{','.join(map(str, shape))}\0{checksum}\n"
         digest.update(line.encode(errors="surrogatepass"))
-    digest.update(nesting.encode())
     return digest.hexdigest()
 
 

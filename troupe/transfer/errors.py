@@ -5,7 +5,6 @@ from __future__ import annotations
 from troupe.rpc.errors import (
     DataLoss,
     DeadlineExceeded,
-    FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -48,20 +47,6 @@ class Corrupt(TransferError, DataLoss):
 
     default_kind = "transfer_corrupt"
     default_remedy = "Publish the version again."
-
-
-class LayoutMismatch(TransferError, FailedPrecondition):
-    """Names, shapes or dtypes differ from those that the caller wants to fill."""
-
-    default_kind = "transfer_layout_mismatch"
-    default_remedy = "Use the same model configuration on both sides."
-
-
-class VersionWentBackwards(TransferError, FailedPrecondition):
-    """The newest version stored is older than one that the reader has seen."""
-
-    default_kind = "transfer_version_went_backwards"
-    default_remedy = "Ask the version ledger which version holds, and publish that one again."
 
 
 class StorageFull(TransferError, ResourceExhausted):

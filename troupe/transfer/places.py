@@ -14,7 +14,6 @@ from typing import Protocol
 
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.scratch import memory_root
-from troupe.transfer.cast import cast_key
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound
 
@@ -52,13 +51,12 @@ def _in_memory(path: Path, device: int) -> bool:
     return kind in _MEMORY_FILESYSTEMS
 
 
-class Fetched(Protocol):
-    """A state that a peer has put on this host, all of its bytes verified."""
+@dataclass(frozen=True)
+class FetchedState:
+    """A state that was fetched to this host, all of its bytes verified, and how it came."""
 
-    @property
-    def path(self) -> Path: ...
-    @property
-    def choice(self) -> Choice: ...
+    path: Path
+    choice: Choice
 
 
 @dataclass(frozen=True)
@@ -72,13 +70,6 @@ class Wanted:
     expected: str | None = None
     # A key of this host that most of it may equal.
     base: str | None = None
-    # The dtype that its floating-point tensors are wanted in (it is then another key).
-    cast: str | None = None
-
-    @property
-    def stored(self) -> str:
-        """The key that it lies under."""
-        return cast_key(self.key, self.cast)
 
 
 class Source(Protocol):
@@ -88,7 +79,9 @@ class Source(Protocol):
     def address(self) -> str: ...
     @property
     def deadline_seconds(self) -> float: ...
-    def fetch(self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters) -> Fetched:
+    def fetch(
+        self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
+    ) -> FetchedState:
         """Bring it into the first of `roots` that has room.
 
         Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout, Unavailable.
@@ -98,7 +91,7 @@ class Source(Protocol):
 
 def from_first(
     peers: Sequence[Source], wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
-) -> Fetched:
+) -> FetchedState:
     """What is `wanted` from the first peer that has it; a deadline of 0 is the peer's own.
 
     Raises KeyNotFound, or what the last one raised.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import mmap
 import os
 import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -23,23 +22,10 @@ import xxhash
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.scratch import is_foreseeable, private_directory
 from troupe.transfer import blob
-from troupe.transfer.arguments import (
-    SEGMENT,
-    check_key,
-    check_prefix,
-    deadline_in,
-    known_in,
-    why_no_key,
-)
+from troupe.transfer.arguments import SEGMENT, check_key, check_prefix, why_no_key
 from troupe.transfer.blob import Bytes, Manifest, TensorEntry, stem_of, version_in
 from troupe.transfer.checksum import PIECE_BYTES, whole
-from troupe.transfer.errors import (
-    Corrupt,
-    InvalidKey,
-    KeyNotFound,
-    TransferTimeout,
-    VersionWentBackwards,
-)
+from troupe.transfer.errors import Corrupt, InvalidKey, KeyNotFound, TransferTimeout
 from troupe.transfer.spares import Spare, Spares
 from troupe.transfer.staging import each, threads_for
 
@@ -425,10 +411,6 @@ class Mappings:
         self._kept.pop(name).file.close()
 
 
-log = logging.getLogger(__name__)
-
-# A key appears at most once per step: looking this often costs nothing and delays nobody.
-_POLL_SECONDS = 0.01
 # Larger states are verified once per host, and the others of the host believe it.
 _MARKED_BYTES = 1 << 20
 # Nobody verifies for longer.
@@ -554,38 +536,6 @@ class Shelf:
                 found.update(k for k in keys if k.startswith(prefix) and not why_no_key(k))
         return sorted(found)
 
-    def newest(self, stem: str, at_least: int) -> Manifest:
-        """See `Transfer.newest`."""
-        prefix = f"{stem}@"
-        versions = [k.removeprefix(prefix) for k in self.keys(prefix)]
-        found = max((v for v in versions if v.isdecimal()), key=int, default=None)
-        if found is None:
-            raise KeyNotFound(stem, f"no version of it is stored in {self.roots[0]}")
-        if int(found) < at_least:
-            raise VersionWentBackwards(
-                f"{prefix}{found}", f"is the newest version, but {at_least} was there before"
-            )
-        return self.manifest(f"{prefix}{found}")
-
-    def watch(self, prefix: str, timeout: float, known: Collection[str]) -> Iterator[Manifest]:
-        """See `Transfer.watch`."""
-        seen = set(known_in(known))
-        deadline = deadline_in(timeout) or time.monotonic()
-        while True:
-            for key in self.keys(prefix):
-                if key not in seen:
-                    try:
-                        manifest = self.manifest(key)
-                    except (KeyNotFound, Corrupt) as error:
-                        # Who asks for it is told; others may still be good.
-                        log.debug("%s is not reported: %s", key, error.message)
-                        continue
-                    seen.add(key)
-                    yield manifest
-            if time.monotonic() >= deadline:
-                return
-            time.sleep(_POLL_SECONDS)
-
     def fetched(self, prefix: str = "") -> Iterator[tuple[str, str]]:
         """Keys whose content came from another host, and the address that it came from."""
         for key in self.keys(prefix):
@@ -615,7 +565,6 @@ class Shelf:
         tensors: Mapping[str, torch.Tensor],
         identity: tuple[int, int],
         deadline: float | None,
-        threads: int,
     ) -> None:
         """See that `tensors`, mapped from the file of `identity` at `path`, hold what was set.
 
@@ -623,7 +572,7 @@ class Shelf:
         waits for the first. Raises Corrupt, TransferTimeout.
         """
         if manifest.num_bytes < _MARKED_BYTES:
-            _verify(manifest, tensors, deadline, threads)
+            _verify(manifest, tensors, deadline)
             return
 
         def verified() -> bool:
@@ -635,7 +584,7 @@ class Shelf:
         try:
             with alone(path, until, unless=verified) as first:
                 if first:
-                    _verify(manifest, tensors, deadline, threads)
+                    _verify(manifest, tensors, deadline)
                     mark(path, "verified", identity=identity)
         except TimeoutError as error:
             raise TransferTimeout(manifest.key, f"not verified in time: {error}") from None
@@ -656,7 +605,6 @@ def _verify(
     manifest: Manifest,
     tensors: Mapping[str, torch.Tensor],
     deadline: float | None,
-    threads: int,
 ) -> None:
     key = manifest.key
 
@@ -666,4 +614,4 @@ def _verify(
         if deadline is not None and time.monotonic() > deadline:
             raise TransferTimeout(key, "not verified in time")
 
-    each(check, manifest.entries, threads)
+    each(check, manifest.entries, threads_for(manifest.num_bytes, device=False))

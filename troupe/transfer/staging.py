@@ -39,11 +39,6 @@ def threads_for(num_bytes: int, *, device: bool) -> int:
     return max(1, min(own, _MOST_THREADS))
 
 
-def on_device(targets: Mapping[str, torch.Tensor] | None) -> bool:
-    """Whether any of these tensors, which a state is wanted in, lies on a GPU."""
-    return any(target.device.type == "cuda" for target in (targets or {}).values())
-
-
 def each(call: Callable[[T], R], jobs: Sequence[T], threads: int) -> list[R]:
     """`call` of every job, in their order, by so many threads."""
     if threads == 1:

@@ -1,4 +1,4 @@
-"""`Transfer`: set and get trees of tensors by key, wherever they are."""
+"""`Transfer`: named tensors set and got by key, wherever they are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,15 +25,12 @@ from troupe.transfer.arguments import (
     peers_in,
     roots_in,
 )
-from troupe.transfer.blob import Manifest, Shard, check_layout, fill, flatten, unflatten
-from troupe.transfer.cast import CAST_OF, cast, cast_key, check_cast
-from troupe.transfer.checksum import dtype_name
+from troupe.transfer.blob import Manifest
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.deferred import DeferredTensors
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull, TransferTimeout
 from troupe.transfer.places import Source, Wanted, default_root, from_first, in_memory, near
 from troupe.transfer.shelf import Mappings, Shelf, unusable
-from troupe.transfer.staging import on_device, threads_for
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,6 @@ class FetchRequest:
     timeout: float
     expected: str | None = None
     base: str | None = None
-    cast: torch.dtype | None = None
     # Of the monotonic clock; None for who does not wait.
     deadline: float | None = field(init=False)
 
@@ -53,20 +49,12 @@ class FetchRequest:
         check_checksum(self.expected)
         if self.base:
             check_key(self.base)
-        if self.cast is not None:
-            object.__setattr__(self, "cast", check_cast(self.cast))
         object.__setattr__(self, "deadline", deadline_in(self.timeout))
-
-    @property
-    def stored(self) -> str:
-        """The key that it lies under."""
-        return cast_key(self.key, self.cast)
 
     @property
     def wanted(self) -> Wanted:
         """Of a peer; a deadline of 0 is its own."""
-        name = None if self.cast is None else dtype_name(self.cast)
-        return Wanted(self.key, self.deadline or 0.0, self.expected, self.base, name)
+        return Wanted(self.key, self.deadline or 0.0, self.expected, self.base)
 
 
 log = logging.getLogger(__name__)
@@ -76,12 +64,10 @@ _Tensors = dict[str, torch.Tensor]
 _POLL_SECONDS = 0.01
 # A peer that does not have it yet is asked again so often.
 _ASK_PEERS_SECONDS = 0.25
-# A state is cast once per host: who comes second waits for so long.
-_CAST_SECONDS = 600.0
 
 
 class Transfer:
-    """Set and get of trees of tensors; the caller never says where they are.
+    """Set and get of tensors by name; the caller never says where they are.
 
     A state is a file under `root`: in shared memory normally, readers map it without a copy.
     When shared memory is full, or `root` is on a disk, plain files are used, with a warning.
@@ -130,14 +116,11 @@ class Transfer:
         *,
         metadata: Mapping[str, str] | None = None,
         base: str | None = None,
-        shards: Mapping[str, Shard] | None = None,
     ) -> Manifest:
         """Store a copy of `state` under `key`, replacing what was there, all at once.
 
-        `state`: tensors by name, or a tree of dicts, lists and tuples with tensors, numbers,
-        strings, bools and None as leaves; of `DeferredTensors` a group at a time is in memory.
-        `base`: a key whose content most of this one equals;
-        hosts that have it fetch only what differs. `shards`: of tensors that are parts, by name.
+        `state`: tensors by name; of `DeferredTensors` a group at a time is in memory. `base`: a
+        key whose content most of this one equals; hosts that have it fetch only what differs.
 
         Raises InvalidKey, InvalidArgument, FailedPrecondition of kind "transfer_root_unusable", or
         StorageFull with the former content intact.
@@ -145,11 +128,8 @@ class Transfer:
         paths, about = self._shelf.paths(key), metadata_of(metadata)  # before hashing anything
         if base is not None:
             self._shelf.paths(base)
-        deferred = isinstance(state, DeferredTensors)
-        tensors, nesting = (state, "") if deferred else flatten(state)
-        draft, views = blob.draft(
-            key, tensors, about, nesting=nesting, base=base or "", shards=shards
-        )
+        tensors = state if isinstance(state, DeferredTensors) else blob.named_tensors(state)
+        draft, views = blob.draft(key, tensors, about, base=base or "")
         failure: OSError | None = None
         for root, path in zip(self.roots, paths, strict=True):
             try:
@@ -175,46 +155,31 @@ class Transfer:
     def get(
         self,
         key: str,
-        into: Any = None,
         *,
         verify: bool = True,
         expected_checksum: str | None = None,
         timeout: float = 0.0,
         base: str | None = None,
-        cast: torch.dtype | None = None,
         lasting: bool = False,
-    ) -> tuple[Any, Manifest]:
-        """The state under `key`, waiting up to `timeout` seconds for it to appear.
+    ) -> tuple[_Tensors, Manifest]:
+        """The tensors under `key` by name, waiting up to `timeout` seconds for it to appear.
 
-        Without `into` the tensors lie over shared memory (copy-on-write, no copy made). With
-        `into`, a tree of the same form, they are copied into its tensors, whose names, shapes and
-        dtypes must be the same, and only after everything has been verified: never half applied.
-        The tree that comes back has these very tensors, and the stored numbers and strings.
+        They lie over shared memory (copy-on-write, no copy made). `base`: a key of this host that
+        the state may resemble; from another host only what differs from that comes. `lasting`: for
+        a caller that only copies the tensors and never writes to them, through a mapping that stays
+        open.
 
-        `base`: a key of this host that it may resemble; from another host only what differs from
-        that comes. `cast`: floating-point tensors are wanted in this dtype, and cast where they
-        are before they move; `expected_checksum` remains that of `key` itself. `lasting`: for who
-        only copies the tensors and never writes to them, through a mapping that stays.
-
-        Raises KeyNotFound (TransferTimeout when a timeout was given), Corrupt,
-        LayoutMismatch, InvalidArgument; with peers also Unavailable and StorageFull.
+        Raises KeyNotFound (TransferTimeout when a timeout was given), Corrupt, InvalidArgument;
+        with peers also Unavailable and StorageFull.
         """
-        asked = FetchRequest(key, timeout, expected_checksum, base, cast)
-        targets = None if into is None else flatten(into)[0]
+        request = FetchRequest(key, timeout, expected_checksum, base)
         try:
-            manifest, tensors = self._read(asked, targets, verify=verify, lasting=lasting)
+            return self._read(request, verify=verify, lasting=lasting)
         except Corrupt:
-            # A copy that was damaged here: whoever has another one, or what it was made of.
-            if not self._shelf.damaged(asked.stored) or not (self._peers or cast):
+            # The copy of this host was damaged: another host may have a good one.
+            if not self._shelf.damaged(key) or not self._peers:
                 raise
-            manifest, tensors = self._read(asked, targets, verify=verify, lasting=lasting)
-        try:
-            tree = unflatten(tensors if targets is None else targets, manifest.nesting)
-        except ValueError as error:
-            raise Corrupt(asked.stored, str(error)) from error
-        if targets is not None:
-            fill(targets, tensors)
-        return tree, manifest
+            return self._read(request, verify=verify, lasting=lasting)
 
     def fetch(
         self,
@@ -223,15 +188,13 @@ class Transfer:
         expected_checksum: str | None = None,
         timeout: float = 0.0,
         base: str | None = None,
-        cast: torch.dtype | None = None,
     ) -> tuple[Manifest, Choice]:
         """See that `key` is on this host, without mapping it: a `get` that only brings it near.
 
         Raises what `get` does.
         """
-        asked = FetchRequest(key, timeout, expected_checksum, base, cast)
-        path, fetched = self._find(asked)
-        manifest = self._shelf.manifest(asked.stored)
+        path, fetched = self._find(FetchRequest(key, timeout, expected_checksum, base))
+        manifest = self._shelf.manifest(key)
         if fetched is not None:
             self.counters.moved(fetched, manifest.num_bytes)
         return manifest, fetched or Choice("get", *near(path, self.roots))
@@ -244,13 +207,6 @@ class Transfer:
         """Manifest, start of the tensors, and the file of `key`, which nobody fills again while it
         is open. Not verified. Raises KeyNotFound, Corrupt."""
         return self._shelf.opened(key)
-
-    def newest(self, stem: str, *, at_least: int = 0) -> Manifest:
-        """The highest version under `stem` ("job/policy/weights"), for who has seen `at_least`.
-
-        Raises KeyNotFound, Corrupt, or VersionWentBackwards when all there is is older.
-        """
-        return self._shelf.newest(stem, at_least)
 
     def exists(self, key: str) -> bool:
         """Whether something is stored under `key`, on this host."""
@@ -274,12 +230,6 @@ class Transfer:
     def keys(self, prefix: str = "") -> list[str]:
         """All keys of this host that start with `prefix`, sorted."""
         return self._shelf.keys(prefix)
-
-    def watch(
-        self, prefix: str, *, timeout: float, known: Collection[str] = ()
-    ) -> Iterator[Manifest]:
-        """Manifests of keys with `prefix`, each once, as they appear; ends after `timeout` s."""
-        return self._shelf.watch(prefix, timeout, known)
 
     def sweep(self) -> None:
         """Give back memory that was kept for states to come and that nobody came to use, and what
@@ -307,11 +257,11 @@ class Transfer:
         return shelf.write(path, draft, views)
 
     def _read(
-        self, asked: FetchRequest, targets: _Tensors | None, *, verify: bool, lasting: bool
-    ) -> tuple[Manifest, _Tensors]:
-        """Mapped, verified, and of the layout of `targets`."""
-        key = asked.stored
-        path, fetched = self._find(asked)
+        self, request: FetchRequest, *, verify: bool, lasting: bool
+    ) -> tuple[_Tensors, Manifest]:
+        """Mapped and verified."""
+        key = request.key
+        path, fetched = self._find(request)
         try:
             identity = blob.identity(path)
             read = self._mappings.read if lasting else blob.read
@@ -323,30 +273,26 @@ class Transfer:
         except ValueError as error:
             shelf.mark(path, "damaged", identity=identity)
             raise Corrupt(key, str(error)) from error
-        content = manifest.checksum if asked.cast is None else manifest.metadata.get(CAST_OF)
-        if asked.expected and content != asked.expected:
-            raise Corrupt(key, f"holds {content}, expected {asked.expected}")
-        if targets is not None:
-            check_layout(key, manifest, targets)
+        if request.expected and manifest.checksum != request.expected:
+            raise Corrupt(key, f"holds {manifest.checksum}, expected {request.expected}")
         own = self._own.get(key) == identity
-        # Its own bytes a process hashed as it copied them; what was fetched was verified.
+        # A process hashed its own bytes as it copied them; what was fetched was verified.
         if verify and not own and fetched is None:
             try:
-                threads = threads_for(manifest.num_bytes, device=on_device(targets))
-                self._shelf.verify(path, manifest, tensors, identity, asked.deadline, threads)
+                self._shelf.verify(path, manifest, tensors, identity, request.deadline)
             except Corrupt:
                 shelf.mark(path, "damaged", identity=identity)
                 raise
         self._note(path, "get", manifest, own=own, fetched=fetched)
-        return manifest, tensors
+        return tensors, manifest
 
-    def _find(self, asked: FetchRequest) -> tuple[Path, Choice | None]:
+    def _find(self, request: FetchRequest) -> tuple[Path, Choice | None]:
         """Where it is; with the choice when a peer has just put it there."""
-        ask_peers_at, key, deadline = 0.0, asked.key, asked.deadline
+        ask_peers_at, key, deadline = 0.0, request.key, request.deadline
         while True:
             missing: TroupeError
             try:
-                return self._at_hand(asked), None
+                return self._at_hand(request), None
             except (KeyNotFound, Corrupt) as error:
                 if isinstance(error, Corrupt) and not self._peers:
                     raise
@@ -355,7 +301,7 @@ class Transfer:
                 missing = error.with_traceback(None)
             if self._peers and time.monotonic() >= ask_peers_at:
                 try:
-                    fetched = from_first(self._peers, asked.wanted, self.roots, self.counters)
+                    fetched = from_first(self._peers, request.wanted, self.roots, self.counters)
                     self._own.pop(key, None)
                     return fetched.path, fetched.choice
                 except (KeyNotFound, Unavailable) as error:
@@ -368,61 +314,22 @@ class Transfer:
             time.sleep(_POLL_SECONDS)
         if deadline is not None and not isinstance(missing, Corrupt):
             raise TransferTimeout(
-                key, f"did not appear within {asked.timeout:g} s: {missing.message}"
+                key, f"did not appear within {request.timeout:g} s: {missing.message}"
             ) from missing
         try:
             raise missing
         finally:
             del missing  # again a circle, with the frames of whoever called
 
-    def _at_hand(self, asked: FetchRequest) -> Path:
+    def _at_hand(self, request: FetchRequest) -> Path:
         """Its path here. Raises KeyNotFound; Corrupt for another content where there are peers."""
-        key, expected, cast, shelf = asked.key, asked.expected, asked.cast, self._shelf
-        if cast is not None:
-            if shelf.holds(key, expected) and not shelf.damaged(key):
-                return shelf.path(self.cast(key, cast, deadline=asked.deadline).key)
-            made = asked.stored
-            if not shelf.holds(made):
-                raise KeyNotFound(made, f"nothing is stored under it in {self.roots[0]}")
-            if shelf.damaged(made):
-                raise Corrupt(made, "was found damaged, and what it was made of is not here")
-            if expected in (None, self.manifest(made).metadata.get(CAST_OF)):
-                return shelf.path(made)
-            raise KeyNotFound(made, f"was made of another content than {expected}")
-        path = shelf.path(key)
-        if self._peers and shelf.damaged(key):
+        key, expected = request.key, request.expected
+        path = self._shelf.path(key)
+        if self._peers and self._shelf.damaged(key):
             raise Corrupt(key, "was found damaged here")
         if self._peers and expected and (found := self.manifest(key).checksum) != expected:
             raise Corrupt(key, f"holds {found}, expected {expected}")
         return path
-
-    def cast(self, key: str, dtype: torch.dtype, *, deadline: float | None = None) -> Manifest:
-        """Store `key`, which is here, with its floating-point tensors in `dtype`, as another key.
-
-        Its metadata names the checksum of what it was made of; it is made again when that has
-        changed. `deadline` (of the monotonic clock): until then another process that casts it is
-        waited for, by default ten minutes.
-
-        Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout, InvalidArgument.
-        """
-        dtype, source = check_cast(dtype), self.manifest(key)
-        made = cast_key(key, dtype)
-        path = self._shelf.paths(made)[0]
-        until = time.monotonic() + _CAST_SECONDS if deadline is None else deadline
-        try:
-            with shelf.alone(path, until):
-                with contextlib.suppress(KeyNotFound, Corrupt):
-                    there = self.manifest(made)
-                    same = there.metadata.get(CAST_OF) == source.checksum
-                    if same and not self._shelf.damaged(made):
-                        return there
-                tensors, source = self.get(key)
-                about = {**source.metadata, CAST_OF: source.checksum}
-                base = cast_key(source.base, dtype) if source.base else None
-                tensors = cast(tensors, dtype)
-                return self.set(made, tensors, metadata=about, base=base, shards=source.shards)
-        except TimeoutError:
-            raise TransferTimeout(key, "another process of this host still casts it") from None
 
     def _note(
         self,

@@ -24,16 +24,11 @@ class DescribeStateRequest(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
-    CAST_FIELD_NUMBER: _builtins.int
     READER_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     checksum: _builtins.str
     """The content that is wanted; not found where another one is stored. Empty: whatever there is."""
-    cast: _builtins.str
-    """The dtype that floating-point tensors are wanted in; they are cast here, and the answer
-    describes another key. Empty: as they are.
-    """
     reader: _builtins.str
     """Where the reader itself serves what it has of the state; empty when it does not."""
     @_builtins.property
@@ -45,13 +40,12 @@ class DescribeStateRequest(_message.Message):
         *,
         key: _builtins.str = ...,
         checksum: _builtins.str = ...,
-        cast: _builtins.str = ...,
         reader: _builtins.str = ...,
         failed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cast", b"cast", "checksum", b"checksum", "failed", b"failed", "key", b"key", "reader", b"reader"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "failed", b"failed", "key", b"key", "reader", b"reader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -185,13 +179,10 @@ class StateChunk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     chunk: _builtins.int
-    checksum: _builtins.str
-    """No longer sent: the manifest has the checksums of all pieces."""
     data: _builtins.bytes
     """Bytes of the chunk from `offset`."""
     offset: _builtins.int
@@ -203,14 +194,13 @@ class StateChunk(_message.Message):
         self,
         *,
         chunk: _builtins.int = ...,
-        checksum: _builtins.str = ...,
         data: _builtins.bytes = ...,
         offset: _builtins.int = ...,
         description: Global___DescribeStateResponse | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data", "description", b"description", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "data", b"data", "description", b"description", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,13 +212,11 @@ class FetchStateRequest(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
-    CAST_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     OWNERS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     checksum: _builtins.str
     """See DescribeStateRequest."""
-    cast: _builtins.str
     base: _builtins.str
     """A key of this host that most of the state may equal: only what differs is moved."""
     @_builtins.property
@@ -240,13 +228,12 @@ class FetchStateRequest(_message.Message):
         *,
         key: _builtins.str = ...,
         checksum: _builtins.str = ...,
-        cast: _builtins.str = ...,
         base: _builtins.str = ...,
         owners: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "cast", b"cast", "checksum", b"checksum", "key", b"key", "owners", b"owners"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "checksum", b"checksum", "key", b"key", "owners", b"owners"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -276,12 +263,9 @@ class FetchStateResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    KEY_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
-    key: _builtins.str
-    """Under which it is here now: another one than asked for when it was cast."""
     transport: _builtins.str
     """How it came, as in the metrics."""
     reason: _builtins.str
@@ -292,110 +276,17 @@ class FetchStateResponse(_message.Message):
     def __init__(
         self,
         *,
-        key: _builtins.str = ...,
         transport: _builtins.str = ...,
         reason: _builtins.str = ...,
         retries: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "reason", b"reason", "retries", b"retries", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "retries", b"retries", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchStateResponse: _TypeAlias = FetchStateResponse  # noqa: Y015
-
-@_typing.final
-class ListStatesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PREFIX_FIELD_NUMBER: _builtins.int
-    prefix: _builtins.str
-    def __init__(
-        self,
-        *,
-        prefix: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListStatesRequest: _TypeAlias = ListStatesRequest  # noqa: Y015
-
-@_typing.final
-class ListStatesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    STATES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredState]: ...
-    def __init__(
-        self,
-        *,
-        states: _abc.Iterable[Global___StoredState] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["states", b"states"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListStatesResponse: _TypeAlias = ListStatesResponse  # noqa: Y015
-
-@_typing.final
-class WatchStatesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PREFIX_FIELD_NUMBER: _builtins.int
-    KNOWN_FIELD_NUMBER: _builtins.int
-    prefix: _builtins.str
-    @_builtins.property
-    def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Keys that the caller knows."""
-
-    def __init__(
-        self,
-        *,
-        prefix: _builtins.str = ...,
-        known: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "prefix", b"prefix"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WatchStatesRequest: _TypeAlias = WatchStatesRequest  # noqa: Y015
-
-@_typing.final
-class StoredState(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    key: _builtins.str
-    version: _builtins.int
-    checksum: _builtins.str
-    num_bytes: _builtins.int
-    def __init__(
-        self,
-        *,
-        key: _builtins.str = ...,
-        version: _builtins.int = ...,
-        checksum: _builtins.str = ...,
-        num_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "key", b"key", "num_bytes", b"num_bytes", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StoredState: _TypeAlias = StoredState  # noqa: Y015
 
 @_typing.final
 class DeleteStatesRequest(_message.Message):

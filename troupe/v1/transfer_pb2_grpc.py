@@ -49,16 +49,6 @@ class TransferOwnerStub:
                 request_serializer=troupe_dot_v1_dot_transfer__pb2.FetchStateRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_transfer__pb2.FetchStateResponse.FromString,
                 _registered_method=True)
-        self.WatchStates = channel.unary_stream(
-                '/troupe.v1.TransferOwner/WatchStates',
-                request_serializer=troupe_dot_v1_dot_transfer__pb2.WatchStatesRequest.SerializeToString,
-                response_deserializer=troupe_dot_v1_dot_transfer__pb2.StoredState.FromString,
-                _registered_method=True)
-        self.ListStates = channel.unary_unary(
-                '/troupe.v1.TransferOwner/ListStates',
-                request_serializer=troupe_dot_v1_dot_transfer__pb2.ListStatesRequest.SerializeToString,
-                response_deserializer=troupe_dot_v1_dot_transfer__pb2.ListStatesResponse.FromString,
-                _registered_method=True)
         self.DeleteStates = channel.unary_unary(
                 '/troupe.v1.TransferOwner/DeleteStates',
                 request_serializer=troupe_dot_v1_dot_transfer__pb2.DeleteStatesRequest.SerializeToString,
@@ -91,19 +81,6 @@ class TransferOwnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchStates(self, request, context):
-        """Keys that are stored here, those that appear included until the call's deadline.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListStates(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def DeleteStates(self, request, context):
         """Forgets values without a version (columns of samples). A repeated call finds nothing.
         """
@@ -128,16 +105,6 @@ def add_TransferOwnerServicer_to_server(servicer, server):
                     servicer.FetchState,
                     request_deserializer=troupe_dot_v1_dot_transfer__pb2.FetchStateRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_transfer__pb2.FetchStateResponse.SerializeToString,
-            ),
-            'WatchStates': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchStates,
-                    request_deserializer=troupe_dot_v1_dot_transfer__pb2.WatchStatesRequest.FromString,
-                    response_serializer=troupe_dot_v1_dot_transfer__pb2.StoredState.SerializeToString,
-            ),
-            'ListStates': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListStates,
-                    request_deserializer=troupe_dot_v1_dot_transfer__pb2.ListStatesRequest.FromString,
-                    response_serializer=troupe_dot_v1_dot_transfer__pb2.ListStatesResponse.SerializeToString,
             ),
             'DeleteStates': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteStates,
@@ -226,60 +193,6 @@ class TransferOwner:
             '/troupe.v1.TransferOwner/FetchState',
             troupe_dot_v1_dot_transfer__pb2.FetchStateRequest.SerializeToString,
             troupe_dot_v1_dot_transfer__pb2.FetchStateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchStates(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/troupe.v1.TransferOwner/WatchStates',
-            troupe_dot_v1_dot_transfer__pb2.WatchStatesRequest.SerializeToString,
-            troupe_dot_v1_dot_transfer__pb2.StoredState.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListStates(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/troupe.v1.TransferOwner/ListStates',
-            troupe_dot_v1_dot_transfer__pb2.ListStatesRequest.SerializeToString,
-            troupe_dot_v1_dot_transfer__pb2.ListStatesResponse.FromString,
             options,
             channel_credentials,
             insecure,

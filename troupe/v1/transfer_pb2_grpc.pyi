@@ -39,9 +39,6 @@ class TransferOwnerStub:
     """
     FetchState: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.FetchStateRequest, _transfer_pb2.FetchStateResponse]
     """Brings a state of another host to this one. For processes of this host only."""
-    WatchStates: _grpc.UnaryStreamMultiCallable[_transfer_pb2.WatchStatesRequest, _transfer_pb2.StoredState]
-    """Keys that are stored here, those that appear included until the call's deadline."""
-    ListStates: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.ListStatesRequest, _transfer_pb2.ListStatesResponse]
     DeleteStates: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.DeleteStatesRequest, _transfer_pb2.DeleteStatesResponse]
     """Forgets values without a version (columns of samples). A repeated call finds nothing."""
 
@@ -56,9 +53,6 @@ class TransferOwnerAsyncStub(TransferOwnerStub):
     """
     FetchState: _aio.UnaryUnaryMultiCallable[_transfer_pb2.FetchStateRequest, _transfer_pb2.FetchStateResponse]  # type: ignore[assignment]
     """Brings a state of another host to this one. For processes of this host only."""
-    WatchStates: _aio.UnaryStreamMultiCallable[_transfer_pb2.WatchStatesRequest, _transfer_pb2.StoredState]  # type: ignore[assignment]
-    """Keys that are stored here, those that appear included until the call's deadline."""
-    ListStates: _aio.UnaryUnaryMultiCallable[_transfer_pb2.ListStatesRequest, _transfer_pb2.ListStatesResponse]  # type: ignore[assignment]
     DeleteStates: _aio.UnaryUnaryMultiCallable[_transfer_pb2.DeleteStatesRequest, _transfer_pb2.DeleteStatesResponse]  # type: ignore[assignment]
     """Forgets values without a version (columns of samples). A repeated call finds nothing."""
 
@@ -88,21 +82,6 @@ class TransferOwnerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_pb2.FetchStateResponse, _abc.Awaitable[_transfer_pb2.FetchStateResponse]]:
         """Brings a state of another host to this one. For processes of this host only."""
-
-    @_abc_1.abstractmethod
-    def WatchStates(
-        self,
-        request: _transfer_pb2.WatchStatesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_transfer_pb2.StoredState], _abc.AsyncIterator[_transfer_pb2.StoredState]]:
-        """Keys that are stored here, those that appear included until the call's deadline."""
-
-    @_abc_1.abstractmethod
-    def ListStates(
-        self,
-        request: _transfer_pb2.ListStatesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_transfer_pb2.ListStatesResponse, _abc.Awaitable[_transfer_pb2.ListStatesResponse]]: ...
 
     @_abc_1.abstractmethod
     def DeleteStates(

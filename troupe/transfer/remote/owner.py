@@ -18,7 +18,6 @@ from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.rpc.retry import NO_RETRY
 from troupe.rpc.settings import ClientSettings
-from troupe.transfer.cast import check_cast
 from troupe.transfer.counters import TransferCounters
 from troupe.transfer.errors import KeyNotFound
 from troupe.transfer.places import Wanted
@@ -124,10 +123,7 @@ class TransferOwner:
 
     def _fetch(self, request: pb.FetchStateRequest, deadline: float) -> pb.FetchStateResponse:
         """From the first of the request's owners that has it."""
-        cast = request.cast or None
-        if cast:
-            check_cast(cast)
-        wanted = Wanted(request.key, deadline, request.checksum or None, request.base or None, cast)
+        wanted = Wanted(request.key, deadline, request.checksum or None, request.base or None)
         failure: TroupeError | None = None
         for address in request.owners:
             if address == self.address:
@@ -148,7 +144,6 @@ class TransferOwner:
                     )
                 continue
             return pb.FetchStateResponse(
-                key=fetched.manifest.key,
                 transport=fetched.choice.transport,
                 reason=fetched.choice.reason,
                 retries=counters.retries(),

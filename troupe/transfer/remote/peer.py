@@ -9,9 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc
 
@@ -26,13 +25,11 @@ from troupe.rpc.errors import (
     Unavailable,
 )
 from troupe.rpc.settings import ClientSettings
-from troupe.transfer.arguments import known_in
 from troupe.transfer.blob import Manifest
-from troupe.transfer.cast import CAST_OF, cast_key
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.counters import Choice, TransferCounters
-from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout, VersionWentBackwards
-from troupe.transfer.places import Wanted
+from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
+from troupe.transfer.places import FetchedState, Wanted
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.lane import LaneRead, Lanes, StateSource, by_messages
 from troupe.transfer.remote.part import Part, part_in
@@ -206,8 +203,6 @@ class Fetch:
 
 
 _DESCRIBE_SECONDS: Final = 20.0
-# The owner casts it first, or waits for another process that does.
-_CAST_SECONDS: Final = 300.0
 
 
 class Describer:
@@ -217,11 +212,11 @@ class Describer:
         self._address, self._stub, self._serves_at = address, stub, serves_at
 
     def request(
-        self, key: str, expected: str | None, cast: str | None, failed: Sequence[str] = ()
+        self, key: str, expected: str | None, failed: Sequence[str] = ()
     ) -> pb.DescribeStateRequest:
         """What to ask. `failed`: sources that did not answer."""
         return pb.DescribeStateRequest(
-            key=key, checksum=expected or "", cast=cast or "", reader=self._serves_at, failed=failed
+            key=key, checksum=expected or "", reader=self._serves_at, failed=failed
         )
 
     def ask(
@@ -229,21 +224,19 @@ class Describer:
         key: str,
         deadline: float,
         expected: str | None,
-        cast: str | None,
         failed: Sequence[str] = (),
         begun: LaneRead | None = None,
     ) -> tuple[Manifest, pb.DescribeStateResponse]:
-        """What is under `key` there (with the checksum `expected`; in the dtype `cast`), until
-        `deadline` of the monotonic clock. `begun`: a read that asks it itself.
+        """What is under `key` there (with the checksum `expected`), until `deadline` of
+        the monotonic clock. `begun`: a read that asks it itself.
 
         Raises KeyNotFound, Corrupt, TransferTimeout, Unavailable, and whatever else the owner says.
         """
         try:
-            most = _CAST_SECONDS if cast else _DESCRIBE_SECONDS
-            left = within(deadline, most)
+            left = within(deadline)
             answer = None if begun is None else begun.described(left)
             if answer is None:
-                request = self.request(key, expected, cast, failed)
+                request = self.request(key, expected, failed)
                 answer = self._stub.DescribeState(request, timeout=left)
         except NotFound as error:
             raise KeyNotFound(key, f"not at {self._address}: {error.message}") from error
@@ -252,7 +245,8 @@ class Describer:
                 raise TransferTimeout(key, f"{self._address} did not say what it is") from error
             # Others may have it.
             raise Unavailable(
-                f"{self._address} did not describe {key} within {most:g} s: {error.message}",
+                f"{self._address} did not describe {key} within {_DESCRIBE_SECONDS:g} s: "
+                f"{error.message}",
                 kind="transfer_owner_away",
                 field="owner",
                 value=self._address,
@@ -263,17 +257,16 @@ class Describer:
             manifest = Manifest.from_json(answer.manifest)
         except ValueError as error:
             raise Corrupt(key, f"{self._address} describes it wrongly: {error}") from error
-        if manifest.key != cast_key(key, cast):
+        if manifest.key != key:
             raise Corrupt(key, f"{self._address} describes '{manifest.key}' instead")
-        content = manifest.metadata.get(CAST_OF) if cast else manifest.checksum
-        if expected and content != expected:
+        if expected and manifest.checksum != expected:
             raise KeyNotFound(key, f"{self._address} holds another content")
         return manifest, answer
 
 
-def within(deadline: float, most: float = _DESCRIBE_SECONDS) -> float:
-    """Seconds that a call may take, never more than `most`, until `deadline`."""
-    return min(most, max(deadline - time.monotonic(), 0.001))
+def within(deadline: float) -> float:
+    """Seconds that a description may take until `deadline`."""
+    return min(_DESCRIBE_SECONDS, max(deadline - time.monotonic(), 0.001))
 
 
 class IncomingParts:
@@ -309,15 +302,6 @@ _NAP_SECONDS: Final = 0.02
 # Of an owner there are never so many at once, each with a thread that verifies. Were there fewer
 # threads, two hosts could wait for each other's chunks for ever.
 _MOST_FETCHES: Final = 64
-
-
-@dataclass(frozen=True)
-class PeerFetch:
-    """A state that lies on this host now, all of its bytes verified."""
-
-    path: Path
-    manifest: Manifest
-    choice: Choice
 
 
 class Peer:
@@ -367,7 +351,9 @@ class Peer:
         if self._own_lanes:
             self._lanes.close()
 
-    def fetch(self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters) -> PeerFetch:
+    def fetch(
+        self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
+    ) -> FetchedState:
         """See `places.Source.fetch`: goes on after broken connections with the chunks that are
         missing, until its deadline. Nothing is visible before all of it is verified; a host fetches
         a state once, however many of its processes ask.
@@ -376,27 +362,25 @@ class Peer:
         not answer at all; Unauthenticated.
         """
         shelf, key, deadline = self._shelf(tuple(roots)), wanted.key, wanted.deadline
-        path = shelf.paths(wanted.stored)[0]
+        path = shelf.paths(key)[0]
         begun = self._begin(wanted, path)
         try:
             with contextlib.ExitStack() as here:
                 if begun is not None:
                     # While the owner looks it up.
                     here.enter_context(alone(path, deadline))
-                older = shelf.older(wanted.stored)
-                for there in shelf.paths(wanted.stored):
+                older = shelf.older(key)
+                for there in shelf.paths(key):
                     sweep(there.parent)
-                manifest, answer = self._describer.ask(
-                    key, deadline, wanted.expected, wanted.cast, begun=begun
-                )
+                manifest, answer = self._describer.ask(key, deadline, wanted.expected, begun=begun)
                 if begun is None:
                     here.enter_context(alone(path, deadline))
                 if shelf.holds(manifest.key, manifest.checksum):
                     path = shelf.path(manifest.key)
-                    return PeerFetch(path, manifest, Choice("get", "shared_memory", "same_host"))
-                # Of it this host has what was cast.
-                base = wanted.base and cast_key(wanted.base, wanted.cast)
-                fetched = self._fetch(manifest, answer, shelf, counters, deadline, base, begun)
+                    return FetchedState(path, Choice("get", "shared_memory", "same_host"))
+                fetched = self._fetch(
+                    manifest, answer, shelf, counters, deadline, wanted.base, begun
+                )
                 for old in older:
                     shelf.delete(old)
                 return fetched
@@ -405,36 +389,6 @@ class Peer:
         finally:
             if begun is not None:
                 begun.cancel()
-
-    def keys(self, prefix: str = "", *, timeout: float = 20.0) -> list[str]:
-        """Keys that are stored there, sorted."""
-        return [state.key for state in self._list(prefix, timeout)]
-
-    def newest(self, stem: str, *, at_least: int = 0, timeout: float = 20.0) -> Manifest:
-        """The highest version there under `stem`; see `Transfer.newest`."""
-        found = [s for s in self._list(f"{stem}@", timeout) if s.version >= 0]
-        if not found:
-            raise KeyNotFound(stem, f"no version of it is stored at {self.address}")
-        last = max(found, key=lambda state: state.version)
-        if last.version < at_least:
-            raise VersionWentBackwards(
-                last.key, f"is the newest version, but {at_least} was there before"
-            )
-        return self._describer.ask(last.key, time.monotonic() + timeout, last.checksum, None)[0]
-
-    def watch(
-        self, prefix: str, *, timeout: float, known: Collection[str] = ()
-    ) -> Iterator[pb.StoredState]:
-        """What is stored there under `prefix`, each key once, as it appears; ends after `timeout`
-        seconds. Raises TroupeError, of which InvalidArgument for `known` that are no keys."""
-        request = pb.WatchStatesRequest(prefix=prefix, known=known_in(known))
-        stream: Any = self._stub.WatchStates(request, timeout=timeout)
-        try:
-            yield from stream
-        except DeadlineExceeded:
-            return
-        finally:
-            stream.cancel()
 
     def delete(self, keys: Collection[str], *, timeout: float = 20.0) -> int:
         """Forget values without a version there; how many of them there were.
@@ -455,13 +409,13 @@ class Peer:
             return None
         request = pb.ReadStateRequest(
             chunk_bytes=PIECE_BYTES,
-            wanted=self._describer.request(wanted.key, wanted.expected, wanted.cast),
+            wanted=self._describer.request(wanted.key, wanted.expected),
         )
         left = wanted.deadline - time.monotonic()
         try:
             return LaneRead(last, request, self._lanes, max(left, 0.001))
         except ucx.LaneBroken as error:
-            log.info("%s: not at once through UCX: %s", wanted.stored, error)
+            log.info("%s: not at once through UCX: %s", wanted.key, error)
             return None
 
     def _fetch(
@@ -473,12 +427,12 @@ class Peer:
         deadline: float,
         base: str | None,
         begun: LaneRead | None,
-    ) -> PeerFetch:
+    ) -> FetchedState:
         key = manifest.key
         origin = self._last = self._place(self.address, answer)
 
         def reroute(failed: Sequence[str]) -> StateSource:
-            _, again = self._describer.ask(key, deadline, manifest.checksum, None, failed)
+            _, again = self._describer.ask(key, deadline, manifest.checksum, failed)
             return self._source(manifest, again, origin, deadline)
 
         with part_in(shelf, manifest) as part, self._arrivals.coming(part):
@@ -498,7 +452,7 @@ class Peer:
             part.commit(self.address)
         if reused:
             log.info("%s: %d of %d bytes were here", key, reused, manifest.num_bytes)
-        return PeerFetch(part.path, manifest, choice)
+        return FetchedState(part.path, choice)
 
     def _take_base(self, part: Part, shelf: Shelf, base: str) -> int:
         if not base:
@@ -548,11 +502,6 @@ class Peer:
             lanes=max(answer.lanes, 1),
             message_bytes=answer.message_bytes,
         )
-
-    def _list(self, prefix: str, timeout: float) -> Sequence[pb.StoredState]:
-        request = pb.ListStatesRequest(prefix=prefix)
-        states: Sequence[pb.StoredState] = self._stub.ListStates(request, timeout=timeout).states
-        return states
 
     def _stub_of(self, address: str) -> rpc.TransferOwnerStub:
         with self._lock:

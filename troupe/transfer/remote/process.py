@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ from troupe.rpc.retry import NO_RETRY
 from troupe.rpc.settings import ClientSettings
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull, TransferTimeout
-from troupe.transfer.places import Wanted
+from troupe.transfer.places import FetchedState, Wanted
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
@@ -34,14 +33,6 @@ Locate = Callable[[str, str | None], Sequence[str]]
 # An owner that died is back within this, or stays away.
 _PATIENCE_SECONDS: Final = 20.0
 _NAP_SECONDS: Final = 0.2
-
-
-@dataclass(frozen=True)
-class Brought:
-    """A state that lies on this host now, all of its bytes verified."""
-
-    path: Path
-    choice: Choice
 
 
 class HostOwner:
@@ -71,7 +62,9 @@ class HostOwner:
         """End the connection."""
         self._channel.close()
 
-    def fetch(self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters) -> Brought:
+    def fetch(
+        self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
+    ) -> FetchedState:
         """See `places.Source.fetch`."""
         key = wanted.key
         patience = time.monotonic() + _PATIENCE_SECONDS
@@ -79,7 +72,6 @@ class HostOwner:
             request = pb.FetchStateRequest(
                 key=key,
                 checksum=wanted.expected or "",
-                cast=wanted.cast or "",
                 base=wanted.base or "",
                 owners=self._locate(key, wanted.expected),
             )
@@ -113,8 +105,8 @@ class HostOwner:
             for _ in range(count):
                 counters.retried(cause)
         for root in roots:
-            if (path := root / answer.key).is_file():
-                return Brought(path, Choice("get", answer.transport, answer.reason))
+            if (path := root / key).is_file():
+                return FetchedState(path, Choice("get", answer.transport, answer.reason))
         raise KeyNotFound(key, f"the owner at {self.address} keeps states elsewhere")
 
 

@@ -29,7 +29,6 @@ from troupe.rpc.errors import (
     undecodable,
 )
 from troupe.transfer.blob import Chunk, Manifest, chunks_of, messages_of, version_in
-from troupe.transfer.cast import check_cast
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.lane import Lanes
@@ -386,7 +385,7 @@ class Servicer(rpc.TransferOwnerServicer):
         self, request: pb.DescribeStateRequest, context: grpc.ServicerContext
     ) -> pb.DescribeStateResponse:
         try:
-            return self._description(request, context)[1]
+            return self._description(request)[1]
         except TroupeError as error:
             abort(context, error)
 
@@ -395,7 +394,7 @@ class Servicer(rpc.TransferOwnerServicer):
     ) -> Iterator[pb.StateChunk]:
         try:
             if request.HasField("wanted"):
-                manifest, description = self._description(request.wanted, context)
+                manifest, description = self._description(request.wanted)
                 yield pb.StateChunk(description=description)
                 if description.source:
                     return
@@ -434,27 +433,6 @@ class Servicer(rpc.TransferOwnerServicer):
         except TroupeError as error:
             abort(context, error)
 
-    def ListStates(  # noqa: N802
-        self, request: pb.ListStatesRequest, context: grpc.ServicerContext
-    ) -> pb.ListStatesResponse:
-        found = []
-        for key in self._transfer.keys(request.prefix):
-            try:
-                found.append(_stored(self._transfer.manifest(key)))
-            except TroupeError as error:
-                log.info("%s is not listed: %s", key, error)
-        return pb.ListStatesResponse(states=found)
-
-    def WatchStates(  # noqa: N802
-        self, request: pb.WatchStatesRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.StoredState]:
-        seen = set(request.known)
-        while context.is_active():
-            # In short turns: a caller that left is noticed.
-            for manifest in self._transfer.watch(request.prefix, timeout=0.5, known=seen):
-                seen.add(manifest.key)
-                yield _stored(manifest)
-
     def DeleteStates(  # noqa: N802
         self, request: pb.DeleteStatesRequest, context: grpc.ServicerContext
     ) -> pb.DeleteStatesResponse:
@@ -474,11 +452,9 @@ class Servicer(rpc.TransferOwnerServicer):
         return pb.DeleteStatesResponse(deleted=deleted)
 
     def _description(
-        self, request: pb.DescribeStateRequest, context: grpc.ServicerContext
+        self, request: pb.DescribeStateRequest
     ) -> tuple[Manifest, pb.DescribeStateResponse]:
-        left = context.time_remaining()
-        until = None if left is None else time.monotonic() + left
-        manifest = self._described(request, until)
+        manifest = self._described(request)
         source = ""
         if request.reader:
             count, failed = len(chunks_of(manifest)), list(request.failed)
@@ -493,8 +469,8 @@ class Servicer(rpc.TransferOwnerServicer):
             message_bytes=UCX_MESSAGE_BYTES if has_ucx else 0,
         )
 
-    def _described(self, request: pb.DescribeStateRequest, deadline: float | None) -> Manifest:
-        part = None if request.cast else self._arrivals.find(request.key, request.checksum)
+    def _described(self, request: pb.DescribeStateRequest) -> Manifest:
+        part = self._arrivals.find(request.key, request.checksum)
         if part is not None:
             return part.manifest
         opened = self._transfer.opened(request.key)
@@ -506,11 +482,6 @@ class Servicer(rpc.TransferOwnerServicer):
                 field="checksum",
                 value=request.checksum,
             )
-        if request.cast:
-            opened[2].close()
-            dtype = check_cast(request.cast)
-            key = self._transfer.cast(request.key, dtype, deadline=deadline).key
-            opened = self._transfer.opened(key)
         manifest, lease = self._mappings.lease(opened)
         self._held.told(manifest, lease)
         return manifest
@@ -594,12 +565,3 @@ def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
 
 def _cuts(message_bytes: int) -> bool:
     return message_bytes >= _LEAST_BYTES and PIECE_BYTES % message_bytes == 0
-
-
-def _stored(manifest: Manifest) -> pb.StoredState:
-    return pb.StoredState(
-        key=manifest.key,
-        version=manifest.version,
-        checksum=manifest.checksum,
-        num_bytes=manifest.num_bytes,
-    )
