@@ -67,7 +67,7 @@ class StepMembership:
     @property
     def redundant(self) -> int:
         """Trajectories per query beyond these, which are ended once so many have completed."""
-        return int(self.fields.get("redundant", 0))
+        return int(self.fields["redundant"])
 
     @property
     def versions(self) -> dict[str, int]:

@@ -29,7 +29,7 @@ CHANNEL_PATTERN: Final = f"{PREFIX}:*:changes"
 # Keys of one step under its policy, besides `rows:<trajectory>` and
 # `staged:<trajectory>:<attempt>`.
 STEP_KEYS: Final = (
-    "step",  # hash: group_size, expected, counts per state, flags, `layout` of what is counted
+    "step",  # hash: group_size, expected, counts per state, flags
     "ended",  # hash: trajectory -> how, query, why; its rows are in this table
     "queries",  # hash: query -> trajectories ended
     "book",  # hash: sample -> record (records.py); of a committed step see `SampleRecord.settled`
@@ -280,7 +280,7 @@ class SampleRecord(NamedTuple):
     """When it entered the table, ms of the Redis clock; empty while it is only staged."""
     origin: str
     """The step that it was appended to, where it comes back in a later one; else empty."""
-    spread: str = ""
+    spread: str
     """Characters that differ from row to row, because of a text of this length Lua hashes but every
     third to eighth: records that differ in few others were all found in one bucket, and to make one
     of them took as long as to compare it with all that were there."""

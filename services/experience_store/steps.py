@@ -98,12 +98,12 @@ class StepStatus:
             query_ids=json.loads(stored[b"queries"]),
             versions=json.loads(stored[b"versions"]),
             group_size=int(stored[b"group_size"]),
-            redundant=int(stored.get(b"redundant", 0)),
+            redundant=int(stored[b"redundant"]),
             closed=stored.get(b"held_open") != b"1",
-            cursor=int(stored.get(b"cursor", 0)),
+            cursor=int(stored[b"cursor"]),
             expected=int(stored[b"expected"]),
             ended=int(stored[b"ended"]),
-            complete=int(stored.get(b"complete", 0)),
+            complete=int(stored[b"complete"]),
         )
 
     def add_endings(self, endings: Mapping[bytes, bytes]) -> None:

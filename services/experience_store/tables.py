@@ -62,9 +62,8 @@ class TableSchema:
             job,
             tuple(stored["policies"]),
             frozenset(stored["required"]),
-            # Absent in what an older release wrote.
-            stored.get("max_uses", 1),
-            stored.get("drop_without_signal", False),
+            stored["max_uses"],
+            stored["drop_without_signal"],
         )
 
 

@@ -14,9 +14,6 @@ for _, roster in ipairs(rosters) do
   on_step(roster.step)
   -- A step is committed only after its roster was closed: nothing can have changed since.
   if not committed() then
-    if redis.call('EXISTS', STEP) == 0 then
-      put('layout', 2)
-    end
     put('group_size', roster.group_size, 'expected', roster.expected, 'held_open', roster.held, 'signal', ARGV[3], 'redundant', roster.redundant)
     changes('counts')
     local coming = {}

@@ -5,7 +5,7 @@
 local FIELD = '[^\t\n]*'
 local STAGED = '(' .. FIELD .. ')\t(' .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t'
   .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(5) .. '(' .. FIELD .. ')\t'
-  .. (FIELD .. '\t'):rep(3) .. ')\t(\t?' .. FIELD .. ')\n?'
+  .. (FIELD .. '\t'):rep(3) .. ')\t(\t' .. FIELD .. ')\n?'
 
 -- Queries that may have become complete.
 local complete, seen = {}, {}
@@ -24,14 +24,7 @@ local function enter(query, staged, rows, text)
     sizes[number], lacks[number], groups[number] = size, missing, group
   end
   if #samples ~= select(2, text:gsub('\n', '')) + 1 then
-    -- Of an older release, with fewer fields.
-    for index, line in ipairs(lines(text)) do
-      local sample, record = line:match('^([^\t]*)\t(.*)$')
-      local fields = parse(record)
-      fields[F.since], fields[F.origin] = now, ''
-      samples[index], records[index] = sample, table.concat(fields, '\t')
-      sizes[index], lacks[index], groups[index] = fields[F.size], fields[F.missing], fields[F.group]
-    end
+    error('damaged records of staged rows in ' .. staged)
   end
   prefetch(samples)
   local names, bytes, lacking = {}, 0, 0

@@ -16,7 +16,7 @@ expire(now)
 
 -- State, tokens, size, reward, query, group, reason and origin, in the text of a record.
 local LOOK = '^(.)\t([^\t]*)\t([^\t]*)\t[^\t]*\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)'
-  .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)\t?[^\t]*$'
+  .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)\t[^\t]*$'
 local looks = {}
 local function look(sample, text)
   local found = looks[sample]
@@ -196,16 +196,32 @@ local function take(unit)
   tokens, bytes = more_tokens, more_bytes
   for _, sample in ipairs(unit) do
     local own = look(sample, book[sample])
-    moved[#moved + 1] = {sample, own.state, own.tokens, own.size, 'C' .. book[sample]:sub(2)}
+    moved[#moved + 1] = sample
     samples[#samples + 1] = sample
     taken[sample] = true
   end
   return true
 end
 
--- What was taken is READY no longer.
+-- What was taken is READY no longer: of its record only the state is written anew.
 local function claim_taken()
-  advance(moved, 'C')
+  local tokens, bytes = 0, 0
+  for _, sample in ipairs(moved) do
+    local own = looks[sample]
+    if own.state ~= 'R' then
+      error('sample ' .. sample .. ': ' .. own.state .. ' -> C is not allowed here')
+    end
+    leaving[#leaving + 1] = sample
+    tokens, bytes = tokens + own.tokens, bytes + own.size
+    book[sample] = 'C' .. book[sample]:sub(2)
+    unsaved[sample] = true
+    changes('counts')
+  end
+  count('R', -#moved)
+  count('C', #moved)
+  count('ready_tokens', -tokens)
+  count('ready_bytes', -bytes)
+  count('claimed_bytes', bytes)
   moved = {}
 end
 

@@ -55,13 +55,11 @@ if version >= 0 and (version < latest or (version == latest and ARGV[6] == '1'))
   return finish({'backwards', latest})
 end
 
--- Tokens, size, what follows, number of uses, and what follows them.
-local CLAIMED = '^C\t([^\t]*)\t([^\t]*)(' .. ('\t[^\t]*'):rep(11) .. '\t)([^\t]*)(\t.*)$'
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
 -- Payloads that are still needed: rows -> field -> true.
 local kept = {}
-local samples, trained = {}, {}
-if to == 'T' and most_uses == 1 and get('layout') >= 2 then
+local samples = {}
+if to == 'T' and most_uses == 1 then
   -- Nobody uses one again, and nothing has to be read of any.
   local bytes = get('claimed_bytes')
   count('C', -number)
@@ -77,12 +75,7 @@ else
 end
 prefetch(samples)
 for _, sample in ipairs(samples) do
-  if to ~= 'D' and most_uses == 1 then
-    -- As above, in a step that the release before began: it did not count their bytes.
-    local tokens, size, between, uses, behind = book[sample]:match(CLAIMED)
-    local after = 'T\t' .. tokens .. '\t' .. size .. between .. uses + 1 .. behind
-    trained[#trained + 1] = {sample, 'C', tokens, size, after}
-  elseif to == 'D' then
+  if to == 'D' then
     drop(sample, record_of(sample), reason)
   else
     local record = record_of(sample)
@@ -99,7 +92,6 @@ for _, sample in ipairs(samples) do
     end
   end
 end
-advance(trained, 'T')
 leave_lost()
 local commit = number .. '\n' .. ARGV[7]
 redis.call('HSET', COMMITS, STEP_NUMBER, commit)

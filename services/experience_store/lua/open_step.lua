@@ -3,7 +3,7 @@
 --       redundant trajectories per query, query...
 if redis.call('EXISTS', STEP) == 1 then
   local stored = redis.call('HMGET', STEP, 'group_size', 'opened', 'queries', 'redundant')
-  return {'existed', stored[1], stored[2] or stored[3], stored[3], stored[4] or '0'}
+  return {'existed', unpack(stored)}
 end
 local queries, size = #ARGV - 7, tonumber(ARGV[2]) + tonumber(ARGV[7])
 redis.call('HSET', STEP, 'group_size', ARGV[2], 'redundant', ARGV[7], 'expected', queries * size,

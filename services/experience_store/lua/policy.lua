@@ -29,18 +29,9 @@ local F = {
 local VALUE_GONE = 'value_gone'
 
 -- One match, and not one per field: every script reads records, some of them hundreds.
--- The last field came later than the others: a record of an older release may lack it.
-local RECORD = '^' .. ('([^\t]*)\t'):rep(16) .. '([^\t]*)\t?([^\t]*)$'
+local RECORD = '^' .. ('([^\t]*)\t'):rep(17) .. '([^\t]*)$'
 local function parse(text)
-  local record = {text:match(RECORD)}
-  if record[1] then
-    return record
-  end
-  -- Of an older release, with fewer fields.
-  for field in (text .. '\t'):gmatch('([^\t]*)\t') do
-    record[#record + 1] = field
-  end
-  return record
+  return {text:match(RECORD)}
 end
 
 -- Names joined by commas, as a set and back.
@@ -134,7 +125,7 @@ local function count(field, by)
 end
 
 -- Counts per query, under its name: all its rows ('rows'), those PENDING ('P') and DROPPED ('D'), and
--- those PENDING that lack a column ('L'; of layout 2 on).
+-- those PENDING that lack a column ('L').
 local tallied = {}
 local function tally(query, field, by)
   local name = query .. '\t' .. field
@@ -255,15 +246,14 @@ local function group_name(record)
   return family(record) .. '\t' .. record[F.group]
 end
 
--- What is tallied of a query: its rows, those PENDING, and how many of these lack a column (nil: the
--- release before, which did not count them, began the step).
+-- What is tallied of a query: its rows, those PENDING, and how many of these lack a column.
 local function tallies_of(query)
   local names = {query .. '\trows', query .. '\tP', query .. '\tL'}
   local found = redis.call('HMGET', TALLIES, unpack(names))
   for index, name in ipairs(names) do
     found[index] = tonumber(found[index] or 0) + (tallied[name] or 0)
   end
-  return found[1], found[2], get('layout') >= 2 and found[3] or nil
+  return found[1], found[2], found[3]
 end
 
 -- READY is in order of ids, until a claim of the step asks for balance: then in order of tokens,

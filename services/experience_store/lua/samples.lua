@@ -54,41 +54,9 @@ local function move(sample, record, to)
   changes('counts')
 end
 
--- move() of samples that are claimed or trained: of their records only this much is read. `samples`: {sample, state, tokens, size, what the record is then}.
-local function advance(samples, to)
-  local tokens, bytes, claimed, moved = 0, 0, 0, {}
-  for _, one in ipairs(samples) do
-    local sample, from = one[1], one[2]
-    if to == 'R' or to == 'D' or not ALLOWED[from][to] then
-      error('sample ' .. sample .. ': ' .. from .. ' -> ' .. to .. ' is not allowed here')
-    end
-    moved[from] = (moved[from] or 0) + 1
-    if from == 'R' then
-      leaving[#leaving + 1] = sample
-      tokens, bytes = tokens + one[3], bytes + one[4]
-    end
-    if to == 'C' then
-      claimed = claimed + one[4]
-    elseif to == 'T' then
-      claimed = claimed - one[4]
-      weigh(-one[4])
-    end
-    book[sample] = one[5]
-    unsaved[sample] = true
-    changes('counts')
-  end
-  for from, number in pairs(moved) do
-    count(from, -number)
-  end
-  count(to, #samples)
-  count('ready_tokens', -tokens)
-  count('ready_bytes', -bytes)
-  count('claimed_bytes', claimed)
-end
-
 -- family() and group of a sample, in the text of its record.
 local FAMILY = '^' .. ('[^\t]*\t'):rep(8) .. '([^\t]*)\t' .. ('[^\t]*\t'):rep(2) .. '([^\t]*)\t'
-  .. ('[^\t]*\t'):rep(4) .. '([^\t]*)\t?[^\t]*$'
+  .. ('[^\t]*\t'):rep(4) .. '([^\t]*)\t[^\t]*$'
 local function family_of(text)
   local query, group, origin = text:match(FAMILY)
   return origin == '' and query or query .. '@' .. origin, group
