@@ -370,7 +370,7 @@ class Commits:
         if not claims:
             return []
         key = PolicyKeys(job, policy).step(step, "claims")
-        found = await self._database.execute("HMGET", key, *claims)
+        found = await self._database.call("HMGET", key, *claims)
         texts = [text.decode() for text in found if text is not None]
         live = (text for text in texts if text and not text.startswith("\t"))
         return [sample for text in live for sample in text.split("\n")]

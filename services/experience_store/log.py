@@ -97,12 +97,12 @@ class Log:
         """Log a step that every policy has committed. The first record of a step stays."""
         for policy in policies:
             keys = PolicyKeys(job, policy)
-            if not await self._database.execute("HEXISTS", keys.log, step):
+            if not await self._database.call("HEXISTS", keys.log, step):
                 logged = await self._live(keys, step)
-                await self._database.execute("HSETNX", keys.log, step, await packed(logged))
+                await self._database.call("HSETNX", keys.log, step, await packed(logged))
         roster = await self._live_roster(job, step)
         if roster is not None:
-            await self._database.execute("HSETNX", JobTableKeys(job).log, step, roster.format())
+            await self._database.call("HSETNX", JobTableKeys(job).log, step, roster.format())
 
     async def keep_unfinished(self, job: str, policy: str, step: int) -> bool:
         """Log a policy's step whose job is over: rows that were not final are DROPPED.
@@ -110,7 +110,7 @@ class Log:
         Returns whether the policy had committed it.
         """
         keys = PolicyKeys(job, policy)
-        stored, there = await self._database.execute_each(
+        stored, there = await self._database.call_each(
             [("HGET", keys.log, step), ("EXISTS", keys.step(step, "step"))]
         )
         if stored is not None:
@@ -124,20 +124,20 @@ class Log:
             for sample in logged.samples:
                 if sample.state not in _FINAL:
                     sample.state, sample.reason = pb.SAMPLE_STATE_DROPPED, JOB_OVER
-        await self._database.execute("HSET", keys.log, step, await packed(logged))
+        await self._database.call("HSET", keys.log, step, await packed(logged))
         return committed
 
     async def keep_roster(self, job: str, roster: StepMembership) -> None:
         """Log a roster, instead of the one that is there."""
-        await self._database.execute("HSET", JobTableKeys(job).log, roster.step, roster.format())
+        await self._database.call("HSET", JobTableKeys(job).log, roster.step, roster.format())
 
     async def keep_tables(self, job: str, declaration: str) -> None:
         """Remember what tables the job had (tables.Table): they are about to be dropped."""
-        await self._database.execute("SET", JobTableKeys(job).logged_tables, declaration)
+        await self._database.call("SET", JobTableKeys(job).logged_tables, declaration)
 
     async def tables(self, job: str) -> bytes | None:
         """What tables the job had, when they are dropped."""
-        stored: bytes | None = await self._database.execute("GET", JobTableKeys(job).logged_tables)
+        stored: bytes | None = await self._database.call("GET", JobTableKeys(job).logged_tables)
         return stored
 
     async def purge(self, job: str, policies: Iterable[str]) -> None:
@@ -146,18 +146,18 @@ class Log:
         for policy in policies:
             own = PolicyKeys(job, policy)
             for key in (own.log, own.totals):
-                await self._database.execute("UNLINK", key)
+                await self._database.call("UNLINK", key)
         for key in (keys.log, keys.logged_tables):
-            await self._database.execute("UNLINK", key)
+            await self._database.call("UNLINK", key)
 
     async def has(self, job: str, step: int) -> bool:
         """Whether all of a step is in the log."""
-        return bool(await self._database.execute("HEXISTS", JobTableKeys(job).log, step))
+        return bool(await self._database.call("HEXISTS", JobTableKeys(job).log, step))
 
     async def steps(self, job: str) -> list[int]:
         """All steps that the job has opened, oldest first."""
         keys = JobTableKeys(job)
-        logged, known = await self._database.execute_each(
+        logged, known = await self._database.call_each(
             [("HKEYS", keys.log), ("ZRANGE", keys.steps, 0, -1)]
         )
         return sorted({int(step) for step in (*logged, *known)})
@@ -166,7 +166,7 @@ class Log:
         """A step's roster, from the log or from the live job; None for a step never opened."""
         # It may be logged and forgotten while we look.
         for _ in range(2):
-            stored = await self._database.execute("HGET", JobTableKeys(job).log, step)
+            stored = await self._database.call("HGET", JobTableKeys(job).log, step)
             if stored is not None:
                 return await asyncio.to_thread(StepMembership.parse, step, stored)
             if (live := await self._live_roster(job, step)) is not None:
@@ -178,7 +178,7 @@ class Log:
         keys = PolicyKeys(job, policy)
         logged = store_pb.LoggedStep(step=step)
         for _ in range(2):
-            stored = await self._database.execute("HGET", keys.log, step)
+            stored = await self._database.call("HGET", keys.log, step)
             if stored is not None:
                 return await unpacked(stored)
             logged = await self._live(keys, step)
@@ -189,9 +189,9 @@ class Log:
     async def _live(self, keys: PolicyKeys, step: int) -> store_pb.LoggedStep:
         """The book of a policy's step. A commit while it is read makes it be read again."""
         while True:
-            before = await self._database.execute("HGET", keys.commits, step)
+            before = await self._database.call("HGET", keys.commits, step)
             samples = await self._book(keys, step, before is not None)
-            after, dropped = await self._database.execute_each(
+            after, dropped = await self._database.call_each(
                 [("HGET", keys.commits, step), ("HGETALL", keys.step(step, "dropped"))]
             )
             if (before is None) == (after is None):
@@ -209,7 +209,7 @@ class Log:
         found: dict[str, store_pb.LoggedSample] = {}
         cursor = 0
         while True:
-            cursor, page = await self._database.execute(
+            cursor, page = await self._database.call(
                 "HSCAN", keys.step(step, "book"), cursor, "COUNT", _PAGE
             )
             for name, text in page.items():
@@ -229,7 +229,7 @@ class Log:
 
     async def _live_roster(self, job: str, step: int) -> StepMembership | None:
         keys = JobTableKeys(job)
-        stored, ended = await self._database.execute_each(
+        stored, ended = await self._database.call_each(
             [("HGETALL", keys.step(step)), ("HGETALL", keys.ended(step))]
         )
         if not stored:

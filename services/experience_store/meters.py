@@ -112,7 +112,7 @@ class Meters:
         self._bytes.set(store.high_water.payload_bytes)
         self._over.set(int(store.high_water.over))
         found: dict[str, store_pb.DescribeTablesResponse] = {}
-        for name in await store.database.execute("SMEMBERS", JOBS):
+        for name in await store.database.call("SMEMBERS", JOBS):
             job = name.decode()
             # Of jobs that are over nothing changes any more, and there may be many.
             if await store.steps.live(job):

@@ -476,7 +476,7 @@ class Samples:
             fields.append(sample)
             if record.late:
                 fields += [f"{sample}\t{name}" for name in record.late.split(",")]
-        replies = await self._database.execute_each(
+        replies = await self._database.call_each(
             [
                 ("HMGET", keys.rows(step, trajectory), *fields)
                 for trajectory, fields in wanted.items()
@@ -537,7 +537,7 @@ class Samples:
         start = f"({after}" if after else "-"
         members = [
             member.decode()
-            for member in await self._database.execute(
+            for member in await self._database.call(
                 "ZRANGEBYLEX", keys.step(step, "members"), start, "+", "LIMIT", 0, number
             )
         ]
@@ -545,7 +545,7 @@ class Samples:
             return []
         ids = [member.rpartition("\t")[2] for member in members]
         # In this order: a commit in between must not be taken for what the records say already.
-        committed, records = await self._database.execute_each(
+        committed, records = await self._database.call_each(
             [("HEXISTS", keys.commits, step), ("HMGET", keys.step(step, "book"), *ids)]
         )
         return [

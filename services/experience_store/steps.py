@@ -269,7 +269,7 @@ class StepStore:
             commands.append(("HGETALL", keys.ended(step)))
         if queries:
             commands.append(("HGETALL", keys.queries(step)))
-        stored, *more = await self._database.execute_each(commands)
+        stored, *more = await self._database.call_each(commands)
         status = StepStatus.parse(step, stored)
         if not status.open:
             return status
@@ -281,7 +281,7 @@ class StepStore:
         ):
             status.add_table(policy, reply)
         if queries:
-            tallies = await self._database.execute_each(
+            tallies = await self._database.call_each(
                 [("HGETALL", PolicyKeys(job, p).step(step, "tallies")) for p in table.policies]
             )
             status.add_queries(more[-1], tallies)
@@ -289,19 +289,15 @@ class StepStore:
 
     async def live(self, job: str) -> list[int]:
         """Steps that some policy has not committed, oldest first."""
-        return [
-            int(s) for s in await self._database.execute("ZRANGE", JobTableKeys(job).live, 0, -1)
-        ]
+        return [int(s) for s in await self._database.call("ZRANGE", JobTableKeys(job).live, 0, -1)]
 
     async def all(self, job: str) -> list[int]:
         """All steps that are still known, oldest first."""
-        return [
-            int(s) for s in await self._database.execute("ZRANGE", JobTableKeys(job).steps, 0, -1)
-        ]
+        return [int(s) for s in await self._database.call("ZRANGE", JobTableKeys(job).steps, 0, -1)]
 
     async def retire(self, job: str, step: int) -> None:
         """Every policy has committed the step: there is nothing more to sweep."""
-        await self._database.execute("ZREM", JobTableKeys(job).live, step)
+        await self._database.call("ZREM", JobTableKeys(job).live, step)
 
     async def settle(self, job: str, step: int) -> int:
         """Carry out in all tables what was decided about rosters and trajectories; returns how many
@@ -310,14 +306,12 @@ class StepStore:
         await self._rosters.apply(job, step)
         table, keys = await self._tables.get(job), JobTableKeys(job)
         # In this order: what moved to the step until now, the rosters' number covers.
-        endings, rosters = await self._database.execute_each(
+        endings, rosters = await self._database.call_each(
             [("HGETALL", keys.ended(step)), ("GET", keys.rosters)]
         )
         missing: set[bytes] = set()
         for policy in table.policies:
-            there = await self._database.execute(
-                "HKEYS", PolicyKeys(job, policy).step(step, "ended")
-            )
+            there = await self._database.call("HKEYS", PolicyKeys(job, policy).step(step, "ended"))
             # Those of dropped queries came with the roster.
             missing |= {name for name in endings if b"\t" not in name} - set(there)
         for trajectory in sorted(missing):
@@ -377,28 +371,28 @@ class StepStore:
     async def _trim(self, table: TableSchema, newest: int) -> None:
         """Forget committed steps that are more than `keep` steps old."""
         keys = JobTableKeys(table.job)
-        old = await self._database.execute("ZRANGEBYSCORE", keys.steps, "-inf", newest - self._keep)
+        old = await self._database.call("ZRANGEBYSCORE", keys.steps, "-inf", newest - self._keep)
         for step in (int(s) for s in old):
             if not await self._log.has(table.job, step):
                 if not await self._committed(table, step):
                     continue
                 await self._log.keep(table.job, table.policies, step)
             # Under the job's tag first: nobody admits it in a policy's table again.
-            await self._database.execute_each([("UNLINK", key) for key in keys.all_of(step)])
+            await self._database.call_each([("UNLINK", key) for key in keys.all_of(step)])
             await self._database.run_each(
                 [
                     ScriptCall("forget_step", PolicyKeys(table.job, p).base, (step, 1))
                     for p in table.policies
                 ]
             )
-            await self._database.execute_each(
+            await self._database.call_each(
                 [("ZREM", key, str(step)) for key in (keys.live, keys.steps)]
             )
 
     async def _committed(self, table: TableSchema, step: int) -> bool:
         """Whether every policy has committed the step."""
         return all(
-            await self._database.execute_each(
+            await self._database.call_each(
                 [
                     ("HEXISTS", PolicyKeys(table.job, policy).commits, step)
                     for policy in table.policies

@@ -153,11 +153,9 @@ class Sweeper:
 
     async def _jobs(self) -> list[str]:
         """The jobs that have live steps. Most have ended: they are asked for in one round trip."""
-        jobs = [name.decode() for name in await self._database.execute("SMEMBERS", JOBS)]
+        jobs = [name.decode() for name in await self._database.call("SMEMBERS", JOBS)]
         try:
-            live = await self._database.execute_each(
-                [("EXISTS", JobTableKeys(j).live) for j in jobs]
-            )
+            live = await self._database.call_each([("EXISTS", JobTableKeys(j).live) for j in jobs])
         except (Unavailable, DeadlineExceeded):
             raise
         except TroupeError:  # a Redis that answers only for its own slots
@@ -197,7 +195,7 @@ class Sweeper:
         if any(there < decided for _, _, there in replies):
             lagged = await self._steps.settle(job, step)
             log.info("endings_completed", job=job, step=step, trajectories=lagged)
-        ended = await self._database.execute("HGET", JobTableKeys(job).step(step), "ended")
+        ended = await self._database.call("HGET", JobTableKeys(job).step(step), "ended")
         self._decided[job, step] = int(ended or 0)
 
 
@@ -279,7 +277,7 @@ class LogAuditor:
         return ledger
 
     async def _heads(self, table: TableSchema) -> dict[str, int]:
-        replies = await self._database.execute_each(
+        replies = await self._database.call_each(
             [("HGET", PolicyKeys(table.job, policy).head, "version") for policy in table.policies]
         )
         return {
@@ -366,7 +364,7 @@ class HighWater:
             if time.monotonic() - self._looked < at_most_every:
                 return
             before = self.over
-            jobs = [name.decode() for name in await self._database.execute("SMEMBERS", JOBS)]
+            jobs = [name.decode() for name in await self._database.call("SMEMBERS", JOBS)]
             places = list[PolicyKeys]()
             for job in jobs:
                 # One whose tables are damaged, of which the sweeper tells, keeps no other out.
@@ -391,7 +389,7 @@ class HighWater:
         return [PolicyKeys(job, policy) for policy in table.policies]
 
     async def _bytes(self, places: Sequence[PolicyKeys]) -> dict[PolicyKeys, int]:
-        replies = await self._database.execute_each(
+        replies = await self._database.call_each(
             [("HGET", place.head, "bytes") for place in places]
         )
         return {place: int(number or 0) for place, number in zip(places, replies, strict=True)}
@@ -406,9 +404,9 @@ class HighWater:
     async def _oldest(self, job: str) -> int | None:
         """The job's oldest step that some policy has not committed."""
         table = await self._tables.get(job)
-        for text in await self._database.execute("ZRANGE", JobTableKeys(job).live, 0, -1):
+        for text in await self._database.call("ZRANGE", JobTableKeys(job).live, 0, -1):
             step = int(text)
-            commits = await self._database.execute_each(
+            commits = await self._database.call_each(
                 [("HEXISTS", PolicyKeys(job, policy).commits, step) for policy in table.policies]
             )
             if not all(commits):
@@ -481,7 +479,7 @@ class Descriptions:
     async def _add_history(self, job: str, summary: store_pb.TableSummary) -> None:
         """What the newest commit says, and what steps add that are forgotten."""
         keys = PolicyKeys(job, summary.policy)
-        version, commits, totals = await self._database.execute_each(
+        version, commits, totals = await self._database.call_each(
             [("HGET", keys.head, "version"), ("HKEYS", keys.commits), ("HGETALL", keys.totals)]
         )
         summary.version = -1 if version is None else int(version)
@@ -506,7 +504,7 @@ class Descriptions:
         if oldest is not None:
             # By the clock that dated it: in a cluster each node has its own.
             clock = "return redis.call('TIME')"
-            seconds, micros = await self._database.execute("EVAL", clock, 1, keys.base)
+            seconds, micros = await self._database.call("EVAL", clock, 1, keys.base)
             now = int(seconds) + int(micros) / 1e6
             summary.oldest_pending_seconds = max(0.0, now - oldest.since / 1000)
             summary.oldest_pending_sample = oldest.sample
@@ -515,7 +513,7 @@ class Descriptions:
         oldest: _Oldest | None = None
         cursor = 0
         for _ in range(_MOST_PAGES):
-            cursor, page = await self._database.execute(
+            cursor, page = await self._database.call(
                 "HSCAN", keys.step(step, "book"), cursor, "COUNT", _PAGE
             )
             for sample, text in page.items():

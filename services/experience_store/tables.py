@@ -97,8 +97,8 @@ class TableRegistry:
                 remedy="Take another job id, or drop the tables with purge_log.",
             )
         # First of all, so that the sweeper and `drop` find whatever comes after.
-        await self._database.execute("SADD", JOBS, job)
-        await self._database.execute("SETNX", JobTableKeys(job).tables, table.format())
+        await self._database.call("SADD", JOBS, job)
+        await self._database.call("SETNX", JobTableKeys(job).tables, table.format())
         self._cache.pop(job, None)
         stored = await self.get(job)
         for field, ours, theirs in (
@@ -124,7 +124,7 @@ class TableRegistry:
         """The job's tables; raises `NotFound` when there are none."""
         table = self._cache.get(job)
         if table is None:
-            stored = await self._database.execute("GET", JobTableKeys(job).tables)
+            stored = await self._database.call("GET", JobTableKeys(job).tables)
             if stored is None:
                 raise NotFound(
                     f"job {job} has no tables",
@@ -154,24 +154,24 @@ class TableRegistry:
         try:
             table = await self.get(job)
         except NotFound:
-            await self._database.execute("SREM", JOBS, job)
+            await self._database.call("SREM", JOBS, job)
             if purge_log and (stored := await self._log.tables(job)) is not None:
                 await self._log.purge(job, TableSchema.parse(job, stored).policies)
             return
         if not purge_log:
             await self._log.keep_tables(job, table.format())
-        for step in [int(s) for s in await self._database.execute("ZRANGE", keys.steps, 0, -1)]:
+        for step in [int(s) for s in await self._database.call("ZRANGE", keys.steps, 0, -1)]:
             await self._drop_step(table, step)
         for policy in [PolicyKeys(job, policy) for policy in table.policies]:
-            await self._database.execute("UNLINK", policy.commits)
-            await self._database.execute("UNLINK", policy.head)
-            await self._database.execute("PUBLISH", policy.channel, f"0 {notices.DROPPED}")
+            await self._database.call("UNLINK", policy.commits)
+            await self._database.call("UNLINK", policy.head)
+            await self._database.call("PUBLISH", policy.channel, f"0 {notices.DROPPED}")
         for key in (keys.steps, keys.live, keys.rosters):
-            await self._database.execute("UNLINK", key)
+            await self._database.call("UNLINK", key)
         if purge_log:
             await self._log.purge(job, table.policies)
-        await self._database.execute("UNLINK", keys.tables)
-        await self._database.execute("SREM", JOBS, job)
+        await self._database.call("UNLINK", keys.tables)
+        await self._database.call("SREM", JOBS, job)
         self.forget(job)
 
     async def _drop_step(self, table: TableSchema, step: int) -> None:
@@ -181,8 +181,8 @@ class TableRegistry:
             await self._log.keep_roster(job, roster)
         # From here on no trajectory ends in the step; those that have are in the roster.
         for key in set(keys.all_of(step)) - {keys.ended(step)}:
-            await self._database.execute("UNLINK", key)
-        ended = await self._database.execute("HGETALL", keys.ended(step))
+            await self._database.call("UNLINK", key)
+        ended = await self._database.call("HGETALL", keys.ended(step))
         if roster is not None and ended:
             endings = {name.decode(): Ending.parse(text.decode()) for name, text in ended.items()}
             await self._log.keep_roster(job, replace(roster, endings=endings))
@@ -193,4 +193,4 @@ class TableRegistry:
                 outcome, *_ = await self._database.run("forget_step", base, step, int(committed))
                 if outcome == b"forgotten":
                     break
-        await self._database.execute("UNLINK", keys.ended(step))
+        await self._database.call("UNLINK", keys.ended(step))

@@ -60,7 +60,7 @@ class RosterTraining(RosterCalls):
         policy, table = data.draw(st.sampled_from([p for p in self.tables() if p[1].live]))
         claim = data.draw(st.sampled_from(sorted(table.live)))
         leases = f"troupe:{{{self.stage.job}/{policy}}}:{table.step.number}:leases"
-        self.do(self.database.execute("ZADD", leases, "XX", 0, claim))
+        self.do(self.database.call("ZADD", leases, "XX", 0, claim))
         table.expire(claim)
 
     def commit(self, data: st.DataObject) -> None:

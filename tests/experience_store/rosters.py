@@ -24,6 +24,6 @@ async def end(stage: Stage, *queries: str) -> None:
 
 
 async def rows_left(stage: Stage, step: int) -> list[str]:
-    keys = await stage.store.database.execute("KEYS", f"*{{{stage.job}/*}}:{step}:*")
+    keys = await stage.store.database.call("KEYS", f"*{{{stage.job}/*}}:{step}:*")
     names = [key.decode().rpartition(f"}}:{step}:")[2] for key in keys]
     return sorted(name for name in names if name.startswith(("rows", "staged")))

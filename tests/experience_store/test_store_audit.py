@@ -113,7 +113,7 @@ class Spoil:
         self.solver = PolicyKeys(stage.job, "solver")
 
     async def do(self, *command: Any) -> Any:
-        return await self.stage.store.database.execute(*command)
+        return await self.stage.store.database.call(*command)
 
     async def record(self, step: int, index: int = 0) -> tuple[str, SampleRecord]:
         book = await self.do("HGETALL", self.solver.step(step, "book"))
@@ -277,7 +277,7 @@ async def test_the_log_is_small(store: Store) -> None:
     await train(stage)
     for step in range(1, 4):
         await stage.open(step)
-    size = await store.database.execute("HSTRLEN", PolicyKeys(stage.job, "solver").log, 0)
+    size = await store.database.call("HSTRLEN", PolicyKeys(stage.job, "solver").log, 0)
     assert 0 < size < 512 * 12, "about ten bytes a sample"
 
 
@@ -306,13 +306,13 @@ class CrashingDatabase(Database):
 
     left = -1
 
-    async def execute_each(
-        self, commands: Sequence[Sequence[Any]], *, missing_scripts: Sequence[Any] = ()
+    async def call_each(
+        self, commands: Sequence[Sequence[Any]], *, keep_mistyped: bool = False
     ) -> list[Any]:
         self.left -= 1
         if self.left == 0:
             raise CrashError
-        return await super().execute_each(commands, missing_scripts=missing_scripts)
+        return await super().call_each(commands, keep_mistyped=keep_mistyped)
 
 
 @pytest.mark.parametrize("deed", ["trim", "drop"])
@@ -353,7 +353,7 @@ async def test_a_crash_between_log_and_forget_loses_and_doubles_nothing(
         for policy in report.policies:
             assert (policy.appended, policy.trained) == (3, 2)
             assert policy.live + policy.dropped == 1
-        totals = await database.execute("HGET", PolicyKeys(stage.job, "solver").totals, "T")
+        totals = await database.call("HGET", PolicyKeys(stage.job, "solver").totals, "T")
         assert int(totals) == 2, "added to the totals once"
     assert fatal > 8
     await database.close()

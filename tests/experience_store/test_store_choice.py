@@ -35,8 +35,8 @@ async def reasons_of(stage: Stage) -> dict[str, int]:
 async def rows_of(stage: Stage) -> int:
     """Payloads of the solver in Redis."""
     database = stage.store.database
-    keys = await database.execute("KEYS", f"*{{{stage.job}/solver}}:{stage.step}:rows:*")
-    return sum([await database.execute("HLEN", key) for key in keys])
+    keys = await database.call("KEYS", f"*{{{stage.job}/solver}}:{stage.step}:rows:*")
+    return sum([await database.call("HLEN", key) for key in keys])
 
 
 async def drain(

@@ -127,7 +127,7 @@ async def test_the_wrong_kind_of_redis_is_named(cluster: RedisCluster, redis_url
     node = Database(cluster.url.replace("redis-cluster://", "redis://"))
     everywhere = [("GET", f"key{number}") for number in range(20)]
     with pytest.raises(FailedPrecondition, match="redis-cluster://"):
-        await node.execute_each(everywhere)
+        await node.call_each(everywhere)
     await node.close()
 
 

@@ -112,7 +112,7 @@ async def test_a_reward_that_cannot_be_had_drops_its_sample(stage: Stage) -> Non
     assert dict(solver.drop_reasons) == {"reward_timeout": 1, "reward_raised": 1}
     commit, _ = await stage.commit(["c1"])
     assert commit.num_samples == 2
-    rows = await stage.store.database.execute("KEYS", f"*{stage.job}/solver*rows*")
+    rows = await stage.store.database.call("KEYS", f"*{stage.job}/solver*rows*")
     assert rows == []
 
 

@@ -106,10 +106,10 @@ async def test_payloads_are_freed_with_the_commit(stage: Stage) -> None:
     await stage.commit(["c1"])
     keys = {
         key.decode().rpartition("}:0:")[2]
-        for key in await stage.store.database.execute("KEYS", f"*{{{stage.job}/solver}}:0:*")
+        for key in await stage.store.database.call("KEYS", f"*{{{stage.job}/solver}}:0:*")
     }
     assert keys == {"step", "ended", "queries", "book", "members", "tallies"}
-    rows = await stage.store.database.execute("KEYS", f"*{{{stage.job}/checker}}:0:rows:*")
+    rows = await stage.store.database.call("KEYS", f"*{{{stage.job}/checker}}:0:rows:*")
     assert len(rows) == 4, "the other policy's rows are still needed"
 
 

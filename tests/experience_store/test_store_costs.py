@@ -16,18 +16,18 @@ from troupe.rpc import new_id
 async def trips_of(stage: Stage, call: Callable[[], Awaitable[Any]]) -> int:
     """Round trips to Redis that `call` makes."""
     database = stage.store.database
-    original, trips = database.execute_each, 0
+    original, trips = database.call_each, 0
 
     async def counting(*args: Any, **kwargs: Any) -> list[Any]:
         nonlocal trips
         trips += 1
         return await original(*args, **kwargs)
 
-    database.execute_each = counting  # type: ignore[method-assign]
+    database.call_each = counting  # type: ignore[method-assign]
     try:
         await call()
     finally:
-        database.execute_each = original  # type: ignore[method-assign]
+        database.call_each = original  # type: ignore[method-assign]
     return trips
 
 

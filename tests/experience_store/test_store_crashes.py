@@ -126,7 +126,7 @@ async def test_a_crash_at_any_round_trip_loses_and_doubles_nothing(
         ]
         assert runs[0] == runs[1]
         database = life.stage.store.database
-        left = await database.execute("KEYS", f"*{{{life.stage.job}/*}}:0:*")
+        left = await database.call("KEYS", f"*{{{life.stage.job}/*}}:0:*")
         assert {key.decode().rpartition("}:0:")[2] for key in left} <= {
             *("step", "ended", "queries", "book", "members", "dropped", "tallies"),
         }
@@ -136,7 +136,7 @@ async def test_a_crash_at_any_round_trip_loses_and_doubles_nothing(
         assert [policy.trained for policy in report.policies] == [4, 4]
         assert set((await store.high_water.of_job(job)).values()) == {0}
         await store.tables.drop(job, purge_log=True)
-        assert await database.execute("KEYS", f"*{life.stage.job}*") == []
+        assert await database.call("KEYS", f"*{life.stage.job}*") == []
         await life.close()
 
 

@@ -17,6 +17,7 @@ from troupe.wire import varint
 
 _RECORD = SampleRecord(
     state="C",
+    spread="",
     tokens="8",
     size="0",
     turn="1",

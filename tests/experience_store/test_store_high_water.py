@@ -31,8 +31,8 @@ async def held(stage: Stage) -> dict[str, int]:
     for policy in stage.policies:
         pattern = f"{PolicyKeys(stage.job, policy).base}:*:rows:*"
         total = 0
-        for key in await stage.store.database.execute("KEYS", pattern.replace("{", "\\{")):
-            for value in await stage.store.database.execute("HVALS", key):
+        for key in await stage.store.database.call("KEYS", pattern.replace("{", "\\{")):
+            for value in await stage.store.database.call("HVALS", key):
                 total += len(value)
         found[policy] = total
     return found
@@ -81,13 +81,13 @@ async def test_the_bytes_of_a_table_are_those_of_its_rows(stage: Stage) -> None:
 async def test_a_job_whose_tables_are_damaged_keeps_no_other_out(stage: Stage) -> None:
     store, broken = stage.store, f"broken-{stage.job}"
     await stage.append("q0", "q0-s0-t0")
-    await store.database.execute("SADD", JOBS, broken)
-    await store.database.execute("SET", JobTableKeys(broken).tables, "no table")
+    await store.database.call("SADD", JOBS, broken)
+    await store.database.call("SET", JobTableKeys(broken).tables, "no table")
     full = HighWater(store.database, store.tables, store.notices, mark_bytes=MIB)
     await full.admit(stage.job, 0, 100)
     assert full.payload_bytes >= sum((await counted(stage)).values()) + 100
-    await store.database.execute("SREM", JOBS, broken)
-    await store.database.execute("DEL", JobTableKeys(broken).tables)
+    await store.database.call("SREM", JOBS, broken)
+    await store.database.call("DEL", JobTableKeys(broken).tables)
 
 
 async def test_memory_comes_back_with_the_commit(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ async def test_only_the_oldest_uncommitted_step_goes_on_above_the_mark(
     assert isinstance(service, ExperienceStoreService)
     # Of a job that is damaged there are none, which costs no other its metrics.
     database = service._meters._store.database
-    await database.execute("SADD", JOBS, "broken")
-    await database.execute("ZADD", JobTableKeys("broken").live, 0, 0)
-    await database.execute("SET", JobTableKeys("broken").tables, "no table")
+    await database.call("SADD", JOBS, "broken")
+    await database.call("ZADD", JobTableKeys("broken").live, 0, 0)
+    await database.call("SET", JobTableKeys("broken").tables, "no table")
     await service._meters.observe()
     registry = small.telemetry.registry
     labels = {"job": client.job, "policy": "solver"}

@@ -11,28 +11,28 @@ import pytest
 from redis import exceptions
 from redis.asyncio import Connection, ConnectionPool
 
-from services.experience_store.database import RedisLanes
+from services.experience_store.pipelining import PipelinedConnections
 from tests.support.redis_server import RedisServer
 
 
 @pytest.fixture
-async def lanes(redis_url: str) -> AsyncIterator[RedisLanes]:
-    lanes = RedisLanes(ConnectionPool.from_url(redis_url, protocol=2).make_connection, 5)
+async def lanes(redis_url: str) -> AsyncIterator[PipelinedConnections]:
+    lanes = PipelinedConnections(ConnectionPool.from_url(redis_url, protocol=2).make_connection, 5)
     yield lanes
     await lanes.close()
 
 
-async def echo(lanes: RedisLanes, number: int) -> None:
+async def echo(lanes: PipelinedConnections, number: int) -> None:
     size = 100_000 if number % 7 == 0 else 1
     texts = [f"{number}-{part}".encode() * size for part in range(1 + number % 3)]
     assert await lanes.send([("ECHO", text) for text in texts]) == texts
 
 
-async def test_replies_reach_those_who_asked(lanes: RedisLanes) -> None:
+async def test_replies_reach_those_who_asked(lanes: PipelinedConnections) -> None:
     await asyncio.gather(*(echo(lanes, number) for number in range(200)))
 
 
-async def test_who_leaves_takes_no_reply_of_others(lanes: RedisLanes) -> None:
+async def test_who_leaves_takes_no_reply_of_others(lanes: PipelinedConnections) -> None:
     calls = [asyncio.create_task(echo(lanes, number)) for number in range(60)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -43,7 +43,7 @@ async def test_who_leaves_takes_no_reply_of_others(lanes: RedisLanes) -> None:
     await echo(lanes, 1)
 
 
-async def test_an_error_is_the_reply_of_one_command(lanes: RedisLanes) -> None:
+async def test_an_error_is_the_reply_of_one_command(lanes: PipelinedConnections) -> None:
     replies = await lanes.send([("ECHO", "a"), ("NOSUCH",), ("ECHO", "b")])
     assert (replies[0], replies[2]) == (b"a", b"b")
     assert isinstance(replies[1], exceptions.ResponseError)
@@ -52,7 +52,7 @@ async def test_an_error_is_the_reply_of_one_command(lanes: RedisLanes) -> None:
 async def test_all_who_wait_learn_that_the_server_died(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     server.start()
-    lanes = RedisLanes(ConnectionPool.from_url(server.url, protocol=2).make_connection, 5)
+    lanes = PipelinedConnections(ConnectionPool.from_url(server.url, protocol=2).make_connection, 5)
     try:
         await echo(lanes, 1)
         server.pause()
@@ -71,7 +71,9 @@ async def test_all_who_wait_learn_that_the_server_died(tmp_path: Path) -> None:
 async def test_a_server_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     server.start()
-    lanes = RedisLanes(ConnectionPool.from_url(server.url, protocol=2).make_connection, 0.3)
+    lanes = PipelinedConnections(
+        ConnectionPool.from_url(server.url, protocol=2).make_connection, 0.3
+    )
     try:
         await echo(lanes, 1)
         server.pause()
@@ -108,7 +110,7 @@ async def test_after_what_is_no_answer_the_lane_begins_anew(answer: bytes) -> No
     def connect() -> Connection:
         return Connection(port=port, protocol=2)
 
-    lanes = RedisLanes(connect, 60)
+    lanes = PipelinedConnections(connect, 60)
     try:
         with contextlib.suppress(exceptions.InvalidResponse):
             assert await lanes.send([("ECHO", "lost")]) == [b"first"]

@@ -242,7 +242,7 @@ class Life(RuleBasedStateMachine):
     def expire(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.live)))
         leases = f"troupe:{{{self.stage.job}/{POLICY}}}:{self.stage.step}:leases"
-        self.do(self.database.execute("ZADD", leases, "XX", 0, name))
+        self.do(self.database.call("ZADD", leases, "XX", 0, name))
         self.model.expire(name)
 
     def release(self, data: st.DataObject) -> None:
@@ -341,7 +341,7 @@ class Life(RuleBasedStateMachine):
             return
         keys = PolicyKeys(self.stage.job, POLICY)
         committed, stored = self.do(
-            self.database.execute_each(
+            self.database.call_each(
                 [
                     ("HEXISTS", keys.commits, self.stage.step),
                     ("HGETALL", keys.step(self.stage.step, "book")),

@@ -61,5 +61,5 @@ async def test_a_commit_makes_samples_trained_without_writing_their_records(stor
 async def book_of(stage: Stage) -> dict[bytes, bytes]:
     """Records as Redis holds them."""
     book = PolicyKeys(stage.job, "solver").step(stage.step, "book")
-    found: dict[bytes, bytes] = await stage.store.database.execute("HGETALL", book)
+    found: dict[bytes, bytes] = await stage.store.database.call("HGETALL", book)
     return found

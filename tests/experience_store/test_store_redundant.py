@@ -157,7 +157,7 @@ async def test_who_completes_a_group_dies_at_any_moment(
         audit = await stage.store.audit.check(stage.job)
         assert not audit.violations
         staged = f"*{{{stage.job}/*}}:0:staged:*"
-        assert await stage.store.database.execute("KEYS", staged) == []
+        assert await stage.store.database.call("KEYS", staged) == []
         await stage.store.stop()
 
 

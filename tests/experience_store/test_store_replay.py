@@ -36,8 +36,8 @@ def uses_of(response: Response) -> dict[str, int]:
 async def payloads(stage: Stage) -> int:
     """Rows of the job that Redis holds, whatever the step."""
     database = stage.store.database
-    keys = await database.execute("KEYS", f"*{{{stage.job}/*:rows:*")
-    return sum([await database.execute("HLEN", key) for key in keys])
+    keys = await database.call("KEYS", f"*{{{stage.job}/*:rows:*")
+    return sum([await database.call("HLEN", key) for key in keys])
 
 
 async def test_trained_samples_come_back_in_the_next_step_and_no_further(twice: Stage) -> None:
@@ -217,7 +217,7 @@ async def test_dropped_tables_free_what_waits_for_the_next_step(twice: Stage) ->
     assert await payloads(twice) == 4
     await twice.store.tables.drop(twice.job)
     assert await payloads(twice) == 0
-    keys = await twice.store.database.execute("KEYS", f"*{{{twice.job}/solver}}:0:*")
+    keys = await twice.store.database.call("KEYS", f"*{{{twice.job}/solver}}:0:*")
     assert keys == []
 
 

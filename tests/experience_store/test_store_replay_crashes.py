@@ -126,5 +126,5 @@ async def test_a_crash_at_any_round_trip_changes_no_samples_fate(
         report = await store.audit.check(job)
         assert list(report.violations) == [], f"trip {fatal}"
         await store.tables.drop(job, purge_log=True)
-        assert await store.database.execute("KEYS", f"*{job}*") == [], f"trip {fatal}"
+        assert await store.database.call("KEYS", f"*{job}*") == [], f"trip {fatal}"
         await life.close()

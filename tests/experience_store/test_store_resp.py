@@ -1,4 +1,4 @@
-"""What goes to Redis and comes from it is what redis-py would send and read."""
+"""Replies of Redis are parsed however their bytes are cut."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis import exceptions
 from redis._parsers import BaseParser
-from redis.asyncio import Connection
 
-from services.experience_store.database import Replies, pack
+from services.experience_store.pipelining import ReplyParser
 
-_parts = st.one_of(
-    st.text(max_size=8),
-    st.binary(max_size=8),
-    st.integers(),
-    st.floats(allow_nan=False),
-    st.integers(1, 3).map(lambda number: b"\r\n" * 2048 * number),
-)
 _replies = st.recursive(
     st.one_of(
         st.none(),
@@ -33,21 +25,10 @@ _replies = st.recursive(
 )
 
 
-@given(st.lists(st.lists(_parts, max_size=4), min_size=1, max_size=3))
-def test_commands_are_packed_as_redis_py_packs_them(commands: list[list[Any]]) -> None:
-    named = [("ECHO", *command) for command in commands]
-    assert b"".join(pack(named)) == b"".join(Connection().pack_commands(named))
-
-
-def test_where_a_long_part_lies_is_not_copied() -> None:
-    row = memoryview(b"." * 10_000)[1:9000]
-    assert any(part is row for part in pack([("SET", "a", row)]))
-
-
 @given(st.lists(_replies, max_size=6), st.data())
 def test_replies_are_read_however_they_are_cut(replies: list[Any], data: st.DataObject) -> None:
     text = b"".join(map(_written, replies))
-    reader, found, at = Replies(BaseParser.parse_error), [], 0
+    reader, found, at = ReplyParser(BaseParser.parse_error), [], 0
     while at < len(text):
         end = at + data.draw(st.integers(1, max(1, len(text) // 3)))
         found += reader.feed(text[at:end])
@@ -60,7 +41,7 @@ def test_replies_are_read_however_they_are_cut(replies: list[Any], data: st.Data
 )
 def test_what_is_no_reply_is_refused(text: bytes) -> None:
     with pytest.raises(exceptions.InvalidResponse):
-        Replies(BaseParser.parse_error).feed(text)
+        ReplyParser(BaseParser.parse_error).feed(text)
 
 
 def _written(reply: Any) -> bytes:

@@ -108,7 +108,7 @@ class Life(MortalLife):
 
     async def close(self) -> None:
         await self.stage.store.tables.drop(self.stage.job, purge_log=True)
-        left = await self.stage.store.database.execute("KEYS", f"*{self.stage.job}*")
+        left = await self.stage.store.database.call("KEYS", f"*{self.stage.job}*")
         assert left == []
         await self.stage.store.database.close()
 
@@ -225,7 +225,7 @@ async def trains_both(life: Life) -> None:
     assert [await stage.counts(policy) for policy in POLICIES] == [{}, {}]
     for policy in POLICIES:
         key = PolicyKeys(stage.job, policy).step(0, "step")
-        assert await stage.store.database.execute("HGET", key, "ended") in (None, b"0")
+        assert await stage.store.database.call("HGET", key, "ended") in (None, b"0")
     await life.close()
 
 

@@ -96,7 +96,7 @@ class Life(RosterRollout, RosterTraining):
     def compare(self, counts: store_pb.PolicyCounts, table: Table) -> None:
         keys = PolicyKeys(self.stage.job, counts.policy)
         committed, book = self.do(
-            self.database.execute_each(
+            self.database.call_each(
                 [
                     ("HEXISTS", keys.commits, counts.step),
                     ("HGETALL", keys.step(counts.step, "book")),
@@ -180,7 +180,7 @@ class Life(RosterRollout, RosterTraining):
                 self.finish()
         finally:
             self.do(self.stage.store.tables.drop(self.stage.job, purge_log=True))
-            left = self.do(self.database.execute("KEYS", f"*{self.stage.job}*"))
+            left = self.do(self.database.call("KEYS", f"*{self.stage.job}*"))
             self.do(self.database.close())
             self.runner.close()
         assert left == []

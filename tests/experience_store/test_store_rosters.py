@@ -221,13 +221,13 @@ async def test_a_group_of_one_is_kept_and_late_rewards_decide(store: Store) -> N
 
 async def test_the_count_only_path_reads_no_endings(held: Stage) -> None:
     database, read = held.store.database, []
-    original = database.execute_each
+    original = database.call_each
 
     async def watching(commands: object, **more: object) -> object:
         read.extend(str(c[1]) for c in commands if c[0] in ("HGETALL", "HKEYS"))  # type: ignore[attr-defined]
         return await original(commands, **more)  # type: ignore[arg-type]
 
-    database.execute_each = watching  # type: ignore[method-assign, assignment]
+    database.call_each = watching  # type: ignore[method-assign, assignment]
     statuses = held.store.watching.watch(held.job)
     first = await anext(statuses)
     await held.append("q0", "q0-s0-t0")

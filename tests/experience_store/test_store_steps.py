@@ -16,7 +16,7 @@ from troupe.v1 import experience_store_pb2 as store_pb
 
 
 async def keys_of(store: Store, job: str) -> list[bytes]:
-    keys: list[bytes] = await store.database.execute("KEYS", f"*{job}*")
+    keys: list[bytes] = await store.database.call("KEYS", f"*{job}*")
     return keys
 
 
@@ -81,15 +81,15 @@ async def test_a_job_that_cannot_be_swept_keeps_no_other_waiting(stage: Stage) -
     database = stage.store.database
     broken = [f"broken-{n}" for n in range(20)]  # whichever comes first
     for job in broken:
-        await database.execute("SADD", "troupe:jobs", job)
-        await database.execute("ZADD", JobTableKeys(job).live, 0, 0)
-        await database.execute("SET", JobTableKeys(job).tables, "no table")
+        await database.call("SADD", "troupe:jobs", job)
+        await database.call("ZADD", JobTableKeys(job).live, 0, 0)
+        await database.call("SET", JobTableKeys(job).tables, "no table")
     await stage.append("q0", "q0-s0-t0")
     await stage.store.sweeper.sweep()
     assert (stage.job, 0) in stage.store.sweeper._decided
     for job in broken:
-        await database.execute("SREM", "troupe:jobs", job)
-        await database.execute("DEL", JobTableKeys(job).live, JobTableKeys(job).tables)
+        await database.call("SREM", "troupe:jobs", job)
+        await database.call("DEL", JobTableKeys(job).live, JobTableKeys(job).tables)
 
 
 async def test_memory_does_not_grow_with_steps(stage: Stage) -> None:
@@ -113,7 +113,7 @@ async def test_dropping_tables_frees_everything(stage: Stage) -> None:
         await stage.store.tables.create(stage.job, stage.policies, [])
     await stage.store.tables.drop(stage.job, purge_log=True)
     assert await keys_of(stage.store, stage.job) == []
-    assert not await stage.store.database.execute("SISMEMBER", "troupe:jobs", stage.job)
+    assert not await stage.store.database.call("SISMEMBER", "troupe:jobs", stage.job)
     await stage.store.tables.drop(stage.job)
     with pytest.raises(NotFound):
         await stage.append("q0", "q0-s1-t1")

@@ -33,7 +33,7 @@ async def test_repeating_an_append_returns_what_it_returned(stage: Stage) -> Non
 
 async def _staged(stage: Stage) -> list[bytes]:
     """Keys of rows whose ending is not decided, and of the notes about them."""
-    keys: list[bytes] = await stage.store.database.execute("KEYS", f"*{stage.job}/*:stage*")
+    keys: list[bytes] = await stage.store.database.call("KEYS", f"*{stage.job}/*:stage*")
     return keys
 
 
@@ -54,7 +54,7 @@ async def test_rows_of_an_append_that_broke_off_are_freed(stage: Stage, arrived:
     """Only the first of the commands came: note, rows, the script that ends it in one table."""
     query, trajectory = stage.trajectories[0]
     database = stage.store.database
-    original = database.execute_each
+    original = database.call_each
 
     async def breaking(commands: Any, **rest: Any) -> list[Any]:
         if commands[0][0] != "SADD":
@@ -62,10 +62,10 @@ async def test_rows_of_an_append_that_broke_off_are_freed(stage: Stage, arrived:
         await original(commands[:arrived])
         raise ConnectionError
 
-    database.execute_each = breaking  # type: ignore[method-assign]
+    database.call_each = breaking  # type: ignore[method-assign]
     with pytest.raises(ConnectionError):
         await stage.append(query, trajectory, [make_sample(query, 0, trajectory)], attempt="a1")
-    database.execute_each = original  # type: ignore[method-assign]
+    database.call_each = original  # type: ignore[method-assign]
     assert len(await _staged(stage)) == min(arrived, 2)
     assert await stage.append(query, trajectory, attempt="a2") == (arrived < 3)
     assert await stage.counts() == {"pending": 1}
@@ -78,7 +78,7 @@ async def test_an_ending_whose_rows_redis_refused_is_not_decided(stage: Stage, p
     """At its memory limit Redis may refuse rows and take the script behind them."""
     query, trajectory = stage.trajectories[0]
     database = stage.store.database
-    original, refused = database.execute_each, 0
+    original, refused = database.call_each, 0
 
     async def refusing(commands: Any, **rest: Any) -> list[Any]:
         nonlocal refused
@@ -90,7 +90,7 @@ async def test_an_ending_whose_rows_redis_refused_is_not_decided(stage: Stage, p
         await original(taken, **rest)
         raise ResourceExhausted("full", kind="redis_full")
 
-    database.execute_each = refusing  # type: ignore[method-assign]
+    database.call_each = refusing  # type: ignore[method-assign]
     with pytest.raises(ResourceExhausted):
         await stage.append(query, trajectory, attempt="a1")
     assert not (await stage.status()).ended
@@ -171,7 +171,7 @@ async def test_what_does_not_belong_to_the_step_is_refused_and_leaves_nothing(
     assert error.value.kind == "step_not_open"
     stage.step = 0
     assert await stage.counts() == {"ready": 2}
-    keys = await stage.store.database.execute("KEYS", f"*{stage.job}*staged*")
+    keys = await stage.store.database.call("KEYS", f"*{stage.job}*staged*")
     assert keys == []
 
 

@@ -45,11 +45,11 @@ def test_a_retired_version_is_needed_while_it_is_served_or_may_be_drawn() -> Non
 class SlowFirst(RedisAccess):
     """The first write is on its way for longer than those after it, as after a lost connection."""
 
-    async def run(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    async def run_script(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         if script == "population" and not hasattr(self, "first"):
             self.first = args
             await asyncio.sleep(0.05)
-        return await super().run(script, keys, args)
+        return await super().run_script(script, keys, args)
 
 
 async def test_what_was_so_earlier_is_not_written_later(redis_url: str) -> None:

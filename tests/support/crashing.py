@@ -37,19 +37,17 @@ class CrashingDatabase(Database):
         """Die no more."""
         self._fatal = 0
 
-    async def execute_each(
-        self, commands: Sequence[Sequence[Any]], *, missing_scripts: Sequence[Any] = ()
+    async def call_each(
+        self, commands: Sequence[Sequence[Any]], *, keep_mistyped: bool = False
     ) -> list[Any]:
         self.trips += 1
         if self.trips != self._fatal:
-            return await super().execute_each(commands, missing_scripts=missing_scripts)
+            return await super().call_each(commands, keep_mistyped=keep_mistyped)
         # "middle": only the first command of a pipeline arrives; "almost": all but the last.
         every = len(commands)
         arriving = {"before": 0, "middle": 1, "almost": max(1, every - 1), "after": every}[
             self._moment
         ]
         if arriving:
-            await super().execute_each(
-                commands[:arriving], missing_scripts=missing_scripts[:arriving]
-            )
+            await super().call_each(commands[:arriving], keep_mistyped=keep_mistyped)
         raise CrashError

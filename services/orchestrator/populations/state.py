@@ -171,7 +171,7 @@ class PopulationStore:
     ) -> None:
         """Runs a script that writes only if `epoch` is the job's newest. Raises `Superseded`."""
         keys = [JobKeys(job_id).record, *where]
-        if await self._redis.run(script, keys, [str(epoch), *args]) != b"written":
+        if await self._redis.run_script(script, keys, [str(epoch), *args]) != b"written":
             await self._jobs.check_epoch(job_id, epoch)
 
 

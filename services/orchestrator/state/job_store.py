@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
+from services.chassis.redis import Value
 from services.orchestrator.state.event_log import LOG_CAP, EventLog
 from services.orchestrator.state.records import MAX_JOB_ID, JobRecord, problem_field, timestamp
-from services.orchestrator.state.redis import INDEX, STATES, JobKeys, RedisAccess, Value
+from services.orchestrator.state.redis import INDEX, STATES, JobKeys, RedisAccess
 from services.orchestrator.state.weight_versions import entries_of
 from troupe import states
 from troupe.rpc import (
@@ -89,7 +90,7 @@ class JobStore:
         if self._data_dir is not None and record.directory.is_relative_to(self._data_dir):
             kept["directory"] = str(record.directory.relative_to(self._data_dir))
         fields = [part for pair in kept.items() for part in pair]
-        made = await self._redis.run("create", [keys.record, keys.events], [event, *fields])
+        made = await self._redis.run_script("create", [keys.record, keys.events], [event, *fields])
         # Repeated after a crash between the two writes: the index is a set.
         await self._redis.call("ZADD", INDEX, "NX", record.created_at, record.job_id)
         self._log.wake(record.job_id)
@@ -97,7 +98,9 @@ class JobStore:
 
     async def get(self, job_id: str) -> JobRecord:
         """The record, which may be `broken`. Raises `NotFound`."""
-        [found] = await self._redis.call_each([("HGETALL", JobKeys(job_id).record)])
+        [found] = await self._redis.call_each(
+            [("HGETALL", JobKeys(job_id).record)], keep_mistyped=True
+        )
         if not found and await self._redis.call("ZSCORE", INDEX, job_id) is None:
             raise self._unknown(job_id)
         return self._read(job_id, found)
@@ -142,7 +145,7 @@ class JobStore:
         self, jobs: Sequence[tuple[float, str]], state: pb.JobState.ValueType
     ) -> list[tuple[float, str]]:
         states = await self._redis.call_each(
-            [("HGET", JobKeys(job_id).record, "state") for _, job_id in jobs]
+            [("HGET", JobKeys(job_id).record, "state") for _, job_id in jobs], keep_mistyped=True
         )
         wanted = str(int(state)).encode()
         return [job for job, found in zip(jobs, states, strict=True) if found == wanted]
@@ -152,7 +155,8 @@ class JobStore:
         the others can be listed."""
         keys = [JobKeys(job_id) for job_id in job_ids]
         replies = await self._redis.call_each(
-            [("HGETALL", key) for one in keys for key in (one.record, one.ledger, one.latest)]
+            [("HGETALL", key) for one in keys for key in (one.record, one.ledger, one.latest)],
+            keep_mistyped=True,
         )
         return [
             self._view(job_id, *replies[3 * number : 3 * number + 3])
@@ -224,7 +228,7 @@ class JobStore:
         change = orch.StateChanged(state=target)
         if problem is not None:
             change.problem.CopyFrom(problem)
-        outcome, before = await self._redis.run(
+        outcome, before = await self._redis.run_script(
             "move",
             [keys.record, keys.events],
             [
@@ -252,7 +256,7 @@ class JobStore:
 
     async def adopt(self, job_id: str) -> int:
         """Takes the job over; returns the new runner's epoch, which fences off older runners."""
-        return int(await self._redis.run("adopt", [JobKeys(job_id).record], [self.instance]))
+        return int(await self._redis.run_script("adopt", [JobKeys(job_id).record], [self.instance]))
 
     async def finish_step(
         self, job_id: str, epoch: int, step: int, values: Mapping[str, float]
@@ -309,7 +313,7 @@ class JobStore:
         keys = JobKeys(job_id)
         row = orch.MetricsLogged(step=step, values=values)
         pairs: list[Value] = [part for pair in values.items() for part in (pair[0], repr(pair[1]))]
-        outcome = await self._redis.run(
+        outcome = await self._redis.run_script(
             "record",
             [keys.record, keys.events, keys.rows, keys.latest],
             [
@@ -398,9 +402,7 @@ def _numbers(fields: Mapping[bytes, bytes]) -> dict[str, float]:
 
 
 def _scored(rows: Sequence[Any]) -> list[tuple[float, str]]:
-    """Members of a sorted set with their scores, in the form of either protocol of Redis."""
-    if rows and not isinstance(rows[0], bytes):
-        return [(float(score), member.decode()) for member, score in rows]
+    """Members of a sorted set with their scores, from the flat list that Redis answers with."""
     return [(float(rows[i + 1]), rows[i].decode()) for i in range(0, len(rows), 2)]
 
 

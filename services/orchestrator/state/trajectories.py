@@ -91,7 +91,7 @@ class RecentTrajectories:
             for one, full in zip(found, packed, strict=True)
             for part in (one.summary.trajectory_id, one.summary.SerializeToString(), full)
         ]
-        await self._redis.run("keep", JobKeys(job_id).trajectories(kind), [self._cap, *args])
+        await self._redis.run_script("keep", JobKeys(job_id).trajectories(kind), [self._cap, *args])
 
     async def page(
         self, job_id: str, size: int, token: str

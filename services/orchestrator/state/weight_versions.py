@@ -90,7 +90,7 @@ class WeightVersions:
             outcome=outcome,
             restarted=restarted,
         )
-        verdict, stored = await self._redis.run(
+        verdict, stored = await self._redis.run_script(
             "ledger",
             [keys.record, keys.ledger, keys.versions],
             [
