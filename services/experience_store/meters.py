@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from typing import Final
 
 from services.chassis.telemetry import Telemetry
@@ -82,9 +81,8 @@ class Meters:
         """An ending was decided."""
         self._trajectories.labels(append.ending.state.lower(), str(accepted).lower()).inc()
         if accepted:
-            rows = Counter(row.policy for row in append.rows)
-            for policy, number in rows.items():
-                self._appended.labels(policy).inc(number)
+            for policy, rows in append.by_policy.items():
+                self._appended.labels(policy).inc(len(rows))
 
     def pushed_back(self) -> None:
         """An ending was refused above the high-water mark."""

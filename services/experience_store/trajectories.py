@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
 
+from services.chassis.redis import Command
 from services.experience_store.database import Database, ScriptCall
 from services.experience_store.notices import Notices
 from services.experience_store.records import (
@@ -38,10 +38,6 @@ from services.experience_store.tables import TableRegistry, TableSchema
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
 from troupe.v1 import experience_store_pb2 as store_pb
 
-# Policy, then what is staged in its table: id and payload of each row, and their records.
-_StagedRows: TypeAlias = list[tuple[str, list[str | Payload]]]
-_ByPolicy: TypeAlias = dict[str, list[StagedRow]]
-
 
 @dataclass(frozen=True)
 class Appended:
@@ -58,25 +54,55 @@ class Appended:
 
 @dataclass(frozen=True)
 class Append:
-    """One ending, with its rows."""
+    """One ending of a trajectory, with its rows."""
 
     job: str
     step: int
     trajectory: str
     ending: Ending
-    """Its `attempt` identifies this append."""
+    """Its `attempt` identifies this append; its `rows` are set from the rows here."""
     rows: Sequence[StagedRow] = ()
+    by_policy: Mapping[str, Sequence[StagedRow]] = field(init=False)
 
+    def __post_init__(self) -> None:
+        found: dict[str, list[StagedRow]] = {}
+        for row in self.rows:
+            found.setdefault(row.policy, []).append(row)
+        numbers = ",".join(f"{policy}={len(rows)}" for policy, rows in sorted(found.items()))
+        object.__setattr__(self, "by_policy", found)
+        object.__setattr__(self, "ending", replace(self.ending, rows=numbers))
 
-@dataclass(frozen=True)
-class _Staging:
-    """An ending whose rows are ready to be staged."""
+    def check(self, table: TableSchema) -> None:
+        """Raise `InvalidArgument` for a row of a policy that has no table."""
+        if self.by_policy.keys() <= set(table.policies):
+            return
+        index, row = next(
+            (index, row) for index, row in enumerate(self.rows) if row.policy not in table.policies
+        )
+        raise InvalidArgument(
+            f"job {table.job} trains no policy of this name",
+            kind="unknown_policy",
+            field=f"samples[{index}].policy",
+            value=row.policy,
+            remedy=f"Send samples of {', '.join(table.policies)} only.",
+        )
 
-    append: Append
-    table: TableSchema
-    ending: Ending
-    by_policy: _ByPolicy
-    rows: _StagedRows
+    def stage(self, table: TableSchema, policy: str, step: int) -> list[Command]:
+        """Commands that put the rows of `policy` where only this append finds them, in `step`. They
+        are noted first: whatever becomes of this process, they are freed with the step.
+        """
+        keys, query = PolicyKeys(self.job, policy), self.ending.query
+        staged = keys.staged(step, self.trajectory, self.ending.attempt)
+        fields: list[str | Payload] = []
+        records: list[str] = []
+        for row in self.by_policy[policy]:
+            record = row.record(query, self.trajectory, table.required)
+            records.append(f"{row.sample}\t{record}")
+            fields += (row.sample, row.payload)
+        return [
+            ("SADD", keys.step(step, "stages"), staged),
+            ("HSET", staged, *fields, RECORDS, "\n".join(records)),
+        ]
 
 
 class Trajectories:
@@ -121,28 +147,26 @@ class Trajectories:
         """`append` of each by itself, in any order: what became of it, or the error."""
         found: dict[int, Appended | TroupeError] = {}
         # By job and step: what one script can end.
-        together: dict[tuple[str, int], dict[int, _Staging]] = {}
+        together: dict[tuple[str, int], dict[int, Append]] = {}
         for number, append in enumerate(appends):
             try:
-                staging = _staging(await self._tables.get(append.job), append)
+                append.check(await self._tables.get(append.job))
             except TroupeError as error:
                 found[number] = error
             else:
-                together.setdefault((append.job, append.step), {})[number] = staging
-            # As in Writes.end_each: others are answered in between.
-            await asyncio.sleep(0)
+                together.setdefault((append.job, append.step), {})[number] = append
 
-        async def end_each(group: dict[int, _Staging]) -> None:
-            stagings, ended = [*group.values()], {}
+        async def end_each(group: dict[int, Append]) -> None:
+            own, ended = [*group.values()], {}
             if not self._database.clustered:
                 try:
-                    ended = await self._end_each(stagings)
+                    ended = await self._end_each(own)
                 except TroupeError as error:
                     found.update(dict.fromkeys(group, error))
                     return
-            for place, (number, staging) in enumerate(group.items()):
+            for place, (number, append) in enumerate(group.items()):
                 try:
-                    found[number] = ended.get(place) or await self._end_alone(staging)
+                    found[number] = ended.get(place) or await self._end_alone(append)
                 except TroupeError as error:
                     found[number] = error
 
@@ -154,21 +178,23 @@ class Trajectories:
                     tasks.create_task(end_each(group))
         return [found[number] for number in range(len(appends))]
 
-    async def _end_each(self, stagings: Sequence[_Staging]) -> dict[int, Appended]:
+    async def _end_each(self, appends: Sequence[Append]) -> dict[int, Appended]:
         """End trajectories of one step in one round trip; what became of each of those that won,
         or had won before, by its place. The others are as they were."""
-        table, (job, step) = stagings[0].table, (stagings[0].append.job, stagings[0].append.step)
-        before: dict[str, list[Sequence[str | Payload]]] = {policy: [] for policy in table.policies}
+        job, step = appends[0].job, appends[0].step
+        table = await self._tables.get(job)
+        before: dict[str, list[Command]] = {policy: [] for policy in table.policies}
         args: list[str | bytes | int] = [step, JobTableKeys(job).base]
-        for one in stagings:
-            trajectory, ending = one.append.trajectory, one.ending
+        for append in appends:
+            trajectory, ending = append.trajectory, append.ending
             staged: list[str] = []
-            for policy, rows in one.rows:
-                keys = PolicyKeys(job, policy)
-                before[policy] += _stage(keys, step, trajectory, ending, rows)
-                staged.append(keys.staged(step, trajectory, ending.attempt))
+            for policy in append.by_policy:
+                before[policy] += append.stage(table, policy, step)
+                staged.append(PolicyKeys(job, policy).staged(step, trajectory, ending.attempt))
             args += (trajectory, ending.query, ending.format(), ending.attempt)
             args += (ending.state, ending.reason, "\n".join(staged))
+            # A call brings rows by the hundred: other calls are answered in between.
+            await asyncio.sleep(0)
         replies = await self._database.run_all(
             [command for commands in before.values() for command in commands],
             [
@@ -180,63 +206,57 @@ class Trajectories:
             self._notices.written(job, policy, step)
         texts = [reply[1].decode().split("\n") for reply in replies]
         found: dict[int, Appended] = {}
-        for place, (one, *outcomes) in enumerate(zip(stagings, *texts, strict=True)):
+        for place, (append, *outcomes) in enumerate(zip(appends, *texts, strict=True)):
             spare = ""
             for policy, text in zip(table.policies, outcomes, strict=True):
                 outcome, _, rest = text.partition("\t")
                 since, _, spare = rest.partition("\t")
                 if outcome == "other":
                     break
-                self._keep(one, policy, since)
+                self._keep(append, policy, since)
             else:
                 found[place] = Appended(True, step, group_complete=spare != "0")
         return found
 
-    def _keep(self, one: _Staging, policy: str, since: str) -> None:
+    def _keep(self, append: Append, policy: str, since: str) -> None:
         """Its rows of this policy entered the table just now, at `since` ('': they did not)."""
-        own = one.by_policy.get(policy)
+        own = append.by_policy.get(policy)
         if since and own:
             rows = [(row.sample, row.payload) for row in own]
-            self._recent.add(one.append.job, policy, since, rows)
+            self._recent.add(append.job, policy, since, rows)
 
-    async def _end_alone(self, staging: _Staging) -> Appended:
+    async def _end_alone(self, append: Append) -> Appended:
         """End one trajectory, arrow by arrow."""
-        append, table, ending = staging.append, staging.table, staging.ending
-        job, step, trajectory = append.job, append.step, append.trajectory
+        table, step = await self._tables.get(append.job), append.step
         while True:
-            end, to, entered = await self._end(table, step, trajectory, ending, staging.rows)
+            end, to, entered = await self._end(table, step, append)
             for policy, since in entered.items():
-                self._keep(staging, policy, since)
+                self._keep(append, policy, since)
             if to is None:
                 return end
             # First every table moves what is staged there: the same attempt may have won before its
             # query was carried, and then these rows are the ones that count.
-            await self._steps.follow(job, to)
-            await self._unstage(job, step, trajectory, ending, list(staging.by_policy))
+            await self._steps.follow(append.job, to)
+            await self._unstage(append, step)
             step = to
 
     async def _end(
-        self, table: TableSchema, step: int, trajectory: str, ending: Ending, rows: _StagedRows
+        self, table: TableSchema, step: int, append: Append
     ) -> tuple[Appended, int | None, Mapping[str, str]]:
         """What became of the ending in `step`; the later step that its query was carried to; and
-        for each policy whose table our rows entered just now, when they did."""
-        job = table.job
-        if rows:
-            await self._steps.on_tables(
-                job,
-                step,
-                [
-                    ScriptCall(
-                        "stage",
-                        keys.base,
-                        (step, trajectory, ending.attempt),
-                        before=_stage(keys, step, trajectory, ending, staged),
-                    )
-                    for keys, staged in (
-                        (PolicyKeys(job, policy), staged) for policy, staged in rows
-                    )
-                ],
-            )
+        for each policy whose table its rows entered just now, when they did."""
+        job, trajectory, ending = append.job, append.trajectory, append.ending
+        if append.rows:
+            calls = [
+                ScriptCall(
+                    "stage",
+                    PolicyKeys(job, policy).base,
+                    (step, trajectory, ending.attempt),
+                    before=append.stage(table, policy, step),
+                )
+                for policy in append.by_policy
+            ]
+            await self._steps.on_tables(job, step, calls)
         outcome, *rest = await self._database.run(
             "end_trajectory",
             JobTableKeys(job).base,
@@ -252,7 +272,7 @@ class Trajectories:
             entered = await self._steps.carry_out(table, step, trajectory, winner, int(rest[1]))
             if winner.attempt == ending.attempt:
                 return Appended(True, step, group_complete=bool(winner.spare)), None, entered
-        await self._unstage(job, step, trajectory, ending, [policy for policy, *_ in rows])
+        await self._unstage(append, step)
         if outcome == b"missing":
             raise not_open(job, step)
         if outcome == b"unknown_query":
@@ -274,62 +294,12 @@ class Trajectories:
         reason = rest[0].decode() if outcome == b"dropped" and rest else ""
         return Appended(False, step, reason, reason == REDUNDANT), None, {}
 
-    async def _unstage(
-        self, job: str, step: int, trajectory: str, ending: Ending, policies: Sequence[str]
-    ) -> None:
+    async def _unstage(self, append: Append, step: int) -> None:
+        """Free what `append` staged in `step`."""
+        args = (step, append.trajectory, append.ending.attempt)
         await self._database.run_each(
             [
-                ScriptCall(
-                    "unstage", PolicyKeys(job, policy).base, (step, trajectory, ending.attempt)
-                )
-                for policy in policies
+                ScriptCall("unstage", PolicyKeys(append.job, policy).base, args)
+                for policy in append.by_policy
             ]
         )
-
-
-def _by_policy(table: TableSchema, rows: Sequence[StagedRow]) -> _ByPolicy:
-    found: _ByPolicy = {}
-    for index, row in enumerate(rows):
-        if row.policy not in table.policies:
-            raise InvalidArgument(
-                f"job {table.job} trains no policy of this name",
-                kind="unknown_policy",
-                field=f"samples[{index}].policy",
-                value=row.policy,
-                remedy=f"Send samples of {', '.join(table.policies)} only.",
-            )
-        found.setdefault(row.policy, []).append(row)
-    return found
-
-
-def _numbers(staged: _ByPolicy) -> str:
-    """`Ending.rows` of these rows."""
-    return ",".join(f"{policy}={len(rows)}" for policy, rows in sorted(staged.items()))
-
-
-def _staging(table: TableSchema, append: Append) -> _Staging:
-    by_policy = _by_policy(table, append.rows)
-    ending = replace(append.ending, rows=_numbers(by_policy))
-    rows = [(policy, _staged(table, append, own)) for policy, own in by_policy.items()]
-    return _Staging(append, table, ending, by_policy, rows)
-
-
-def _staged(table: TableSchema, append: Append, rows: Sequence[StagedRow]) -> list[str | Payload]:
-    query, trajectory = append.ending.query, append.trajectory
-    records: list[str] = []
-    found: list[str | Payload] = []
-    for row in rows:
-        # What the record holds too, because it moves, is written over it when it is read.
-        record = row.record(query, trajectory, table.required)
-        records.append(f"{row.sample}\t{record}")
-        found += (row.sample, row.payload)
-    return [*found, RECORDS, "\n".join(records)]
-
-
-def _stage(
-    keys: PolicyKeys, step: int, trajectory: str, ending: Ending, rows: Sequence[str | Payload]
-) -> Sequence[Sequence[str | Payload]]:
-    """Commands that put rows where only their ending finds them. They are noted first: whatever
-    becomes of us, they are freed with the step."""
-    staged = keys.staged(step, trajectory, ending.attempt)
-    return ("SADD", keys.step(step, "stages"), staged), ("HSET", staged, *rows)
