@@ -148,7 +148,7 @@ def test_a_reader_that_is_killed_lets_go_of_all_it_held(root: Path) -> None:
 REFILLS = """
 import sys, pathlib, time, torch
 import numpy as np
-from troupe.transfer import Transfer, room
+from troupe.transfer import Transfer, shelf
 transfer, stem = Transfer(pathlib.Path(sys.argv[1])), sys.argv[2].rpartition("@")[0]
 state = lambda value: {"w": torch.full((int(sys.argv[3]),), float(value))}
 transfer.set(f"{stem}@0", state(0))

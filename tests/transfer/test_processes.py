@@ -28,13 +28,13 @@ print(Transfer(pathlib.Path(sys.argv[1])).set(sys.argv[2], tensors).checksum)
 
 DYING_WRITER = """
 import sys, pathlib, time, torch
-from troupe.transfer import Transfer, room
-real = room._write_all
+from troupe.transfer import Transfer, shelf
+real = shelf._write_all
 def slow(descriptor, view, offset):
     real(descriptor, view[: len(view) // 2], offset)
     print("half", flush=True)
     time.sleep(60)
-room._write_all = slow
+shelf._write_all = slow
 Transfer(pathlib.Path(sys.argv[1])).set(sys.argv[2], {"w": torch.ones(100_000)})
 """
 
