@@ -36,8 +36,8 @@ from services.chassis.telemetry import Telemetry
 from troupe.rpc import NO_RETRY, ClientSettings, TroupeError, Unavailable
 from troupe.rpc.channel import connect_sync
 from troupe.transfer import Transfer, TransferCounters
-from troupe.transfer.places import FetchedState, Wanted
 from troupe.transfer.remote import HostOwner, OwnerProcess, Peer
+from troupe.transfer.sources import FetchedState, StateRequest
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc
 
@@ -360,7 +360,7 @@ class HostTransfer(Transfer):
 
 
 class _Others:
-    """`places.Source`: has this host's owner fetch what this host lacks."""
+    """`sources.FetchSource`: has this host's owner fetch what this host lacks."""
 
     def __init__(self, host: HostTransfer, client: ClientSettings) -> None:
         self._host, self._client = host, client
@@ -378,9 +378,9 @@ class _Others:
         return 600.0
 
     def fetch(
-        self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
+        self, wanted: StateRequest, roots: Sequence[Path], counters: TransferCounters
     ) -> FetchedState:
-        """See `places.Source.fetch`."""
+        """See `sources.FetchSource.fetch`."""
         return self._owner(wanted.deadline).fetch(wanted, roots, counters)
 
     def _owner(self, deadline: float) -> HostOwner:

@@ -211,4 +211,4 @@ async def test_nothing_of_a_request_stays_with_its_answer() -> None:
 
 
 class Large:
-    """Part of a request."""
+    """PartialState of a request."""

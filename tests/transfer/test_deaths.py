@@ -22,10 +22,10 @@ from pydantic import SecretStr
 
 from troupe.rpc import ClientSettings
 from troupe.scratch import Scratch
-from troupe.transfer import Transfer, shelf
+from troupe.transfer import Transfer, segments
 from troupe.transfer.remote import Peer, TransferOwner, serving
 from troupe.transfer.remote.serving import PinnedStates
-from troupe.transfer.shelf import Mappings
+from troupe.transfer.segments import Mappings
 
 KEY = "job/solver/weights@1"
 COUNT = 2 << 20  # of float32: large enough to be verified once per host and filled again
@@ -148,7 +148,7 @@ def test_a_reader_that_is_killed_lets_go_of_all_it_held(root: Path) -> None:
 REFILLS = """
 import sys, pathlib, time, torch
 import numpy as np
-from troupe.transfer import Transfer, shelf
+from troupe.transfer import Transfer, segments
 transfer, stem = Transfer(pathlib.Path(sys.argv[1])), sys.argv[2].rpartition("@")[0]
 state = lambda value: {"w": torch.full((int(sys.argv[3]),), float(value))}
 transfer.set(f"{stem}@0", state(0))
@@ -178,9 +178,9 @@ def test_a_writer_that_is_killed_in_a_file_that_it_fills_again(
     # What was there is there, and its readers never saw a byte of the other.
     assert float(Transfer(root).get(KEY)[0]["w"].max()) == 1
     assert taken(root) > 2 * COUNT * 4 - MIB
-    monkeypatch.setattr(shelf, "_TEMP_GRACE_SECONDS", -1.0)
+    monkeypatch.setattr(segments, "_TEMP_GRACE_SECONDS", -1.0)
     transfer.sweep()
-    for spares in transfer._shelf.spares.values():
+    for spares in transfer._segments.pools.values():
         spares.sweep(0)
     assert taken(root) < COUNT * 4 + MIB
     assert transfer.set(KEY, state(2)).num_bytes
@@ -193,7 +193,7 @@ def test_an_owner_lets_go_of_what_a_killed_reader_was_told_of(
     transfer.set(KEY, {"w": torch.ones(3)})
     manifest, lease = Mappings().lease(transfer.opened(KEY))
     alive = weakref.ref(lease)
-    kept.told(manifest, lease)
+    kept.pin(manifest, lease)
     del lease
     kept.sweep()
     assert alive() is not None  # it may still come

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from troupe.transfer.blob import ChecksumSpan, Chunk
 from troupe.transfer.checksum import bytes_checksum
-from troupe.transfer.remote import lane
-from troupe.transfer.remote.lane import ReceiveWatermark
+from troupe.transfer.remote import reading
+from troupe.transfer.remote.reading import ReceiveWatermark
 
 STEP = 4096
 
@@ -51,7 +51,7 @@ def test_what_was_looked_at_before_it_had_come_is_looked_at_again(damaged: bool)
     came = os.urandom(2 * STEP)
     memory = bytearray(2 * STEP)
     part = _Part(memory, ChecksumSpan(0, len(came), bytes_checksum(came), "w"))
-    checks = lane._Checks(part, None)  # type: ignore[arg-type]
+    checks = reading._Checks(part, None)  # type: ignore[arg-type]
     checks.upto(0, STEP)
     memory[:] = came
     memory[1] ^= damaged

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from troupe.scratch import Scratch
-from troupe.transfer import Transfer, checksum_of, shelf
+from troupe.transfer import Transfer, checksum_of, segments
 
 KEY = "job/solver/weights@1"
 
@@ -28,13 +28,13 @@ print(Transfer(pathlib.Path(sys.argv[1])).set(sys.argv[2], tensors).checksum)
 
 DYING_WRITER = """
 import sys, pathlib, time, torch
-from troupe.transfer import Transfer, shelf
-real = shelf._write_all
+from troupe.transfer import Transfer, segments
+real = segments._write_all
 def slow(descriptor, view, offset):
     real(descriptor, view[: len(view) // 2], offset)
     print("half", flush=True)
     time.sleep(60)
-shelf._write_all = slow
+segments._write_all = slow
 Transfer(pathlib.Path(sys.argv[1])).set(sys.argv[2], {"w": torch.ones(100_000)})
 """
 
@@ -78,8 +78,8 @@ def test_a_writer_that_dies_half_way_is_never_visible(
         assert not transfer.exists(KEY)
         assert transfer.keys() == []
         # Old enough to be swept, but its writer lives.
-        monkeypatch.setattr(shelf, "_TEMP_GRACE_SECONDS", -1.0)
-        shelf.sweep(directory)
+        monkeypatch.setattr(segments, "_TEMP_GRACE_SECONDS", -1.0)
+        segments.sweep(directory)
         assert len(list(directory.iterdir())) == 1
         writer.send_signal(signal.SIGKILL)
         writer.wait(10)

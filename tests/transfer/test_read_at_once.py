@@ -18,7 +18,7 @@ from tests.transfer.remote_host import KEY, state
 from tests.transfer.test_remote_ucx import READER, SETTINGS, host
 from troupe.rpc.channel import connect_sync
 from troupe.transfer import Choice, KeyNotFound, Transfer, checksum_of
-from troupe.transfer.remote import Peer, TransferOwner, lane
+from troupe.transfer.remote import Peer, TransferOwner, lane, reading
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
@@ -48,7 +48,7 @@ def source(
     """An owner that has been read from once, and the calls that it is asked what there is by."""
     if request.param != "near":
         monkeypatch.setenv("UCX_TLS", "tcp,self")
-    monkeypatch.setattr(lane, "_cores", lambda: 4 if "spare" in request.param else 2)
+    monkeypatch.setattr(reading, "_cores", lambda: 4 if "spare" in request.param else 2)
     with host(tmp_path / "there", MIB) as (address, _):
         peer = Peer(address, SETTINGS)
         first = Transfer(tmp_path / "first", peers=[peer])
@@ -65,7 +65,7 @@ def whole(here: Transfer, **how: Any) -> bool:
 
 
 def idle(peer: Peer) -> list[lane.Lane]:
-    """Lanes that are kept, once the last read's are (its stream ends a little after it)."""
+    """LanePool that are kept, once the last read's are (its stream ends a little after it)."""
     until = time.monotonic() + 5
     while not any(peer._lanes._idle.values()) and time.monotonic() < until:
         time.sleep(0.01)

@@ -26,7 +26,7 @@ from troupe.transfer import (
     TransferTimeout,
     checksum_of,
 )
-from troupe.transfer import shelf as room_module
+from troupe.transfer import segments as room_module
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.remote import Peer, TransferOwner
 from troupe.transfer.remote import owner as owner_module

@@ -23,7 +23,7 @@ from troupe.rpc import ClientSettings
 from troupe.transfer import Choice, Transfer, TransferTimeout, checksum_of
 from troupe.transfer.blob import Verification
 from troupe.transfer.checksum import PIECE_BYTES
-from troupe.transfer.remote import Peer, lane
+from troupe.transfer.remote import Peer, lane, reading
 from troupe.transfer.remote.serving import UCX_MESSAGE_BYTES
 
 pytestmark = [
@@ -59,7 +59,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     way: str = request.param
     if way != "near":
         monkeypatch.setenv("UCX_TLS", "tcp,self")
-        monkeypatch.setattr(lane, "_cores", lambda: 2 if way == "tcp" else 4)
+        monkeypatch.setattr(reading, "_cores", lambda: 2 if way == "tcp" else 4)
     return way
 
 
@@ -88,7 +88,7 @@ def test_nearby_two_lanes_share_a_read_where_the_owner_knows_of_two(
         return real(self, into, tag)
 
     monkeypatch.setattr(lane.Lane, "receive", receive)
-    monkeypatch.setattr(lane, "_cores", lambda: 2)
+    monkeypatch.setattr(reading, "_cores", lambda: 2)
     with host(tmp_path / "there", 100) as (address, _):
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
@@ -113,7 +113,7 @@ def test_chunks_come_in_messages_where_who_receives_verifies_and_the_owner_knows
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    monkeypatch.setattr(lane, "_cores", lambda: 2)
+    monkeypatch.setattr(reading, "_cores", lambda: 2)
     taken: list[int] = []
     real, placed = lane.Lane.receive, Peer._place
 
@@ -151,7 +151,7 @@ def test_a_lane_that_fails_ends_the_other(tmp_path: Path, monkeypatch: pytest.Mo
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(lane.Lane, "wait", wait)
-    monkeypatch.setattr(lane, "_cores", lambda: 2)
+    monkeypatch.setattr(reading, "_cores", lambda: 2)
     with host(tmp_path / "there", 100) as (address, _):
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])

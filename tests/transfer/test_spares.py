@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from troupe.scratch import Scratch
-from troupe.transfer import Corrupt, Manifest, Transfer, shelf
-from troupe.transfer import shelf as shelf_module
+from troupe.transfer import Corrupt, Manifest, Transfer, segments
+from troupe.transfer import segments as shelf_module
 from troupe.transfer.blob import chunks_of
-from troupe.transfer.shelf import Lease, Mappings
+from troupe.transfer.segments import Lease, Mappings
 
 STEM = "job/solver/weights"
 # Above what is worth keeping.
@@ -129,7 +129,7 @@ def test_what_nobody_fills_again_gives_its_memory_back(root: Path) -> None:
     writer, other = Transfer(root), Transfer(root)
     writer.set(f"{STEM}@0", state(0))
     writer.delete(f"{STEM}@0")
-    for spares in other._shelf.spares.values():
+    for spares in other._segments.pools.values():
         spares.sweep(0)  # another process', that has waited long enough
     assert not list((root / ".spare").iterdir())
     # The one that kept it notices.
@@ -166,9 +166,9 @@ def test_a_host_verifies_a_content_once(root: Path, monkeypatch: pytest.MonkeyPa
 
 def test_who_holds_the_lock_is_alone(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    with shelf.alone(path, 0.0), pytest.raises(TimeoutError), shelf.alone(path, 0.0):
+    with segments.alone(path, 0.0), pytest.raises(TimeoutError), segments.alone(path, 0.0):
         pass
-    with shelf.alone(path, 0.0):
+    with segments.alone(path, 0.0):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -178,10 +178,10 @@ def test_who_waits_is_let_in_once_there_is_nothing_left_to_do(tmp_path: Path) ->
     done, told = threading.Event(), []
 
     def wait() -> None:
-        with shelf.alone(path, time.monotonic() + 60, unless=done.is_set) as first:
+        with segments.alone(path, time.monotonic() + 60, unless=done.is_set) as first:
             told.append(first)
 
-    with shelf.alone(path, 0.0, unless=done.is_set) as first:
+    with segments.alone(path, 0.0, unless=done.is_set) as first:
         assert first
         waiting = [threading.Thread(target=wait) for _ in range(3)]
         for one in waiting:
@@ -199,7 +199,7 @@ def test_readers_do_not_wait_for_who_has_verified(root: Path) -> None:
     transfer = Transfer(root)
     transfer.set(f"{STEM}@0", state(0))
     Transfer(root).get(f"{STEM}@0")
-    with shelf.alone(root / f"{STEM}@0", 0.0):
+    with segments.alone(root / f"{STEM}@0", 0.0):
         assert Transfer(root).get(f"{STEM}@0", timeout=0.0)
 
 

@@ -29,7 +29,7 @@ from troupe.transfer import (
     Transfer,
     TransferTimeout,
     checksum_of,
-    shelf,
+    segments,
 )
 from troupe.transfer.checksum import PIECE_BYTES, bytes_checksum
 
@@ -211,7 +211,7 @@ def test_full_storage_keeps_the_former_content(
     transfer: Transfer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer.set(KEY, {"x": torch.zeros(4)})
-    monkeypatch.setattr(shelf, "_write_all", _full)
+    monkeypatch.setattr(segments, "_write_all", _full)
     with pytest.raises(StorageFull, match="no room"):
         transfer.set(KEY, {"x": torch.ones(4)})
     monkeypatch.undo()
@@ -225,14 +225,14 @@ def test_full_shared_memory_falls_back_to_files_with_a_warning(
     small, big = tmp_path / "small", tmp_path / "big"
     transfer = Transfer(small, fallback=big)
     transfer.set(KEY, {"x": torch.zeros(4)})
-    real = shelf.write
+    real = segments.write
 
     def write(path: Path, *rest: Any) -> Manifest:
         if path.is_relative_to(small):
             _full()
         return real(path, *rest)
 
-    monkeypatch.setattr(shelf, "write", write)
+    monkeypatch.setattr(segments, "write", write)
     with caplog.at_level(logging.WARNING):
         transfer.set(KEY, {"x": torch.ones(4)})
     assert "no room" in caplog.text

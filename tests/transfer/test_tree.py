@@ -5,26 +5,26 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.transfer.remote.serving import Tree
+from troupe.transfer.remote.serving import ReaderTree
 
 
-def sources(tree: Tree, readers: int) -> list[str | None]:
+def sources(tree: ReaderTree, readers: int) -> list[str | None]:
     return [tree.join(f"r{k}") for k in range(readers)]
 
 
 def test_readers_make_a_chain() -> None:
-    assert sources(Tree(1000), 4) == [None, "r0", "r1", "r2"]
+    assert sources(ReaderTree(1000), 4) == [None, "r0", "r1", "r2"]
 
 
 def test_a_chain_ends_where_its_last_reader_would_be_late() -> None:
     # Eight chunks: each link costs an eighth of the time.
-    assert sources(Tree(8), 5) == [None, "r0", None, "r2", None]
+    assert sources(ReaderTree(8), 5) == [None, "r0", None, "r2", None]
     # Nothing to hand on before all of it is there.
-    assert sources(Tree(1), 3) == [None, None, None]
+    assert sources(ReaderTree(1), 3) == [None, None, None]
 
 
 def test_who_fails_is_routed_around() -> None:
-    tree = Tree(1000)
+    tree = ReaderTree(1000)
     sources(tree, 4)
     # r1 is dead: r2 must not be sent to r3, which reads from it.
     assert tree.join("r2", failed=["r1"]) == "r0"
@@ -40,7 +40,7 @@ def test_who_fails_is_routed_around() -> None:
 def test_every_reader_hangs_on_the_owner_in_the_end(
     chunks: int, joins: list[tuple[int, bool]]
 ) -> None:
-    tree = Tree(chunks)
+    tree = ReaderTree(chunks)
     reads_from: dict[str, str | None] = {}
     for number, fails in joins:
         reader = f"r{number}"

@@ -15,7 +15,7 @@ from troupe.transfer.errors import (
     TransferError,
     TransferTimeout,
 )
-from troupe.transfer.places import default_root
+from troupe.transfer.sources import default_root
 from troupe.transfer.staging import brought
 from troupe.transfer.store import Transfer
 

@@ -1,4 +1,4 @@
-"""What callers say beside a state, checked before anything is read, hashed or waited for."""
+"""Checks of the arguments of `Transfer`, made before anything is read, hashed or waited for."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from troupe.transfer.blob import version_in
 from troupe.transfer.errors import InvalidKey
 
 SEGMENT: Final = re.compile(r"[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*")
-# A file's name holds 255: the segment, and beside it up to 40 more (`Part`, `sidecar`).
+# A file's name holds 255 characters: a segment of a key, and up to 40 more of a partial or a mark.
 _MOST_SEGMENT, _MOST_KEY = 200, 1024
 _MOST_VERSION = 2**63 - 1
-# Nobody waits for longer, and gRPC can say it.
+# The longest timeout, which gRPC can still express.
 _MOST_SECONDS: Final = 1e8
 
 
@@ -29,7 +29,7 @@ def check_key(key: Any) -> None:
 
 
 def why_no_key(key: Any) -> str:
-    """Empty for a key."""
+    """Why `key` is none; "" for a key."""
     segments = key.split("/") if isinstance(key, str) else [""]
     if not all(SEGMENT.fullmatch(segment) for segment in segments):
         return "is not a key"
@@ -41,9 +41,9 @@ def why_no_key(key: Any) -> str:
 
 
 def deadline_in(timeout: Any) -> float | None:
-    """When `timeout` seconds from now are over, of the monotonic clock; None for 0 or None.
+    """The end of `timeout` seconds from now, of the monotonic clock; None for 0 or None.
 
-    Raises InvalidArgument for what is no number of seconds that ends ("nan" never would).
+    Raises InvalidArgument for anything but a finite number.
     """
     if timeout is None:
         return None
@@ -59,7 +59,7 @@ def deadline_in(timeout: Any) -> float | None:
 
 
 def metadata_of(metadata: Any) -> dict[str, str]:
-    """A copy of it. Raises InvalidArgument for what is not text by text."""
+    """A copy of `metadata`. Raises InvalidArgument unless it maps str to str."""
     if metadata is None:
         return {}
     at: object = metadata
@@ -78,13 +78,13 @@ def metadata_of(metadata: Any) -> dict[str, str]:
 
 
 def check_prefix(prefix: Any) -> None:
-    """Raise InvalidKey unless keys can be asked whether they start with it."""
+    """Raise InvalidKey for a prefix that is no text."""
     if not isinstance(prefix, str):
         raise InvalidKey(str(prefix), "is no text that keys could start with")
 
 
 def check_checksum(expected: Any) -> None:
-    """Raise InvalidArgument for what is neither None nor text."""
+    """Raise InvalidArgument unless a checksum is text or None."""
     if expected is not None and not isinstance(expected, str):
         raise InvalidArgument(
             f"is a {type(expected).__qualname__}",
@@ -96,7 +96,7 @@ def check_checksum(expected: Any) -> None:
 
 
 def roots_in(root: Any, fallback: Any) -> list[Path]:
-    """The given ones, each once. Raises InvalidArgument for what names no directory."""
+    """The given directories, each once. Raises InvalidArgument for anything but a path."""
     given = {name: r for name, r in (("root", root), ("fallback", fallback)) if r is not None}
     for name, place in given.items():
         if not isinstance(place, str | os.PathLike):
@@ -111,8 +111,7 @@ def roots_in(root: Any, fallback: Any) -> list[Path]:
 
 
 def peers_in(peers: Any) -> tuple[Any, ...]:
-    """Whom to ask for what is not here. Raises InvalidArgument for what nothing can be fetched
-    from."""
+    """The sources to fetch from. Raises InvalidArgument for anything without `fetch`."""
     if not isinstance(peers, Collection) or isinstance(peers, str | bytes | Mapping):
         odd = peers
     elif (odd := next((p for p in peers if not callable(getattr(p, "fetch", None))), None)) is None:

@@ -1,7 +1,7 @@
-"""One stored state as one file: `magic | manifest length | manifest | tensors`.
+"""The file format of a state: `magic | manifest length | manifest | tensors`.
 
-One file, so that one rename makes all of it visible or none. Who reads it holds a shared lock for
-as long as it has it mapped; a file that nobody has mapped and no key names may be used again.
+A state is one file, so that one rename makes all of it visible or none. A reader holds a shared
+lock for as long as it has the file mapped; a file without a name and readers may be filled again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def named_tensors(state: Any) -> dict[str, torch.Tensor]:
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidArgument for a tensor that is more than its elements in their order."""
+    """Raise InvalidArgument for a tensor that is not a dense array with memory of its own."""
     kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
     if tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested"
@@ -65,7 +65,8 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 
 
 def _why_no_memory(tensor: torch.Tensor) -> str:
-    """A tensor that wraps others, or whose storage was shrunk, reads as memory of somebody else."""
+    """Why a tensor's bytes cannot be read; "" when they can. Those of a tensor that wraps others, or
+    whose storage was shrunk, would be memory of another object."""
     if tensor.numel() == 0:
         return ""
     try:
@@ -92,7 +93,7 @@ def _refused(name: str, why: str) -> InvalidArgument:
 
 _VERSION = re.compile(r"@([0-9]+)\Z")
 _SEAL_BYTES = len(',"seal":""}') + 32
-# Manifests are read several times while their states move.
+# Parsed manifests that are kept: they are read several times while their states move.
 _MOST_KNOWN: Final = 8
 
 
@@ -118,7 +119,7 @@ class TensorEntry:
     offset: int
     nbytes: int
     checksum: str
-    # Of each `PIECE_BYTES`; none for a tensor that is a single piece.
+    # Checksums of each `PIECE_BYTES`; none for a tensor that is a single piece.
     pieces: tuple[str, ...] = ()
 
 
@@ -139,7 +140,7 @@ class Manifest:
     base: str = ""
 
     def __post_init__(self) -> None:
-        # Who has it may be one of several.
+        # Several callers may share one manifest.
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
 
     @property
@@ -153,8 +154,8 @@ class Manifest:
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     def to_json(self) -> bytes:
-        """Compact JSON, UTF-8, that ends with a checksum of itself: a state's does not cover its
-        metadata or its base. (`dataclasses.asdict` takes seconds for thousands
+        """Compact JSON, UTF-8, that ends with a checksum of itself, since `checksum` does not cover
+        metadata and base. (`dataclasses.asdict` takes seconds for thousands
         of pieces.)"""
         made = {**vars(self), "entries": [vars(entry) for entry in self.entries]}
         text = json.dumps(made, separators=(",", ":"), default=dict).encode()
@@ -189,13 +190,13 @@ class Manifest:
         if combine(parts) != manifest.checksum:
             raise ValueError("the manifest's own checksum does not match its entries")
         _known[given] = manifest
-        with contextlib.suppress(KeyError):  # other threads do so, too
+        with contextlib.suppress(KeyError):  # another thread may remove it first
             while len(_known) > _MOST_KNOWN:
                 _known.popitem(last=False)
         return manifest
 
 
-# The last few that were read, by their JSON.
+# The most recently parsed manifests, by their JSON.
 _known: Final[OrderedDict[bytes, Manifest]] = OrderedDict()
 
 
@@ -230,8 +231,8 @@ class ChecksumSpan:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is sent, verified, and sent again at once: neighbouring spans, at most
-    `PIECE_BYTES` of them together (and the padding between them)."""
+    """The unit that is sent, verified and sent again: neighbouring spans, at most `PIECE_BYTES`
+    together (and the padding between them)."""
 
     offset: int
     nbytes: int
@@ -249,7 +250,7 @@ class Chunk:
 
 
 class Verification:
-    """Verifies a chunk as its bytes come, in order: what has just come is still in the cache.
+    """Verifies a chunk as its bytes arrive, in order, while they are still in the cache.
 
     `damaged`: name of the first tensor whose bytes are not those that were set; "" for none so far.
     """
@@ -261,7 +262,7 @@ class Verification:
         self._hash = hasher()
 
     def upto(self, nbytes: int) -> None:
-        """The first `nbytes` of the chunk are there."""
+        """Hash up to the first `nbytes` of the chunk, which have arrived."""
         end = self._begin + nbytes
         while self._spans:
             span = self._spans[0]
@@ -278,13 +279,13 @@ class Verification:
 
 
 def messages_of(nbytes: int, message_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where each of the messages that a chunk comes in begins and ends; one for 0."""
+    """Begin and end of each message that a chunk is sent in; one message for `message_bytes` 0."""
     size = message_bytes or nbytes
     return ((at, min(at + size, nbytes)) for at in range(0, nbytes, size))
 
 
 def spans_of(manifest: Manifest) -> Iterator[ChecksumSpan]:
-    """Everything that has bytes, in the order of the data section."""
+    """The spans of all tensors that have bytes, in the order of the data section."""
     for entry in manifest.entries:
         if not entry.pieces:
             if entry.nbytes:
@@ -297,7 +298,7 @@ def spans_of(manifest: Manifest) -> Iterator[ChecksumSpan]:
 
 
 def chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
-    """All bytes of a state."""
+    """All bytes of a state as chunks, cut the same way on every host."""
     made: list[Chunk] = []
     held: list[ChecksumSpan] = []
     for span in spans_of(manifest):
@@ -324,7 +325,7 @@ _MAX_MANIFEST_BYTES: Final = 256 << 20
 _LOCKED_SECONDS: Final = 5.0
 _NO_CHECKSUM: Final = "0" * 32
 
-# What a state is written from.
+# The bytes of one tensor, as `write` takes them.
 Bytes = memoryview | DeviceBytes | DeferredBytes
 
 
@@ -373,7 +374,7 @@ def signed(manifest: Manifest, checksums: list[tuple[str, tuple[str, ...]]]) -> 
 
 
 def prefix(manifest: Manifest) -> bytes:
-    """All of a file before its tensors."""
+    """The bytes of a file before its tensors."""
     header = manifest.to_json()
     start = _aligned(len(MAGIC) + 8 + len(header))
     return (MAGIC + len(header).to_bytes(8, "little") + header).ljust(start, b"\0")
@@ -409,7 +410,7 @@ def damaged(entry: TensorEntry, tensor: torch.Tensor) -> bool:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Changes whenever the file under `path` is another one, or was written to or renamed."""
+    """Inode and change time: they differ after the file at `path` was replaced or written to."""
     return identity_in(path.stat())
 
 
@@ -419,7 +420,7 @@ def identity_in(status: os.stat_result) -> tuple[int, int]:
 
 
 def leased(path: Path) -> io.BufferedReader:
-    """The file under `path`, which nobody uses again while it, or a mapping of it, is open.
+    """Open the file at `path`, which is not filled again while it, or a mapping of it, is open.
 
     Raises FileNotFoundError, or ValueError for one that stays locked.
     """

@@ -1,4 +1,4 @@
-"""How often each transport was chosen, and why: for logs, tests and Prometheus."""
+"""Counters of transfers by transport and reason, for logs and Prometheus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice: `action` is "set" or "get".
+    """How a state was moved: `action` is "set" or "get".
 
     Transports, and why they are chosen: in_process (written_here), shared_memory (same_host),
     file (shared_memory_full, root_on_disk), ucx (other_host), grpc (ucx_not_here, ucx_not_there,
@@ -26,7 +26,7 @@ class Choice:
 
 
 class TransferCounters(Collector):
-    """Moves and bytes by choice. Safe to use from several threads."""
+    """States moved and their bytes, by choice; chunks asked for again, by cause. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,13 +35,13 @@ class TransferCounters(Collector):
         self._retries: collections.Counter[str] = collections.Counter()
 
     def moved(self, choice: Choice, num_bytes: int) -> None:
-        """A state of `num_bytes` bytes was set or got by `choice`."""
+        """Count a state of `num_bytes` bytes that was set or got by `choice`."""
         with self._lock:
             self._moves[choice] += 1
             self._bytes[choice] += num_bytes
 
     def retried(self, cause: str) -> None:
-        """Chunks were asked for again: after "broken_connection" or a "corrupt_chunk"."""
+        """Count a retry after a "broken_connection", "corrupt_chunk" or with the "owner_away"."""
         with self._lock:
             self._retries[cause] += 1
 

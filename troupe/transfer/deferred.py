@@ -1,8 +1,8 @@
-"""Tensors by name that are made when they are read, a group at a time.
+"""Named tensors that are made when they are read, a group at a time.
 
-What is stored, published or written of a large model is often another form of it: another dtype,
-other names, experts one by one. A whole model in that form beside the model would not fit: so
-names, shapes and dtypes are known at once, and values exist for as long as they are being copied.
+A large model is often stored, published or written in another form: another dtype, other names,
+experts one by one. The whole model in that form would not fit into memory beside the model itself:
+names, shapes and dtypes are therefore known at once, and values exist while they are copied.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Layout = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that can only be made together. `layout`: each by name, on the meta device; `make`
-    gives just these names, with these shapes and dtypes."""
+    """Tensors that are made together. `layout`: tensors on the meta device by name; `make` returns
+    just these names, with these shapes and dtypes."""
 
     layout: Layout
     make: Callable[[], Mapping[str, torch.Tensor]]
@@ -35,8 +35,7 @@ class DeferredTensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, groups: Sequence[TensorGroup], *, on_device: bool = False) -> None:
-        """`on_device`: they are made on a GPU. Raises ValueError where two groups have the same
-        name."""
+        """`on_device`: tensors are made on a GPU. Raises ValueError for a name in two groups."""
         self.groups, self.on_device = tuple(groups), on_device
         self.layout: dict[str, torch.Tensor] = {}
         self._group_of: dict[str, int] = {}
@@ -58,7 +57,7 @@ class DeferredTensors(Mapping[str, torch.Tensor]):
         return self._group_of[name]
 
     def made(self, number: int) -> Mapping[str, torch.Tensor]:
-        """The tensors of a group. Raises ValueError when they are not what its layout says."""
+        """The tensors of a group. Raises ValueError when they do not fit its layout."""
         group = self.groups[number]
         with torch.no_grad():
             tensors = group.make()
@@ -90,7 +89,7 @@ class DeferredTensors(Mapping[str, torch.Tensor]):
 
 class DeferredBytes:
     """The C-order bytes of one tensor of `DeferredTensors`, for a writer that takes each piece of
-    `PIECE_BYTES` of each tensor once: then its group is let go of."""
+    `PIECE_BYTES` of each tensor once; afterwards its group is freed."""
 
     def __init__(self, source: _DeferredReading, name: str) -> None:
         self._source, self._name = source, name
@@ -105,7 +104,7 @@ class DeferredBytes:
 
 
 class _DeferredReading:
-    """One pass over deferred tensors: which groups are made, and how much of each is left."""
+    """One pass over deferred tensors: the groups in memory, and the pieces of each that are left."""
 
     def __init__(self, tensors: DeferredTensors) -> None:
         self.tensors = tensors
@@ -115,7 +114,7 @@ class _DeferredReading:
         self._left = list(self._pieces)
 
     def piece(self, name: str, where: slice) -> memoryview:
-        """Some bytes of a tensor, whose group is made if it is not there."""
+        """Some bytes of a tensor, whose group is made unless it is in memory."""
         number = self.tensors.group_of(name)
         with self._locks[number]:
             views = self._views.get(number)
@@ -125,12 +124,12 @@ class _DeferredReading:
             self._left[number] -= 1
             if not self._left[number]:
                 del self._views[number]
-                self._left[number] = self._pieces[number]  # of a writer that begins again
+                self._left[number] = self._pieces[number]  # for a writer that begins again
         return views[name][where]
 
 
 def deferred_bytes(tensors: DeferredTensors) -> dict[str, DeferredBytes]:
-    """The bytes of all of them, to be read in one pass."""
+    """The bytes of all tensors, to be read in one pass."""
     reading = _DeferredReading(tensors)
     return {name: DeferredBytes(reading, name) for name in tensors.layout}
 

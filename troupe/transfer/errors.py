@@ -1,4 +1,4 @@
-"""What can go wrong when state moves: typed errors that name the key."""
+"""Errors of the transfer layer, each with the key that it is about."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TransferError(TroupeError):
 
     @property
     def key(self) -> str:
-        """What was asked for."""
+        """The key of the state."""
         return self.value or ""
 
 

@@ -1,8 +1,8 @@
-"""Bytes that lie on a device, and how they come to host memory and back.
+"""Copies of tensors between GPUs and host memory, through small pinned buffers.
 
-The link is as fast as it can be to pinned memory alone, and pinning what a state is in costs more
-than the copy: so pieces go through small pinned buffers, one for each of several threads, which
-copy on streams of their own while others hash. A device is never held up by it.
+The link reaches its full speed to pinned memory alone, and pinning the memory of a whole state
+costs more than the copy. So pieces go through pinned buffers, one for each of several threads,
+which copy on streams of their own while others hash. The device's own work is never held up.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _MOST_THREADS: Final = 8
-# Less than this is copied before threads have begun.
+# Smaller states are copied by the time that threads have started.
 _PARALLEL_BYTES: Final = 64 << 20
 
 
 def threads_for(num_bytes: int, *, device: bool) -> int:
-    """How many threads to copy so much with: those that this process may compute with. From and to
-    a device at least half of the cores, which have little else to do on its host."""
+    """The number of threads that copy `num_bytes`: those that this process may compute with; from
+    and to a device at least half of the cores, which have little else to do on such a host."""
     if num_bytes < _PARALLEL_BYTES:
         return 1
     own = torch.get_num_threads()
@@ -40,7 +40,7 @@ def threads_for(num_bytes: int, *, device: bool) -> int:
 
 
 def each(call: Callable[[T], R], jobs: Sequence[T], threads: int) -> list[R]:
-    """`call` of every job, in their order, by so many threads."""
+    """The results of `call` for every job, in their order, from `threads` threads."""
     if threads == 1:
         return [call(job) for job in jobs]
     return list(_pool(threads).map(call, jobs))
@@ -48,23 +48,23 @@ def each(call: Callable[[T], R], jobs: Sequence[T], threads: int) -> list[R]:
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    # Kept: each thread has a pinned buffer and a stream, which cost more than what they copy once.
+    # Threads are kept: a pinned buffer and a stream cost more than one copy through them.
     return ThreadPoolExecutor(threads, thread_name_prefix="transfer-copy")
 
 
-# A child has none of its parent's threads.
+# A forked child has none of its parent's threads.
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 class DeviceBytes:
-    """The C-order bytes of a tensor on a device; slices of it are in host memory."""
+    """The C-order bytes of a tensor on a device; slices are copies in host memory."""
 
     on_device = True
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """A view of `tensor` when it is contiguous, else a copy on the device."""
         self._flat = flat_bytes(tensor)
-        # What wrote the tensor was asked for in the caller's stream.
+        # The tensor's writes were issued in the caller's stream.
         self._written = torch.cuda.current_stream(tensor.device).record_event()
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if not flats:
         return
     device = flats[0][0].device
-    # What these targets' memory was used for before may not be over.
+    # Earlier uses of these targets' memory may not have ended on the device.
     free = torch.cuda.current_stream(device).record_event()
 
     def copy(job: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -109,10 +109,10 @@ def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def brought(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of `tensors`, in host memory, on `device`; complete when this returns.
+    """Copies of `tensors` (in host memory) on `device`; complete when this returns.
 
-    What the device computes meanwhile neither waits for it nor is waited for: their memory is of a
-    stream of its own, and is given to others only when the caller's stream is done with it.
+    Computation on the device neither waits for them nor is waited for: their memory belongs to a
+    stream of its own, and is reused only when the caller's stream has finished with it.
     """
     user = torch.cuda.current_stream(device)
     with torch.cuda.stream(_arrivals(device)):

@@ -1,4 +1,4 @@
-"""`Transfer`: named tensors set and got by key, wherever they are."""
+"""`Transfer`: stores and fetches named tensors by key, whichever host they are on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from troupe.rpc.errors import TroupeError, Unavailable
-from troupe.transfer import blob, shelf
+from troupe.transfer import blob, segments
 from troupe.transfer.arguments import (
     check_checksum,
     check_key,
@@ -29,19 +29,26 @@ from troupe.transfer.blob import Manifest
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.deferred import DeferredTensors
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull, TransferTimeout
-from troupe.transfer.places import Source, Wanted, default_root, from_first, in_memory, near
-from troupe.transfer.shelf import Mappings, Shelf, unusable
+from troupe.transfer.segments import Mappings, SegmentStore, unusable
+from troupe.transfer.sources import (
+    FetchSource,
+    StateRequest,
+    default_root,
+    from_first,
+    in_memory,
+    near,
+)
 
 
 @dataclass(frozen=True)
 class FetchRequest:
-    """The arguments, valid, and what follows from them. Raises InvalidArgument, InvalidKey."""
+    """The validated arguments of `get` and `fetch`. Raises InvalidArgument, InvalidKey."""
 
     key: str
     timeout: float
     expected: str | None = None
     base: str | None = None
-    # Of the monotonic clock; None for who does not wait.
+    # Of the monotonic clock; None for a caller that does not wait.
     deadline: float | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,9 +59,9 @@ class FetchRequest:
         object.__setattr__(self, "deadline", deadline_in(self.timeout))
 
     @property
-    def wanted(self) -> Wanted:
-        """Of a peer; a deadline of 0 is its own."""
-        return Wanted(self.key, self.deadline or 0.0, self.expected, self.base)
+    def wanted(self) -> StateRequest:
+        """What peers are asked for."""
+        return StateRequest(self.key, self.deadline or 0.0, self.expected, self.base)
 
 
 log = logging.getLogger(__name__)
@@ -62,19 +69,18 @@ log = logging.getLogger(__name__)
 _Tensors = dict[str, torch.Tensor]
 # A key appears at most once per step: looking this often costs nothing and delays nobody.
 _POLL_SECONDS = 0.01
-# A peer that does not have it yet is asked again so often.
+# Seconds until peers that do not have a state yet are asked again.
 _ASK_PEERS_SECONDS = 0.25
 
 
 class Transfer:
-    """Set and get of tensors by name; the caller never says where they are.
+    """Stores and fetches states, which are tensors by name; callers never say where they are.
 
-    A state is a file under `root`: in shared memory normally, readers map it without a copy.
-    When shared memory is full, or `root` is on a disk, plain files are used, with a warning.
-    Nothing is visible under a key before all of it is there; replacing a key leaves earlier
-    readers their content.
+    A state is a file under `root`: in shared memory normally, where readers map it without a copy.
+    When shared memory is full, or `root` is on a disk, plain files are used, with a warning. A key
+    appears when all of its bytes are there; replacing it leaves earlier readers their content.
 
-    Blocking; from asyncio call it in a thread. Safe to use from several threads.
+    Blocking; from asyncio call it in a thread. Thread-safe.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class Transfer:
         root: Path | None = None,
         *,
         fallback: Path | None = None,
-        peers: Sequence[Source] = (),
+        peers: Sequence[FetchSource] = (),
     ) -> None:
         """`root` defaults to `default_root()`, `fallback` to a directory for temporary files.
 
@@ -92,17 +98,17 @@ class Transfer:
         `peers` (`troupe.transfer.remote`) are asked, in order, for what is not on this host. It is
         kept here, readable by all processes, until a newer version is fetched or it is deleted.
 
-        Raises InvalidArgument for what is no directory, or nobody to ask.
+        Raises InvalidArgument for a root that is no directory, or a peer that cannot fetch.
         """
         if root is None:
             root = default_root()
             fallback = fallback or Path(tempfile.gettempdir()) / f"troupe-transfer-{os.getuid()}"
         self._peers = peers_in(peers)
-        self._shelf = Shelf(roots_in(root, fallback))
-        self.roots = self._shelf.roots
-        # What this process wrote: key -> identity of the file.
+        self._segments = SegmentStore(roots_in(root, fallback))
+        self.roots = self._segments.roots
+        # States that this process wrote: key -> identity of the file.
         self._own: dict[str, tuple[int, int]] = {}
-        # That the last set or get used: in_process, shared_memory or file.
+        # Transport of the last set or get (see `Choice`).
         self.last_transport = ""
         self.counters = TransferCounters()
         self._mappings = Mappings()
@@ -117,7 +123,7 @@ class Transfer:
         metadata: Mapping[str, str] | None = None,
         base: str | None = None,
     ) -> Manifest:
-        """Store a copy of `state` under `key`, replacing what was there, all at once.
+        """Store a copy of `state` under `key`, replacing the former content all at once.
 
         `state`: tensors by name; of `DeferredTensors` a group at a time is in memory. `base`: a
         key whose content most of this one equals; hosts that have it fetch only what differs.
@@ -125,9 +131,9 @@ class Transfer:
         Raises InvalidKey, InvalidArgument, FailedPrecondition of kind "transfer_root_unusable", or
         StorageFull with the former content intact.
         """
-        paths, about = self._shelf.paths(key), metadata_of(metadata)  # before hashing anything
+        paths, about = self._segments.paths(key), metadata_of(metadata)  # before hashing anything
         if base is not None:
-            self._shelf.paths(base)
+            self._segments.paths(base)
         tensors = state if isinstance(state, DeferredTensors) else blob.named_tensors(state)
         draft, views = blob.draft(key, tensors, about, base=base or "")
         failure: OSError | None = None
@@ -142,7 +148,7 @@ class Transfer:
                 continue
             with contextlib.suppress(FileNotFoundError):  # deleted again
                 self._own[key] = blob.identity(path)
-            shelf.clear(path)
+            segments.clear(path)
             self._note(root, "set", manifest)
             # The newest content must be the only one that readers can find.
             for other in set(paths) - {path}:
@@ -177,7 +183,7 @@ class Transfer:
             return self._read(request, verify=verify, lasting=lasting)
         except Corrupt:
             # The copy of this host was damaged: another host may have a good one.
-            if not self._shelf.damaged(key) or not self._peers:
+            if not self._segments.damaged(key) or not self._peers:
                 raise
             return self._read(request, verify=verify, lasting=lasting)
 
@@ -189,72 +195,71 @@ class Transfer:
         timeout: float = 0.0,
         base: str | None = None,
     ) -> tuple[Manifest, Choice]:
-        """See that `key` is on this host, without mapping it: a `get` that only brings it near.
+        """Have `key` on this host, fetching it where it is not, without mapping it.
 
         Raises what `get` does.
         """
         path, fetched = self._find(FetchRequest(key, timeout, expected_checksum, base))
-        manifest = self._shelf.manifest(key)
+        manifest = self._segments.manifest(key)
         if fetched is not None:
             self.counters.moved(fetched, manifest.num_bytes)
         return manifest, fetched or Choice("get", *near(path, self.roots))
 
     def manifest(self, key: str) -> Manifest:
-        """What is stored here under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
-        return self._shelf.manifest(key)
+        """The manifest of `key` on this host. Raises KeyNotFound, Corrupt."""
+        return self._segments.manifest(key)
 
     def opened(self, key: str) -> tuple[Manifest, int, BinaryIO]:
-        """Manifest, start of the tensors, and the file of `key`, which nobody fills again while it
+        """Manifest, start of the tensors, and the file of `key`, which is not filled again while it
         is open. Not verified. Raises KeyNotFound, Corrupt."""
-        return self._shelf.opened(key)
+        return self._segments.opened(key)
 
     def exists(self, key: str) -> bool:
-        """Whether something is stored under `key`, on this host."""
-        return self._shelf.holds(key)
+        """Whether a state is stored under `key` on this host."""
+        return self._segments.holds(key)
 
     def delete(self, key: str) -> bool:
-        """Forget `key`; False when there was nothing. Tensors already got stay valid."""
+        """Delete `key` on this host; False when there was none. Tensors already got stay valid."""
         self._own.pop(key, None)
-        return self._shelf.delete(key)
+        return self._segments.delete(key)
 
     def forget_fetched(self, prefix: str) -> int:
-        """Delete what came from other hosts under `prefix`, whichever process brought it; how many
-        states that were. What was set on this host stays."""
-        return sum(self.delete(key) for key, _ in list(self._shelf.fetched(prefix)))
+        """Delete states under `prefix` that were fetched from other hosts by any process; returns
+        how many. States that were set on this host stay."""
+        return sum(self.delete(key) for key, _ in list(self._segments.fetched(prefix)))
 
     def clear(self, prefix: str) -> int:
-        """Delete all that this host has under `prefix`, whoever set it; how many states that
-        were. Tensors already got stay valid."""
+        """Delete all states of this host under `prefix`; returns how many. Tensors already got stay
+        valid."""
         return sum(self.delete(key) for key in self.keys(prefix))
 
     def keys(self, prefix: str = "") -> list[str]:
         """All keys of this host that start with `prefix`, sorted."""
-        return self._shelf.keys(prefix)
+        return self._segments.keys(prefix)
 
     def sweep(self) -> None:
-        """Give back memory that was kept for states to come and that nobody came to use, and what
-        died half way left."""
+        """Free idle mappings and pooled files, and files that dead processes left half filled."""
         self._mappings.sweep()
-        self._shelf.sweep()
+        self._segments.sweep()
 
     def close(self) -> None:
-        """Give back the memory that was kept for states to come. States stay where they are."""
+        """Free the mappings and pooled files of this process. States stay where they are."""
         self._mappings.sweep(0.0)
-        for spares in self._shelf.spares.values():
-            spares.close()
+        for pool in self._segments.pools.values():
+            pool.close()
 
     def _write(self, root: Path, path: Path, draft: Manifest, views: list[blob.Bytes]) -> Manifest:
-        shelf.sweep(path.parent)
-        spares = self._shelf.spares[root] if in_memory(root) else None
+        segments.sweep(path.parent)
+        pool = self._segments.pools[root] if in_memory(root) else None
         try:
-            return shelf.write(path, draft, views, spares)
+            return segments.write(path, draft, views, pool)
         except OSError as error:
-            if spares is None or error.errno != errno.ENOSPC:
+            if pool is None or error.errno != errno.ENOSPC:
                 raise
-        # What is kept for later is of more use now.
-        spares.close()
-        spares.sweep(0)
-        return shelf.write(path, draft, views)
+        # The pooled files take the room that this state needs.
+        pool.close()
+        pool.sweep(0)
+        return segments.write(path, draft, views)
 
     def _read(
         self, request: FetchRequest, *, verify: bool, lasting: bool
@@ -271,7 +276,7 @@ class Transfer:
         except FileNotFoundError:
             raise KeyNotFound(key, "deleted while being read") from None
         except ValueError as error:
-            shelf.mark(path, "damaged", identity=identity)
+            segments.mark(path, "damaged", identity=identity)
             raise Corrupt(key, str(error)) from error
         if request.expected and manifest.checksum != request.expected:
             raise Corrupt(key, f"holds {manifest.checksum}, expected {request.expected}")
@@ -279,15 +284,15 @@ class Transfer:
         # A process hashed its own bytes as it copied them; what was fetched was verified.
         if verify and not own and fetched is None:
             try:
-                self._shelf.verify(path, manifest, tensors, identity, request.deadline)
+                self._segments.verify(path, manifest, tensors, identity, request.deadline)
             except Corrupt:
-                shelf.mark(path, "damaged", identity=identity)
+                segments.mark(path, "damaged", identity=identity)
                 raise
         self._note(path, "get", manifest, own=own, fetched=fetched)
         return tensors, manifest
 
     def _find(self, request: FetchRequest) -> tuple[Path, Choice | None]:
-        """Where it is; with the choice when a peer has just put it there."""
+        """The state's path, and how it came when it was just fetched."""
         ask_peers_at, key, deadline = 0.0, request.key, request.deadline
         while True:
             missing: TroupeError
@@ -296,8 +301,8 @@ class Transfer:
             except (KeyNotFound, Corrupt) as error:
                 if isinstance(error, Corrupt) and not self._peers:
                     raise
-                # Another host may have the content that is wanted. (Without the traceback: its
-                # frames would keep the tensors, and the lease of their file, in a circle.)
+                # Another host may have the content that is wanted. (Without the traceback, whose
+                # frames would keep the tensors and the lease of their file in a cycle.)
                 missing = error.with_traceback(None)
             if self._peers and time.monotonic() >= ask_peers_at:
                 try:
@@ -319,13 +324,14 @@ class Transfer:
         try:
             raise missing
         finally:
-            del missing  # again a circle, with the frames of whoever called
+            del missing  # else a reference cycle that keeps the callers' frames
 
     def _at_hand(self, request: FetchRequest) -> Path:
-        """Its path here. Raises KeyNotFound; Corrupt for another content where there are peers."""
+        """The state's path on this host. Raises KeyNotFound; where there are peers to ask, Corrupt
+        for a damaged file or another content."""
         key, expected = request.key, request.expected
-        path = self._shelf.path(key)
-        if self._peers and self._shelf.damaged(key):
+        path = self._segments.path(key)
+        if self._peers and self._segments.damaged(key):
             raise Corrupt(key, "was found damaged here")
         if self._peers and expected and (found := self.manifest(key).checksum) != expected:
             raise Corrupt(key, f"holds {found}, expected {expected}")
@@ -348,7 +354,7 @@ class Transfer:
             choice = Choice(action, *near(path, self.roots))
         self.last_transport = choice.transport
         self.counters.moved(choice, manifest.num_bytes)
-        # A root on a disk was warned of once, when it was opened.
+        # For a root on a disk the warning came when it was opened.
         level = logging.WARNING if choice.reason == "shared_memory_full" else logging.DEBUG
         words = choice.reason.replace("_", " ")
         log.log(level, "%s %s: %s (%s)", action, manifest.key, choice.transport, words)

@@ -1,8 +1,8 @@
-"""State that other hosts hold: an `TransferOwner` serves it, a `Peer` fetches it.
+"""States of other hosts: a `TransferOwner` serves a host's states, a `Peer` fetches from it.
 
 Requests and checksums go over gRPC with the cluster's token, the bytes through UCX; where one of
-the two has no UCX they go over gRPC too, with a warning. A service has both run in an
-`OwnerProcess`, one per host, and asks that one through a `HostOwner`.
+the two hosts has no UCX they go over gRPC too, with a warning. Each host has one `OwnerProcess`,
+which does both; the services of the host ask it through a `HostOwner`.
 """
 
 from troupe.transfer.remote.owner import TransferOwner

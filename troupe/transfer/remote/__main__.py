@@ -1,7 +1,7 @@
-"""`python -m troupe.transfer.remote PARENT_PID`: an owner of states, for `OwnerProcess`.
+"""`python -m troupe.transfer.remote PARENT_PID`: the owner process of a host (`OwnerProcess`).
 
-What it shall serve comes as one line of JSON through stdin; it prints its port when it serves, or
-in one line why it cannot. It ends on SIGTERM, and when its parent does.
+Its configuration comes as one line of JSON through stdin; it prints its port when it serves, or in
+one line why it cannot. It ends on SIGTERM, and when its parent does.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Serve until told otherwise."""
+    """Serve until SIGTERM, or the end of the parent."""
     _die_with(int(sys.argv[1]))
-    # Should UCX crash, its log says where.
+    # A crash of UCX leaves a stack trace in the log.
     faulthandler.enable()
-    told: dict[str, Any] = json.loads(sys.stdin.readline())
+    config: dict[str, Any] = json.loads(sys.stdin.readline())
     logging.basicConfig(
-        level=told["log_level"].upper(),
+        level=config["log_level"].upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
@@ -45,14 +45,14 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        owner = _owner(told)
+        owner = _owner(config)
     except (TroupeError, OSError) as error:
         print(str(error).replace("\n", " "), flush=True)
         raise SystemExit(1) from None
     print(owner.port, flush=True)
-    # Its end is the parent's, too.
+    # It ends with its parent, which closes the pipe.
     threading.Thread(target=_until_end, args=[stop], daemon=True).start()
-    # Nobody reads on.
+    # Nothing reads stdout from here on.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     stop.wait()
     owner.stop(2.0)
@@ -63,30 +63,30 @@ def _until_end(stop: threading.Event) -> None:
     stop.set()
 
 
-def _owner(told: dict[str, Any]) -> TransferOwner:
-    token = None if told["token"] is None else SecretStr(told["token"])
-    settings = ClientSettings(**told["settings"], token=token)
-    first, *rest = (Path(root) for root in told["roots"])
+def _owner(config: dict[str, Any]) -> TransferOwner:
+    token = None if config["token"] is None else SecretStr(config["token"])
+    settings = ClientSettings(**config["settings"], token=token)
+    first, *rest = (Path(root) for root in config["roots"])
     transfer = Transfer(first, fallback=rest[0] if rest else None)
     return TransferOwner(
         transfer,
-        host=told["host"],
-        port=told["port"],
-        advertise=told["advertise"],
+        host=config["host"],
+        port=config["port"],
+        advertise=config["advertise"],
         token=token,
-        credentials=_credentials(told, settings),
+        credentials=_credentials(config, settings),
         settings=settings,
-        use_ucx=told["use_ucx"],
-        socket=None if told["socket"] is None else Path(told["socket"]),
+        use_ucx=config["use_ucx"],
+        socket=None if config["socket"] is None else Path(config["socket"]),
     )
 
 
-def _credentials(told: dict[str, Any], settings: ClientSettings) -> grpc.ServerCredentials | None:
-    if told["tls_cert"] is None or told["tls_key"] is None:
+def _credentials(config: dict[str, Any], settings: ClientSettings) -> grpc.ServerCredentials | None:
+    if config["tls_cert"] is None or config["tls_key"] is None:
         return None
-    ask = told["tls_client_auth"] and settings.tls_ca is not None
+    ask = config["tls_client_auth"] and settings.tls_ca is not None
     return grpc.ssl_server_credentials(
-        [(Path(told["tls_key"]).read_bytes(), Path(told["tls_cert"]).read_bytes())],
+        [(Path(config["tls_key"]).read_bytes(), Path(config["tls_cert"]).read_bytes())],
         root_certificates=settings.tls_ca.read_bytes() if ask and settings.tls_ca else None,
         require_client_auth=ask,
     )

@@ -1,5 +1,4 @@
-"""`TransferOwner`: lets other hosts read what is stored on this one, and brings here what is
-not."""
+"""`TransferOwner`: serves the states of a host to other hosts, and fetches theirs."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from troupe.rpc.retry import NO_RETRY
 from troupe.rpc.settings import ClientSettings
 from troupe.transfer.counters import TransferCounters
 from troupe.transfer.errors import KeyNotFound
-from troupe.transfer.places import Wanted
-from troupe.transfer.remote.lane import Lanes
-from troupe.transfer.remote.peer import IncomingParts, Peer
+from troupe.transfer.remote.lane import LanePool
+from troupe.transfer.remote.peer import IncomingStates, Peer
 from troupe.transfer.remote.serving import Bearer, PinnedStates, Servicer, TypedErrors
-from troupe.transfer.shelf import Mappings
+from troupe.transfer.segments import Mappings
+from troupe.transfer.sources import StateRequest
 from troupe.transfer.store import Transfer
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
@@ -33,9 +32,9 @@ log = logging.getLogger(__name__)
 
 _MAX_MESSAGE_MIB: Final = 64
 _SWEEP_SECONDS: Final = 10.0
-# Kind of the error when an owner of another host does not answer.
+# Error kind of an owner of another host that does not answer.
 OTHER_OWNER_AWAY: Final = "transfer_owner_away"
-# Connections to other hosts' owners that are kept.
+# Clients of other hosts' owners that are kept.
 _MOST_PEERS: Final = 64
 
 
@@ -59,22 +58,22 @@ class TransferOwner:
         max_readers: int = 16,
         socket: Path | None = None,
     ) -> None:
-        """Serve at `host:port` (0: any free port), to who sends `token`; others reach it at the
-        host `advertise`. `settings`: of calls to other owners. `socket`: for processes that share
-        its directory and not its loopback, as containers do.
+        """Serve at `host:port` (0: any free port), to callers that send `token`; other hosts reach
+        it at the host `advertise`. `settings`: of calls to other owners. `socket`: for processes
+        that share its directory and not its loopback, as containers do.
 
         `credentials` turns TLS on for requests and checksums; bytes in UCX are in the clear and
         verified against those. Raises Unavailable when the port is taken.
         """
         self._transfer, self._use_ucx = transfer, use_ucx
-        # Repeated by who asked, which may know other owners by then.
+        # The caller repeats a fetch: it may know other owners by then.
         settings = settings or ClientSettings(token=token)
         self._settings = settings.model_copy(update={"retry": NO_RETRY})
-        self._arrivals, self._held, self._lanes = IncomingParts(), PinnedStates(), Lanes()
+        self._arrivals, self._held, self._lanes = IncomingStates(), PinnedStates(), LanePool()
         self._mappings = Mappings()
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, Peer] = OrderedDict()
-        # Two threads more than readers: descriptions do not wait for a long read.
+        # More threads than readers, so that descriptions do not wait for a long read.
         self._server = grpc.server(
             ThreadPoolExecutor(max_readers + 8, thread_name_prefix="transfer-owner"),
             interceptors=[*([] if token is None else [Bearer(token)]), TypedErrors()],
@@ -96,7 +95,7 @@ class TransferOwner:
         try:
             bound = self._listen(f"{host}:{port}", credentials)
             if socket is not None:
-                # Who is let into its directory may read and write the states anyhow.
+                # Processes that may enter its directory may read and write the states anyhow.
                 self._listen(f"unix:{socket}", None)
         except RuntimeError as error:
             raise Unavailable(
@@ -109,7 +108,7 @@ class TransferOwner:
         threading.Thread(target=self._sweep, name="transfer-sweep", daemon=True).start()
 
     def stop(self, grace: float = 2.0) -> None:
-        """Refuse new readers; those that read are cut after `grace` seconds, and may resume."""
+        """Refuse new readers; running reads are cut off after `grace` seconds, and may resume."""
         self._stopped.set()
         self._server.stop(grace).wait(grace + 5)
         for peer in self._peers.values():
@@ -122,8 +121,8 @@ class TransferOwner:
         return self._server.add_secure_port(place, credentials)
 
     def _fetch(self, request: pb.FetchStateRequest, deadline: float) -> pb.FetchStateResponse:
-        """From the first of the request's owners that has it."""
-        wanted = Wanted(request.key, deadline, request.checksum or None, request.base or None)
+        """Fetch a state from the first of the request's owners that has it."""
+        wanted = StateRequest(request.key, deadline, request.checksum or None, request.base or None)
         failure: TroupeError | None = None
         for address in request.owners:
             if address == self.address:
@@ -137,7 +136,7 @@ class TransferOwner:
             except TroupeError as error:
                 log.warning("%s: not from %s: %s", request.key, address, error)
                 failure = error
-                # Also what gRPC says of an address that is none.
+                # gRPC answers UNKNOWN for an address that is none.
                 if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN):
                     failure = Unavailable(
                         error.message, kind=OTHER_OWNER_AWAY, field="owner", value=address
@@ -148,7 +147,7 @@ class TransferOwner:
                 reason=fetched.choice.reason,
                 retries=counters.retries(),
             )
-        raise failure or KeyNotFound(request.key, "nobody is known who could have it")
+        raise failure or KeyNotFound(request.key, "no owner is known that could have it")
 
     def _peer(self, address: str) -> Peer:
         with self._lock:
@@ -163,7 +162,7 @@ class TransferOwner:
                 )
             self._peers.move_to_end(address)
             if len(self._peers) > _MOST_PEERS:
-                # Not closed: it may be at work. It ends with its last reference.
+                # Not closed, because it may be in use: it ends with its last reference.
                 self._peers.popitem(last=False)
             return self._peers[address]
 

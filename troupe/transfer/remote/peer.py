@@ -1,4 +1,8 @@
-"""`Peer`: fetches states from the `Owner` of another host."""
+"""Fetching states of other hosts: `Peer` is the client of the owner on another host.
+
+`Describer` asks what a state is and from whom to read it, `Fetch` brings its missing chunks,
+through UCX or gRPC, until all are there and verified or the deadline passes.
+"""
 
 from __future__ import annotations
 
@@ -29,44 +33,45 @@ from troupe.transfer.blob import Manifest
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
-from troupe.transfer.places import FetchedState, Wanted
 from troupe.transfer.remote import lane as ucx
-from troupe.transfer.remote.lane import LaneRead, Lanes, StateSource, by_messages
-from troupe.transfer.remote.part import Part, part_in
-from troupe.transfer.shelf import Shelf, alone, busy, sweep
+from troupe.transfer.remote.lane import LanePool
+from troupe.transfer.remote.partial_state import PartialState, partial_state_in
+from troupe.transfer.remote.reading import LaneRead, StateSource, by_messages
+from troupe.transfer.segments import SegmentStore, alone, busy, sweep
+from troupe.transfer.sources import FetchedState, StateRequest
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
-# A chunk that arrives damaged so often was not damaged by chance.
+# A chunk that arrived damaged so many times is damaged at its source.
 _MOST_CORRUPT: Final = 3
-# UCX that broke so often without a single chunk between is given up for gRPC.
+# After so many UCX failures without a chunk in between, gRPC is used.
 _MOST_BROKEN_LANES: Final = 2
 _BACKOFF_SECONDS: Final = (0.05, 2.0)
 
 
-# Asks the owner again whom to read from, naming those that failed.
+# Asks the owner for another source, naming those that failed.
 Reroute = Callable[[Sequence[str]], StateSource]
 
 
 class Fetch:
-    """Brings the missing chunks of a part."""
+    """Brings the missing chunks of a partial state, from one source after another."""
 
     def __init__(
         self,
-        part: Part,
+        part: PartialState,
         owner: StateSource,
         source: StateSource,
         reroute: Reroute,
         *,
         counters: TransferCounters,
         deadline: float,
-        lanes: Lanes,
+        lanes: LanePool,
         checker: ThreadPoolExecutor,
         begun: LaneRead | None = None,
     ) -> None:
-        """From `source`, which `owner` named or is. `begun`: a read of all of it."""
+        """`source`: the owner itself, or a reader that it named. `begun`: a read of all chunks."""
         self._part, self._owner, self._source = part, owner, source
         self._reroute, self._counters, self._deadline = reroute, counters, deadline
         self._lanes, self._checker, self._begun = lanes, checker, begun
@@ -76,7 +81,7 @@ class Fetch:
         self._broken = 0
 
     def run(self) -> Choice:
-        """All of them; how they came. Raises what `Peer.fetch` does."""
+        """Bring all chunks; returns how they came. Raises what `Peer.fetch` does."""
         pause = _BACKOFF_SECONDS[0]
         while self._part.missing:
             here, left = self._part.num_here, self._left()
@@ -89,7 +94,7 @@ class Fetch:
                 log.info("%s: %d chunks are missing: %s", self._key, missing, error)
                 failure: Exception = error
             except (NotFound, DataLoss, FailedPrecondition) as error:
-                # Of who only hands it on, another copy than the owner's may be damaged.
+                # The copy of a reader that hands it on may be damaged when the owner's is not.
                 handed_on = self._source.address != self._owner.address
                 if (isinstance(error, Corrupt) and not handed_on) or not self._another(error):
                     raise
@@ -147,7 +152,7 @@ class Fetch:
         )
 
     def _another(self, error: TroupeError) -> bool:
-        """Whether there is another way after an answer that repeating will not change."""
+        """Whether another way is left after an answer that repeating will not change."""
         source = self._source
         if error.kind == "transfer_no_ucx":
             self._source = StateSource(source.address, source.stub, "ucx_not_there", False)
@@ -170,7 +175,7 @@ class Fetch:
         return False
 
     def _leave_source(self) -> None:
-        """Another reader failed: the owner knows the next one, or is it itself."""
+        """Read from another source than the reader that failed: the owner names it, or is it."""
         self._failed.append(self._source.address)
         try:
             self._source = self._reroute(self._failed)
@@ -206,7 +211,7 @@ _DESCRIBE_SECONDS: Final = 20.0
 
 
 class Describer:
-    """For who reads from the owner at `address`, and hands on what it gets at `serves_at`."""
+    """Asks the owner at `address` what a state is, for a reader that serves at `serves_at`."""
 
     def __init__(self, address: str, stub: rpc.TransferOwnerStub, serves_at: str) -> None:
         self._address, self._stub, self._serves_at = address, stub, serves_at
@@ -214,7 +219,7 @@ class Describer:
     def request(
         self, key: str, expected: str | None, failed: Sequence[str] = ()
     ) -> pb.DescribeStateRequest:
-        """What to ask. `failed`: sources that did not answer."""
+        """The request. `failed`: sources that did not answer."""
         return pb.DescribeStateRequest(
             key=key, checksum=expected or "", reader=self._serves_at, failed=failed
         )
@@ -227,8 +232,8 @@ class Describer:
         failed: Sequence[str] = (),
         begun: LaneRead | None = None,
     ) -> tuple[Manifest, pb.DescribeStateResponse]:
-        """What is under `key` there (with the checksum `expected`), until `deadline` of
-        the monotonic clock. `begun`: a read that asks it itself.
+        """The manifest and description of `key` there (with the checksum `expected`), until
+        `deadline` of the monotonic clock. `begun`: a read whose request asked for them.
 
         Raises KeyNotFound, Corrupt, TransferTimeout, Unavailable, and whatever else the owner says.
         """
@@ -243,7 +248,7 @@ class Describer:
         except DeadlineExceeded as error:
             if time.monotonic() >= deadline:
                 raise TransferTimeout(key, f"{self._address} did not say what it is") from error
-            # Others may have it.
+            # Other owners may have it.
             raise Unavailable(
                 f"{self._address} did not describe {key} within {_DESCRIBE_SECONDS:g} s: "
                 f"{error.message}",
@@ -269,16 +274,16 @@ def within(deadline: float) -> float:
     return min(_DESCRIBE_SECONDS, max(deadline - time.monotonic(), 0.001))
 
 
-class IncomingParts:
-    """Parts by key and checksum. Safe to use from several threads."""
+class IncomingStates:
+    """States that this process is fetching, by key and checksum. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._parts: dict[tuple[str, str], Part] = {}
+        self._parts: dict[tuple[str, str], PartialState] = {}
 
     @contextlib.contextmanager
-    def coming(self, part: Part) -> Iterator[None]:
-        """`part` is there for others within the block."""
+    def coming(self, part: PartialState) -> Iterator[None]:
+        """Offer `part` to other readers within the block."""
         name = (part.manifest.key, part.manifest.checksum)
         with self._lock:
             self._parts[name] = part
@@ -288,24 +293,24 @@ class IncomingParts:
             with self._lock:
                 del self._parts[name]
 
-    def find(self, key: str, checksum: str) -> Part | None:
-        """The part of this content (of any, for an empty checksum)."""
+    def find(self, key: str, checksum: str) -> PartialState | None:
+        """The state of this key and checksum ("": of any content), if it is being fetched."""
         with self._lock:
             if checksum:
                 return self._parts.get((key, checksum))
             return next((part for (k, _), part in self._parts.items() if k == key), None)
 
 
-# A reader that was named as source has so long to say that it lives.
+# How long to wait for a reader that was named as source to answer.
 _ALIVE_SECONDS: Final = 5.0
 _NAP_SECONDS: Final = 0.02
-# Of an owner there are never so many at once, each with a thread that verifies. Were there fewer
-# threads, two hosts could wait for each other's chunks for ever.
+# Threads that verify: more than an owner ever has fetches. With fewer, two hosts could wait for each
+# other's chunks for ever.
 _MOST_FETCHES: Final = 64
 
 
 class Peer:
-    """The states of the owner at `address` ("host:port"). Safe to use from several threads."""
+    """A client of the owner at `address` ("host:port") of another host. Thread-safe."""
 
     def __init__(
         self,
@@ -315,27 +320,27 @@ class Peer:
         use_ucx: bool = True,
         deadline_seconds: float = 600.0,
         serves_at: str = "",
-        arrivals: IncomingParts | None = None,
-        lanes: Lanes | None = None,
+        arrivals: IncomingStates | None = None,
+        lanes: LanePool | None = None,
     ) -> None:
         """`deadline_seconds` bounds a fetch whose caller names no time.
 
-        `serves_at`: the address of the owner in this process, which hands on what comes: what
-        comes is then in `arrivals`. `lanes`: where UCX workers are kept between fetches.
+        `serves_at`: the address of the owner in this process, which hands on what is being fetched
+        from `arrivals`. `lanes`: where UCX lanes are kept between fetches.
         """
         self.address = address
         self.deadline_seconds = deadline_seconds
         self._settings, self._use_ucx, self._serves_at = settings, use_ucx, serves_at
-        self._arrivals = arrivals or IncomingParts()
+        self._arrivals = arrivals or IncomingStates()
         self._own_lanes = lanes is None
-        self._lanes = lanes or Lanes()
+        self._lanes = lanes or LanePool()
         self._checker = ThreadPoolExecutor(_MOST_FETCHES, thread_name_prefix="transfer-check")
         self._lock = threading.Lock()
-        self._shelves: dict[tuple[Path, ...], Shelf] = {}
+        self._stores: dict[tuple[Path, ...], SegmentStore] = {}
         self._channels: dict[str, grpc.Channel] = {}
         self._stub = self._stub_of(address)
         self._describer = Describer(address, self._stub, serves_at)
-        # How its owner could be read from the last time.
+        # How the owner was read from the last time.
         self._last: StateSource | None = None
 
     def close(self) -> None:
@@ -344,45 +349,45 @@ class Peer:
             channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             channel.close()
-        for shelf in self._shelves.values():
-            for spares in shelf.spares.values():
-                spares.close()
+        for segments in self._stores.values():
+            for pool in segments.pools.values():
+                pool.close()
         self._checker.shutdown(wait=False)
         if self._own_lanes:
             self._lanes.close()
 
     def fetch(
-        self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
+        self, wanted: StateRequest, roots: Sequence[Path], counters: TransferCounters
     ) -> FetchedState:
-        """See `places.Source.fetch`: goes on after broken connections with the chunks that are
-        missing, until its deadline. Nothing is visible before all of it is verified; a host fetches
-        a state once, however many of its processes ask.
+        """See `sources.FetchSource.fetch`. Repeats after failures with the chunks that are missing,
+        until the deadline. A state is visible when all of it is verified; a host fetches it once,
+        however many of its processes ask.
 
         Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout; Unavailable when the owner did
         not answer at all; Unauthenticated.
         """
-        shelf, key, deadline = self._shelf(tuple(roots)), wanted.key, wanted.deadline
-        path = shelf.paths(key)[0]
+        segments, key, deadline = self._segments(tuple(roots)), wanted.key, wanted.deadline
+        path = segments.paths(key)[0]
         begun = self._begin(wanted, path)
         try:
             with contextlib.ExitStack() as here:
                 if begun is not None:
                     # While the owner looks it up.
                     here.enter_context(alone(path, deadline))
-                older = shelf.older(key)
-                for there in shelf.paths(key):
+                older = segments.older(key)
+                for there in segments.paths(key):
                     sweep(there.parent)
                 manifest, answer = self._describer.ask(key, deadline, wanted.expected, begun=begun)
                 if begun is None:
                     here.enter_context(alone(path, deadline))
-                if shelf.holds(manifest.key, manifest.checksum):
-                    path = shelf.path(manifest.key)
+                if segments.holds(manifest.key, manifest.checksum):
+                    path = segments.path(manifest.key)
                     return FetchedState(path, Choice("get", "shared_memory", "same_host"))
                 fetched = self._fetch(
-                    manifest, answer, shelf, counters, deadline, wanted.base, begun
+                    manifest, answer, segments, counters, deadline, wanted.base, begun
                 )
                 for old in older:
-                    shelf.delete(old)
+                    segments.delete(old)
                 return fetched
         except TimeoutError:
             raise TransferTimeout(key, "another process of this host still fetches it") from None
@@ -391,7 +396,7 @@ class Peer:
                 begun.cancel()
 
     def delete(self, keys: Collection[str], *, timeout: float = 20.0) -> int:
-        """Forget values without a version there; how many of them there were.
+        """Delete states without a version there; returns how many there were.
 
         Raises InvalidArgument for a key with a version: its owner frees those.
         """
@@ -399,9 +404,9 @@ class Peer:
         deleted: int = self._stub.DeleteStates(request, timeout=timeout).deleted
         return deleted
 
-    def _begin(self, wanted: Wanted, path: Path) -> LaneRead | None:
-        """A read of all of it, to lie at `path`, that also asks what it is; None where it may be
-        another host's to send, or is not likely to be needed."""
+    def _begin(self, wanted: StateRequest, path: Path) -> LaneRead | None:
+        """Begin a read of the whole state for `path` that also asks for its description; None where
+        another host may send it, or it is not likely to be needed."""
         last = self._last
         if last is None or last.why_not_ucx or not last.message_bytes or wanted.base:
             return None
@@ -422,7 +427,7 @@ class Peer:
         self,
         manifest: Manifest,
         answer: pb.DescribeStateResponse,
-        shelf: Shelf,
+        segments: SegmentStore,
         counters: TransferCounters,
         deadline: float,
         base: str | None,
@@ -435,8 +440,8 @@ class Peer:
             _, again = self._describer.ask(key, deadline, manifest.checksum, failed)
             return self._source(manifest, again, origin, deadline)
 
-        with part_in(shelf, manifest) as part, self._arrivals.coming(part):
-            reused = self._take_base(part, shelf, base or manifest.base)
+        with partial_state_in(segments, manifest) as part, self._arrivals.coming(part):
+            reused = self._take_base(part, segments, base or manifest.base)
             source = self._source(manifest, answer, origin, deadline)
             choice = Fetch(
                 part,
@@ -454,11 +459,11 @@ class Peer:
             log.info("%s: %d of %d bytes were here", key, reused, manifest.num_bytes)
         return FetchedState(part.path, choice)
 
-    def _take_base(self, part: Part, shelf: Shelf, base: str) -> int:
+    def _take_base(self, part: PartialState, segments: SegmentStore, base: str) -> int:
         if not base:
             return 0
         try:
-            return part.take_from(*shelf.bytes(base))
+            return part.take_from(*segments.bytes(base))
         except (KeyNotFound, Corrupt):
             return 0
 
@@ -469,7 +474,7 @@ class Peer:
         origin: StateSource,
         deadline: float,
     ) -> StateSource:
-        """Whom `answer` says to read from, if it lives; else the owner itself."""
+        """The source that `answer` names, if it answers; else the owner itself."""
         if not answer.source:
             return origin
         stub = self._stub_of(answer.source)
@@ -509,8 +514,8 @@ class Peer:
                 self._channels[address] = connect_sync(address, self._settings, no_threads=True)
             return rpc.TransferOwnerStub(self._channels[address])
 
-    def _shelf(self, roots: tuple[Path, ...]) -> Shelf:
+    def _segments(self, roots: tuple[Path, ...]) -> SegmentStore:
         with self._lock:
-            if roots not in self._shelves:
-                self._shelves[roots] = Shelf(roots)
-            return self._shelves[roots]
+            if roots not in self._stores:
+                self._stores[roots] = SegmentStore(roots)
+            return self._stores[roots]

@@ -1,4 +1,4 @@
-"""`OwnerProcess`: an `Owner` in a process of its own, started again when it dies."""
+"""The owner process of a host: `OwnerProcess` runs and supervises it, `HostOwner` is its client."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from troupe.rpc.retry import NO_RETRY
 from troupe.rpc.settings import ClientSettings
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull, TransferTimeout
-from troupe.transfer.places import FetchedState, Wanted
+from troupe.transfer.sources import FetchedState, StateRequest
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
-# Owners that may have a key (of this content), the likely ones first. May raise Unavailable.
+# Gives owners that may have a key (with this checksum), likely ones first. May raise Unavailable.
 Locate = Callable[[str, str | None], Sequence[str]]
 
-# An owner that died is back within this, or stays away.
+# How long an owner that died is waited for.
 _PATIENCE_SECONDS: Final = 20.0
 _NAP_SECONDS: Final = 0.2
 
 
 class HostOwner:
-    """A `Source`: the owner process at `address`, on this host. Safe to use from several threads.
+    """A `FetchSource`: has the owner process at `address`, on this host, fetch states. Thread-safe.
 
-    UCX stays out of the caller's process; if the owner crashes, the fetch goes on when it is back.
+    UCX stays out of the caller's process; if the owner crashes, the fetch is repeated once it runs
+    again.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class HostOwner:
         locate: Locate,
         deadline_seconds: float = 600.0,
     ) -> None:
-        """`locate` is asked before every attempt who may have the key."""
+        """`locate` is called before every attempt."""
         self.address = address
         self.deadline_seconds = deadline_seconds
         self._locate = locate
-        # Repeated here, with the owners that `locate` names then.
+        # Calls are repeated here, each time with the owners that `locate` names then.
         settings = (settings or ClientSettings()).model_copy(update={"retry": NO_RETRY})
         self._channel = connect_sync(address, settings)
         self._stub = rpc.TransferOwnerStub(self._channel)
@@ -63,9 +64,9 @@ class HostOwner:
         self._channel.close()
 
     def fetch(
-        self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
+        self, wanted: StateRequest, roots: Sequence[Path], counters: TransferCounters
     ) -> FetchedState:
-        """See `places.Source.fetch`."""
+        """See `sources.FetchSource.fetch`."""
         key = wanted.key
         patience = time.monotonic() + _PATIENCE_SECONDS
         while True:
@@ -92,13 +93,13 @@ class HostOwner:
                     raise StorageFull(key, error.message) from error
                 failure: ResourceExhausted | Unavailable = error.with_traceback(None)
             except Unavailable as error:
-                # This host's owner, or all others that may have it.
+                # This host's owner is away, or all others that may have the state.
                 failure = error.with_traceback(None)
             if time.monotonic() > patience:
                 try:
                     raise failure
                 finally:
-                    del failure  # a circle otherwise, with the frames of whoever called
+                    del failure  # else a reference cycle that keeps the callers' frames
             counters.retried("owner_away")
             time.sleep(_NAP_SECONDS)
         for cause, count in answer.retries.items():
@@ -111,16 +112,16 @@ class HostOwner:
 
 
 _STOP_SECONDS: Final = 8.0
-# One that dies sooner than this after its start waits longer and longer for the next.
+# After a process that died sooner than this after its start, the pause before the next one grows.
 _STEADY_SECONDS: Final = 30.0
 _BACKOFF_SECONDS: Final = (0.1, 10.0)
 
 
 class OwnerProcess:
-    """The owner of a host's states, supervised: UCX may crash it, never the process that uses it.
+    """The supervised owner process of a host's states: UCX may crash it, never its parent.
 
-    A crash costs readers nothing but time: they go on with the chunks that are missing once it is
-    back at the same port. It ends with its parent, whatever happens to that.
+    It is started again at the same port after a crash; readers then continue with the chunks that
+    they miss. It ends with its parent, however that ends.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class OwnerProcess:
         """
         settings = settings or ClientSettings()
         token = settings.token
-        self._told: dict[str, Any] = {
+        self._config: dict[str, Any] = {
             "roots": [str(Path(root).absolute()) for root in roots],
             "host": host,
             "port": port,
@@ -171,7 +172,7 @@ class OwnerProcess:
         self._failure: Unavailable | OSError | None = None
         self.port = port
         self.restarts = 0
-        # All starts are its: the kernel ends a child with the thread that started it.
+        # This thread makes all starts: the kernel ends a child with the thread that started it.
         self._keeper = threading.Thread(target=self._keep, name="transfer-keeper", daemon=True)
         self._keeper.start()
         self._begun.wait()
@@ -188,7 +189,8 @@ class OwnerProcess:
         return self._process.pid
 
     def close(self) -> None:
-        """Stop it: readers are cut after two seconds, and may resume elsewhere. Repeatable."""
+        """Stop the process: readers are cut off after two seconds, and may resume elsewhere.
+        Repeatable."""
         self._closed.set()
         with self._lock:
             process = self._process
@@ -209,36 +211,36 @@ class OwnerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Not in the way of who computes on this host.
+            # Leave the cores to the processes that compute on this host.
             env={"OMP_NUM_THREADS": "1", **os.environ},
-            # Ctrl-C is for its parent, which stops it in order.
+            # Ctrl-C is handled by its parent, which stops it in order.
             start_new_session=True,
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        said = ""
+        answer = ""
         try:
-            # By a pipe: nobody reads the token in a list of processes or an environment.
-            process.stdin.write(json.dumps(self._told) + "\n")
+            # By a pipe: a list of processes or an environment would show the token.
+            process.stdin.write(json.dumps(self._config) + "\n")
             process.stdin.flush()
             if select.select([process.stdout], [], [], self._ready_seconds)[0]:
-                said = process.stdout.readline().strip()
+                answer = process.stdout.readline().strip()
         except BrokenPipeError:
             pass
         process.stdout.close()
-        if not said.isdigit():
+        if not answer.isdigit():
             process.kill()
             status = process.wait()
             raise Unavailable(
-                said
+                answer
                 or f"the owner of states was not ready in {self._ready_seconds:g} s "
                 f"(status {status})",
                 kind="transfer_owner_away",
                 field="port",
-                value=self._told["port"],
+                value=self._config["port"],
                 remedy="Its log says why. Choose another port if it is taken.",
             )
-        return process, int(said)
+        return process, int(answer)
 
     def _keep(self) -> None:
         try:
@@ -247,7 +249,7 @@ class OwnerProcess:
             self._failure = error
             return
         finally:
-            self._told["port"] = self.port
+            self._config["port"] = self.port
             self._begun.set()
         pause = _BACKOFF_SECONDS[0]
         while True:
@@ -264,7 +266,7 @@ class OwnerProcess:
                 started = self._again()
 
     def _again(self) -> bool:
-        """Start another; whether it serves."""
+        """Start another process; returns whether it serves."""
         with self._lock:
             if self._closed.is_set():
                 return False

@@ -1,4 +1,4 @@
-"""The owner's side of each call: validate, find, send."""
+"""The gRPC service of an owner: describes states, sends their chunks, and fetches for its host."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from troupe.rpc.errors import (
 from troupe.transfer.blob import Chunk, Manifest, chunks_of, messages_of, version_in
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.remote import lane as ucx
-from troupe.transfer.remote.lane import Lanes
-from troupe.transfer.remote.part import Part
-from troupe.transfer.remote.peer import IncomingParts
-from troupe.transfer.shelf import Lease, Mappings
+from troupe.transfer.remote.lane import LanePool
+from troupe.transfer.remote.partial_state import PartialState
+from troupe.transfer.remote.peer import IncomingStates
+from troupe.transfer.segments import Lease, Mappings
 from troupe.transfer.store import Transfer
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
-# Messages on their way at once through a lane.
+# Messages in flight through one lane.
 _WINDOW: Final = 16
-# What gRPC copies several times it copies in small pieces.
+# Bytes of one gRPC message: gRPC copies each several times, so they are small.
 MESSAGE_BYTES: Final = 2 << 20
-# Of a chunk, for readers that verify each as it comes: half of a core's own cache. (Each costs
-# some 20 us on either side.)
+# Bytes of a UCX message, for readers that verify each as it arrives: half of a core's own cache.
+# (Each message costs some 20 us on either side.)
 UCX_MESSAGE_BYTES: Final = 1 << 20
-# A reader that takes nothing for so long is given up; it asks again if it lives.
+# A reader that takes nothing for so long is given up; it asks again if it is alive.
 _IDLE_SECONDS: Final = 30.0
 
 
-class Stored:
-    """A state that is all here."""
+class StoredState:
+    """A complete state of this host, as a source of chunks."""
 
     def __init__(self, manifest: Manifest, lease: Lease) -> None:
         self.chunks = chunks_of(manifest)
@@ -62,27 +62,27 @@ class Stored:
         return self.chunks[index].of(self._lease.data)
 
 
-class Arriving:
-    """A state that this host is still fetching."""
+class ArrivingState:
+    """A state that this host is still fetching, as a source of the chunks that have arrived."""
 
-    def __init__(self, part: Part, transfer: Transfer, mappings: Mappings) -> None:
+    def __init__(self, part: PartialState, transfer: Transfer, mappings: Mappings) -> None:
         self.chunks: tuple[Chunk, ...] = part.chunks
         self._part, self._transfer, self._mappings = part, transfer, mappings
-        self._stored: Stored | None = None
+        self._stored: StoredState | None = None
 
     def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
-        """The bytes of a chunk once they have come. Raises Unavailable when they do not."""
-        if self._stored is None and self._part.shown:
-            # From now on its file may be deleted and used again: hold it.
+        """The bytes of a chunk, once they have arrived. Raises Unavailable when they do not."""
+        if self._stored is None and self._part.published:
+            # From now on the file may be deleted and filled again: keep a lease on it.
             key = self._part.manifest.key
             manifest, lease = self._mappings.lease(self._transfer.opened(key))
             if manifest.checksum != self._part.manifest.checksum:
                 raise Unavailable("was replaced meanwhile", kind="transfer_source_failed")
-            self._stored = Stored(manifest, lease)
+            self._stored = StoredState(manifest, lease)
         if self._stored is not None:
             return self._stored.wait(index, alive)
         deadline = time.monotonic() + _IDLE_SECONDS
-        while (come := self._part.wait(index, _IDLE_SECONDS)) is None:
+        while (arrived := self._part.wait(index, _IDLE_SECONDS)) is None:
             if not alive():
                 raise ucx.LaneBroken("the reader went away")
             if time.monotonic() > deadline:
@@ -90,19 +90,20 @@ class Arriving:
                     f"chunk {index} did not come here within {_IDLE_SECONDS:g} s",
                     kind="transfer_source_failed",
                 )
-        return come
+        return arrived
 
 
-Source = Stored | Arriving
+ServedState = StoredState | ArrivingState
 
 
 def send(
     lanes: Sequence[ucx.Lane],
     request: pb.ReadStateRequest,
-    source: Source,
+    source: ServedState,
     alive: Callable[[], bool],
 ) -> None:
-    """The chunks in turns through `lanes`, by this thread: nearby who receives copies."""
+    """Send the chunks in turns through `lanes`, from this thread; through shared memory the
+    receiver does the copying."""
     size = request.lanes[0].message_bytes
     tags = PIECE_BYTES // size if size else 1
     flying: deque[tuple[ucx.Lane, Any]] = deque()
@@ -139,25 +140,25 @@ def _message(index: int, offset: int, data: memoryview) -> pb.StateChunk:
     return pb.StateChunk(chunk=index, offset=offset, data=bytes(data))
 
 
-# How much longer than the first the last reader of a chain may take. Beyond, the owner begins
-# another chain: also so that one slow reader holds up few.
+# How much longer than the first reader of a chain the last one may take. For more readers the owner
+# begins another chain, so that a slow reader holds up few others.
 _LATE: Final = 0.25
 _LONGEST: Final = 16
 
 
-class Tree:
-    """The readers of one state, by address, and where each reads from."""
+class ReaderTree:
+    """Which reader of a state reads from which other one: chains that begin at the owner."""
 
     def __init__(self, num_chunks: int) -> None:
         self._longest = min(max(int(_LATE * num_chunks), 1), _LONGEST)
-        # reader -> whom it reads from; None: the owner. In the order in which they came.
+        # Reader -> the reader that it reads from (None: the owner), in order of arrival.
         self._source: dict[str, str | None] = {}
 
     def join(self, reader: str, failed: Iterable[str] = ()) -> str | None:
-        """Whom `reader` reads from; None: the owner itself. `failed` did not answer it.
+        """The source of `reader`; None: the owner itself. `failed` did not answer it.
 
-        A reader that was here before gets another source than those that failed and those that
-        read from it. Who read from a reader that failed comes by itself.
+        A reader that joins again gets another source than those that failed and those that read
+        from it. Readers of a source that failed join again by themselves.
         """
         below = self._below(reader)
         for address in failed:
@@ -175,11 +176,11 @@ class Tree:
         return source
 
     def leave(self, reader: str) -> None:
-        """It serves nobody any more."""
+        """Remove a reader: it is no source any more."""
         self._source.pop(reader, None)
 
     def _depth(self, reader: str) -> int:
-        """Readers from the owner to this one; 0 when it hangs on one that has gone."""
+        """The number of readers from the owner to this one; 0 when one between them has left."""
         depth, at = 1, self._source[reader]
         while at is not None:
             if at not in self._source:
@@ -188,7 +189,7 @@ class Tree:
         return depth
 
     def _below(self, reader: str) -> set[str]:
-        """Those that read from `reader`, at first or second hand, and itself."""
+        """`reader`, and all that read from it directly or indirectly."""
         found = {reader}
         while True:
             more = {one for one, source in self._source.items() if source in found} - found
@@ -197,70 +198,70 @@ class Tree:
             found |= more
 
 
-# Who asked what there is begins to read it, or to read the rest of it, within this.
-_HOLD_SECONDS: Final = 30.0
-# Who reads from whom is forgotten when nobody asked for so long.
+# A reader that got a description begins to read, or to read the rest, within this.
+_PIN_SECONDS: Final = 30.0
+# A reader tree without requests for so long is forgotten.
 _TREE_SECONDS: Final = 300.0
 
 
 @dataclass
-class _Hold:
+class _Pin:
     manifest: Manifest
     lease: Lease
     until: float
-    # Readers that were told of it and have not had all of it.
+    # Readers that got its description and have not read all of it.
     readers: int = 0
 
 
 class PinnedStates:
-    """Mapped states by key and checksum, and who reads them from whom. Safe to use from several
-    threads."""
+    """States that stay mapped for readers that got their description, though they be deleted; and
+    their reader trees. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holds: dict[tuple[str, str], _Hold] = {}
-        self._trees: dict[tuple[str, str], tuple[Tree, float]] = {}
+        self._pins: dict[tuple[str, str], _Pin] = {}
+        self._trees: dict[tuple[str, str], tuple[ReaderTree, float]] = {}
 
-    def told(self, manifest: Manifest, lease: Lease) -> None:
-        """Somebody was told of it, and will read it."""
+    def pin(self, manifest: Manifest, lease: Lease) -> None:
+        """Keep a state for a reader that got its description."""
         name = (manifest.key, manifest.checksum)
         with self._lock:
-            hold = self._holds.setdefault(name, _Hold(manifest, lease, 0.0))
+            hold = self._pins.setdefault(name, _Pin(manifest, lease, 0.0))
             hold.readers += 1
-            hold.until = time.monotonic() + _HOLD_SECONDS
+            hold.until = time.monotonic() + _PIN_SECONDS
 
     def find(self, key: str, checksum: str) -> tuple[Manifest, Lease]:
-        """What is held. Raises NotFound."""
+        """The pinned state of this content. Raises NotFound."""
         with self._lock:
-            hold = self._holds.get((key, checksum))
+            hold = self._pins.get((key, checksum))
             if hold is None:
-                raise NotFound(f"nothing of this content is held of '{key}'")
-            hold.until = time.monotonic() + _HOLD_SECONDS
+                raise NotFound(f"no state of this content is kept of '{key}'")
+            hold.until = time.monotonic() + _PIN_SECONDS
             return hold.manifest, hold.lease
 
     def read(self, key: str, checksum: str) -> None:
-        """Somebody has all of it."""
+        """A reader has all of it."""
         with self._lock:
-            if (hold := self._holds.get((key, checksum))) is not None:
+            if (hold := self._pins.get((key, checksum))) is not None:
                 hold.readers -= 1
                 if hold.readers <= 0:
-                    del self._holds[(key, checksum)]
+                    del self._pins[(key, checksum)]
 
     def source_for(
         self, manifest: Manifest, num_chunks: int, reader: str, failed: list[str]
     ) -> str:
-        """Whom `reader` reads from; empty: this owner."""
+        """The address that `reader` reads from; "": this owner."""
         name = (manifest.key, manifest.checksum)
         with self._lock:
-            tree = self._trees.get(name, (Tree(num_chunks), 0.0))[0]
+            tree = self._trees.get(name, (ReaderTree(num_chunks), 0.0))[0]
             self._trees[name] = (tree, time.monotonic() + _TREE_SECONDS)
             return tree.join(reader, failed) or ""
 
     def sweep(self) -> None:
-        """Let go what nobody came for."""
+        """Unpin states and forget trees that were not asked for in time."""
         now = time.monotonic()
         with self._lock:
-            self._holds = {n: hold for n, hold in self._holds.items() if hold.until > now}
+            self._pins = {n: hold for n, hold in self._pins.items() if hold.until > now}
             self._trees = {n: (t, until) for n, (t, until) in self._trees.items() if until > now}
 
 
@@ -268,7 +269,7 @@ log = logging.getLogger(__name__)
 
 
 def from_here(peer: str) -> bool:
-    """Whether gRPC's name of a caller is one of this host's."""
+    """Whether a caller, by gRPC's name `peer`, is a process of this host."""
     kind, _, place = peer.partition(":")
     if kind == "unix":
         return True
@@ -277,7 +278,7 @@ def from_here(peer: str) -> bool:
 
 
 def abort(context: Any, error: TroupeError) -> NoReturn:
-    """End the call with `error`."""
+    """End a call with a typed error."""
     status = to_status(error)
     context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
     context.abort(error.code, status.message)
@@ -285,8 +286,8 @@ def abort(context: Any, error: TroupeError) -> NoReturn:
 
 
 class TypedErrors(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers with a typed status to whatever a handler raises, and to bytes that are no request;
-    gRPC by itself says UNKNOWN."""
+    """Turns exceptions of handlers, and requests that cannot be parsed, into typed errors; gRPC by
+    itself answers UNKNOWN."""
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         handler = continuation(details)
@@ -353,25 +354,25 @@ class Bearer(grpc.ServerInterceptor):  # type: ignore[type-arg]
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 
-# Of one reader: two of its cores copy and verify, and none is left of the smallest hosts.
+# Lanes of one reader: two of its cores copy and verify, which are all that the smallest hosts have.
 MOST_LANES: Final = 2
-# Smaller messages of a chunk would cost more than they gain.
+# The least bytes of a message: smaller ones would cost more than they gain.
 _LEAST_BYTES: Final = 512 << 10
-# Brings a state of another host here; the key that it is under then, and how it came.
+# Fetches a state of another host until a deadline (monotonic clock).
 FetchHere = Callable[[pb.FetchStateRequest, float], pb.FetchStateResponse]
 
 
 class Servicer(rpc.TransferOwnerServicer):
-    """Answers for one `Transfer` and for what is on its way to it."""
+    """Answers for the states of one `Transfer`, and for those that it is fetching."""
 
     def __init__(
         self,
         transfer: Transfer,
         *,
         use_ucx: bool,
-        arrivals: IncomingParts,
+        arrivals: IncomingStates,
         held: PinnedStates,
-        lanes: Lanes,
+        lanes: LanePool,
         mappings: Mappings,
         fetch: FetchHere,
     ) -> None:
@@ -483,16 +484,19 @@ class Servicer(rpc.TransferOwnerServicer):
                 value=request.checksum,
             )
         manifest, lease = self._mappings.lease(opened)
-        self._held.told(manifest, lease)
+        self._held.pin(manifest, lease)
         return manifest
 
-    def _source(self, request: pb.ReadStateRequest) -> Source:
-        """Raises FailedPrecondition of kind "transfer_replaced", NotFound."""
+    def _source(self, request: pb.ReadStateRequest) -> ServedState:
+        """The source of the chunks that a request reads.
+
+        Raises NotFound; FailedPrecondition of kind "transfer_replaced" for another content.
+        """
         part = self._arrivals.find(request.key, request.checksum)
         if part is not None:
-            return Arriving(part, self._transfer, self._mappings)
+            return ArrivingState(part, self._transfer, self._mappings)
         try:
-            return Stored(*self._held.find(request.key, request.checksum))
+            return StoredState(*self._held.find(request.key, request.checksum))
         except NotFound:
             manifest, lease = self._mappings.lease(self._transfer.opened(request.key))
         if manifest.checksum != request.checksum:
@@ -503,10 +507,10 @@ class Servicer(rpc.TransferOwnerServicer):
                 value=request.checksum,
                 remedy="Ask for its description again.",
             )
-        return Stored(manifest, lease)
+        return StoredState(manifest, lease)
 
     def _by_lane(
-        self, request: pb.ReadStateRequest, source: Source, alive: Callable[[], bool]
+        self, request: pb.ReadStateRequest, source: ServedState, alive: Callable[[], bool]
     ) -> None:
         if self._why_not:
             raise FailedPrecondition(
@@ -524,7 +528,8 @@ class Servicer(rpc.TransferOwnerServicer):
             self._lanes.give(lane, address=asked.address)
 
     def _lane_to(self, asked: pb.UcxLane) -> ucx.Lane:
-        """Raises LaneBroken; FailedPrecondition for a near one that cannot be reached."""
+        """A lane to a reader. Raises LaneBroken; FailedPrecondition where a near reader cannot be
+        reached."""
         try:
             return self._lanes.take(near=asked.near, address=asked.address)
         except ucx.LaneBroken as error:

@@ -1,4 +1,9 @@
-"""`Shelf`: the directories of this host in which states lie, by key."""
+"""The segment store of a host: one file per state, in shared memory or on a disk, by key.
+
+`SegmentWriter` fills a file that becomes visible all at once, `SegmentStore` finds, lists, verifies
+and deletes them, `Mappings` keeps read-only mappings of them open. Other processes of the host use
+the same directories; what they must agree on is said by file locks and by marks beside a file.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +31,12 @@ from troupe.transfer.arguments import SEGMENT, check_key, check_prefix, why_no_k
 from troupe.transfer.blob import Bytes, Manifest, TensorEntry, stem_of, version_in
 from troupe.transfer.checksum import PIECE_BYTES, whole
 from troupe.transfer.errors import Corrupt, InvalidKey, KeyNotFound, TransferTimeout
-from troupe.transfer.spares import Spare, Spares
+from troupe.transfer.segment_pool import PooledSegment, SegmentPool
 from troupe.transfer.staging import each, threads_for
 
-# Nobody takes longer than this between creating a temporary file and locking it.
+# The longest time between creating a temporary file and locking it.
 _TEMP_GRACE_SECONDS = 60.0
-# What a dead process had fetched of a state serves whoever goes on with it, for so long.
+# How long a state that a dead process had fetched in part is kept for one that continues it.
 _PART_GRACE_SECONDS = 600.0
 # Hashed and copied at once by a lone thread: small enough to be in the cache the second time.
 # (Several would wait for the interpreter's lock at each.)
@@ -39,19 +44,23 @@ _BLOCK_BYTES: Final = 512 << 10
 _TRIES: Final = 100
 
 
-class Room:
-    """Take one, fill it, then `show` or `abandon` it. A context manager abandons it at its end."""
+class SegmentWriter:
+    """A file to be filled, then published or abandoned. Use it as a context manager."""
 
-    def __init__(self, path: Path, nbytes: int, spares: Spares | None, *, name: str = "") -> None:
-        """Room for a file of `nbytes` that will be at `path`: one that was used before, else a new
-        and empty one. `name`: of the file until then; one of that name and size that a process
-        left half filled is gone on with (`resumed`). Raises OSError; InvalidKey where another
-        state is in the way."""
-        self.path, self.nbytes, self._spares = path, nbytes, spares
+    def __init__(
+        self, path: Path, nbytes: int, pool: SegmentPool | None, *, name: str = ""
+    ) -> None:
+        """Open a file of `nbytes` that will be at `path`: one of `pool`, else a new and empty one.
+
+        `name`: of the file until it is published; one of that name and size that a process left
+        half filled is continued (`resumed`). Raises OSError; InvalidKey where the path lies under
+        another state, or is a directory of states.
+        """
+        self.path, self.nbytes, self._pool = path, nbytes, pool
         self.temp = path.parent / (name or f".{path.name}.{secrets.token_hex(8)}.tmp")
         self._data: memoryview | None = None
-        self._spare: Spare | None = None
-        self._shown = self.resumed = False
+        self._pooled: PooledSegment | None = None
+        self._published = self.resumed = False
         self.file: BinaryIO
         for last in (*[False] * _TRIES, True):
             try:
@@ -59,7 +68,7 @@ class Room:
                 self._open(resume=bool(name))
                 break
             except (FileNotFoundError, FileExistsError):
-                # Who deleted the last state beside it took the directory, too.
+                # The directory goes with the last state in it, which another process deleted.
                 if last:
                     raise
 
@@ -67,22 +76,22 @@ class Room:
         if resume and (left := _left(self.temp, self.nbytes)) is not None:
             self.file, self.resumed = left, True
             return
-        self._spare = self._spares.take(self.nbytes) if self._spares else None
-        if self._spare is not None:
+        self._pooled = self._pool.take(self.nbytes) if self._pool else None
+        if self._pooled is not None:
             try:
-                self._data = self._spare.map(self.nbytes)
-                os.link(self._spare.link, self.temp)
+                self._data = self._pooled.map(self.nbytes)
+                os.link(self._pooled.link, self.temp)
             except BaseException:
                 self._data = None
-                self._spare.close()
+                self._pooled.close()
                 raise
-            self.file = self._spare.file
+            self.file = self._pooled.file
             return
         self.file = open(self.temp, "x+b", buffering=0)  # noqa: SIM115
         # Held while the writer lives: `sweep` tells a dead writer's file by it.
         fcntl.flock(self.file, fcntl.LOCK_EX)
 
-    def __enter__(self) -> Room:
+    def __enter__(self) -> SegmentWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,35 +116,35 @@ class Room:
         # the latter kills the process.
         _write_all(self.file.fileno(), block, offset)
 
-    def show(self) -> None:
-        """Give it its key's name: all of it appears at once, in place of what was there."""
-        # A last tensor without bytes would leave it short, a spare may be too long.
+    def publish(self) -> None:
+        """Rename it to its path: all of it appears at once, in place of what was there."""
+        # A last tensor without bytes would leave it short, a pooled file may be too long.
         self.file.truncate(self.nbytes)
-        if self._spare is None and self._spares is not None:
-            self._spare = self._spares.keep(self.file, self.temp, self.nbytes)
-            if self._spare is not None and self._data is not None:
-                self._spare.mapping = self._data.obj  # type: ignore[assignment]
+        if self._pooled is None and self._pool is not None:
+            self._pooled = self._pool.keep(self.file, self.temp, self.nbytes)
+            if self._pooled is not None and self._data is not None:
+                self._pooled.mapping = self._data.obj  # type: ignore[assignment]
         self.temp.replace(self.path)
-        self._shown = True
+        self._published = True
         # From now on readers may lock it.
         fcntl.flock(self.file, fcntl.LOCK_UN)
         self._data = None
-        if self._spare is None or self._spares is None:
+        if self._pooled is None or self._pool is None:
             self.file.close()
         else:
-            self._spares.put(self._spare)
+            self._pool.put(self._pooled)
 
     def abandon(self, *, keep_file: bool = False) -> None:
         """Give the room back, unless it is shown. `keep_file`: somebody may go on with it."""
-        if self._shown:
+        if self._published:
             return
-        self._shown = True
+        self._published = True
         if not keep_file:
             with contextlib.suppress(FileNotFoundError):
                 self.temp.unlink()
         self._data = None
-        if self._spare is not None:
-            self._spare.close()
+        if self._pooled is not None:
+            self._pooled.close()
         else:
             self.file.close()
 
@@ -144,14 +153,14 @@ def write(
     path: Path,
     manifest: Manifest,
     views: Sequence[Bytes],
-    spares: Spares | None = None,
+    pool: SegmentPool | None = None,
 ) -> Manifest:
     """Hash and copy `views` into a file at `path`, in one pass; the manifest with the checksums.
 
     OSError leaves `path` as it was.
     """
     start = len(blob.prefix(manifest))
-    with Room(path, start + manifest.end, spares) as room:
+    with SegmentWriter(path, start + manifest.end, pool) as room:
         # Piece by piece, several at once where this process may use several threads.
         jobs = [
             (start + entry.offset, view, at)
@@ -170,12 +179,12 @@ def write(
             at += count
         manifest = blob.signed(manifest, checksums)
         room.write(0, memoryview(blob.prefix(manifest)))
-        room.show()
+        room.publish()
     return manifest
 
 
 def sweep(directory: Path) -> None:
-    """Remove what writers and readers that died half way left in `directory`."""
+    """Remove half-filled files in `directory` whose writers or fetching processes died."""
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -193,7 +202,7 @@ def sweep(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """The one that `path` is in. Raises InvalidKey where another state is in the way."""
+    """Make the directory of `path`. Raises InvalidKey where another state is in the way."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (FileExistsError, NotADirectoryError):
@@ -216,12 +225,12 @@ def _left(temp: Path, nbytes: int) -> BinaryIO | None:
             if os.fstat(file.fileno()).st_size == nbytes:
                 stack.pop_all()
                 return file
-        # Somebody else's, or of no use.
+        # Locked by another process, or of another size.
         temp.unlink(missing_ok=True)
         return None
 
 
-def _copy(room: Room, size: int, offset: int, view: Bytes, start: int) -> str:
+def _copy(room: SegmentWriter, size: int, offset: int, view: Bytes, start: int) -> str:
     piece, offset = view[start : start + PIECE_BYTES], offset + start
     digest = xxhash.xxh3_128()
     for at in range(0, len(piece), size):
@@ -238,32 +247,33 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
         view, offset = view[done:], offset + done
 
 
-# At first, and at the most: what is waited for may take a millisecond, or minutes.
+# Seconds between two attempts to get a lock, at first and at most: its holder may need a
+# millisecond, or minutes.
 _SIDECAR_POLL_SECONDS = (0.0005, 0.005)
 
 
-def mark(path: Path, kind: str, said: str = "", *, identity: tuple[int, int] | None = None) -> None:
-    """Note that the file at `path` is `kind` ("verified", "fetched", "damaged"): the one that is
-    there now, or the one of `identity`."""
+def mark(path: Path, kind: str, text: str = "", *, identity: tuple[int, int] | None = None) -> None:
+    """Mark the file at `path` as "verified", "fetched" (`text`: from which address) or "damaged":
+    the file that is there now, or the one of `identity`."""
     with contextlib.suppress(OSError):
         inode, changed = identity or blob.identity(path)
         temp = path.parent / f".{path.name}.{kind}.{os.getpid()}.{threading.get_ident()}.tmp"
-        temp.write_text(f"{inode} {changed} {said}")
+        temp.write_text(f"{inode} {changed} {text}")
         temp.replace(_beside(path, kind))
 
 
 def note(path: Path, kind: str, identity: tuple[int, int] | None = None) -> str | None:
-    """What was noted of the very file at `path` (of this `identity`); None for nothing."""
+    """The text of a mark of the file at `path` (of this `identity`); None where there is none."""
     try:
-        inode, changed, said = _beside(path, kind).read_text().split(" ", 2)
+        inode, changed, text = _beside(path, kind).read_text().split(" ", 2)
         same = (int(inode), int(changed)) == (identity or blob.identity(path))
     except (OSError, ValueError):
         return None
-    return said if same else None
+    return text if same else None
 
 
 def clear(path: Path) -> None:
-    """Forget all that was noted of `path`."""
+    """Remove all marks of `path`."""
     for kind in ("verified", "fetched", "damaged"):
         _beside(path, kind).unlink(missing_ok=True)
 
@@ -272,11 +282,11 @@ def clear(path: Path) -> None:
 def alone(
     path: Path, deadline: float, *, unless: Callable[[], bool] = lambda: False
 ) -> Iterator[bool]:
-    """Only one thread of one process of this host at a time is here for `path`, told True.
+    """A lock on `path`, held by one thread of one process of this host at a time; yields True.
 
-    Once what it is here for is done (`unless`), everybody is let in, and told False. Raises
-    TimeoutError at `deadline` (of the monotonic clock), InvalidKey where nothing can be at `path`.
-    A process that dies lets go.
+    Yields False, without the lock, once `unless()` says that the work it protects is done. Raises
+    TimeoutError at `deadline` (of the monotonic clock), InvalidKey where no state can be at `path`.
+    The lock of a process that dies is free.
     """
     lock = _beside(path, "lock")
     file = _locked(path, lock, deadline, unless)
@@ -291,7 +301,7 @@ def alone(
 
 
 def busy(path: Path) -> bool:
-    """Whether somebody seems to be `alone` for `path` right now."""
+    """Whether some thread or process seems to hold the lock of `path` (`alone`)."""
     return _beside(path, "lock").exists()
 
 
@@ -326,7 +336,7 @@ _IDLE_SECONDS: Final = 120.0
 
 @dataclass(eq=False)
 class Lease:
-    """The data section of a state. Nobody fills its file again while this is referenced."""
+    """The data section of a state, whose file is not filled again while this is referenced."""
 
     data: memoryview
     file: BinaryIO
@@ -338,19 +348,19 @@ class Lease:
 @dataclass
 class _Kept:
     mapping: mmap.mmap
-    # Opened apart from any lease: a mapping keeps what it was made of open, with its lock.
+    # Opened apart from any lease: a mapping keeps the file that it was made of open and locked.
     file: BinaryIO
     used: float
 
 
 class _Leased(np.ndarray):  # type: ignore[type-arg]
-    """Bytes that keep their lease; tensors over them keep them."""
+    """Bytes that keep their lease; tensors over them keep these bytes."""
 
     lease: Lease
 
 
 class Mappings:
-    """Mappings by file. Safe to use from several threads."""
+    """Copy-on-write mappings of states that stay open between reads, by file. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -367,7 +377,7 @@ class Mappings:
         return manifest, Lease(memoryview(mapping)[start : start + manifest.end], file)
 
     def read(self, path: Path) -> tuple[Manifest, dict[str, torch.Tensor], tuple[int, int]]:
-        """`blob.read` through a mapping that stays: nobody may write to these tensors."""
+        """`blob.read` through a mapping that stays open: these tensors must not be written to."""
         self.sweep()
         manifest, lease = self.lease(blob.opened(path))
         data = np.frombuffer(lease.data, np.uint8).view(_Leased)
@@ -376,7 +386,7 @@ class Mappings:
         return manifest, tensors, blob.identity_in(os.fstat(lease.file.fileno()))
 
     def sweep(self, idle_seconds: float = _IDLE_SECONDS) -> None:
-        """Let go files that have no name any more, and those that nobody read for so long."""
+        """Close files that were deleted, and those that were not read for `idle_seconds`."""
         now = time.monotonic()
         with self._lock:
             for name, kept in list(self._kept.items()):
@@ -395,7 +405,7 @@ class Mappings:
                 with contextlib.ExitStack() as stack:
                     file = stack.enter_context(open(leased.name, "rb"))
                     if os.fstat(file.fileno()).st_ino != status.st_ino:
-                        # Replaced since: of no use to anybody else.
+                        # Replaced since: no other reader can use this mapping.
                         return mmap.mmap(leased.fileno(), 0, access=mmap.ACCESS_COPY)
                     mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                     stack.pop_all()
@@ -411,16 +421,16 @@ class Mappings:
         self._kept.pop(name).file.close()
 
 
-# Larger states are verified once per host, and the others of the host believe it.
+# States from this size on are verified once per host; its other processes trust the mark.
 _MARKED_BYTES = 1 << 20
-# Nobody verifies for longer.
+# The longest time that one process verifies while others wait.
 _ALONE_SECONDS = 600.0
 _UNUSABLE = "transfer_root_unusable"
 _ELSEWHERE = "Set TROUPE_TRANSFER_DIR to a directory that this user may write to."
 
 
-class Shelf:
-    """What lies under `roots`, of which the first is preferred. Other processes use them too."""
+class SegmentStore:
+    """The states under `roots`, of which the first is preferred. Other processes use them too."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         """The first of `roots` is made when it is not there. Raises InvalidArgument when it cannot
@@ -440,7 +450,7 @@ class Shelf:
                     value=root,
                     remedy=_ELSEWHERE,
                 ) from error
-        self.spares = {root: Spares(root) for root in self.roots}
+        self.pools = {root: SegmentPool(root) for root in self.roots}
 
     def paths(self, key: str) -> list[Path]:
         """Where `key` may be. Raises InvalidKey."""
@@ -455,7 +465,7 @@ class Shelf:
         raise KeyNotFound(key, f"nothing is stored under it in {self.roots[0]}")
 
     def holds(self, key: str, checksum: str | None = None) -> bool:
-        """Whether something (of this content) is under `key`."""
+        """Whether a state (with this checksum) is under `key`."""
         if checksum is None:
             return any(path.is_file() for path in self.paths(key))
         try:
@@ -477,7 +487,7 @@ class Shelf:
             raise Corrupt(key, str(error)) from error
 
     def opened(self, key: str) -> tuple[Manifest, int, BinaryIO]:
-        """Manifest, start of the tensors, and the file of `key`, which nobody fills again while it
+        """Manifest, start of the tensors, and the file of `key`, which is not filled again while it
         is open. Raises KeyNotFound, Corrupt."""
         try:
             return blob.opened(self.path(key))
@@ -496,7 +506,7 @@ class Shelf:
             raise Corrupt(key, str(error)) from error
 
     def delete(self, key: str) -> bool:
-        """Forget `key`; False when there was nothing. Who has it mapped keeps it."""
+        """Delete `key`; False when there was none. Processes that have it mapped keep it."""
         existed = False
         for root, path in zip(self.roots, self.paths(key), strict=True):
             if not path.is_file():
@@ -514,13 +524,13 @@ class Shelf:
                     parent.rmdir()
                 except OSError:
                     break
-            self.spares[root].trim()
+            self.pools[root].trim()
         return existed
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys that start with `prefix`, sorted; of files with other names nothing is said.
+        """All keys that start with `prefix`, sorted; files that have no key's name are left out.
 
-        Raises InvalidKey for what is no text."""
+        Raises InvalidKey for a prefix that is no text."""
         check_prefix(prefix)
         found: set[str] = set()
         # Only the directory that all of them are in, not every job's.
@@ -551,12 +561,12 @@ class Shelf:
         return [other for other in fetched if 0 <= version_in(other) < version]
 
     def sweep(self) -> None:
-        """Remove what was left half way, and spares that nobody uses."""
+        """Remove what was left half way, and pool that nobody uses."""
         for root in self.roots:
             for place, below, _ in os.walk(root):
                 below[:] = [name for name in below if not name.startswith(".")]
                 sweep(Path(place))
-            self.spares[root].sweep()
+            self.pools[root].sweep()
 
     def verify(
         self,
@@ -568,15 +578,15 @@ class Shelf:
     ) -> None:
         """See that `tensors`, mapped from the file of `identity` at `path`, hold what was set.
 
-        Large states are verified once per host, until they are written to: who comes second
-        waits for the first. Raises Corrupt, TransferTimeout.
+        Large states are verified once per host, until they are written to: a second process waits
+        for the first. Raises Corrupt, TransferTimeout.
         """
         if manifest.num_bytes < _MARKED_BYTES:
             _verify(manifest, tensors, deadline)
             return
 
         def verified() -> bool:
-            # (What was fetched was verified as it came.)
+            # (A fetched state was verified as it arrived.)
             kinds = ("verified", "fetched")
             return any(note(path, kind, identity) is not None for kind in kinds)
 
@@ -591,7 +601,7 @@ class Shelf:
 
 
 def unusable(root: Path, error: OSError) -> FailedPrecondition:
-    """What to raise where `root` can be written to no more."""
+    """The error of a `root` that cannot be written to any more."""
     return FailedPrecondition(
         f"it cannot be written to: {error.strerror}",
         kind=_UNUSABLE,

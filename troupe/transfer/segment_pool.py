@@ -1,11 +1,11 @@
-"""Files of states that nobody needs any more, kept to be filled again.
+"""A pool of files of deleted states, which are filled again.
 
 A fresh page of shared memory costs several times what copying into it does, and mapping one in
-costs about as much. Whoever publishes version after version, or suspends policy after policy, so
-fills the same few files over and over, through mappings that stay.
+costs about as much. A process that publishes version after version, or suspends policy after
+policy, therefore fills the same few files again and again, through mappings that stay open.
 
-A file that may become a spare has a second name in `.spare/` of its root. Its key's name being
-gone, and no reader holding its lock, it is free.
+A pooled file has a second name in `.spare/` of its root. It is free when its key's name is gone and
+no reader holds its lock.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from typing import BinaryIO, Final
 
 log = logging.getLogger(__name__)
 
-# Below it, nothing is gained.
+# Reusing smaller files gains nothing.
 MIN_BYTES: Final = 4 << 20
 # Free files that one process keeps under one root.
 _MOST_FREE: Final = 2
-# A file that nobody used again for so long gives its memory back.
+# A free file that was not used again for so long is removed.
 _IDLE_SECONDS: Final = 120.0
-# How far the size of a spare may be off: its pages are memory whether they are used or not.
+# By which factor a file's size may differ: its pages are memory whether they are used or not.
 _FIT: Final = 2.0
 _POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
 
 
 @dataclass(eq=False)
-class Spare:
-    """An open file with its second name, and its mapping once it was filled through one."""
+class PooledSegment:
+    """An open file with its second name, and the mapping that it was filled through, if any."""
 
     file: BinaryIO
     link: Path
@@ -54,37 +54,37 @@ class Spare:
         return memoryview(self.mapping)
 
     def close(self) -> None:
-        """Forget it; its memory is free once no key names it and nobody has it mapped."""
+        """Forget it; its memory is free once no key names it and no process has it mapped."""
         if os.fstat(self.file.fileno()).st_nlink == 1 and _locked(self):
-            # Nobody reads it, but an owner may still have it mapped.
+            # It has no reader, but an owner process may still have it mapped.
             self.file.truncate(0)
         self.link.unlink(missing_ok=True)
         self.mapping = None
         self.file.close()
 
 
-class Spares:
-    """This process' files under one root. Safe to use from several threads."""
+class SegmentPool:
+    """The pooled files of this process under one root. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._directory = root / ".spare"
         self._lock = threading.Lock()
-        self._kept: list[Spare] = []
+        self._kept: list[PooledSegment] = []
 
-    def take(self, nbytes: int) -> Spare | None:
+    def take(self, nbytes: int) -> PooledSegment | None:
         """A free file of about `nbytes`, locked against readers; the caller `keep`s it again."""
         if nbytes < MIN_BYTES:
             return None
         with self._lock:
             free = sorted(self._free(), key=lambda s: abs(_size(s) - nbytes))
-            for spare in free:
-                if nbytes / _FIT <= _size(spare) <= nbytes * _FIT and _locked(spare):
-                    self._kept.remove(spare)
-                    return spare
+            for segment in free:
+                if nbytes / _FIT <= _size(segment) <= nbytes * _FIT and _locked(segment):
+                    self._kept.remove(segment)
+                    return segment
         return None
 
-    def keep(self, file: BinaryIO, path: Path, nbytes: int) -> Spare | None:
-        """Give `file`, which is at `path`, its second name; None where that is of no use."""
+    def keep(self, file: BinaryIO, path: Path, nbytes: int) -> PooledSegment | None:
+        """Give `file`, which is at `path`, its second name; None where it cannot be pooled."""
         if nbytes < MIN_BYTES:
             return None
         link = self._directory / secrets.token_hex(8)
@@ -92,26 +92,26 @@ class Spares:
             self._directory.mkdir(exist_ok=True, mode=0o700)
             os.link(path, link)
         except OSError as error:
-            log.debug("%s is not kept for later: %s", path, error)
+            log.debug("%s is not pooled: %s", path, error)
             return None
-        return Spare(file, link)
+        return PooledSegment(file, link)
 
-    def put(self, spare: Spare) -> None:
-        """It is filled and has its key's name: use it again when it has lost that."""
+    def put(self, segment: PooledSegment) -> None:
+        """Put back a file that was published: it is used again when its key's name is gone."""
         with self._lock:
-            self._kept.append(spare)
+            self._kept.append(segment)
         self.trim()
         self.sweep()
 
     def trim(self) -> None:
-        """Keep no more free files than may be of use."""
+        """Remove free files beyond the number that is kept."""
         with self._lock:
             for old in self._free()[: -_MOST_FREE or None]:
                 self._kept.remove(old)
                 old.close()
 
     def sweep(self, idle_seconds: float = _IDLE_SECONDS) -> None:
-        """Free what nobody has used for so long, whichever process kept it."""
+        """Remove files that were free for `idle_seconds`, whichever process kept them."""
         with contextlib.suppress(FileNotFoundError):
             for link in self._directory.iterdir():
                 with contextlib.suppress(OSError):
@@ -121,34 +121,34 @@ class Spares:
                         continue
                     with open(link, "r+b") as file:
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        # Who still has it open finds it without a name, and drops it.
+                        # A process that still has it open finds it without a name and drops it.
                         link.unlink()
                         file.truncate(0)
         with self._lock:
             self._kept = [s for s in self._kept if os.fstat(s.file.fileno()).st_nlink > 0]
 
     def close(self) -> None:
-        """Give back all memory that is free."""
+        """Remove all files that are free."""
         with self._lock:
-            for spare in self._kept:
-                spare.close()
+            for segment in self._kept:
+                segment.close()
             self._kept.clear()
 
-    def _free(self) -> list[Spare]:
+    def _free(self) -> list[PooledSegment]:
         return [s for s in self._kept if os.fstat(s.file.fileno()).st_nlink == 1]
 
 
-def _size(spare: Spare) -> int:
-    return os.fstat(spare.file.fileno()).st_size
+def _size(segment: PooledSegment) -> int:
+    return os.fstat(segment.file.fileno()).st_size
 
 
-def _locked(spare: Spare) -> bool:
+def _locked(segment: PooledSegment) -> bool:
     try:
-        fcntl.flock(spare.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(segment.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    # Somebody may have given its memory back before.
-    if os.fstat(spare.file.fileno()).st_nlink == 1:
+    # Another process may have removed it before.
+    if os.fstat(segment.file.fileno()).st_nlink == 1:
         return True
-    fcntl.flock(spare.file, fcntl.LOCK_UN)
+    fcntl.flock(segment.file, fcntl.LOCK_UN)
     return False

@@ -1,4 +1,4 @@
-"""Where states lie: directories of this host, and peers on others."""
+"""Where a state may come from: directories of this host, and owners on other hosts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_memory(path: Path) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _in_memory(path: Path, device: int) -> bool:
-    """Asked for every state that moves; of one `device` a path has one answer."""
+    """`in_memory` of a path on `device`; cached, because it is asked for every state that moves."""
     best, kind = -1, ""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
@@ -60,29 +60,29 @@ class FetchedState:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A state of another host that is needed here."""
+class StateRequest:
+    """A state of another host that is to be fetched."""
 
     key: str
-    # Of the monotonic clock.
+    # Of the monotonic clock; 0: the source's own.
     deadline: float
-    # The checksum it must have; who has another content has not got it.
+    # The checksum that it must have; an owner with another content counts as not having it.
     expected: str | None = None
-    # A key of this host that most of it may equal.
+    # A key of this host whose content it mostly equals: pieces that both have are not sent.
     base: str | None = None
 
 
-class Source(Protocol):
-    """Where states of other hosts come from: `troupe.transfer.remote.Peer`, `HostOwner`."""
+class FetchSource(Protocol):
+    """Fetches states of other hosts: `troupe.transfer.remote.Peer`, `HostOwner`."""
 
     @property
     def address(self) -> str: ...
     @property
     def deadline_seconds(self) -> float: ...
     def fetch(
-        self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
+        self, wanted: StateRequest, roots: Sequence[Path], counters: TransferCounters
     ) -> FetchedState:
-        """Bring it into the first of `roots` that has room.
+        """Fetch it into the first of `roots` that has room.
 
         Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout, Unavailable.
         """
@@ -90,11 +90,14 @@ class Source(Protocol):
 
 
 def from_first(
-    peers: Sequence[Source], wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
+    peers: Sequence[FetchSource],
+    wanted: StateRequest,
+    roots: Sequence[Path],
+    counters: TransferCounters,
 ) -> FetchedState:
-    """What is `wanted` from the first peer that has it; a deadline of 0 is the peer's own.
+    """Fetch from the first peer that has the state.
 
-    Raises KeyNotFound, or what the last one raised.
+    Raises KeyNotFound, or what the last peer raised.
     """
     failure: TroupeError | None = None
     for peer in peers:
@@ -110,13 +113,13 @@ def from_first(
         try:
             raise failure
         finally:
-            del failure  # a circle otherwise, with the frames of whoever called
+            del failure  # else a reference cycle that keeps the callers' frames
     addresses = ", ".join(peer.address for peer in peers)
     raise KeyNotFound(wanted.key, f"neither here nor at {addresses}")
 
 
 def near(path: Path, roots: Sequence[Path]) -> tuple[str, str]:
-    """Transport of what lies at `path`, one of `roots`, and why it lies there."""
+    """Transport and reason (`Choice`) of a state at `path`, in one of `roots`."""
     if in_memory(path.parent):
         return "shared_memory", "same_host"
     return "file", "shared_memory_full" if in_memory(roots[0]) else "root_on_disk"

@@ -1,4 +1,4 @@
-"""A state's file while its bytes arrive: invisible under its key until all of it is there."""
+"""The file of a state that is being fetched: invisible under its key until it is complete."""
 
 from __future__ import annotations
 
@@ -11,61 +11,58 @@ from pathlib import Path
 from typing import Final
 
 from troupe.rpc.errors import TroupeError, Unavailable
-from troupe.transfer import blob, shelf
+from troupe.transfer import blob, segments
 from troupe.transfer.blob import Manifest, chunks_of, spans_of
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull
-from troupe.transfer.places import in_memory
-from troupe.transfer.shelf import Room, Shelf
-from troupe.transfer.spares import Spares
+from troupe.transfer.segment_pool import SegmentPool
+from troupe.transfer.segments import SegmentStore, SegmentWriter
+from troupe.transfer.sources import in_memory
 
 log = logging.getLogger(__name__)
 
 _NAP_SECONDS: Final = 1.0
 
 
-class Part:
-    """The file and its chunks. `data` is the section of tensors, writable.
+class PartialState:
+    """The file and its chunks. `data` is the writable section of tensors.
 
-    One thread fills it; others may wait for its chunks to hand them on.
+    One thread fills it; others may wait for chunks that they hand on to other hosts.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, spares: Spares | None) -> None:
-        """Take all the room at once. What a process that died had got of it stays.
-
-        Raises OSError.
-        """
+    def __init__(self, path: Path, manifest: Manifest, pool: SegmentPool | None) -> None:
+        """Allocate the whole file, or continue the one that a dead process left. Raises OSError."""
         self.path, self.manifest = path, manifest
         self.chunks = chunks_of(manifest)
         head = blob.prefix(manifest)
         name = f".{path.name}.{manifest.checksum}.part"
-        self._room = Room(path, len(head) + manifest.end, spares, name=name)
+        self._writer = SegmentWriter(path, len(head) + manifest.end, pool, name=name)
         try:
-            self.data = self._room.mapped[len(head) :]
-            self._room.mapped[: len(head)] = head
+            self.data = self._writer.mapped[len(head) :]
+            self._writer.mapped[: len(head)] = head
         except BaseException:
-            self._room.abandon()
+            self._writer.abandon()
             raise
         self.missing = set(range(len(self.chunks)))
-        # Why there will be no more chunks.
+        # Why no more chunks will arrive.
         self._failure: TroupeError | None = None
         self._committed = False
         self._changed = threading.Condition()
-        if self._room.resumed:
+        if self._writer.resumed:
             self.missing = {i for i in self.missing if self.chunks[i].damaged(self.data)}
             log.info("%s: %d of %d chunks were here", manifest.key, self.num_here, len(self.chunks))
 
     @property
-    def shown(self) -> bool:
-        """Whether all of it is under its key."""
+    def published(self) -> bool:
+        """Whether the complete file is under its key."""
         return self._committed
 
     @property
     def num_here(self) -> int:
-        """Chunks that have arrived and are what they should be."""
+        """The number of chunks that have arrived and were verified."""
         return len(self.chunks) - len(self.missing)
 
     def take_from(self, base: Manifest, data: memoryview) -> int:
-        """Copy from another state what this one has too; how many bytes that are."""
+        """Copy the chunks that this state shares with another one; returns their bytes."""
         there = {span.checksum: span for span in spans_of(base)}
         copied = 0
         for index in sorted(self.missing):
@@ -84,7 +81,7 @@ class Part:
         return copied
 
     def arrived(self, index: int) -> None:
-        """The chunk is there, verified."""
+        """Note that a chunk has arrived and was verified."""
         with self._changed:
             self.missing.discard(index)
             self._changed.notify_all()
@@ -109,28 +106,29 @@ class Part:
             return None
 
     def commit(self, address: str) -> None:
-        """Show the file under its key, all chunks being there. It came from `address`."""
+        """Publish the complete file under its key; `address`: the owner that it came from."""
         assert not self.missing
-        self._room.show()
+        self._writer.publish()
         self._committed = True
-        shelf.mark(self.path, "fetched", address)
+        segments.mark(self.path, "fetched", address)
 
     def fail(self, error: BaseException) -> None:
-        """Give the room back. What has arrived stays for who goes on, unless it is of no use."""
+        """End the fetch with `error`. Chunks that have arrived are kept for a later attempt, unless
+        the error says that they are of no use."""
         no_use = isinstance(error, Corrupt | KeyNotFound | StorageFull)
         with self._changed:
             self._failure = error if isinstance(error, TroupeError) else Unavailable(repr(error))
             self._changed.notify_all()
-        self._room.abandon(keep_file=not no_use and self.num_here > 0)
+        self._writer.abandon(keep_file=not no_use and self.num_here > 0)
 
 
 @contextlib.contextmanager
-def part_in(shelf: Shelf, manifest: Manifest) -> Iterator[Part]:
-    """A part in the first root of `shelf` that has room; ended with what the block raises.
+def partial_state_in(segments: SegmentStore, manifest: Manifest) -> Iterator[PartialState]:
+    """A partial state in the first root of `segments` that has room; the block's error ends it.
 
     Raises StorageFull.
     """
-    part = _made(shelf, manifest)
+    part = _made(segments, manifest)
     try:
         yield part
     except BaseException as error:
@@ -138,20 +136,22 @@ def part_in(shelf: Shelf, manifest: Manifest) -> Iterator[Part]:
         raise
 
 
-def _made(shelf: Shelf, manifest: Manifest) -> Part:
-    for root in shelf.roots:
+def _made(segments: SegmentStore, manifest: Manifest) -> PartialState:
+    for root in segments.roots:
         path = root / manifest.key
-        spares = shelf.spares[root] if in_memory(root) else None
+        pool = segments.pools[root] if in_memory(root) else None
         for again in (False, True):
             try:
-                return Part(path, manifest, spares)
+                return PartialState(path, manifest, pool)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-            if spares is None or again:
+            if pool is None or again:
                 break
-            # What is kept for later is of more use now.
-            spares.close()
-            spares.sweep(0)
+            # The pooled files take the room that this state needs.
+            pool.close()
+            pool.sweep(0)
         log.warning("%s: no room for %d bytes in %s", manifest.key, manifest.num_bytes, root)
-    raise StorageFull(manifest.key, f"no room for {manifest.num_bytes} bytes in {shelf.roots[0]}")
+    raise StorageFull(
+        manifest.key, f"no room for {manifest.num_bytes} bytes in {segments.roots[0]}"
+    )
