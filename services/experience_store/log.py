@@ -1,10 +1,10 @@
-"""What became of every sample, kept when the bookkeeping of its step is forgotten.
+"""The log: the fate of every sample, kept after the records of its step are forgotten.
 
 A step that is trimmed leaves one compressed record per policy (`LoggedStep`: its commit and the
 fate of each sample) and one for the job (`StepMembership`: its queries, and how each trajectory
-ended). In order, each arrow repeatable: log every policy -> log the roster -> forget the
-bookkeeping. So a crash between two of them loses nothing: a step is in the log, in the book, or in
-both alike.
+ended). In order, each arrow repeatable: log every policy -> log the roster -> forget the records.
+A crash between two of them loses nothing: a step is in the log, in the book of records, or in both
+alike.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from troupe.experience import samples_digest
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
-# Why rows of a step that nobody committed are DROPPED when the tables are.
+# Reason of rows of an uncommitted step that are DROPPED with the tables.
 JOB_OVER: Final = "job_over"
 
-# Records read at once: a long book must not hold Redis, nor this process, for long.
+# Records read at once, so that a long book holds up neither Redis nor this process.
 _PAGE: Final = 1000
 # Samples, or bytes of their record: from here on another thread (de)compresses.
 _LONG: Final = 10_000
@@ -46,7 +46,7 @@ _FINAL: Final = frozenset({pb.SAMPLE_STATE_TRAINED, pb.SAMPLE_STATE_DROPPED})
 
 @dataclass(frozen=True)
 class StepMembership:
-    """What a job knows of one of its steps, whatever the policies made of it."""
+    """A job's own record of one of its steps: its roster, and how its trajectories ended."""
 
     step: int
     fields: dict[str, str]
@@ -75,7 +75,7 @@ class StepMembership:
         return {name: int(version) for name, version in json.loads(self.fields["versions"]).items()}
 
     def format(self) -> bytes:
-        """The compressed text that Redis holds."""
+        """The compressed text in Redis."""
         endings = {trajectory: ending.format() for trajectory, ending in self.endings.items()}
         return zlib.compress(json.dumps({"fields": self.fields, "endings": endings}).encode())
 
@@ -132,16 +132,16 @@ class Log:
         await self._database.call("HSET", JobTableKeys(job).log, roster.step, roster.format())
 
     async def keep_tables(self, job: str, declaration: str) -> None:
-        """Remember what tables the job had (tables.Table): they are about to be dropped."""
+        """Keep the declaration of tables (`TableSchema.format`) that are about to be dropped."""
         await self._database.call("SET", JobTableKeys(job).logged_tables, declaration)
 
     async def tables(self, job: str) -> bytes | None:
-        """What tables the job had, when they are dropped."""
+        """The declaration of a job's dropped tables; None while they exist."""
         stored: bytes | None = await self._database.call("GET", JobTableKeys(job).logged_tables)
         return stored
 
     async def purge(self, job: str, policies: Iterable[str]) -> None:
-        """Free the log."""
+        """Delete the log of a job."""
         keys = JobTableKeys(job)
         for policy in policies:
             own = PolicyKeys(job, policy)
@@ -164,7 +164,7 @@ class Log:
 
     async def roster(self, job: str, step: int) -> StepMembership | None:
         """A step's roster, from the log or from the live job; None for a step never opened."""
-        # It may be logged and forgotten while we look.
+        # Twice: it may be logged and forgotten between the two reads.
         for _ in range(2):
             stored = await self._database.call("HGET", JobTableKeys(job).log, step)
             if stored is not None:
@@ -174,7 +174,7 @@ class Log:
         return None
 
     async def policy_step(self, job: str, policy: str, step: int) -> store_pb.LoggedStep:
-        """What became of every sample of a policy's step, or has so far."""
+        """The fate of every sample of a policy's step, so far."""
         keys = PolicyKeys(job, policy)
         logged = store_pb.LoggedStep(step=step)
         for _ in range(2):
@@ -240,7 +240,7 @@ class Log:
 
 
 def pack(logged: store_pb.LoggedStep) -> bytes:
-    """What Redis holds of a policy's step."""
+    """A policy's logged step, compressed, as Redis holds it."""
     return zlib.compress(logged.SerializeToString(deterministic=True))
 
 
@@ -263,16 +263,16 @@ def unpack(stored: bytes) -> store_pb.LoggedStep:
     return store_pb.LoggedStep.FromString(zlib.decompress(stored))
 
 
-# What a long list of violations is cut to; the figures beside it count all of them.
+# Violations that a report lists at most; the figures beside them count all.
 LONGEST_LIST: Final = 200
 _TRAINED, _DROPPED = pb.SAMPLE_STATE_TRAINED, pb.SAMPLE_STATE_DROPPED
-# Rows that another trajectory's row kept out: counted, and not in the book.
+# Reason of rows that were kept out by another trajectory's row of the same id: counted, no record.
 _TAKEN: Final = "sample_id_taken"
 
 
 @dataclass
 class _Policy:
-    """What was added up of one policy."""
+    """The sums of one policy."""
 
     audit: store_pb.PolicyAudit
     version: int | None = None
@@ -282,7 +282,7 @@ class _Policy:
 
 
 class StepLedger:
-    """Takes the steps of a job in their order; afterwards `report` is the audit."""
+    """The audit of a job: takes its steps in order, then reports."""
 
     def __init__(self, policies: Collection[str], max_uses: int) -> None:
         self._max_uses = max_uses
@@ -292,12 +292,12 @@ class StepLedger:
         self._hidden = 0
         self._last: int | None = None
         self.live = False
-        """Whether some step is not over: then the next look may see it otherwise."""
+        """Whether some step is not over: another look may find it changed."""
 
     def add(
         self, step: int, roster: StepMembership | None, tables: Mapping[str, store_pb.LoggedStep]
     ) -> None:
-        """The next step: who was admitted, how they ended, and what became of their rows."""
+        """Add the next step: its roster, its endings, and the fate of their rows."""
         if self._last is not None and step != self._last + 1:
             self._say(f"steps {self._last + 1} to {step - 1} are in no log")
         self._last = step
@@ -311,7 +311,7 @@ class StepLedger:
             self._add_table(policy, step, roster, tables[name])
 
     def report(self, heads: Mapping[str, int]) -> store_pb.AuditTablesResponse:
-        """The audit. `heads`: the version that each policy's table says it is at."""
+        """The audit. `heads`: the version of each policy's table."""
         for name, policy in self._policies.items():
             audit = policy.audit
             audit.version = -1 if policy.version is None else policy.version
@@ -349,7 +349,7 @@ class StepLedger:
         for trajectory, ending in roster.endings.items():
             self._report.trajectories_by_state[ending.state] += 1
             if "\t" in trajectory:
-                # Nobody told its name; a query may be taken again in another step.
+                # It has no name of its own; a query may be taken again in another step.
                 continue
             name = xxhash.xxh3_64_intdigest(trajectory.encode())
             earlier = self._ended.setdefault(name, step)
@@ -357,8 +357,8 @@ class StepLedger:
                 self._say(f"trajectory {trajectory} ended in step {earlier} and in step {step}")
 
     def _compare_groups(self, roster: StepMembership) -> None:
-        """Where trajectories are redundant no group has more than its members; and who was left out
-        of one was left out for a full one."""
+        """Where trajectories are redundant: no group has more members than its size, and a
+        trajectory was ended as redundant only when its group was full."""
         if not roster.redundant:
             return
         where, size = f"step {roster.step}", roster.group_size
@@ -401,10 +401,10 @@ class StepLedger:
         own: Collection[store_pb.LoggedSample],
         table: store_pb.LoggedStep,
     ) -> None:
-        """Every row that a trajectory came with is there, and no other."""
+        """Check that the rows of each ending are in the table, and no others."""
         name, step = policy.audit.policy, roster.step
         there = Counter(sample.trajectory_id for sample in own)
-        # Who kept which row out is not known, only how many.
+        # Which rows were kept out is not known, only how many.
         excused = table.drop_reasons.get(_TAKEN, 0)
         missing: list[str] = []
         for trajectory, ending in roster.endings.items():
@@ -475,7 +475,7 @@ class StepLedger:
     def _compare_commit(
         self, policy: _Policy, roster: StepMembership, table: store_pb.LoggedStep
     ) -> None:
-        """What the commit says of itself is what its rows say."""
+        """Check the commit's fields against its rows."""
         commit, audit = table.commit, policy.audit
         where = f"step {roster.step}, {audit.policy}"
         trained = [s.sample_id for s in table.samples if s.state == _TRAINED]

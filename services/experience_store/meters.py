@@ -1,4 +1,4 @@
-"""What Prometheus is told about the store."""
+"""Prometheus metrics of the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PERIOD_SECONDS: Final = 5.0
 
 
 class Meters:
-    """Counters that the servicer moves, and gauges of the tables and of Redis itself."""
+    """Counters that the servicer increments, and gauges of tables and Redis."""
 
     def __init__(self, telemetry: Telemetry, store: Store) -> None:
         self._store = store
@@ -70,32 +70,32 @@ class Meters:
         self._redis_bytes = telemetry.gauge("troupe_store_redis_bytes", "Memory that Redis uses.")
 
     def start(self) -> None:
-        """Begin to ask Redis about itself."""
+        """Start to observe Redis and the tables."""
         self._background.start(self._observe_forever(), "meters")
 
     async def stop(self) -> None:
-        """End it."""
+        """Stop observing."""
         await self._background.stop()
 
     def appended(self, append: Append, accepted: bool) -> None:
-        """An ending was decided."""
+        """Count a decided ending, and its samples if it was accepted."""
         self._trajectories.labels(append.ending.state.lower(), str(accepted).lower()).inc()
         if accepted:
             for policy, rows in append.by_policy.items():
                 self._appended.labels(policy).inc(len(rows))
 
     def pushed_back(self) -> None:
-        """An ending was refused above the high-water mark."""
+        """Count an ending refused above the high-water mark."""
         self._pushed_back.inc()
 
     def claimed(self, policy: str, delivery: Delivery) -> None:
-        """A claim was answered."""
+        """Count an answered claim."""
         outcome = store_pb.ClaimMicroBatchResponse.Outcome.Name(delivery.outcome)
         self._claims.labels(policy, outcome.removeprefix("OUTCOME_").lower()).inc()
         self._claimed.labels(policy).inc(delivery.samples)
 
     def committed(self, commit: store_pb.StepCommit) -> None:
-        """A step ended."""
+        """Count a committed step."""
         outcome = store_pb.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_")
         self._commits.labels(commit.policy, outcome.lower()).inc()
 
@@ -112,7 +112,7 @@ class Meters:
         found: dict[str, store_pb.DescribeTablesResponse] = {}
         for name in await store.database.call("SMEMBERS", JOBS):
             job = name.decode()
-            # Of jobs that are over nothing changes any more, and there may be many.
+            # Jobs that are over may be many, and do not change.
             if await store.steps.live(job):
                 with contextlib.suppress(TroupeError, *DAMAGED):
                     found[job] = await store.descriptions.describe(job)

@@ -1,9 +1,9 @@
-"""Wakes whoever waits for a change of a table, so that nobody polls.
+"""Wakes callers that wait for a change of a table, so that none of them polls.
 
-The scripts publish what they changed; every replica of the store listens to all of it on one
-connection, and so hears its own writes and those of the others. While that connection is down
-nothing is heard: then this process's own writes ring the bells directly, and when it is back all
-bells ring, since any notice may have been missed.
+The scripts publish what they changed; every replica of the store subscribes to all of it on one
+connection, and so learns of its own writes and of those of the others. While that connection is
+down this process wakes waiters after its own writes; when it is back all waiters are woken, since
+any notice may have been missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from troupe.rpc import RetryPolicy, Unavailable
 
 
 class Background:
-    """At most one task; starting and ending belong to one event loop."""
+    """At most one background task, started and ended in one event loop."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
@@ -33,7 +33,7 @@ class Background:
         self._task = asyncio.create_task(work, name=name)
 
     async def stop(self) -> None:
-        """End it, if it was started. Repeatable."""
+        """Cancel the task, if one was started. Repeatable."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -50,8 +50,8 @@ DROPPED: Final = "dropped"
 _RECONNECT: Final = RetryPolicy(initial_backoff=0.1, max_backoff=2.0)
 
 
-class Bell:
-    """What one waiter listens with. Notices that come before `wait` are kept."""
+class Subscription:
+    """The subscription of one waiter. Notices that arrive before `wait` are kept."""
 
     def __init__(self, policy: str | None, step: int | None, kinds: frozenset[str]) -> None:
         self._policy = policy
@@ -62,11 +62,11 @@ class Bell:
         self.dropped = False
         """The job's tables are gone."""
 
-    def hears(self, policy: str, step: int, kind: str) -> bool:
-        """Whether this waiter asked for such a notice."""
+    def matches(self, policy: str, step: int, kind: str) -> bool:
+        """Whether such a notice is for this waiter."""
         return kind in self._kinds and self._policy in (None, policy) and self._step in (None, step)
 
-    def ring(self, step: int | None = None, *, dropped: bool = False) -> None:
+    def wake(self, step: int | None = None, *, dropped: bool = False) -> None:
         """Wake the waiter."""
         if step is not None:
             self._steps.add(step)
@@ -90,60 +90,60 @@ class Bell:
 
 
 class Notices:
-    """All bells of this process, and the connection that rings them."""
+    """The waiters of this process, and the connection that wakes them."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._bells: dict[str, set[Bell]] = {}
+        self._subscriptions: dict[str, set[Subscription]] = {}
         self._background = Background()
         self._connected = asyncio.Event()
         self.closing = False
-        """The service stops: whoever waits answers with what it has."""
+        """The service stops: waiting calls answer with what they have."""
 
     @contextlib.contextmanager
     def listen(
         self, job: str, *, policy: str | None = None, step: int | None = None, kinds: frozenset[str]
-    ) -> Iterator[Bell]:
-        """A bell for changes of `job`; ask for the state after this, so that none is missed."""
-        bell = Bell(policy, step, kinds)
-        bells = self._bells.setdefault(job, set())
-        bells.add(bell)
+    ) -> Iterator[Subscription]:
+        """A subscription to changes of `job`; read the state after this, so that none is missed."""
+        subscription = Subscription(policy, step, kinds)
+        subscriptions = self._subscriptions.setdefault(job, set())
+        subscriptions.add(subscription)
         try:
-            yield bell
+            yield subscription
         finally:
-            bells.discard(bell)
-            if not bells and self._bells.get(job) is bells:
-                del self._bells[job]
+            subscriptions.discard(subscription)
+            if not subscriptions and self._subscriptions.get(job) is subscriptions:
+                del self._subscriptions[job]
 
     def written(self, job: str, policy: str, step: int) -> None:
-        """Tell that this process wrote: rings only while Redis's own notice cannot be heard."""
+        """Wake waiters after a write of this process, while no notice of Redis can arrive."""
         if not self._connected.is_set():
             for kind in (CLAIMABLE, COUNTS):
-                self._ring(job, policy, step, kind)
+                self._wake(job, policy, step, kind)
 
-    def _ring(self, job: str, policy: str, step: int, kind: str) -> None:
-        for bell in self._bells.get(job, ()):
+    def _wake(self, job: str, policy: str, step: int, kind: str) -> None:
+        for subscription in self._subscriptions.get(job, ()):
             if kind == DROPPED:
-                bell.ring(dropped=True)
-            elif bell.hears(policy, step, kind):
-                bell.ring(step)
+                subscription.wake(dropped=True)
+            elif subscription.matches(policy, step, kind):
+                subscription.wake(step)
 
-    def ring_all(self) -> None:
-        """Wake everybody: something changed that no table's notice tells."""
-        for bells in self._bells.values():
-            for bell in bells:
-                bell.ring()
+    def wake_all(self) -> None:
+        """Wake all waiters: something changed that no table's notice tells."""
+        for subscriptions in self._subscriptions.values():
+            for subscription in subscriptions:
+                subscription.wake()
 
     async def start(self, timeout: float = 5.0) -> None:
-        """Begin to listen; returns once subscribed, or after `timeout` (listening goes on)."""
+        """Subscribe; returns once subscribed, or after `timeout` seconds, still trying."""
         self._background.start(self._listen_forever(), "notices")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._connected.wait(), timeout)
 
     async def stop(self) -> None:
-        """Wake all waiters for good and end the listening."""
+        """Wake all waiters for good and end the subscription."""
         self.closing = True
-        self.ring_all()
+        self.wake_all()
         await self._background.stop()
 
     async def _listen_forever(self) -> None:
@@ -156,18 +156,18 @@ class Notices:
                     failures = 0
                     log.warning("notices_lost", redis=self._database.address, error=str(error))
                 self._connected.clear()
-                self.ring_all()
+                self.wake_all()
                 failures += 1
             delay = _RECONNECT.backoff(min(failures, 16), Unavailable("redis"), rng)
             await asyncio.sleep(delay)
 
     async def _listen(self) -> None:
-        async with contextlib.aclosing(self._database.listen(CHANNEL_PATTERN)) as heard:
-            async for message in heard:
+        async with contextlib.aclosing(self._database.listen(CHANNEL_PATTERN)) as published:
+            async for message in published:
                 if message is None:
                     self._connected.set()
-                    self.ring_all()
+                    self.wake_all()
                     continue
                 job, policy = parse_channel(message[0].decode())
                 step, _, kind = message[1].decode().partition(" ")
-                self._ring(job, policy, int(step), kind or COUNTS)
+                self._wake(job, policy, int(step), kind or COUNTS)

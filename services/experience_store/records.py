@@ -1,4 +1,4 @@
-"""What is kept in Redis about a sample, an ending and a commit, and how it is written there.
+"""Keys and records of the store in Redis: samples, endings and commits.
 
 Lua reads and writes the same text (lua/policy.lua): fields separated by tabs, in the order of
 `SampleRecord`. Ids hold no control characters (requests.py), so nothing needs escaping.
@@ -19,7 +19,7 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 PREFIX: Final = "troupe"
-# All jobs that have tables; what the sweeper walks over.
+# Set: all jobs that have tables; the sweeper walks over them.
 JOBS: Final = f"{PREFIX}:jobs"
 # Field of staged rows that holds their records (lua/policy.lua); no id looks like it.
 RECORDS: Final = "\t"
@@ -53,13 +53,13 @@ STEP_KEYS: Final = (
 
 @dataclass(frozen=True)
 class JobTableKeys:
-    """Keys of what a job's policies have in common."""
+    """Keys that a job's policies share."""
 
     job: str
 
     @property
     def base(self) -> str:
-        """What every key under the job's tag starts with."""
+        """The prefix of every key under the job's hash tag."""
         return f"{PREFIX}:{{{self.job}}}"
 
     @property
@@ -84,7 +84,7 @@ class JobTableKeys:
 
     @property
     def logged_tables(self) -> str:
-        """What `tables` was; outlives it."""
+        """The value of `tables`, kept after the tables are dropped."""
         return f"{self.base}:logged-tables"
 
     def step(self, step: int) -> str:
@@ -98,11 +98,11 @@ class JobTableKeys:
 
     @property
     def rosters(self) -> str:
-        """How often a step's roster has changed."""
+        """Counts changes of steps' rosters."""
         return f"{self.base}:rosters"
 
     def all_of(self, step: int) -> tuple[str, ...]:
-        """All keys of a step, the one first by which it is known to be open."""
+        """All keys of a step; first the one whose existence says that it is open."""
         names = ("step", "ended", "queries", "left", "came", "completed")
         return tuple(f"{self.base}:{step}:{name}" for name in names)
 
@@ -126,7 +126,7 @@ class PolicyKeys:
 
     @property
     def base(self) -> str:
-        """What every key under the policy's tag starts with."""
+        """The prefix of every key under the policy's hash tag."""
         return f"{PREFIX}:{{{self.job}/{self.policy}}}"
 
     @property
@@ -141,17 +141,17 @@ class PolicyKeys:
 
     @property
     def log(self) -> str:
-        """Hash: step -> what became of its samples (log.pack); outlives the step."""
+        """Hash: step -> fate of its samples (log.pack); outlives the step."""
         return f"{self.base}:log"
 
     @property
     def totals(self) -> str:
-        """Hash: what the steps that were forgotten add to the counts since the job began."""
+        """Hash: counts of the steps that were forgotten, since the job began."""
         return f"{self.base}:totals"
 
     @property
     def channel(self) -> str:
-        """Where the scripts publish what they changed: `<step> <kind>`."""
+        """Channel on which the scripts publish changes: `<step> <kind>`."""
         return f"{self.base}:changes"
 
     def step(self, step: int, name: str) -> str:
@@ -166,7 +166,7 @@ class PolicyKeys:
         return f"{self.base}:{step}:rows:{trajectory}"
 
     def staged(self, step: int, trajectory: str, attempt: str) -> str:
-        """Rows of an ending that is not decided yet; renamed to `rows` when it wins."""
+        """Hash: rows of an ending that is not decided yet; renamed to `rows` when it wins."""
         return f"{self.base}:{step}:staged:{trajectory}:{attempt}"
 
 
@@ -176,11 +176,11 @@ def parse_channel(channel: str) -> tuple[str, str]:
     return job, policy
 
 
-# A sample, serialized: a text of its own, or where it lies in the message that it came in.
+# A serialized sample: bytes of its own, or a view of the message that it came in.
 Payload: TypeAlias = bytes | memoryview
 
 REWARD: Final = "reward"
-# Why trajectories end that a group did not need (lua/end_trajectory.lua).
+# Reason of trajectories that a group did not need (lua/end_trajectory.lua).
 REDUNDANT: Final = "redundant"
 
 STATE_OF: Final[dict[str, pb.SampleState.ValueType]] = {
@@ -199,7 +199,7 @@ _SPREAD_BYTES: Final = 12
 
 
 class StagedRow(NamedTuple):
-    """A sample on its way into a table: what its record begins with, read once."""
+    """A sample that is being appended: its payload, and the fields of its first record."""
 
     sample: str
     policy: str
@@ -216,7 +216,7 @@ class StagedRow(NamedTuple):
 
     @staticmethod
     def of(sample: store_pb.Sample, payload: Payload | None = None) -> StagedRow:
-        """The row of `sample`, which is `payload` if that is known."""
+        """The row of `sample`; `payload`: its serialization, where that is known."""
         versions = sample.versions
         columns = sample.columns
         return StagedRow(
@@ -241,7 +241,7 @@ class StagedRow(NamedTuple):
         lacks, early = ",".join(sorted(missing)), ",".join(self.columns)
         digest = xxhash.xxh3_128_digest(self.sample.encode())[:_SPREAD_BYTES]
         spread = base64.b64encode(digest).decode()
-        # A `SampleRecord`, in the order of its fields; written out, as it is once per row.
+        # A `SampleRecord` in the order of its fields, written out because it is made for every row.
         return (
             f"{_PENDING}\t{self.tokens}\t{len(self.payload)}\t{self.turn}\t{reward}\t{lacks}\t{early}"
             f"\t\t{query}\t{trajectory}\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t\t{spread}"
@@ -249,7 +249,7 @@ class StagedRow(NamedTuple):
 
 
 class SampleRecord(NamedTuple):
-    """The bookkeeping of one sample: everything but its payload."""
+    """The record of one sample in Redis: everything but its payload."""
 
     state: str
     """A key of `STATE_OF`."""
@@ -281,12 +281,12 @@ class SampleRecord(NamedTuple):
     origin: str
     """The step that it was appended to, where it comes back in a later one; else empty."""
     spread: str
-    """Characters that differ from row to row, because of a text of this length Lua hashes but every
-    third to eighth: records that differ in few others were all found in one bucket, and to make one
-    of them took as long as to compare it with all that were there."""
+    """Random characters. Lua hashes only every third to eighth character of a string of this
+    length: records that differ in few others would share one bucket of its string table, and each
+    new one would be compared with all of them."""
 
     def format(self) -> str:
-        """The text that Redis holds."""
+        """The text in Redis."""
         return "\t".join(self)
 
     @staticmethod
@@ -295,15 +295,15 @@ class SampleRecord(NamedTuple):
         return SampleRecord(*text.split("\t"))
 
     def settled(self, committed: bool) -> SampleRecord:
-        """What it says, its step being committed or not: a commit leaves records as they are where
-        nobody uses a sample again, and what it found CLAIMED is TRAINED (lua/commit.lua).
+        """The record as of its step's commit, if that is `committed`: a commit does not rewrite the
+        records of samples that are used once, and those CLAIMED are TRAINED (lua/commit.lua).
         """
         if not committed or self.state != _CLAIMED:
             return self
         return self._replace(state=_TRAINED, uses=str(int(self.uses) + 1))
 
     def apply_to(self, sample: store_pb.Sample) -> None:
-        """Set on `sample` what moves after the append: its state, reward, uses and group."""
+        """Set the fields of `sample` that change after its append: state, reward, uses, group."""
         sample.state = STATE_OF[self.state]
         sample.uses = int(self.uses)
         if self.origin:
@@ -312,15 +312,14 @@ class SampleRecord(NamedTuple):
         if self.reward:
             sample.reward = float(self.reward)
 
-    def read(self, payload: bytes, into: store_pb.Sample | None = None) -> store_pb.Sample:
-        """The sample (in `into`, an empty one): its payload, and what moved since."""
-        sample = store_pb.Sample() if into is None else into
-        sample.ParseFromString(payload)
+    def read(self, payload: bytes) -> store_pb.Sample:
+        """The sample: its payload, and the fields that changed since its append."""
+        sample = store_pb.Sample.FromString(payload)
         self.apply_to(sample)
         return sample
 
     def moved(self) -> bytes:
-        """What `apply_to` sets, serialized: put behind the payload it merges."""
+        """The fields that `apply_to` sets, serialized: appended to the payload they merge."""
         if self.origin:
             sample = store_pb.Sample()
             self.apply_to(sample)
@@ -329,7 +328,7 @@ class SampleRecord(NamedTuple):
 
     @property
     def rows(self) -> str:
-        """What its payload's key is made of (keys.PolicyKeys.rows)."""
+        """The last part of its payload's key (`PolicyKeys.rows`)."""
         return f"{self.trajectory}@{self.origin}" if self.origin else self.trajectory
 
     def outline(self, sample_id: str, policy: str) -> store_pb.Sample:
@@ -349,15 +348,15 @@ class SampleRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a trajectory ended: decided once per job, carried out in every policy's table."""
+    """How a trajectory ended: decided once per job, then applied to every policy's table."""
 
     state: str
     attempt: str
-    """Which append won; its rows are staged under this name until they are in the table."""
+    """The append that won; its rows are staged under this name until they are in the table."""
     query: str
     reason: str
     rows: str = ""
-    """Rows that came with it, `policy=number` joined by commas: what the audit looks for."""
+    """The number of its rows, `policy=number` joined by commas, which the audit compares."""
     spare: str = ""
     """Redundant trajectories of its query that ended with it; empty for none (written in Lua)."""
 
@@ -377,7 +376,7 @@ class Ending:
 
 @functools.lru_cache(maxsize=1024)
 def _moved(state: str, uses: str, reward: str) -> bytes:
-    """`SampleRecord.moved` of a sample in its first step: many have the same reward."""
+    """`SampleRecord.moved` of a sample in its first step; cached, as many have the same reward."""
     sample = store_pb.Sample(state=STATE_OF[state], uses=int(uses))
     if reward:
         sample.reward = float(reward)
@@ -386,13 +385,13 @@ def _moved(state: str, uses: str, reward: str) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _rows_of(text: str) -> dict[str, int]:
-    """`Ending.rows` parsed: millions of endings have few different ones."""
+    """`Ending.rows` parsed; cached, as millions of endings have few different ones."""
     pairs = (part.partition("=") for part in text.split(",") if part)
     return {policy: int(number) for policy, _, number in pairs}
 
 
 def commit_bytes(commit: store_pb.StepCommit) -> bytes:
-    """What Redis holds of a commit; `num_samples` is put before it by the script."""
+    """A commit as Redis holds it; the script puts `num_samples` before it."""
     return commit.SerializeToString(deterministic=True)
 
 
@@ -405,7 +404,7 @@ def parse_commit(stored: bytes) -> store_pb.StepCommit:
 
 
 def lua_transitions() -> str:
-    """`states.SAMPLE` as a Lua table, so that the scripts obey the same one."""
+    """The transitions of sample states as a Lua table, for the scripts."""
     rows = []
     for source, targets in states.SAMPLE.items():
         moves = ", ".join(f"{LETTER_OF[target]} = true" for target in sorted(targets))

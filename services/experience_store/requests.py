@@ -1,4 +1,4 @@
-"""What requests must look like. Errors name the field, its value and the remedy."""
+"""Validation of requests. Errors name the field, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _REASON_LENGTH: Final = 1000
 ROW_BYTES: Final = 16 * 2**20
 LONGEST_LEASE: Final = 86_400.0
 LONGEST_WAIT: Final = 600.0
-# What no response can carry. A smaller claim may well ask for more than its step will ever hold,
-# as a trainer does whose micro-batch is larger than a last, small step: it gets what there is.
+# More samples than any response can carry. (A claim may ask for more than its step will ever have.)
 LARGEST_CLAIM: Final = 65_536
 LARGEST_PAGE: Final = 1000
 DEFAULT_PAGE: Final = 50
@@ -36,7 +35,7 @@ _ITEM_BYTES: Final = {pb.DTYPE_INT32: 4, pb.DTYPE_FLOAT32: 4}
 
 
 def check_id(field: str, value: str) -> str:
-    """An id that the caller chose: any printable text."""
+    """Check an id that the caller chose: any printable text."""
     if not value or len(value) > ID_LENGTH or _CONTROL.search(value):
         raise InvalidArgument(
             f"must be 1 to {ID_LENGTH} characters without control characters",
@@ -48,27 +47,27 @@ def check_id(field: str, value: str) -> str:
 
 
 def check_common(request: Any) -> None:
-    """What every mutating call has: an id of its own, a job."""
+    """Check the request id and the job of a mutating call."""
     check_id("request_id", request.request_id)
     check_name("job_id", request.job_id)
 
 
 def check_step_call(request: Any) -> None:
-    """What every mutating call on a step of a table has."""
+    """Check the fields of a mutating call on a step of a table."""
     check_common(request)
     check_name("policy", request.policy)
     check_step(request.step)
 
 
 def check_step(step: int) -> int:
-    """The number of a step."""
+    """Check the number of a step."""
     if step < 0:
         raise InvalidArgument("must not be negative", field="step", value=step)
     return step
 
 
 def check_positive(field: str, value: float, largest: float) -> None:
-    """A number in (0, largest]."""
+    """Check a number in (0, largest]."""
     if not 0 < value <= largest:
         raise InvalidArgument(
             f"must be more than 0 and at most {largest:g}", field=field, value=value
@@ -76,7 +75,7 @@ def check_positive(field: str, value: float, largest: float) -> None:
 
 
 def check_not_negative(field: str, value: float) -> None:
-    """A number that may be zero, but not less, and not NaN."""
+    """Check a number that must be at least 0 and not NaN."""
     if not value >= 0:
         raise InvalidArgument("must not be negative", field=field, value=value)
 
@@ -88,7 +87,7 @@ def page_size(size: int) -> int:
 
 
 def check_reward(field: str, reward: float) -> float:
-    """A finite number: anything else would poison the statistics of the whole group."""
+    """Check that a reward is finite: others would spoil the statistics of the whole group."""
     if not math.isfinite(reward):
         raise InvalidArgument(
             "must be finite",
@@ -106,7 +105,7 @@ def clean_reason(reason: str) -> str:
 
 
 def check_columns(field: str, columns: Mapping[str, store_pb.Column]) -> None:
-    """User-defined columns: their names, and that each has a value which can be read."""
+    """Check the names of user-defined columns, and that each value can be read."""
     for name, column in columns.items():
         where = f"{field}[{printable(name)}]"
         if not _COLUMN.fullmatch(name) or name == "reward":
@@ -123,7 +122,7 @@ def check_columns(field: str, columns: Mapping[str, store_pb.Column]) -> None:
         _check_value(where, column)
         kind = _TYPED_COLUMNS.get(name)
         if kind is not None and not column.ref:
-            # What is behind a reference, its reader checks.
+            # A value behind a reference is checked by its reader.
             check_vector(f"{where}.tensor", column.tensor, kind)
 
 
@@ -196,7 +195,7 @@ _NO_COLUMNS: Final[Mapping[str, store_pb.Column]] = {}
 
 
 class Fill(NamedTuple):
-    """What is to be filled in of one sample, or why it is dropped."""
+    """Late columns of one sample, or the reason to drop it."""
 
     sample: str
     reward: float | None
@@ -205,9 +204,9 @@ class Fill(NamedTuple):
 
 
 def check_fill(where: str, item: store_pb.FillColumnsRequest | store_pb.SampleColumns) -> Fill:
-    """One sample's late columns; `where` is put before the names of its fields."""
+    """Check one sample's late columns; `where` precedes the names of fields in errors."""
     if item.HasField("reward") and not item.drop_reason and not item.columns:
-        # Most are like that.
+        # The common case: a reward and nothing else.
         sample, reward = item.sample_id, item.reward
         if 0 < len(sample) <= ID_LENGTH and sample.isprintable() and math.isfinite(reward):
             return Fill(sample, reward, _NO_COLUMNS, "")

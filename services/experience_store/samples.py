@@ -1,4 +1,9 @@
-"""Single samples: columns that come late, payloads, and pages of them to look at."""
+"""Samples after their append: late columns, payloads, and listing; rows kept in memory for claims.
+
+`FastRowReader` reads the fields of an ordinary row at fixed places of its serialized bytes, instead
+of parsing the message: to parse every row takes the store a third more CPU per row (4096 tokens,
+`benchmarks.experience_store`). Rows with anything unusual are parsed.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +33,8 @@ from troupe.wire import repeated, tag, varint
 MIB: Final = 2**20
 # Enough for what waits until the groups of a step are complete, and little beside a model.
 DEFAULT_BYTES: Final = 128 * MIB
-# Beside its payload a row takes some 450 bytes here, which are not counted: of rows shorter than
-# this there are no more than of rows as long.
+# A row takes some 450 bytes beside its payload, which are not counted: the number of rows is
+# bounded as if none were shorter than this.
 _SHORT: Final = 1024
 _LEAST_ROWS: Final = 64
 
@@ -38,18 +43,19 @@ _Key: TypeAlias = tuple[str, str, str, str]
 
 
 class RecentRows:
-    """At most `limit` bytes, messages that rows lie in counted whole; the oldest go first. 0 keeps
-    none.
+    """Payloads in memory from their append to their claim; the oldest are removed first.
+
+    At most `limit` bytes, where a message that rows are views of counts whole; 0 keeps none.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
         self._limit = limit
         self._most = max(_LEAST_ROWS, limit // _SHORT)
         self._rows: OrderedDict[_Key, Payload] = OrderedDict()
-        # Rows that lie in a message, by its identity: it is freed with the last of them.
+        # Rows per message that they are views of, by its identity: it is freed with the last one.
         self._sharing: dict[int, int] = {}
         self.bytes = 0
-        """Held."""
+        """Bytes that are kept."""
         self.found = 0
         """Rows that claims took from here, since the start."""
         self.missed = 0
@@ -74,9 +80,9 @@ class RecentRows:
     def take(
         self, job: str, policy: str, records: Sequence[tuple[str, SampleRecord]]
     ) -> dict[str, Payload]:
-        """Those of these samples that are here, and are complete as they were appended.
+        """Payloads of those of these samples that are kept, without late columns.
 
-        They are not kept any longer: hardly any row is claimed twice.
+        They are removed: hardly any row is claimed twice.
         """
         taken: dict[str, Payload] = {}
         for sample, record in records:
@@ -89,7 +95,7 @@ class RecentRows:
         return taken
 
     def forget(self, job: str) -> None:
-        """The job's tables are dropped."""
+        """Remove the rows of a job whose tables are dropped."""
         for key in [key for key in self._rows if key[0] == job]:
             self._pop(key)
 
@@ -107,7 +113,7 @@ class RecentRows:
 
 
 def _size(row: memoryview) -> int:
-    """Bytes of the message that it lies in."""
+    """The bytes of the message that `row` is a view of."""
     message = row.obj
     assert isinstance(message, bytes)
     return len(message)
@@ -115,9 +121,9 @@ def _size(row: memoryview) -> int:
 
 _Sample = store_pb.Sample
 
-# All names of a row, and what stands around them.
+# The most bytes of all names of a row, with their tags.
 _NAMES_BYTES: Final = 512
-# What may come behind the tokens, and how long that is at most.
+# Fields that may follow the tokens of an ordinary row, and their bytes at most.
 _BEHIND: Final = frozenset(
     {
         "versions",
@@ -131,7 +137,7 @@ _BEHIND: Final = frozenset(
     }
 )
 _BEHIND_BYTES: Final = 256
-# Lengths up to here are one byte.
+# The largest length that is encoded in one byte.
 _ONE_BYTE: Final = 0x7F
 
 _SAMPLE, _POLICY, _AGENT, _GROUP, _PROMPT, _RESPONSE, _LOGPROBS = (
@@ -149,19 +155,19 @@ _SAMPLE, _POLICY, _AGENT, _GROUP, _PROMPT, _RESPONSE, _LOGPROBS = (
 _TURN: Final = _Sample.TURN_FIELD_NUMBER << 3
 _CHECKSUM: Final = pb.Tensor.CHECKSUM_FIELD_NUMBER << 3 | 1
 _CHECKSUM_BYTES: Final = 9
-# A tensor's field number and its size, at most; everything in them follows from the size.
+# Bytes of a tensor's tag and size, at most; its other framing follows from the size.
 _SIZE_BYTES: Final = 6
-# What stands before its elements, at most.
+# Bytes before its elements, at most.
 _LONGEST_BEGIN: Final = 16
 
 
-class PlainRows:
-    """Reads the rows of one ending."""
+class FastRowReader:
+    """Reads ordinary rows of one ending without parsing them (see above)."""
 
     def __init__(self, query: str, trajectory: str) -> None:
         self._query = query.encode()
         self._trajectory = trajectory.encode()
-        # In every row, whatever its turn.
+        # The same bytes in every row of the ending.
         self._ids = b"".join(
             (
                 *repeated(_Sample.QUERY_ID_FIELD_NUMBER, [self._query]),
@@ -170,7 +176,7 @@ class PlainRows:
         )
 
     def read(self, payload: Payload) -> StagedRow | None:
-        """The row that `payload` is, if nothing is wrong with it and nothing unusual in it."""
+        """The row in `payload`; None for one that is invalid or in any way unusual."""
         try:
             return self._read(memoryview(payload))
         except (IndexError, UnicodeDecodeError, DecodeError):
@@ -220,7 +226,7 @@ class PlainRows:
 
 
 def _name(names: bytes, at: int, field: int) -> tuple[bytes, int]:
-    """A name that is not empty, and where it ends. Raises `IndexError` for anything else."""
+    """The non-empty name at `at`, and where it ends. Raises `IndexError` for anything else."""
     size = names[at + 1]
     end = at + 2 + size
     if names[at] != field or not 0 < size <= _ONE_BYTE or end >= len(names):
@@ -229,8 +235,8 @@ def _name(names: bytes, at: int, field: int) -> tuple[bytes, int]:
 
 
 def _vector(payload: memoryview, at: int, field: int, dtype: pb.Dtype.ValueType) -> tuple[int, int]:
-    """Elements of a tensor of one dimension, and where it ends. Raises `IndexError` for anything
-    else.
+    """The number of elements of the vector at `at`, and where it ends. Raises `IndexError` for
+    anything else.
     """
     elements, begin, size = _begin(bytes(payload[at : at + _SIZE_BYTES]), field, dtype)
     end = at + size
@@ -245,9 +251,9 @@ def _vector(payload: memoryview, at: int, field: int, dtype: pb.Dtype.ValueType)
 
 @functools.lru_cache(maxsize=4096)
 def _begin(text: bytes, field: int, dtype: pb.Dtype.ValueType) -> tuple[int, bytes, int]:
-    """Of a vector in field `field` that begins with `text`: how many elements it has, of four bytes
-    each, what stands before them, and how long all of it is. Raises `IndexError` where no vector
-    begins so.
+    """Of a vector in field `field` that begins with `text`: the number of its elements (four bytes
+    each), the bytes before them, and its whole length. Raises `IndexError` where no vector begins
+    with these bytes.
     """
     size, start = 0, 1
     while True:
@@ -256,7 +262,7 @@ def _begin(text: bytes, field: int, dtype: pb.Dtype.ValueType) -> tuple[int, byt
         start += 1
         if byte <= _ONE_BYTE:
             break
-    # Each element more makes it longer.
+    # The size grows with the number of elements: the one that fits is found by counting up.
     elements = max(1, (size - _LONGEST_BEGIN - _CHECKSUM_BYTES) // 4)
     while True:
         shape = varint(elements)
@@ -279,8 +285,8 @@ def _begin(text: bytes, field: int, dtype: pb.Dtype.ValueType) -> tuple[int, byt
 
 @functools.lru_cache(maxsize=4096)
 def _behind(text: bytes) -> tuple[str, float | None] | None:
-    """Oldest version and reward of a sample whose last fields are `text`; rows of one job end in
-    few different ways. None if there is anything else in it. Raises `DecodeError`.
+    """Oldest version and reward from the last fields of a sample; None where there are other
+    fields. Cached: rows of one job end in few different ways. Raises `DecodeError`.
     """
     sample = _Sample.FromString(text)
     reward = sample.reward if sample.HasField("reward") else None
@@ -296,12 +302,12 @@ def _behind(text: bytes) -> tuple[str, float | None] | None:
 
 # A page stays well under the message limit (64 MiB by default), however long its rows.
 PAGE_BYTES: Final = 16 * 2**20
-# Samples looked at for one page: a filter that matches little must not hold a call for long.
+# Samples read for one page: a filter that matches few must not make a call long.
 SCAN_LIMIT: Final = 10_000
-# Samples that one script fills: it is done before Redis does anything else.
+# Samples that one script fills: Redis does nothing else meanwhile.
 FILL_BATCH: Final = 256
 _FREED: Final = frozenset("TD")
-# An outcome, and what belongs to it.
+# An outcome of fill_columns.lua, and its detail.
 _Reply: TypeAlias = tuple[str, str]
 
 
@@ -321,7 +327,7 @@ class PayloadGoneError(Exception):
 
 @dataclass(frozen=True)
 class _PageStart:
-    """Where a page starts: behind this member of this step."""
+    """The start of a page: behind this member of this step."""
 
     step: int
     member: str
@@ -344,7 +350,7 @@ class _PageStart:
 
 
 class Samples:
-    """Rows after their append."""
+    """The samples of all tables."""
 
     def __init__(
         self,
@@ -363,7 +369,7 @@ class Samples:
     async def fill(
         self, job: str, policy: str, step: int, fills: Sequence[Fill]
     ) -> list[tuple[pb.SampleState.ValueType, bool]]:
-        """Fill columns of samples, or drop them. Returns for each its state, and whether anything
+        """Fill columns of samples, or drop them. Returns for each its state, and whether a value
         was written: the first value of a column stays.
 
         Raises `NotFound` for a sample that is not in the table (its trajectory has not ended, or
@@ -408,10 +414,10 @@ class Samples:
         return [found[id(call)] for call in calls]
 
     async def _fill(self, job: str, policy: str, step: int, fills: Sequence[Fill]) -> list[_Reply]:
-        """A reply of fill_columns.lua for each."""
+        """The reply of fill_columns.lua for each of `fills`."""
         await self._tables.check_policy(job, policy)
         base = PolicyKeys(job, policy).base
-        # One script for many: what calls cost is each script, each reply and each notice.
+        # One script for many: each script, each reply and each notice costs CPU.
         calls = [
             ScriptCall("fill_columns", base, (step, *_values(fills[start : start + FILL_BATCH])))
             for start in range(0, len(fills), FILL_BATCH)
@@ -426,7 +432,8 @@ class Samples:
         return replies
 
     async def _fill_carried(self, job: str, policy: str, step: int, fill: Fill) -> _Reply:
-        """The reply of fill_columns.lua where the sample's query was carried to, if it was."""
+        """The reply of fill_columns.lua in the step that the sample's query was carried to, if
+        any."""
         # The table may not know yet that queries were carried.
         await self._steps.follow(job, step)
         places = [step]
@@ -457,7 +464,7 @@ class Samples:
     async def take(
         self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
     ) -> list[Payload]:
-        """`payloads` of samples that are claimed, without Redis where they were appended here."""
+        """`payloads` of claimed samples, from memory where they were appended to this replica."""
         recent = self._recent.take(job, policy, records)
         rest = [one for one in records if one[0] not in recent]
         read = await self.payloads(job, policy, step, rest)
@@ -467,8 +474,8 @@ class Samples:
     async def payloads(
         self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
     ) -> list[bytes]:
-        """What `SampleRecord.read` makes samples of. Raises `PayloadGoneError` when one was
-        freed."""
+        """The payloads with their late columns, for `SampleRecord.read`. Raises `PayloadGoneError`
+        when one was freed."""
         keys = PolicyKeys(job, policy)
         wanted: dict[str, list[str]] = {}
         for sample, record in records:
@@ -488,7 +495,7 @@ class Samples:
                 if value is None:
                     raise PayloadGoneError(name)
                 sample, _, column = name.partition("\t")
-                # Serialized messages behind one another merge when they are parsed.
+                # Concatenated serialized messages merge when they are parsed.
                 parts[sample] = parts[sample] + value if column else value
         return [parts[sample] for sample, _ in records]
 
@@ -544,7 +551,7 @@ class Samples:
         if not members:
             return []
         ids = [member.rpartition("\t")[2] for member in members]
-        # In this order: a commit in between must not be taken for what the records say already.
+        # In this order, so that a commit in between does not count records twice.
         committed, records = await self._database.call_each(
             [("HEXISTS", keys.commits, step), ("HMGET", keys.step(step, "book"), *ids)]
         )
@@ -579,13 +586,13 @@ def _values(fills: Sequence[Fill]) -> list[str | bytes | int]:
 
 
 def _lines(replies: bytes) -> list[_Reply]:
-    """The replies of fill_columns.lua: an outcome and what belongs to it, one for each sample."""
+    """The replies of fill_columns.lua, one for each sample."""
     return [_reply(line) for line in replies.decode().split("\n")]
 
 
 @functools.lru_cache(maxsize=1024)
 def _reply(line: str) -> _Reply:
-    """Most are alike."""
+    """One reply; cached, because most are alike."""
     outcome, _, rest = line.partition("\t")
     return outcome, rest
 
@@ -593,7 +600,8 @@ def _reply(line: str) -> _Reply:
 def _filled(
     policy: str, step: int, sample: str, reply: _Reply
 ) -> tuple[pb.SampleState.ValueType, bool]:
-    """What a reply of fill_columns.lua says; raises what it refuses."""
+    """State and whether a value was written, from a reply of fill_columns.lua; raises its
+    refusal."""
     outcome = reply[0]
     if outcome == "unknown":
         raise NotFound(

@@ -1,4 +1,5 @@
-"""The servicer: validates, translates, calls."""
+"""The gRPC servicer of the experience store: validates requests, translates them, calls the
+store."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from services.experience_store.requests import (
     enum_name,
     printable,
 )
-from services.experience_store.samples import DEFAULT_BYTES, MIB, PlainRows, SampleFills
+from services.experience_store.samples import DEFAULT_BYTES, MIB, FastRowReader, SampleFills
 from services.experience_store.steps import Amendment
 from services.experience_store.store import Store
 from services.experience_store.trajectories import Append
@@ -45,8 +46,7 @@ from troupe.v1 import experience_store_pb2_grpc as store_grpc
 def check_append(
     request: store_pb.AppendTrajectoryRequest, payloads: Sequence[Payload]
 ) -> list[StagedRow]:
-    """An ending, and rows that belong to it (`payloads`, whether `request` has them too or not):
-    these are returned, read once.
+    """Check an ending and its serialized rows (`payloads`); returns the rows, each read once.
 
     `query_id` and `trajectory_id` are checked already.
     """
@@ -69,7 +69,7 @@ def check_append(
             )
         if not request.reason:
             raise InvalidArgument("say why it did not complete", field="reason")
-    plain = PlainRows(request.query_id, request.trajectory_id)
+    plain = FastRowReader(request.query_id, request.trajectory_id)
     seen: set[str] = set()
     rows: list[StagedRow] = []
     for index, payload in enumerate(payloads):
@@ -84,7 +84,7 @@ def check_append(
 
 
 def _read(field: str, request: store_pb.AppendTrajectoryRequest, payload: Payload) -> StagedRow:
-    """The row that `payload` is; says what is wrong with it."""
+    """The parsed row of `payload`. Raises `InvalidArgument` naming the field that is wrong."""
     try:
         sample = store_pb.Sample.FromString(bytes(payload))
     except DecodeError as error:
@@ -138,8 +138,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WriteBatch:
-    """A WriteRequest, and where the samples of each of its endings lie in the bytes that came: to
-    parse them, or only to copy them, takes longer than all else that is done with them.
+    """A WriteRequest whose samples stay serialized, as views of the request's bytes: to parse them,
+    or only to copy them, would take longer than everything else that is done with them.
     """
 
     request_id: str
@@ -150,7 +150,7 @@ class WriteBatch:
 
     @staticmethod
     def parse(data: bytes) -> WriteBatch:
-        """The batch that `data` is. Raises `DecodeError`."""
+        """The batch in `data`. Raises `DecodeError`."""
         rest, spans = wire.split(data, 0, len(data), store_pb.WriteRequest.ENDINGS_FIELD_NUMBER)
         request = store_pb.WriteRequest.FromString(rest)
         field = store_pb.AppendTrajectoryRequest.SAMPLES_FIELD_NUMBER
@@ -164,13 +164,13 @@ class WriteBatch:
         return WriteBatch(request.request_id, endings, payloads, request.fills)
 
     def parts(self) -> bytes:
-        """What it consists of: each part has an id that stands for its contents."""
+        """The ids of its parts, which stand for their contents."""
         endings = [part.request_id for part in self.endings]
         return repr((endings, [part.request_id for part in self.fills])).encode()
 
 
 class Writes:
-    """What rollout and whoever scores later writes."""
+    """Writes of endings and of late columns, many per call."""
 
     def __init__(self, store: Store, meters: Meters) -> None:
         self._store = store
@@ -190,8 +190,7 @@ class Writes:
         appends = []
         for one in zip(sent, known, strict=True):
             appends.append(_of(_append_of, *one))
-            # A call brings rows by the hundred, and a claim or a reward has to wait for its turn at
-            # several places: they are answered in between.
+            # A call brings rows by the hundred: other calls are answered in between.
             await asyncio.sleep(0)
         for number, append in enumerate(appends):
             if isinstance(append, Append):
@@ -252,7 +251,7 @@ def _of(read: Callable[..., T], *request: Any) -> T | TroupeError:
 def _filled(
     results: Sequence[tuple[pb.SampleState.ValueType, bool]],
 ) -> store_pb.FillColumnsResponse:
-    """The answer to a fill of so many samples: most are alike. Nobody changes it."""
+    """The answer to a fill. Cached, as most are alike; it must not be changed."""
     (state, accepted), *more = results
     return store_pb.FillColumnsResponse(
         state=state,
@@ -301,19 +300,19 @@ class StoreSettings(ServiceSettings):
         return self.store_redis_url or self.redis_url
 
 
-# Left of a call's deadline for reading payloads and for the way back.
+# Seconds of a call's deadline that are left for reading payloads and answering.
 _DEADLINE_MARGIN: Final = 0.5
 
 
 def _ending_of(request: store_pb.AppendTrajectoryRequest) -> bytes:
-    """Everything of the request but its rows, of which it tells the ids."""
+    """The request without its rows, but with their ids: what repeated requests are compared by."""
     ending = (request.job_id, request.step, request.query_id, request.trajectory_id)
     samples = [sample.sample_id for sample in request.samples]
     return repr((*ending, request.state, request.reason, samples)).encode()
 
 
 class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
-    """The gRPC face of a `Store`; also what the chassis starts and stops."""
+    """The gRPC service of a `Store`, which the chassis starts and stops."""
 
     name = "troupe.v1.ExperienceStore"
 
@@ -325,7 +324,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with the chassis' server."""
         store_grpc.add_ExperienceStoreServicer_to_server(self, server)
-        # It takes what comes as it is. Of two handlers for a method the last one stays.
+        # Its request is not parsed by gRPC. The last handler registered for a method is used.
         write = grpc.unary_unary_rpc_method_handler(
             self.Write, WriteBatch.parse, store_pb.WriteResponse.SerializeToString
         )
@@ -333,16 +332,16 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
 
     @property
     def problem(self) -> str | None:
-        """Why Redis cannot be had yet."""
+        """Why Redis cannot be reached yet."""
         return self.store.database.problem
 
     async def start(self) -> None:
-        """Returns once Redis answers."""
+        """Start the store; returns once Redis answers."""
         await self.store.start()
         self._meters.start()
 
     async def stop(self, grace: float) -> None:
-        """Let go of Redis."""
+        """Stop the store."""
         await self._meters.stop()
         await self.store.stop()
 
@@ -379,8 +378,8 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         )
         return store_pb.OpenStepResponse(existed=existed, ended_trajectory_ids=ended)
 
-    # Its id names one ending of one trajectory (records.Ending.attempt): who sends it again gets
-    # the first answer. The rows are long, and need not be compared for that.
+    # The id names one ending of one trajectory (`Ending.attempt`): a repeated request gets the
+    # first answer, and its rows need not be compared for that.
     @compares(_ending_of)
     async def AppendTrajectory(
         self, request: store_pb.AppendTrajectoryRequest, context: Any
@@ -395,9 +394,9 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     @compares(WriteBatch.parts)
     async def Write(self, request: WriteBatch, context: Any) -> store_pb.WriteResponse:  # type: ignore[override]
         requests.check_id("request_id", request.request_id)
-        # Neither needs the other: who fills columns has heard that the rows are here.
+        # Independent of each other: columns are filled after the answer to their rows' append.
         async with asyncio.TaskGroup() as group:
-            # Columns are little work, and somebody may wait for rows to be complete.
+            # Columns first: they are little work, and claims may wait for them.
             filled = group.create_task(self._writes.fill_each(request.fills))
             ended = group.create_task(self._writes.end_each(request.endings, request.payloads))
         return store_pb.WriteResponse(
@@ -415,7 +414,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
             ],
         )
 
-    # A repeated claim finds its samples in Redis; its response is too large to be kept here too.
+    # A repeated claim finds its samples in Redis; its response is too large to be remembered.
     @forgets(lambda _: True)
     async def ClaimMicroBatch(
         self, request: store_pb.ClaimMicroBatchRequest, context: Any
@@ -431,7 +430,8 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         remaining = context.time_remaining()
         if remaining is not None:
             wait = max(0.0, min(wait, remaining - _DEADLINE_MARGIN))
-        # The call goes on without its caller (idempotency); a claim must not: who would renew it?
+        # A call goes on without its caller (idempotency); a claim must not, as no one would renew
+        # it.
         gone = asyncio.Event()
         context.add_done_callback(lambda _: gone.set())
         delivery = await self.store.claims.claim(

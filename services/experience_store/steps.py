@@ -1,8 +1,8 @@
-"""Admits steps, reports on them, and completes what a crash left half done.
+"""Steps: admission, amendment, status, and completion of what a crash left half done.
 
-What a step consists of is decided once under the job's tag. Each policy's table learns of it
-(`admit`) and of every trajectory that ended (`append_rows`) afterwards; both can be repeated, by
-whoever notices that a table lags behind.
+The roster of a step (its queries) is decided once under the job's hash tag. Each policy's table
+learns of it (`admit`) and of every trajectory that ended (`append_rows`) afterwards; both are
+repeatable, and repeated when a table is found to lag behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from troupe.v1 import experience_store_pb2 as store_pb
 
 
 class Rosters:
-    """The rosters of all jobs."""
+    """Applies the rosters of jobs to their tables."""
 
     def __init__(self, database: Database, tables: TableRegistry, notices: Notices) -> None:
         self._database = database
@@ -51,17 +51,17 @@ class Rosters:
 
 @dataclass
 class StepStatus:
-    """What is known of one step of a job."""
+    """The status of one step of a job."""
 
     step: int
     open: bool
     query_ids: list[str] = field(default_factory=list)
-    """In the order in which they came; without those that left."""
+    """In order of arrival; without those that left."""
     versions: dict[str, int] = field(default_factory=dict)
     group_size: int = 0
     redundant: int = 0
     closed: bool = False
-    """Whether the roster stays as it is."""
+    """Whether the roster is final."""
     cursor: int = 0
     expected: int = 0
     """Trajectories admitted, redundant ones and those of dropped queries too."""
@@ -83,8 +83,8 @@ class StepStatus:
 
     @property
     def ended_trajectories(self) -> list[str]:
-        """Trajectories that ended by themselves, sorted: those of dropped queries, and redundant
-        ones, have no name."""
+        """Names of trajectories that ended, sorted; those that ended with a dropped query, or as
+        redundant, have none."""
         return sorted(name for name in self.endings if "\t" not in name)
 
     @staticmethod
@@ -107,11 +107,11 @@ class StepStatus:
         )
 
     def add_endings(self, endings: Mapping[bytes, bytes]) -> None:
-        """Take in the hash of endings."""
+        """Add the endings, from their hash."""
         self.endings = {name.decode(): Ending.parse(e.decode()) for name, e in endings.items()}
 
     def add_table(self, policy: str, reply: Sequence[Any]) -> None:
-        """Take in what one policy's table counts (lua/count.lua)."""
+        """Add one policy's counts, from the reply of lua/count.lua."""
         counts, dropped, commit = reply
         self.counts.append(_policy_counts(policy, self.step, _pairs(counts), _pairs(dropped)))
         if commit:
@@ -120,7 +120,7 @@ class StepStatus:
     def add_queries(
         self, ended: Mapping[bytes, bytes], tallies: Sequence[Mapping[bytes, bytes]]
     ) -> None:
-        """Take in trajectories ended per query, and what the tables tally per query."""
+        """Add the queries: their ended trajectories, and the tallies of the tables."""
         total = Counter[str]()
         for tally in tallies:
             total.update({name.decode(): int(number) for name, number in tally.items()})
@@ -162,8 +162,8 @@ def _policy_counts(
     )
 
 
-# Steps whose commits and bookkeeping outlive them: a resumed job and a late duplicate still find
-# what became of their step. Payloads are freed with the commit.
+# Committed steps whose records are kept, so that a resumed job and a late duplicate find what
+# became of their step. Payloads are freed with the commit.
 KEEP_STEPS: Final = 16
 
 
@@ -230,7 +230,7 @@ class StepStore:
         if not existed:
             await self._trim(table, step)
             return False, []
-        # Who resumes skips what has ended: by then it must be in the tables.
+        # A resumed job skips trajectories that have ended: they must be in the tables by then.
         await self.settle(job, step)
         return True, (await self.status(job, step)).ended_trajectories
 
@@ -296,23 +296,23 @@ class StepStore:
         return [int(s) for s in await self._database.call("ZRANGE", JobTableKeys(job).steps, 0, -1)]
 
     async def retire(self, job: str, step: int) -> None:
-        """Every policy has committed the step: there is nothing more to sweep."""
+        """Take a step that every policy has committed off the list that is swept."""
         await self._database.call("ZREM", JobTableKeys(job).live, step)
 
     async def settle(self, job: str, step: int) -> int:
-        """Carry out in all tables what was decided about rosters and trajectories; returns how many
-        trajectories lagged.
+        """Apply all decisions about rosters and trajectories to all tables; returns how many
+        trajectories were missing in one.
         """
         await self._rosters.apply(job, step)
         table, keys = await self._tables.get(job), JobTableKeys(job)
-        # In this order: what moved to the step until now, the rosters' number covers.
+        # In this order: the rosters' number covers all endings that were moved to the step.
         endings, rosters = await self._database.call_each(
             [("HGETALL", keys.ended(step)), ("GET", keys.rosters)]
         )
         missing: set[bytes] = set()
         for policy in table.policies:
             there = await self._database.call("HKEYS", PolicyKeys(job, policy).step(step, "ended"))
-            # Those of dropped queries came with the roster.
+            # Endings of dropped queries are applied with the roster.
             missing |= {name for name in endings if b"\t" not in name} - set(there)
         for trajectory in sorted(missing):
             ending = Ending.parse(endings[trajectory].decode())
@@ -322,9 +322,9 @@ class StepStore:
     async def carry_out(
         self, table: TableSchema, step: int, trajectory: str, ending: Ending, rosters: int
     ) -> dict[str, str]:
-        """Bring one decided ending into all tables, each of which learns of the rosters up to this
-        number first. Repeatable. Returns `Record.since` of its rows, for every policy in whose
-        table this call put some.
+        """Apply one decided ending to all tables, each of which learns of the rosters up to this
+        number first. Repeatable. Returns `SampleRecord.since` of its rows for every policy into
+        whose table this call put some.
         """
         entered: dict[str, str] = {}
         while True:
@@ -357,12 +357,12 @@ class StepStore:
             carried = [int(reply[1]) for reply in replies if reply[0] == b"carried"]
             if not carried:
                 return entered
-            # Its query, and so the ending, moved meanwhile: queries are carried forward only.
+            # Its query was carried on meanwhile. (Queries are carried forward only: this ends.)
             rosters = await self.follow(table.job, carried[0])
             step = carried[0]
 
     async def follow(self, job: str, to: int) -> int:
-        """Every table learns that queries were carried to step `to`; the number of the rosters."""
+        """Apply the rosters of step `to`, to which queries were carried; returns their number."""
         rosters = await self._rosters.apply(job, to)
         if rosters is None:
             raise not_open(job, to)
@@ -377,7 +377,7 @@ class StepStore:
                 if not await self._committed(table, step):
                     continue
                 await self._log.keep(table.job, table.policies, step)
-            # Under the job's tag first: nobody admits it in a policy's table again.
+            # Under the job's tag first: after that no call admits it in a policy's table again.
             await self._database.call_each([("UNLINK", key) for key in keys.all_of(step)])
             await self._database.run_each(
                 [
@@ -402,7 +402,7 @@ class StepStore:
 
 
 def not_open(job: str, step: int) -> FailedPrecondition:
-    """The error of a call on a step that was never opened, or was forgotten."""
+    """The error of a step that was never opened, or was forgotten."""
     return FailedPrecondition(
         f"step {step} of job {job} is not open",
         kind="step_not_open",
@@ -425,12 +425,12 @@ def _check_same(step: int, name: str, ours: object, stored: object) -> None:
 
 @dataclass(frozen=True)
 class Amendment:
-    """One change of one step's roster."""
+    """A change of one step's roster."""
 
     job: str
     step: int
     add: Sequence[str] = ()
-    """They come last in the order of the roster."""
+    """Queries that are added at the end of the roster."""
     drop: Sequence[str] = ()
     reason: str = ""
     """Why they are dropped."""
@@ -451,7 +451,7 @@ class Amendments:
         self._rosters = rosters
 
     async def amend(self, amendment: Amendment) -> list[str]:
-        """Decide and carry out `amendment`; the queries that were to leave but are complete.
+        """Decide and apply `amendment`; returns the queries that were to leave but are complete.
 
         Raises `FailedPrecondition`, and changes nothing, for a step that is not open
         (`step_not_open`) or closed (`step_closed`), a query that the step never had

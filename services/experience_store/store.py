@@ -1,4 +1,9 @@
-"""The experience store without gRPC: its parts, wired once."""
+"""The experience store without gRPC: its parts wired once, and what runs beside calls.
+
+`TableWatcher` pushes counts to watchers, `Sweeper` expires leases and completes what crashes left,
+`LogAuditor` compares logs and commits, `HighWater` pushes appends back when payloads are too many,
+`Descriptions` sums tables up for people.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,9 @@ from services.experience_store.trajectories import Trajectories
 from troupe.rpc import DeadlineExceeded, NotFound, ResourceExhausted, TroupeError, Unavailable
 from troupe.v1 import experience_store_pb2 as store_pb
 
-# Hundreds of trajectories end within a second; people and admission look a few times per second.
+# Changes within so many seconds are one message: hundreds of trajectories may end in a second.
 COALESCE_SECONDS: Final = 0.05
-# Nothing has to happen for a step to change: leases run out silently.
+# Steps are looked at so often without a notice: a lease that runs out gives none.
 REFRESH_SECONDS: Final = 30.0
 
 
@@ -38,8 +43,8 @@ class StoreUsage:
     over_high_water: bool = False
 
 
-class Watching:
-    """Watchers of tables."""
+class TableWatcher:
+    """Streams of table statuses."""
 
     def __init__(
         self,
@@ -60,7 +65,7 @@ class Watching:
         """
         await self._tables.get(job)
         sent: dict[int, bytes] = {}
-        with self._notices.listen(job, kinds=frozenset({CLAIMABLE, COUNTS})) as bell:
+        with self._notices.listen(job, kinds=frozenset({CLAIMABLE, COUNTS})) as subscription:
             steps = set(await self._steps.live(job)) or set((await self._steps.all(job))[-1:])
             while True:
                 usage = await self._usage()
@@ -71,17 +76,17 @@ class Watching:
                     if status.open and sent.get(step) != wire:
                         sent[step] = wire
                         yield message
-                await bell.wait(REFRESH_SECONDS)
+                await subscription.wait(REFRESH_SECONDS)
                 await asyncio.sleep(COALESCE_SECONDS)
-                if bell.dropped or self._notices.closing:
+                if subscription.dropped or self._notices.closing:
                     return
-                steps = bell.take_steps() or set(await self._steps.live(job))
-                # What was said about steps that are over need not be remembered.
+                steps = subscription.take_steps() or set(await self._steps.live(job))
+                # Only the newest steps can still change.
                 sent = {step: sent[step] for step in sorted(sent)[-16:]}
 
 
 def table_status(job: str, status: StepStatus, usage: StoreUsage) -> store_pb.TableStatus:
-    """One step's status as watchers see it."""
+    """One step's status as watchers get it."""
     return store_pb.TableStatus(
         job_id=job,
         step=status.step,
@@ -103,7 +108,7 @@ PERIOD_SECONDS: Final = 5.0
 
 
 class Sweeper:
-    """Walks over the live steps of all jobs."""
+    """Periodically expires leases, and completes half-applied changes of live steps of all jobs."""
 
     def __init__(
         self,
@@ -117,7 +122,7 @@ class Sweeper:
         self._steps = steps
         self._period = period
         self._background = Background()
-        # Endings decided by the last round: what is decided since may be on its way.
+        # Endings decided by the last round: later ones may still be on their way to the tables.
         self._decided: dict[tuple[str, int], int] = {}
 
     async def start(self) -> None:
@@ -138,9 +143,9 @@ class Sweeper:
                 log.warning("sweep_failed", kind=error.kind, error=str(error))
 
     async def sweep(self) -> None:
-        """One round over all jobs: one that cannot be swept keeps no other waiting.
+        """One round over all jobs; a job that cannot be swept is logged and skipped.
 
-        Raises Unavailable and DeadlineExceeded, which are of the database.
+        Raises Unavailable and DeadlineExceeded, which concern Redis as a whole.
         """
         before, self._decided = self._decided, {}
         for job in await self._jobs():
@@ -152,13 +157,13 @@ class Sweeper:
                 log.warning("sweep_failed", job=job, error=repr(error))
 
     async def _jobs(self) -> list[str]:
-        """The jobs that have live steps. Most have ended: they are asked for in one round trip."""
+        """The jobs that have live steps, found in one round trip: most jobs have ended."""
         jobs = [name.decode() for name in await self._database.call("SMEMBERS", JOBS)]
         try:
             live = await self._database.call_each([("EXISTS", JobTableKeys(j).live) for j in jobs])
         except (Unavailable, DeadlineExceeded):
             raise
-        except TroupeError:  # a Redis that answers only for its own slots
+        except TroupeError:  # a node of a cluster answers only for its own slots
             return jobs
         return [job for job, found in zip(jobs, live, strict=True) if found]
 
@@ -176,7 +181,7 @@ class Sweeper:
                     raise
 
     async def _sweep_rosters(self, job: str) -> None:
-        """Tell tables of amendments that a crash kept from them."""
+        """Apply amendments to tables that a crash kept from them."""
         if steps := await self._steps.live(job):
             await self._steps.follow(job, steps[-1])
 
@@ -199,7 +204,7 @@ class Sweeper:
         self._decided[job, step] = int(ended or 0)
 
 
-# A job that goes on moves while it is read: what looks wrong is looked at again.
+# A running job changes while it is read: violations are looked at again.
 _LOOKS: Final = 3
 _PAUSE_SECONDS: Final = 0.5
 # Samples of one message of ReadLog: well under the message limit, however long their ids.
@@ -228,7 +233,7 @@ class LogAuditor:
             return TableSchema.parse(job, stored)
 
     async def check(self, job: str) -> store_pb.AuditTablesResponse:
-        """Whether every sample was trained once or dropped with a reason, in figures and words.
+        """Check that every sample was trained once or dropped with a reason.
 
         Raises `NotFound` for a job that has neither tables nor a log.
         """
@@ -244,9 +249,9 @@ class LogAuditor:
     async def read(
         self, job: str, policy: str, from_step: int
     ) -> AsyncIterator[store_pb.LoggedStep]:
-        """What became of every sample of a policy, step by step, beginning with `from_step`.
+        """The fate of every sample of a policy, step by step, beginning with `from_step`.
 
-        A step of many samples comes in parts, of which each says what the step says. Raises
+        A step of many samples comes in parts, each with the fields of the step. Raises
         `NotFound` for an unknown job or policy.
         """
         table = await self.tables(job)
@@ -260,7 +265,7 @@ class LogAuditor:
         job = table.job
         ledger = StepLedger(table.policies, table.max_uses)
         for step in await self._log.steps(job):
-            # Endings first: whatever ended before this is in the tables after `settle`.
+            # Endings first: those that are seen here are in the tables after `settle`.
             roster = await self._log.roster(job, step)
             if roster is not None and not await self._log.has(job, step):
                 try:
@@ -272,7 +277,7 @@ class LogAuditor:
             logged = {
                 policy: await self._log.policy_step(job, policy, step) for policy in table.policies
             }
-            # Long steps take their time; others are answered meanwhile.
+            # In a thread: long steps take a while.
             await asyncio.to_thread(ledger.add, step, roster, logged)
         return ledger
 
@@ -306,7 +311,7 @@ _RETRY_MS: Final = 1000
 
 
 class HighWater:
-    """Knows how many payload bytes there are, and who may add to them."""
+    """Counts payload bytes, and pushes appends back above the high-water mark."""
 
     def __init__(
         self, database: Database, tables: TableRegistry, notices: Notices, mark_bytes: int = 0
@@ -317,7 +322,7 @@ class HighWater:
         self.mark_bytes = mark_bytes
         """0: no bound."""
         self.payload_bytes = 0
-        """Of all jobs, as of the last look and by what this process let in since."""
+        """Of all jobs: as of the last look, plus what this process admitted since."""
         self._looked = -1.0
         self._looking = asyncio.Lock()
         self._background = Background()
@@ -328,17 +333,17 @@ class HighWater:
         return 0 < self.mark_bytes <= self.payload_bytes
 
     async def start(self) -> None:
-        """Begin to look, where there is a mark, so that watchers learn when it is passed."""
+        """Look periodically, where there is a mark, so that watchers learn when it is passed."""
         await self.look()
         if self.mark_bytes:
             self._background.start(self._look_forever(), "high water")
 
     async def stop(self) -> None:
-        """End it."""
+        """Stop looking."""
         await self._background.stop()
 
     async def admit(self, job: str, step: int, size: int) -> None:
-        """Let `size` bytes of rows of a step in; raises `ResourceExhausted` to push them back.
+        """Admit `size` bytes of rows of a step; raises `ResourceExhausted` to push them back.
 
         Rows of a job's oldest uncommitted step always come in.
         """
@@ -367,14 +372,14 @@ class HighWater:
             jobs = [name.decode() for name in await self._database.call("SMEMBERS", JOBS)]
             places = list[PolicyKeys]()
             for job in jobs:
-                # One whose tables are damaged, of which the sweeper tells, keeps no other out.
+                # Damaged tables of one job (the sweeper logs them) must not keep others out.
                 with contextlib.suppress(*DAMAGED):
                     places += await self._places(job)
             total = sum((await self._bytes(places)).values())
             self.payload_bytes, self._looked = total, time.monotonic()
         if self.over != before:
             log.info("high_water", over=self.over, payload_bytes=total, mark=self.mark_bytes)
-            self._notices.ring_all()
+            self._notices.wake_all()
 
     async def of_job(self, job: str) -> dict[str, int]:
         """Payload bytes of each policy's table."""
@@ -395,8 +400,8 @@ class HighWater:
         return {place: int(number or 0) for place, number in zip(places, replies, strict=True)}
 
     async def _goes_on(self, job: str, step: int) -> bool:
-        """Whether rows of this step come in whatever there is. Those of queries that were carried
-        to the oldest step may name one that is over.
+        """Whether rows of this step are admitted above the mark, too: of the oldest step, or of an
+        earlier one whose query was carried to it.
         """
         oldest = await self._oldest(job)
         return oldest is not None and step <= oldest
@@ -477,7 +482,7 @@ class Descriptions:
         )
 
     async def _add_history(self, job: str, summary: store_pb.TableSummary) -> None:
-        """What the newest commit says, and what steps add that are forgotten."""
+        """Add the newest commit, and the totals of forgotten steps."""
         keys = PolicyKeys(job, summary.policy)
         version, commits, totals = await self._database.call_each(
             [("HGET", keys.head, "version"), ("HKEYS", keys.commits), ("HGETALL", keys.totals)]
@@ -502,7 +507,7 @@ class Descriptions:
             if found is not None and (oldest is None or found.since < oldest.since):
                 oldest = found
         if oldest is not None:
-            # By the clock that dated it: in a cluster each node has its own.
+            # By the clock of the node that dated it: in a cluster each node has its own.
             clock = "return redis.call('TIME')"
             seconds, micros = await self._database.call("EVAL", clock, 1, keys.base)
             now = int(seconds) + int(micros) / 1e6
@@ -540,7 +545,7 @@ def _add(summary: store_pb.TableSummary, counts: store_pb.PolicyCounts) -> None:
 
 
 class Store:
-    """All that the servicer calls."""
+    """The parts of the store that the servicer calls."""
 
     def __init__(
         self,
@@ -570,7 +575,7 @@ class Store:
         self.audit = LogAuditor(database, self.tables, self.steps, self.log)
         self.high_water = HighWater(database, self.tables, self.notices, high_water_bytes)
         self.descriptions = Descriptions(database, self.tables, self.steps, self.high_water)
-        self.watching = Watching(self.tables, self.steps, self.notices, self.usage)
+        self.watching = TableWatcher(self.tables, self.steps, self.notices, self.usage)
         self.sweeper = Sweeper(database, self.tables, self.steps, sweep_seconds)
 
     async def usage(self) -> StoreUsage:
@@ -580,9 +585,10 @@ class Store:
         return StoreUsage(self.high_water.payload_bytes, self.high_water.over)
 
     async def start(self) -> None:
-        """Wait until Redis answers, then begin to listen and to sweep.
+        """Wait until Redis answers, then subscribe to notices and start to sweep.
 
-        Raises `FailedPrecondition` when waiting cannot help: Redis is too old, or refuses us.
+        Raises `FailedPrecondition` when waiting cannot help: Redis is too old, or refuses the
+        credentials.
         """
         info = await self.database.wait_ready()
         if info.get("maxmemory", "0") != "0" and info.get("maxmemory_policy") != "noeviction":
@@ -599,7 +605,7 @@ class Store:
         log.info("redis_ready", redis=self.database.address, version=info.get("redis_version"))
 
     async def stop(self) -> None:
-        """Let waiting callers go and give the connections back."""
+        """Answer waiting calls and close the connections."""
         await self.high_water.stop()
         await self.sweeper.stop()
         await self.notices.stop()

@@ -13,14 +13,13 @@ from services.experience_store.log import Log
 from services.experience_store.records import JOBS, Ending, JobTableKeys, PolicyKeys
 from troupe.rpc import AlreadyExists, NotFound
 
-# What is raised where the rows or tables of a job are damaged in the database: what goes over all
-# jobs goes on with the others.
+# Errors that damaged rows or tables of a job cause: loops over all jobs continue with the others.
 DAMAGED: Final = (ValueError, LookupError, TypeError)
 
 
 @dataclass(frozen=True)
 class TableSchema:
-    """What a job declared once; it never changes while the tables exist."""
+    """The tables of a job as declared; they never change while they exist."""
 
     job: str
     policies: tuple[str, ...]
@@ -33,7 +32,7 @@ class TableSchema:
     """Whether groups whose rewards are all equal are dropped."""
 
     def format(self) -> str:
-        """The JSON that Redis holds."""
+        """The JSON in Redis."""
         return json.dumps(
             {
                 "policies": self.policies,
@@ -96,7 +95,7 @@ class TableRegistry:
                 value=job,
                 remedy="Take another job id, or drop the tables with purge_log.",
             )
-        # First of all, so that the sweeper and `drop` find whatever comes after.
+        # Before anything else, so that the sweeper and `drop` find what is written after it.
         await self._database.call("SADD", JOBS, job)
         await self._database.call("SETNX", JobTableKeys(job).tables, table.format())
         self._cache.pop(job, None)
@@ -141,14 +140,11 @@ class TableRegistry:
         (await self.get(job)).check(policy)
 
     def forget(self, job: str) -> None:
-        """Read the job's declaration again when it is next needed."""
+        """Drop the job's cached declaration."""
         self._cache.pop(job, None)
 
     async def drop(self, job: str, *, purge_log: bool = False) -> None:
-        """Free everything of a job but its log, and that too with `purge_log`.
-
-        Repeatable; nothing happens when there is nothing.
-        """
+        """Delete the tables of a job, and its log with `purge_log`. Repeatable."""
         self.forget(job)
         keys = JobTableKeys(job)
         try:
@@ -179,7 +175,7 @@ class TableRegistry:
         roster = await self._log.roster(job, step)
         if roster is not None and not await self._log.has(job, step):
             await self._log.keep_roster(job, roster)
-        # From here on no trajectory ends in the step; those that have are in the roster.
+        # From here on no trajectory can end in the step; those that did are in the roster.
         for key in set(keys.all_of(step)) - {keys.ended(step)}:
             await self._database.call("UNLINK", key)
         ended = await self._database.call("HGETALL", keys.ended(step))

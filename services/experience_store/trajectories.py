@@ -4,14 +4,14 @@ A trajectory's rows belong to several policies, whose tables may live in differe
 single script can write them. In order, each arrow repeatable:
 
     stage rows in every table, invisible -> decide under the job's tag which ending wins
-    -> carry the winner out in every table (its staged rows are renamed, not copied)
+    -> apply the winner to every table (its staged rows are renamed, not copied)
 
-A crash before the decision leaves only staged rows, freed with the step. After it, whoever notices
-first carries the ending out: a repeated append, `StepStore.status`, the sweeper.
+A crash before the decision leaves only staged rows, which are freed with the step. After it, the
+ending is applied by what notices it first: a repeated append, `StepStore.status`, the sweeper.
 
-Where one server holds all keys (no cluster) the arrows travel together, and those of many endings
-at once: rows are staged, then one script per table decides and carries out (end_trajectories.lua).
-What it does not find as it mostly is takes the long way.
+Where one server holds all keys (no cluster) one round trip does all of it for many endings: rows
+are staged, then one script per table decides and applies (end_trajectories.lua). Endings that it
+finds in an unusual state are ended one by one.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from troupe.v1 import experience_store_pb2 as store_pb
 
 @dataclass(frozen=True)
 class Appended:
-    """What became of an ending."""
+    """The result of an append."""
 
     accepted: bool
     step: int
-    """That it counts for: its query may have been carried there."""
+    """The step that it counts for: its query may have been carried there."""
     drop_reason: str = ""
-    """Why its trajectory was dropped before it came."""
+    """Why its trajectory was dropped before the append."""
     group_complete: bool = False
     """Its group has all its members, and the redundant trajectories of its query were ended."""
 
@@ -144,7 +144,7 @@ class Trajectories:
         return result
 
     async def append_each(self, appends: Sequence[Append]) -> list[Appended | TroupeError]:
-        """`append` of each by itself, in any order: what became of it, or the error."""
+        """`append` of each by itself, in any order: its result, or its error."""
         found: dict[int, Appended | TroupeError] = {}
         # By job and step: what one script can end.
         together: dict[tuple[str, int], dict[int, Append]] = {}
@@ -179,8 +179,8 @@ class Trajectories:
         return [found[number] for number in range(len(appends))]
 
     async def _end_each(self, appends: Sequence[Append]) -> dict[int, Appended]:
-        """End trajectories of one step in one round trip; what became of each of those that won,
-        or had won before, by its place. The others are as they were."""
+        """End trajectories of one step in one round trip. Returns the result, by its place, of each
+        append that won or had won before; the others are unchanged."""
         job, step = appends[0].job, appends[0].step
         table = await self._tables.get(job)
         before: dict[str, list[Command]] = {policy: [] for policy in table.policies}
@@ -219,14 +219,15 @@ class Trajectories:
         return found
 
     def _keep(self, append: Append, policy: str, since: str) -> None:
-        """Its rows of this policy entered the table just now, at `since` ('': they did not)."""
+        """Keep its rows of this policy in memory; they entered the table at `since` ('': they did
+        not)."""
         own = append.by_policy.get(policy)
         if since and own:
             rows = [(row.sample, row.payload) for row in own]
             self._recent.add(append.job, policy, since, rows)
 
     async def _end_alone(self, append: Append) -> Appended:
-        """End one trajectory, arrow by arrow."""
+        """End one trajectory, one round trip per arrow."""
         table, step = await self._tables.get(append.job), append.step
         while True:
             end, to, entered = await self._end(table, step, append)
@@ -243,8 +244,8 @@ class Trajectories:
     async def _end(
         self, table: TableSchema, step: int, append: Append
     ) -> tuple[Appended, int | None, Mapping[str, str]]:
-        """What became of the ending in `step`; the later step that its query was carried to; and
-        for each policy whose table its rows entered just now, when they did."""
+        """The result of the append in `step`; the later step that its query was carried to, if any;
+        and for each policy whose table its rows entered just now, when they did."""
         job, trajectory, ending = append.job, append.trajectory, append.ending
         if append.rows:
             calls = [

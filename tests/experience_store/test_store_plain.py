@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.experience_store.records import StagedRow
-from services.experience_store.samples import PlainRows
+from services.experience_store.samples import FastRowReader
 from services.experience_store.server import WriteBatch, check_append
 from tests.support.experience import make_sample
 from troupe import tensors
@@ -67,7 +67,7 @@ def samples(draw: st.DrawFn) -> store_pb.Sample:
 @given(samples())
 def test_what_is_read_is_what_the_parser_reads(sample: store_pb.Sample) -> None:
     payload = sample.SerializeToString()
-    row = PlainRows(sample.query_id, "t").read(payload)
+    row = FastRowReader(sample.query_id, "t").read(payload)
     request = store_pb.AppendTrajectoryRequest(
         query_id=sample.query_id, trajectory_id="t", state=pb.TRAJECTORY_STATE_COMPLETED
     )
@@ -80,7 +80,7 @@ def test_what_is_read_is_what_the_parser_reads(sample: store_pb.Sample) -> None:
             )
             + store_pb.Sample(sample_id=sample.sample_id).SerializeToString()
         )
-        assert PlainRows(sample.query_id, "t").read(turned) is None
+        assert FastRowReader(sample.query_id, "t").read(turned) is None
         assert check_append(request, [turned]) == [StagedRow.of(sample, turned)]
 
 
@@ -90,7 +90,7 @@ def test_usual_rows_are_plain() -> None:
             for reward in (None, 0.5):
                 sample = make_sample("q", turn, "t", reward=reward, tokens=tokens)
                 payload = sample.SerializeToString()
-                assert PlainRows("q", "t").read(payload) == StagedRow.of(sample, payload)
+                assert FastRowReader("q", "t").read(payload) == StagedRow.of(sample, payload)
 
 
 @given(samples(), st.data())
@@ -100,7 +100,7 @@ def test_broken_rows_are_refused(sample: store_pb.Sample, data: st.DataObject) -
     place = data.draw(st.integers(0, len(payload) - 1))
     payload[place] ^= data.draw(st.integers(1, 255))
     broken = bytes(payload[: data.draw(st.integers(place + 1, len(payload)))])
-    row = PlainRows(sample.query_id, "t").read(broken)
+    row = FastRowReader(sample.query_id, "t").read(broken)
     if row is not None:
         assert row == StagedRow.of(store_pb.Sample.FromString(broken), broken)
 
@@ -111,7 +111,7 @@ def test_what_is_cut_off_is_never_read() -> None:
     for name in ("versions", "reward", "finish_reason", "temperature", "chain", "own_reward"):
         sample.ClearField(name)
     payload = sample.SerializeToString()
-    plain = PlainRows("q", "t")
+    plain = FastRowReader("q", "t")
     assert plain.read(payload) == StagedRow.of(sample, payload)
     assert not any(plain.read(payload[:end]) for end in range(len(payload)))
 

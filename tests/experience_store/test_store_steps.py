@@ -182,5 +182,5 @@ async def test_pages_hold_every_sample_once_in_order(store: Store) -> None:
 async def test_bells_are_put_away(store: Store) -> None:
     notices: Notices = store.notices
     with notices.listen("job", kinds=frozenset()), notices.listen("job", kinds=frozenset()):
-        assert "job" in notices._bells
-    assert "job" not in notices._bells
+        assert "job" in notices._subscriptions
+    assert "job" not in notices._subscriptions

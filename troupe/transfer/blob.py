@@ -65,8 +65,8 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 
 
 def _why_no_memory(tensor: torch.Tensor) -> str:
-    """Why a tensor's bytes cannot be read; "" when they can. Those of a tensor that wraps others, or
-    whose storage was shrunk, would be memory of another object."""
+    """Why a tensor's bytes cannot be read; "" when they can. A tensor that wraps others, or whose
+    storage was shrunk, would read as memory of another object."""
     if tensor.numel() == 0:
         return ""
     try:

@@ -104,7 +104,7 @@ class DeferredBytes:
 
 
 class _DeferredReading:
-    """One pass over deferred tensors: the groups in memory, and the pieces of each that are left."""
+    """One pass over deferred tensors: groups in memory, and pieces of each that are left."""
 
     def __init__(self, tensors: DeferredTensors) -> None:
         self.tensors = tensors

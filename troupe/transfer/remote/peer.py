@@ -304,8 +304,8 @@ class IncomingStates:
 # How long to wait for a reader that was named as source to answer.
 _ALIVE_SECONDS: Final = 5.0
 _NAP_SECONDS: Final = 0.02
-# Threads that verify: more than an owner ever has fetches. With fewer, two hosts could wait for each
-# other's chunks for ever.
+# Threads that verify: more than an owner ever has fetches. With fewer, two hosts could wait for
+# each other's chunks for ever.
 _MOST_FETCHES: Final = 64
 
 
