@@ -1,4 +1,4 @@
-"""The life of a server process, from its settings to its exit status."""
+"""A service process from its settings to its exit status: serve, become ready, drain, stop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class ServiceDefinition(Protocol):
-    """What the chassis serves. Handlers raise `TroupeError`; they never abort the context."""
+    """A service that the chassis serves. Handlers raise `TroupeError`; they never abort the
+    context."""
 
     name: str
     """Full gRPC name, "troupe.v1.Reward"."""
@@ -47,7 +48,7 @@ class ServiceDefinition(Protocol):
         """Get ready; calls are refused (UNAVAILABLE) and health is NOT_SERVING until then."""
 
     async def stop(self, grace: float) -> None:
-        """Let go of everything within `grace` seconds; no call is in flight any more.
+        """Release all resources within `grace` seconds; no call is in flight any more.
 
         Also called after a `start` that failed or was interrupted.
         """
@@ -55,19 +56,19 @@ class ServiceDefinition(Protocol):
 
 @runtime_checkable
 class WaitingService(Protocol):
-    """A service that can say what its start waits for."""
+    """A service that can name what its start waits for."""
 
     @property
     def problem(self) -> str | None:
-        """What it waits for, in words: calls that are refused meanwhile say so."""
+        """What it waits for, in words; calls that are refused meanwhile repeat it."""
 
 
 @runtime_checkable
 class LeavingService(Protocol):
-    """A service that has somebody to tell that it leaves, before what is in flight has ended."""
+    """A service that announces its end before the calls in flight have ended."""
 
     async def leave(self) -> None:
-        """Say so, within a few seconds; calls in flight go on, new ones are refused already."""
+        """Announce it within a few seconds; calls in flight go on, new ones are refused already."""
 
 
 Factory = Callable[[S, Telemetry], ServiceDefinition]
@@ -88,7 +89,7 @@ class RunningServer(Generic[S]):
 
     @property
     def address(self) -> str:
-        """Where to call it: "host:port" with the port that it really has."""
+        """The "host:port" to call, with the port that was bound."""
         return self.settings.address
 
     @property
@@ -99,9 +100,9 @@ class RunningServer(Generic[S]):
     async def open(self) -> None:
         """Take the ports, make the service, answer health checks with NOT_SERVING.
 
-        Raises `TroupeError` when a port cannot be had.
+        Raises `TroupeError` when a port cannot be bound.
         """
-        # Also for the users' own `asyncio.to_thread`.
+        # Also for `asyncio.to_thread` in users' code.
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
         server = grpc.aio.server(
             interceptors=[self._interceptor], options=server_options(self.settings)
@@ -174,7 +175,7 @@ class RunningServer(Generic[S]):
             {stopping}, timeout=max(0.0, settings.drain_seconds - _stream_drain(settings))
         )
         self._interceptor.cut_unary()
-        # gRPC itself waits for handlers; one that will not be cancelled is left behind.
+        # gRPC waits for handlers; one that does not end when cancelled is abandoned.
         await asyncio.wait({stopping}, timeout=5)
         await self._interceptor.idempotency.close()
         if self._started:
@@ -212,7 +213,7 @@ app_log = structlog.get_logger("troupe.process")
 
 __all__ = ["RunningServer", "ServiceDefinition", "run", "serve"]
 
-# Threads of libraries that do not end by themselves must not keep a stopped process alive.
+# Threads of libraries that never end must not keep a stopped process alive.
 _EXIT_SECONDS = 5.0
 _INSIST_SECONDS = 1.0
 _ENDING = frozenset(
@@ -257,11 +258,11 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
 
 
 def run_to_end(main: Coroutine[Any, Any, None]) -> None:
-    """Run an event loop until `main` has ended, and nothing else ends it.
+    """Run an event loop until `main` has ended, whatever else tries to end it.
 
-    `SystemExit` and `KeyboardInterrupt` that any task or callback raises leave the loop, and a
-    callback may stop it; a service's code does neither, so it was a job's, and the service goes on.
-    Signals do not come this way (`_live`).
+    `SystemExit` and `KeyboardInterrupt` of any task or callback leave the loop, and a callback may
+    stop it. A service's own code does neither, so a job's code did, and the service goes on.
+    Signals are handled elsewhere (`_live`).
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
@@ -282,11 +283,11 @@ async def _live(make_service: Factory[S], settings: S) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
-    asked: dict[signal.Signals, float] = {}
+    first_seen: dict[signal.Signals, float] = {}
 
     def on_signal(number: signal.Signals) -> None:
-        # The same one again, by a person and not by a launcher that repeats it: at once.
-        if loop.time() - asked.setdefault(number, loop.time()) > _INSIST_SECONDS:
+        # A repeated signal ends the process at once, unless a launcher repeated it immediately.
+        if loop.time() - first_seen.setdefault(number, loop.time()) > _INSIST_SECONDS:
             os._exit(128 + number)
         app_log.info("signal", name=number.name)
         stop.set()
@@ -313,13 +314,13 @@ async def _live(make_service: Factory[S], settings: S) -> None:
 
 
 def _set_from_thread(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: we are stopping already
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the process is stopping
         loop.call_soon_threadsafe(stop.set)
 
 
 def refuse_own_end() -> None:
-    """From now on code of this process cannot send a signal that ends it, or what supervises it: a
-    job's code would end one worker after another, each as if a person had stopped it."""
+    """Forbid code of this process to send ending signals to it or to its supervisor: a job's code
+    would otherwise end one worker after another, each as if a person had stopped it."""
     protected = {0, -1, os.getpid(), os.getppid(), os.getpgrp()}
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
@@ -333,7 +334,7 @@ def refuse_own_end() -> None:
 
 
 def _set_thread_budget(threads: int) -> None:
-    """Before numerical libraries are imported: they read it once."""
+    """Bound the threads of numerical libraries, which read these variables when imported."""
     for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
         os.environ[f"{name}_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,4 +1,4 @@
-"""A folder's files as a stream of chunks, and back, where two services share no disk."""
+"""Copies folders between services that share no disk, as streams of chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FileChunk:
 
 
 async def read_folder(root: Path) -> AsyncIterator[FileChunk]:
-    """All files below `root`, by name. Raises FileNotFoundError when they go meanwhile."""
+    """All files below `root`, by name. Raises FileNotFoundError when one is removed meanwhile."""
     for path in await asyncio.to_thread(files_below, root):
         name = path.relative_to(root).as_posix()
         digest = xxhash.xxh3_64()
@@ -45,10 +45,10 @@ async def read_folder(root: Path) -> AsyncIterator[FileChunk]:
 
 
 async def write_folder(target: Path, chunks: AsyncIterator[FileChunk]) -> int:
-    """Put what `read_folder` read at `target`, whole or not at all; returns its bytes.
+    """Write the chunks of `read_folder` to the folder `target`, all or nothing; returns the bytes.
 
-    One that is there stays. Raises DataLoss for a file that is not what was read, or a name that
-    leads out of the folder; OSError.
+    A folder that exists stays. Raises DataLoss for a damaged file, or a name that leads out of the
+    folder; OSError.
     """
     draft = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     size = 0
@@ -69,7 +69,7 @@ async def write_folder(target: Path, chunks: AsyncIterator[FileChunk]) -> int:
                 raise DataLoss(f"'{chunk.path}' arrived damaged", kind="folder_corrupt")
         if not complete:
             raise DataLoss("the last file is not whole", kind="folder_corrupt")
-        await asyncio.to_thread(_show, draft, target)
+        await asyncio.to_thread(_publish, draft, target)
     finally:
         await asyncio.to_thread(shutil.rmtree, draft, ignore_errors=True)
     return size
@@ -89,11 +89,11 @@ def _append(path: Path, data: bytes, last: bool) -> None:
             os.fsync(file.fileno())
 
 
-def _show(draft: Path, target: Path) -> None:
+def _publish(draft: Path, target: Path) -> None:
     try:
         draft.rename(target)
     except OSError:
-        if not target.is_dir():  # else somebody was quicker
+        if not target.is_dir():  # else another process was first
             raise
     handle = os.open(target.parent, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""How rollout and trainer workers tell the orchestrator that they live, and what they do."""
+"""Heartbeats of rollout and trainer workers to the orchestrator, and the id of a host."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from troupe.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 log = structlog.get_logger("troupe.heartbeat")
 
 Message = Callable[[], orchestrator_pb2.HeartbeatRequest]
-# A beat that takes longer is worth less than the next one.
+# Timeout of one beat.
 _TIMEOUT_SECONDS = 2.0
-# One that is away is asked for so often: it should not have to wait when it is back.
+# Interval while the orchestrator is away, so that it soon hears of workers when it is back.
 _AWAY_SECONDS = 0.25
-# An orchestrator that asks for another pace is believed within these bounds.
+# Bounds of the interval that the orchestrator may ask for.
 _MIN_SECONDS, _MAX_SECONDS = 0.05, 30.0
 
 
 class Heartbeat:
     """Calls `Orchestrator.Heartbeat` every `interval` seconds until stopped.
 
-    `message()` is asked anew for every beat; worker id, address, memory and host are filled in
-    where it leaves them empty. An orchestrator that is away is told about again when it is back.
+    `message()` makes every beat anew; worker id, address, memory and host are filled in where it
+    leaves them empty.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Heartbeat:
         return bool(self._reached)
 
     async def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the beats; returns at once."""
         self._task = asyncio.create_task(self._beat_on(), name="heartbeat")
 
     async def leave(self) -> None:
-        """Say now, and with every beat from now on, that the worker leaves."""
+        """Announce, now and with every later beat, that the worker leaves."""
         self._leaving = True
         if self._task is not None:
             async with self._channel() as channel:
                 await self._beat(orchestrator_pb2_grpc.OrchestratorStub(channel), leaving=True)
 
     async def stop(self) -> None:
-        """Say that the worker leaves (if anyone listens), then end."""
+        """Announce that the worker leaves, if the orchestrator answers, and stop."""
         if self._task is None:
             return
         task, self._task = self._task, None
@@ -93,7 +93,7 @@ class Heartbeat:
             self._reached = False
             return min(self._interval, _AWAY_SECONDS)
         except Exception:
-            # A bug in message() must not make a living worker look dead for ever.
+            # A fault in message() must not make a living worker look dead for ever.
             log.exception("no heartbeat could be made")
             return self._interval
         if not self._reached:

@@ -1,4 +1,5 @@
-"""One effect per request id: repeating a call returns its first response, or joins it."""
+"""Idempotency of calls by request id: a repeated call gets the first response, or joins the
+call."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 # Ids that Troupe makes have some 40 characters.
 MAX_ID_LENGTH: Final = 512
-# Of an answer that is remembered, beside its bytes: its id, digest, and place in the table.
+# Bytes of a remembered response beside its own: id, digest, and entry in the table.
 _ENTRY_BYTES: Final = 1024
 _LATER_MS: Final = 500
 
 
 def forgets(when: Callable[[Any], bool]) -> Callable[[Handler], Handler]:
-    """Marks a handler whose responses need not be remembered when `when(response)`: they tell
-    that nothing happened, so that a repeated call may run again."""
+    """Marks a handler whose responses are not remembered when `when(response)`: a repeated call
+    runs again."""
 
     def mark(handler: Handler) -> Handler:
         handler.forgets = when  # type: ignore[attr-defined]
@@ -35,8 +36,8 @@ def forgets(when: Callable[[Any], bool]) -> Callable[[Handler], Handler]:
 
 
 def compares(what: Callable[[Any], bytes]) -> Callable[[Handler], Handler]:
-    """Marks a handler whose requests are long: of one that comes with a known id only
-    `what(request)` must be the same as before, not every byte."""
+    """Marks a handler whose repeated requests are compared by `what(request)`, not by every
+    byte."""
 
     def mark(handler: Handler) -> Handler:
         handler.compares = what  # type: ignore[attr-defined]
@@ -48,9 +49,9 @@ def compares(what: Callable[[Any], bytes]) -> Callable[[Handler], Handler]:
 class IdempotencyCache:
     """Remembers responses by key for `ttl` seconds, bounded in number and bytes.
 
-    A call that fails is forgotten, so that it can be tried again. A call runs to its end even if
-    everyone who waited for it is gone: the one who comes back with its id finds the result. So
-    requests in flight are bounded in bytes here, too: their callers may be gone long since.
+    A failed call is forgotten, so that it can be repeated. A call runs to its end even when all its
+    callers are gone: a caller that comes back with its id finds the result. Therefore requests in
+    flight are bounded in bytes, too.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class IdempotencyCache:
         max_running_bytes: int = 2**30,
         field: str = "request_id",
     ) -> None:
-        """`field` is what callers know the id as."""
+        """`field`: the name of the id in requests, for errors."""
         self._ttl = ttl
         self._max_entries = max_entries
         self._max_bytes = max_bytes
@@ -95,8 +96,8 @@ class IdempotencyCache:
         forget: Callable[[T], bool] | None = None,
     ) -> T:
         """The response of `call()`, run once per `key`. `size` is that of the request in bytes,
-        where `payload` is not all of it. `abandoned()` is told when the last caller left before it
-        ended. A response that `forget` names is for those only who wait.
+        where `payload` is not all of it. `abandoned()` is called when the last caller left before
+        the end. A response for which `forget(response)` is not remembered.
 
         Raises `AlreadyExists` when `key` came with another `payload` before, `InvalidArgument` for
         an id that is too long, `ResourceExhausted` (to be repeated later) while too many bytes of
@@ -125,7 +126,7 @@ class IdempotencyCache:
         return response
 
     async def close(self) -> None:
-        """Cancel what is still running and wait until it is."""
+        """Cancel the calls that run, and wait for their end."""
         tasks = [entry.task for entry in self._running.values()]
         for task in tasks:
             task.cancel()
@@ -146,7 +147,7 @@ class IdempotencyCache:
                 value=name,
                 remedy="Send a short id, such as a UUID.",
             )
-        # One alone is let in, however large: else it never would be.
+        # A single request is admitted whatever its size: else it never would be.
         if self._running and self._running_bytes + size > self._max_running_bytes:
             raise ResourceExhausted(
                 f"{self._running_bytes:,} bytes of requests are in flight",
@@ -176,13 +177,13 @@ class IdempotencyCache:
     ) -> None:
         del self._running[key]
         self._running_bytes -= entry.size
-        # Asking for the exception also marks it as seen when nobody waits any more.
+        # `exception()` also marks the exception as retrieved when no caller waits any more.
         if entry.task.cancelled() or entry.task.exception() is not None:
             return
         response = entry.task.result()
         if forget is not None and forget(response):
             return
-        # The response alone: the task's context has parts of the request.
+        # Only the response is kept: the task's context references the request.
         done = _Done(entry.digest, response, self._clock() + self._ttl)
         self._done[key] = done
         self._bytes += done.size
@@ -200,7 +201,7 @@ class IdempotencyCache:
 
 
 class _RunningCall:
-    """A call in flight: what was asked, the task that answers, who waits."""
+    """A call in flight: digest and size of its request, its task, the number of waiting callers."""
 
     def __init__(self, digest: bytes, size: int, task: asyncio.Future[Any]) -> None:
         self.digest = digest
@@ -210,7 +211,7 @@ class _RunningCall:
 
 
 class _Done:
-    """A call that ended: what was asked, what was answered."""
+    """A finished call: digest of its request, and its response."""
 
     def __init__(self, digest: bytes, response: Any, expires: float) -> None:
         self.digest = digest

@@ -1,4 +1,4 @@
-"""What happens around every handler: who may call, how long, once only, and how it fails."""
+"""The interceptor around every handler: authentication, deadlines, idempotency, typed errors."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ log = structlog.get_logger("troupe.calls")
 
 
 class ObservedCall:
-    """Opened when a call arrives, ended with its outcome.
+    """Log context, span and metrics of one call, from its arrival to its outcome.
 
-    What it binds stays bound: gRPC gives every call a context of its own.
+    The context stays bound: gRPC gives every call a context of its own.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class ObservedCall:
         if isinstance(error, Internal) and cause is not None:
             log.error("call failed", error=str(error), exc_info=cause, **fields)
             return
-        # Whoever is pushed back asks again every second: the first refusals of a kind say it all.
+        # A caller that is pushed back repeats every second: only the 1st, 2nd, 4th ... are
+        # warnings.
         counts = self._telemetry.refused
         counts[self._method, error.kind] += 1
         times = counts[self._method, error.kind]
@@ -87,7 +88,7 @@ class ObservedCall:
 _HEALTH: Final = "/grpc.health."
 # Answered at any time, also before the service is ready and while it drains.
 _INFRASTRUCTURE: Final = (_HEALTH, "/grpc.reflection.")
-# What arrived -> the request (or the stream of them), and what is wrong with it.
+# Received bytes -> the request (or the stream of requests), and the error if they are invalid.
 Decode = Callable[[Any], tuple[Any, TroupeError | None]]
 
 
@@ -96,7 +97,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(self, settings: ServiceSettings, telemetry: Telemetry) -> None:
         self.state = "starting"
-        # What the service waits for, in words; those it refuses meanwhile are told.
+        # What the service waits for, in words, for the errors of calls refused meanwhile.
         self.problem: Callable[[], str | None] = lambda: None
         self.idempotency = IdempotencyCache(settings.idempotency_seconds)
         self._settings = settings
@@ -136,7 +137,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             task.cancel()
 
     def _wrap(self, method: str, handler: Any) -> Any:
-        # Requests are decoded here and not by gRPC, which says UNKNOWN of what it cannot decode.
+        # Requests are decoded here, because gRPC answers UNKNOWN to those that it cannot decode.
         codec = (None, _unless_bytes(handler.response_serializer))
         decode = handler.request_deserializer
         if handler.unary_unary is not None:
@@ -265,7 +266,8 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _judge(
         self, raised: BaseException, method: str
     ) -> tuple[grpc.StatusCode, TroupeError | None]:
-        """What the caller is told about `raised`; no error: gRPC knows already."""
+        """The status and typed error for what a handler raised; no error where gRPC has
+        answered."""
         if isinstance(raised, TroupeError):
             return raised.code, raised
         if isinstance(raised, grpc.aio.AbortError):
@@ -292,12 +294,12 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """A handler may answer with a response that is serialized already."""
+    """A serializer that passes responses through that a handler has serialized already."""
     return lambda response: response if isinstance(response, bytes) else serialize(response)
 
 
 def _decoded(decode: Callable[[bytes], Any]) -> Decode:
-    """Turns the bytes of a request into the message, or into what is wrong with them."""
+    """A decoder of one request."""
 
     def decoded(raw: bytes) -> tuple[Any, TroupeError | None]:
         try:
@@ -309,7 +311,7 @@ def _decoded(decode: Callable[[bytes], Any]) -> Decode:
 
 
 def _all_decoded(decode: Callable[[bytes], Any]) -> Decode:
-    """The same for a stream of requests: the stream raises what is wrong with one of them."""
+    """A decoder of a stream of requests, which raises the error of an invalid one."""
     decoded = _decoded(decode)
 
     async def messages(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:

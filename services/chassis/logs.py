@@ -16,7 +16,7 @@ from opentelemetry import trace
 from troupe.rpc.addresses import without_secrets
 from troupe.rpc.channel import CONTEXT_IDS, context_key
 
-# What is bound is in every line of the call, and in the context of every task that it leaves.
+# Bound ids are in every line of a call, and in the context of every task that it starts.
 _ID_LENGTH: Final = 200
 
 
@@ -66,9 +66,8 @@ def configure(service: str, level: str, style: str) -> None:
 
 
 def follow_stdlib() -> None:
-    """Until `configure` is called, leave what is shown, and where, to `logging`.
-
-    structlog by itself would print every debug event of a server in a test or a notebook.
+    """Let `logging` decide level and output until `configure` is called: structlog by itself would
+    print every debug event of a server in a test or a notebook.
     """
     if structlog.is_configured():
         return
@@ -85,8 +84,8 @@ def follow_stdlib() -> None:
 
 
 def bind_call(request: Any, metadata: Iterable[tuple[str, Any]]) -> None:
-    """Bind job, policy and trajectory of this call: from the request's fields, else from what
-    the caller sent along."""
+    """Bind job, policy and trajectory of this call, from the request's fields or else from its
+    metadata."""
     sent = dict(metadata)
     bound = {name: sent[key] for name in CONTEXT_IDS if (key := context_key(name)) in sent}
     if isinstance(request, Message):
@@ -102,7 +101,8 @@ def bind_call(request: Any, metadata: Iterable[tuple[str, Any]]) -> None:
 
 @lru_cache(maxsize=256)
 def _id_fields(descriptor: Descriptor) -> list[tuple[str, tuple[str, ...]]]:
-    """Where a request type holds the context ids: in itself or one message down."""
+    """The paths of the context ids in a request type: its own fields, or those of a message in
+    it."""
     found: dict[str, tuple[str, ...]] = {}
     for field in descriptor.fields:
         if field.name in CONTEXT_IDS and field.message_type is None:
@@ -117,7 +117,7 @@ def _id_fields(descriptor: Descriptor) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _hide_secrets(logger: Any, method: str, rendered: Any) -> str:
-    """The last step, over the text as it is written: tracebacks hold addresses, too."""
+    """Remove secrets from the rendered text, as the last step: tracebacks hold addresses, too."""
     return without_secrets(str(rendered))
 
 

@@ -3,8 +3,8 @@
 `http://HOST:PORT/PATH` in place of it: exit 0 when that is answered with 200 (the panel's
 /healthz). Both speak TLS where `TROUPE_TLS_*` say that servers do, and go through no proxy.
 
-What containers use as their health check. It runs every few seconds beside the service, so it
-imports nothing but gRPC: the clients of `troupe.rpc` take several times as long to load.
+The health check of containers. It runs every few seconds beside the service, so it imports nothing
+but gRPC: the clients of `troupe.rpc` take several times as long to load.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 def main() -> int:
-    """Ask once; prints the answer when it is not SERVING."""
+    """Check once; prints the answer when it is not SERVING."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("service", nargs="?", default="", help="default: the server as a whole")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
     args = parser.parse_args()
     if args.address.startswith("http://"):
-        return _ask_http(args.address, args.timeout)
+        return _check_http(args.address, args.timeout)
     request = health_pb2.HealthCheckRequest(service=args.service)
     with _channel(args.address) as channel:
         try:
@@ -44,7 +44,7 @@ def main() -> int:
     return 0
 
 
-def _ask_http(url: str, timeout: float) -> int:
+def _check_http(url: str, timeout: float) -> int:
     from http.client import HTTPConnection, HTTPException, HTTPSConnection
     from urllib.parse import urlsplit
 
@@ -52,7 +52,7 @@ def _ask_http(url: str, timeout: float) -> int:
     assert parts.hostname is not None
     connection = HTTPConnection(parts.hostname, parts.port, timeout=timeout)
     if os.environ.get("TROUPE_TLS_CERT"):
-        # Its certificate names the panel as others reach it, not as its own container does.
+        # The certificate names the panel's address for others, not the loopback.
         context = ssl._create_unverified_context()
         connection = HTTPSConnection(parts.hostname, parts.port, timeout=timeout, context=context)
     try:

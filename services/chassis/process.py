@@ -22,7 +22,7 @@ from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import port_error
 
 _PERIOD_SECONDS = 0.5
-# After this long the orderly stop has failed: nobody is left who would end this process.
+# After this long without the parent the orderly stop has failed: the process ends itself.
 _GIVE_UP_SECONDS = 30.0
 # Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD: Final = -1
@@ -40,7 +40,7 @@ def watch_parent(pid: int, gone: Callable[[], None]) -> None:
 
 
 def _watch(parent: psutil.Process, gone: Callable[[], None]) -> None:
-    # A zombie parent still "runs"; its children have been given to another one by then.
+    # A zombie parent still "runs", but its children have another parent by then.
     direct = os.getppid() == parent.pid
     while parent.is_running() and (not direct or os.getppid() == parent.pid):
         time.sleep(_PERIOD_SECONDS)
@@ -63,7 +63,7 @@ def keep_freed_memory() -> None:
 
 
 def server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
-    """gRPC server arguments: those of a channel, and what a server tolerates of its clients."""
+    """gRPC server options: those of a channel, and how often clients may ping."""
     return [
         *channel_options(settings.max_message_mib),
         # Without it two servers share one port and each answers half of the calls.
@@ -83,12 +83,12 @@ def bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
         if credentials is None:
             return server.add_insecure_port(f"{host}:{settings.port}")
         return server.add_secure_port(f"{host}:{settings.port}", credentials)
-    except RuntimeError as error:  # someone was quicker between the probe and here
+    except RuntimeError as error:  # another process bound it after the probe
         raise port_error(settings.host, settings.port, "TROUPE_PORT", error) from error
 
 
 def _probe(host: str, port: int, variable: str) -> None:
-    """Raise the reason why `port` cannot be bound, which gRPC would not tell."""
+    """Raise the reason why `port` cannot be bound, which gRPC does not give."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

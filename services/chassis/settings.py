@@ -22,7 +22,7 @@ S = TypeVar("S", bound="ServiceSettings")
 
 
 class ServiceSettings(BaseSettings):
-    """What a server needs to know. A service with settings of its own derives from this."""
+    """The settings of every server. A service with more settings derives from this."""
 
     model_config = SettingsConfigDict(
         env_prefix="TROUPE_", env_ignore_empty=True, extra="ignore", frozen=True
@@ -112,7 +112,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def address(self) -> str:
-        """Where others reach this server. Inside a running server its ports are the real ones."""
+        """The address at which others reach this server, with the bound port once it runs."""
         if self.advertise_address:
             return self.advertise_address
         host = socket.gethostname() if is_wildcard(self.host) else self.host
@@ -120,13 +120,13 @@ class ServiceSettings(BaseSettings):
 
     @property
     def cluster_addresses(self) -> list[str]:
-        """Where this server and those that it calls are."""
+        """The addresses of this server and of those that it calls."""
         others = (self.orchestrator_address, self.experience_store_address, self.reward_address)
         return [self.address, socket.gethostname(), *others, self.redis_url]
 
     @property
     def strangers(self) -> str | None:
-        """Warning that says who can use this server without a token; None where it has one."""
+        """Who can use this server without a token, for a warning; None where it has a token."""
         if self.token is not None:
             return None
         local = is_loopback_host(self.host)
@@ -140,7 +140,7 @@ class ServiceSettings(BaseSettings):
         return self.transfer_serve == "on"
 
     def client(self, *, retry: RetryPolicy | None = None) -> ClientSettings:
-        """How this service calls others: the same token, authority and limits."""
+        """Settings for calls to other services: the same token, authority and limits."""
         return ClientSettings(
             token=self.token,
             tls_ca=self.tls_ca,
@@ -169,6 +169,6 @@ def read_settings(model: type[S], program: str) -> S | None:
         for fault in explained(error, model, "See docs/operating.md."):
             # The variable, and where in it: TROUPE_REWARD_QUOTAS.search.untis
             variable, _, inside = fault.field.partition(".")
-            told = replace(fault, field=f"TROUPE_{variable.upper()}{inside and '.'}{inside}")
-            print(f"{program}: {told}", file=sys.stderr)
+            renamed = replace(fault, field=f"TROUPE_{variable.upper()}{inside and '.'}{inside}")
+            print(f"{program}: {renamed}", file=sys.stderr)
     return None

@@ -1,14 +1,14 @@
 """`HostTransfer`: a service's `Transfer`, which also reaches the states of other hosts.
 
-Who holds what is answered in three places, none of which has to be right:
+Which hosts hold a state is known from three sources, none of which has to be right:
 
-- a reference may name holders (`WeightsRef.holders`): who published was one a moment ago;
+- a reference may name holders (`WeightsRef.holders`): its publisher was one a moment ago;
 - the orchestrator knows from heartbeats where the hosts are and what their workers have loaded
-  (`Orchestrator.LocateState`), also after it or whoever published a state was restarted;
-- an owner that is asked says itself whether it has this key with this checksum.
+  (`Orchestrator.LocateState`), also after it or the publisher was restarted;
+- an owner answers itself whether it has this key with this checksum.
 
-So no list of holders is kept that could be lost or lie, and whoever has pulled a version can hand
-it on. A worker whose orchestrator is away asks whom it knew last.
+So no list of holders is kept that could be lost or wrong, and a host that fetched a version can
+hand it on. A worker whose orchestrator is away asks the owners that it knew last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 
@@ -47,19 +47,9 @@ _CLOSE_SECONDS: Final = 3.0
 _SOCKET_NAME_BYTES: Final = 108
 
 
-class Process(Protocol):
-    """`troupe.transfer.remote.OwnerProcess`, as far as this needs it."""
-
-    @property
-    def address(self) -> str: ...
-    @property
-    def local(self) -> str: ...
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class OwnerAddress:
-    """Where the host's owner is: for other hosts, and for processes of its own."""
+    """Addresses of the host's owner: for other hosts, and for processes of its own host."""
 
     address: str
     local: str
@@ -67,28 +57,28 @@ class OwnerAddress:
 
 
 class HostOwnership:
-    """Runs the host's owner process, or knows where it is. Safe to use from several threads."""
+    """Runs the host's owner process, or finds the one that another service runs. Thread-safe."""
 
     def __init__(
         self,
         root: Path,
         mark: str,
         port: int,
-        start: Callable[[int], Process],
+        start: Callable[[int], OwnerProcess],
         *,
         certified: bool = False,
     ) -> None:
         """`start(port)` starts an owner process over `root`; 0: at any port. `port` is where it
-        has to be, 0: where the one before it was, if that is free. Services of the same `mark`
+        has to be; 0: the port of the one before it, if that is free. Services of the same `mark`
         share an owner. `certified`: it shows a certificate, which may not name the loopback."""
         self._path = root / f".owner-{mark}"
         socket = (root / f".socket-{mark}").absolute()
-        # Where the owner is reached by who shares the directory and no loopback, as containers do;
-        # the kernel takes no longer names.
+        # For processes that share the directory and no loopback, as containers do; the kernel
+        # limits the length of its name.
         self.socket = socket if len(os.fsencode(socket)) < _SOCKET_NAME_BYTES else None
         self._port, self._certified = port, certified
         self._start = start
-        self._process: Process | None = None
+        self._process: OwnerProcess | None = None
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._mutex = threading.Lock()
         self._closed = False
@@ -99,15 +89,14 @@ class HostOwnership:
         return self._process is not None
 
     def place(self) -> OwnerAddress | None:
-        """Where the owner is, as far as is known now."""
+        """The addresses of the owner, if one has been started."""
         try:
-            said = json.loads(self._path.read_bytes())
-            return OwnerAddress(**said)
+            return OwnerAddress(**json.loads(self._path.read_bytes()))
         except (OSError, ValueError, TypeError):  # none yet, or it is being written
             return None
 
     def near(self) -> str | None:
-        """Where this process reaches the owner, as far as is known now."""
+        """The address at which this process reaches the owner, if one has been started."""
         place = self.place()
         if place is None:
             return None
@@ -117,7 +106,8 @@ class HostOwnership:
         return place.local if here else place.address
 
     def look(self) -> None:
-        """Take over if nobody runs an owner. Blocks while it starts. Raises `TroupeError`."""
+        """Start an owner unless another service runs one. Blocks meanwhile. Raises
+        `TroupeError`."""
         with self._mutex:
             if self._closed or self._process is not None:
                 return
@@ -138,12 +128,12 @@ class HostOwnership:
             log.info("other hosts read states from here", address=process.address)
 
     def close(self) -> None:
-        """End the owner process if it is ours; another service may take over. Repeatable.
+        """End the owner process if this service runs it; another may take over. Repeatable.
 
-        One that is just being started is left: it ends with this process.
+        A process that is just being started is left: it ends with this one.
         """
         if not self._mutex.acquire(timeout=_CLOSE_SECONDS):
-            log.warning("an owner that does not come up is left behind")
+            log.warning("an owner that does not start is left behind")
             return
         try:
             process, self._process = self._process, None
@@ -152,11 +142,11 @@ class HostOwnership:
             self._closed = True
             if process is not None:
                 process.close()
-            os.close(self._file)  # frees the lock, with the place left for who comes next
+            os.close(self._file)  # frees the lock; the addresses stay for the next owner
         finally:
             self._mutex.release()
 
-    def _start_somewhere(self) -> Process:
+    def _start_somewhere(self) -> OwnerProcess:
         before = self.place()
         if not self._port and before is not None:
             _, _, port = before.local.rpartition(":")
@@ -166,17 +156,17 @@ class HostOwnership:
 
 
 _LOCATE_SECONDS: Final = 5.0
-# How soon another service of the host takes over the owner of one that died.
+# How often services look whether the host has an owner.
 _LOOK_SECONDS: Final = 1.0
-# An owner that the host should have and has not (yet) is waited for so long.
+# How long an owner is waited for that the host should have.
 _OWNER_SECONDS: Final = 30.0
 _SWEEP_SECONDS: Final = 10.0
 _HINTS: Final = 4096
 
 
 class HostTransfer(Transfer):
-    """`Transfer` over this host's `transfer_dir`; where `settings.shares_states`, over other hosts'
-    too. Readable and writable at once; other hosts are reached between `start` and `stop`."""
+    """A `Transfer` over this host's `transfer_dir` and, where `settings.shares_states`, over other
+    hosts' states, which are reached between `start` and `stop`."""
 
     def __init__(self, settings: ServiceSettings, telemetry: Telemetry) -> None:
         self._settings = settings
@@ -190,7 +180,7 @@ class HostTransfer(Transfer):
         self._refusal: Unavailable | None = None
         self._exit = contextlib.ExitStack()
         self._directory: Any = None
-        peers = [_Others(self, self._client)] if settings.shares_states else []
+        peers = [_OtherHosts(self, self._client)] if settings.shares_states else []
         fallback = settings.transfer_fallback_dir
         super().__init__(settings.transfer_dir, fallback=fallback, peers=peers)
         telemetry.registry.register(self.counters)
@@ -206,7 +196,7 @@ class HostTransfer(Transfer):
             )
 
     async def start(self) -> None:
-        """See that the host has an owner. Raises `TroupeError` when it cannot serve."""
+        """Have an owner on this host. Raises `TroupeError` when none can serve."""
         if self._owner is None:
             threading.Thread(target=self._sweep_on, name="transfer-sweep", daemon=True).start()
             return
@@ -221,7 +211,7 @@ class HostTransfer(Transfer):
             raise self._refusal
 
     async def stop(self) -> None:
-        """End what was started here. Repeatable."""
+        """Stop what `start` started. Repeatable."""
         self._stopped.set()
         if self._owner is not None:
             await asyncio.to_thread(self._owner.close)
@@ -230,17 +220,17 @@ class HostTransfer(Transfer):
 
     @property
     def address(self) -> str:
-        """Where other hosts read this one's states; empty: nowhere."""
+        """The address at which other hosts read this one's states; "" where they cannot."""
         place = None if self._owner is None else self._owner.place()
         return "" if place is None else place.address
 
     @property
     def holders(self) -> list[str]:
-        """What a reference to a state of this host says of where it is."""
+        """The holders that a reference to a state of this host names."""
         return [self.address] if self.address else []
 
     def hint(self, key: str, holders: Collection[str]) -> None:
-        """Remember who had `key`."""
+        """Remember owners that had `key`."""
         if not holders:
             return
         with self._mutex:
@@ -252,7 +242,7 @@ class HostTransfer(Transfer):
     def locate(self, key: str, expected: str | None = None) -> Sequence[str]:
         """Owners of other hosts that may have `key`, likely ones first. Blocking.
 
-        Raises Unavailable when the orchestrator is away and nobody was known before.
+        Raises Unavailable when the orchestrator is away and no owner was known before.
         """
         with self._mutex:
             hinted = self._hints.get(key, ())
@@ -270,7 +260,7 @@ class HostTransfer(Transfer):
         return [one for one in dict.fromkeys((*hinted, *owners)) if one != self.address]
 
     def directory(self, key: str) -> pb.LocateStateResponse:
-        """What the orchestrator says of `key`. Blocking. Raises `TroupeError`."""
+        """The orchestrator's answer to where `key` may be. Blocking. Raises `TroupeError`."""
         if self._directory is None:
             raise Unavailable("this host reaches no other one", kind="directory_away")
         request = pb.LocateStateRequest(key=key)
@@ -280,7 +270,7 @@ class HostTransfer(Transfer):
         return answer
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Delete unversioned `keys` (samples' values) wherever they are. Blocking.
+        """Delete unversioned `keys` (samples' values) on all hosts. Blocking.
 
         A host that does not answer keeps them until its workers release the job.
         """
@@ -304,7 +294,7 @@ class HostTransfer(Transfer):
                 peer.close()
 
     def near_owner(self, deadline: float) -> str:
-        """Where this host's owner is, waiting for one until `deadline` of the monotonic clock.
+        """The address of this host's owner, waiting for one until `deadline` (monotonic clock).
 
         Raises Unavailable.
         """
@@ -322,7 +312,8 @@ class HostTransfer(Transfer):
             time.sleep(0.05)
 
     def _look_on(self, owner: HostOwnership) -> None:
-        """In a thread that lasts: an owner process ends with the thread that started it."""
+        """Keep an owner running; in one thread, as an owner process ends with the one that started
+        it."""
         while True:
             try:
                 owner.look()
@@ -337,7 +328,7 @@ class HostTransfer(Transfer):
                 return
 
     def _sweep_on(self) -> None:
-        """What an owner does, where there is none."""
+        """Sweep periodically, where there is no owner that does."""
         while not self._stopped.wait(_SWEEP_SECONDS):
             self.sweep()
 
@@ -359,8 +350,8 @@ class HostTransfer(Transfer):
         )
 
 
-class _Others:
-    """`sources.FetchSource`: has this host's owner fetch what this host lacks."""
+class _OtherHosts:
+    """`sources.FetchSource`: has this host's owner fetch from other hosts."""
 
     def __init__(self, host: HostTransfer, client: ClientSettings) -> None:
         self._host, self._client = host, client
@@ -369,12 +360,12 @@ class _Others:
 
     @property
     def address(self) -> str:
-        """For people."""
+        """For error messages."""
         return "other hosts"
 
     @property
     def deadline_seconds(self) -> float:
-        """Of a fetch whose caller names no time."""
+        """Bound of a fetch whose caller gives no deadline."""
         return 600.0
 
     def fetch(

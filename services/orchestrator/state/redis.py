@@ -24,7 +24,7 @@ TRAJECTORY_KINDS: Final = ("train", "evaluate", "match")
 
 
 class StateUnavailable(Unavailable):
-    """The orchestrator's memory is away: nothing can be decided or recorded until it is back."""
+    """The orchestrator's Redis is away: nothing can be decided or recorded until it is back."""
 
     default_kind = "redis_unavailable"
 
