@@ -197,7 +197,7 @@ def test_an_owner_lets_go_of_what_a_killed_reader_was_told_of(
     del lease
     kept.sweep()
     assert alive() is not None  # it may still come
-    monkeypatch.setattr(serving, "_HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(serving, "_PIN_SECONDS", 0.0)
     kept.find(KEY, manifest.checksum)
     time.sleep(0.01)
     kept.sweep()
@@ -220,7 +220,7 @@ def test_an_owner_lets_go_of_what_has_come_whole(
     peer = Peer(owner.address, ClientSettings(token=SecretStr("secret")))
     there.set(KEY, {"w": torch.ones(3)})
     Transfer(tmp_path / "here", peers=[peer]).get(KEY)
-    assert not owner._held._holds
+    assert not owner._held._pins
     peer.close()
     owner.stop(0)
 
