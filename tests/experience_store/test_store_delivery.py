@@ -60,7 +60,7 @@ def test_the_bytes_are_those_of_the_message(
         group = data.draw(st.integers(0, len(rewards) - 1))
         made.append((payload, record, group))
         item = wanted.samples.add(group_rewards=rewards[group])
-        record.read(payload, item.sample)
+        item.sample.CopyFrom(record.read(payload))
     delivery = Delivery.claimed("c", made, rewards)
     assert Response.FromString(delivery.message) == wanted
     assert delivery.samples == len(rows)
