@@ -1,4 +1,4 @@
-"""Whether a directory's disk has room, in words for people."""
+"""Errors and checks of full disks, in words for people."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-# Of safetensors' errors and of tokenizers', which are plain exceptions.
+# The system error in the texts of safetensors' and tokenizers' exceptions.
 _NUMBER: Final = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """What the system said, if `error` is about that."""
+    """The OSError that `error` is or quotes; None for any other error."""
     if isinstance(error, OSError):
         return error
     match = _NUMBER.search(str(error))
@@ -26,12 +26,12 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether there is no room, or none for whoever writes."""
+    """Whether an error means that the disk, or the quota of the writing user, is full."""
     return error.errno in _NO_ROOM
 
 
 _MIB: Final = 1 << 20
-# What a service needs to go on: more than one write of it, and little of a small disk.
+# Free bytes that a service needs: more than one of its writes, and a tenth of a small disk.
 _NEEDED_BYTES: Final = 64 * _MIB
 _NEEDED_PART: Final = 10
 _PROBE_BYTES: Final = 1 << 16

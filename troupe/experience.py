@@ -3,11 +3,11 @@
 `samples_digest` names a set of samples: the trainer commits a step with that of the samples that it
 trained, and the store compares it with that of the samples that it handed out.
 
-`ExperienceWriter` batches writes: what is written at about the same time travels together.
+`ExperienceWriter` batches writes: concurrent writes share calls.
 
-A call costs what several rows do, whatever it carries. So nothing waits while few calls are in
-flight, and what comes while more are is taken along by the next one. Each ending and each fill
-stays what it is: with an id of its own it is taken, refused and repeated by itself.
+A call costs as much as several rows, whatever it carries. Writes are sent at once while few calls
+are in flight; those that arrive while more are in flight go with the next call. Each ending and
+each fill has an id of its own, and is accepted, refused and repeated by itself.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from troupe.v1 import experience_store_pb2 as pb
 from troupe.wire import repeated
 
 _METHOD: Final = "/troupe.v1.ExperienceStore/Write"
-# One is being answered while the next one is on its way.
+# Calls in flight: one is being answered while the next one is sent.
 _CALLS: Final = 2
-# Of one call, unless a single part is longer: who comes next need not wait for more.
+# Bytes of one call at most, unless a single part is longer.
 _CALL_BYTES: Final = 2 * 2**20
 
 _Result: TypeAlias = pb.EndingWritten | pb.FillWritten
@@ -52,7 +52,7 @@ def samples_digest(sample_ids: Iterable[str]) -> int:
 
 @dataclass
 class _Part:
-    """One ending or fill on its way."""
+    """One ending or fill that is waiting or in flight."""
 
     message: bytes
     deadline: float
@@ -61,7 +61,7 @@ class _Part:
 
 @dataclass
 class _Body:
-    """What one call carries."""
+    """The parts of one call."""
 
     endings: list[_Part] = field(default_factory=list)
     fills: list[_Part] = field(default_factory=list)
@@ -72,7 +72,7 @@ class _Body:
         return [*self.endings, *self.fills]
 
     def serialized(self) -> bytes:
-        """A WriteRequest."""
+        """The parts as a serialized WriteRequest."""
         return b"".join(
             (
                 pb.WriteRequest(request_id=self.request_id).SerializeToString(),
@@ -90,8 +90,8 @@ class ExperienceWriter:
     """AppendTrajectory and FillColumns for callers of one event loop."""
 
     def __init__(self, channel: grpc.aio.Channel, retry: RetryPolicy | None = None) -> None:
-        """`channel`: to the store, of `troupe.rpc.connect`. `retry`: of parts that the store
-        refuses for now, by default as every call's.
+        """`channel`: to the store, made by `troupe.rpc.connect`. `retry`: of parts that the store
+        refuses for now; by default that of every call.
         """
         self._call: Any = channel.unary_unary(
             _METHOD,
@@ -103,7 +103,7 @@ class ExperienceWriter:
         self._fills: deque[_Part] = deque()
         self._flying: set[asyncio.Task[None]] = set()
         self._woken = False
-        # Calls are nobody's in particular: their log lines name no trajectory.
+        # Calls carry parts of many trajectories: their log lines name none.
         self._context = contextvars.copy_context()
 
     async def append(
@@ -146,16 +146,16 @@ class ExperienceWriter:
 
         result = await self._retry.run(attempt, timeout)
         if isinstance(result, TroupeError):
-            # The call as a whole failed, and has been repeated where that can help.
+            # The whole call failed, and has been repeated where that could help.
             raise result
         return result
 
     def _send_waiting(self) -> None:
-        """Begin calls while there may be more of them."""
+        """Begin calls while fewer than `_CALLS` are in flight."""
         self._woken = False
         while (self._fills or self._endings) and len(self._flying) < _CALLS:
             body = _Body()
-            # Rows that wait for a column need not wait for the rows of others, too.
+            # Fills first: rows that wait for a column should not wait for other rows, too.
             size = _take(self._fills, body.fills, 0)
             size = _take(self._endings, body.endings, size)
             if size:
@@ -186,12 +186,12 @@ class ExperienceWriter:
 
 
 def _take(waiting: deque[_Part], into: list[_Part], size: int) -> int:
-    """Move what one call can carry, one part in any case; `size` is what it carries already.
-    Returns what it carries then.
+    """Move as many parts as one call of `size` bytes can still carry, at least one; returns the
+    call's bytes then.
     """
     while waiting and not (into and size + len(waiting[0].message) > _CALL_BYTES):
         part = waiting.popleft()
-        # Else nobody waits for it any more.
+        # Parts whose caller has left are skipped.
         if not part.done.done():
             into.append(part)
             size += len(part.message)

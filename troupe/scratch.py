@@ -1,4 +1,4 @@
-"""Directories in the host's memory, which all users share: whose they are, how long they stay."""
+"""Directories in shared memory, which all users of a host share: ownership and cleanup."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 def memory_root() -> Path:
-    """Where files are in memory: `/dev/shm`, or where temporary files go on hosts without it."""
+    """`/dev/shm`, or the directory for temporary files on hosts without it."""
     writable = os.access(_SHARED_MEMORY, os.W_OK)
     return _SHARED_MEMORY if writable else Path(tempfile.gettempdir())
 
 
 def private_directory(path: Path) -> Path:
-    """Make the directory `path`, or take the one that is there, for this user alone; returns it.
+    """Make the directory `path` for this user alone, or check the existing one; returns it.
 
-    For names that others can foresee, in places where everybody may make directories. Raises
-    PermissionError, which says why, where it is a link, another user's, or one that others may
-    write to: what lies there may be theirs. Other OSErrors when it cannot be made.
+    For predictable names in directories where every user may write. Raises PermissionError, which
+    says why, where it is a link, belongs to another user, or others may write to it; other OSErrors
+    when it cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -60,10 +60,10 @@ def is_foreseeable(path: Path) -> bool:
 
 
 class Scratch:
-    """`path` is this process's; what others of its `prefix` left that were killed goes first.
+    """A directory of this process; those that killed processes with its `prefix` left are removed.
 
-    A process holds a lock on its directory, of which the kernel lets go however it ends: so owners
-    in other containers are told from dead ones, too, which process ids would not do.
+    A process holds a lock on its directory, which the kernel frees however the process ends: unlike
+    process ids, this also tells live owners in other containers from dead ones.
     """
 
     def __init__(self, prefix: str, root: Path | None = None) -> None:
@@ -72,7 +72,7 @@ class Scratch:
         _sweep(root, prefix)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-            # Somebody else's sweep may find it before it is locked: then another is made.
+            # Another process may remove it before it is locked: then another one is made.
             with contextlib.suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -81,7 +81,7 @@ class Scratch:
                 os.close(self._lock)
 
     def close(self) -> None:
-        """It goes, with what is in it. Idempotent."""
+        """Remove the directory with its content. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -96,7 +96,7 @@ class Scratch:
 
 def _sweep(root: Path, prefix: str) -> None:
     for left in root.glob(f"{prefix}*"):
-        # Gone meanwhile, somebody else's, or (BlockingIOError) alive.
+        # Removed meanwhile, another user's, or (BlockingIOError) in use.
         with contextlib.suppress(OSError):
             descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

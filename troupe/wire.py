@@ -1,4 +1,8 @@
-"""Protobuf's wire format: long messages put together from serialized ones, and taken apart."""
+"""Protobuf's wire format: joins serialized messages into longer ones, and splits them.
+
+The store and its clients handle rows without parsing them; `services/experience_store/samples.py`
+and `claims.py` say what that pays.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ _VARINT: Final = 0
 _FIXED: Final = {1: 8, 5: 4}
 
 
-# Rows of one job are of few different lengths.
+# Cached: rows of one job have few different lengths.
 @functools.lru_cache(maxsize=4096)
 def varint(number: int) -> bytes:
-    """A number that is not negative, seven bits to a byte, the lowest first."""
+    """The encoding of a number that is not negative: seven bits per byte, lowest first."""
     found = bytearray()
     while number > 0x7F:
         found.append(number & 0x7F | 0x80)
@@ -27,7 +31,7 @@ def varint(number: int) -> bytes:
 
 
 def tag(field: int) -> bytes:
-    """What stands before the length of a string, bytes or message in field `field`."""
+    """The tag of a string, bytes or message in field `field`."""
     return varint(field << 3 | _DELIMITED)
 
 
@@ -82,7 +86,7 @@ def split(data: bytes, start: int, end: int, field: int) -> tuple[bytes, list[tu
     found: list[tuple[int, int]] = []
     kept = start
     for number, begin, value, behind in fields(data, start, end):
-        # A number in its place is of a field that nobody knows.
+        # A field of this number and another wire type is unknown, and kept.
         if number == field and data[begin] & 7 == _DELIMITED:
             rest.append(data[kept:begin])
             found.append((value, behind))
