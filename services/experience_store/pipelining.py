@@ -32,7 +32,7 @@ _BULK_COMMANDS: Final = frozenset({"HMGET", "HGETALL"})
 _READ_BYTES: Final = 2**20
 
 
-class ReplyParser:
+class RedisReplyParser:
     """Parses replies of the Redis protocol (version 2) from bytes as they arrive."""
 
     def __init__(self, error_of: Callable[[str], Exception]) -> None:
@@ -209,7 +209,7 @@ class _PipelinedConnection:
 
     async def _read(self, connection: Any) -> None:
         """Give replies to their calls until every call has its own."""
-        replies = ReplyParser(BaseParser.parse_error)
+        replies = RedisReplyParser(BaseParser.parse_error)
         try:
             while self._in_flight:
                 data = await connection._reader.read(_READ_BYTES)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from redis import exceptions
 from redis._parsers import BaseParser
 
-from services.experience_store.pipelining import ReplyParser
+from services.experience_store.pipelining import RedisReplyParser
 
 _replies = st.recursive(
     st.one_of(
@@ -28,7 +28,7 @@ _replies = st.recursive(
 @given(st.lists(_replies, max_size=6), st.data())
 def test_replies_are_read_however_they_are_cut(replies: list[Any], data: st.DataObject) -> None:
     text = b"".join(map(_written, replies))
-    reader, found, at = ReplyParser(BaseParser.parse_error), [], 0
+    reader, found, at = RedisReplyParser(BaseParser.parse_error), [], 0
     while at < len(text):
         end = at + data.draw(st.integers(1, max(1, len(text) // 3)))
         found += reader.feed(text[at:end])
@@ -41,7 +41,7 @@ def test_replies_are_read_however_they_are_cut(replies: list[Any], data: st.Data
 )
 def test_what_is_no_reply_is_refused(text: bytes) -> None:
     with pytest.raises(exceptions.InvalidResponse):
-        ReplyParser(BaseParser.parse_error).feed(text)
+        RedisReplyParser(BaseParser.parse_error).feed(text)
 
 
 def _written(reply: Any) -> bytes:
