@@ -12,32 +12,32 @@ from troupe.rpc import InvalidArgument
 from troupe.v1 import orchestrator_pb2 as orch
 
 
-async def longest_answer(cluster: Cluster, seconds: float) -> float:
-    """Longest time that a call of a user took meanwhile."""
+async def longest_hold(seconds: float) -> float:
+    """CPU seconds for which the event loop was held at most, before it came to a waiting task.
+
+    CPU time, because other processes may take the processor meanwhile.
+    """
     longest, end = 0.0, time.monotonic() + seconds
     while time.monotonic() < end:
-        began = time.monotonic()
-        await cluster.api.GetCluster(orch.GetClusterRequest())
-        longest = max(longest, time.monotonic() - began)
+        began = time.thread_time()
         await asyncio.sleep(0.01)
+        longest = max(longest, time.thread_time() - began)
     return longest
 
 
 async def test_a_step_of_the_largest_size_does_not_block(cluster: Cluster) -> None:
     small = job_yaml("small", pipeline__steps=1)
     await cluster.wait(await cluster.submit(small))
-    idle = await longest_answer(cluster, 1)
     cluster.rollouts[0].script.seconds = 1000
     text = job_yaml("large", pipeline__queries_per_step=32_768, pipeline__group_size=8)
     job_id = await cluster.submit(text)
-    busy = 0.0
-    for _ in range(20):
-        busy = max(busy, await longest_answer(cluster, 1))
+    held = 0.0
+    for _ in range(60):
+        held = max(held, await longest_hold(1))
         if len(cluster.rollouts[0].ran) >= 1024 + 4:
             break
     assert len(cluster.rollouts[0].ran) >= 1024, "it began"
-    # Planned in one piece it is 5 s and more. Other tests may take the processor meanwhile.
-    assert busy < 2 + 10 * idle
+    assert held < 1.5, "planned in one piece it is 5 s and more"
     await cluster.cancel(job_id)
     await cluster.wait(job_id)
 

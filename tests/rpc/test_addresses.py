@@ -86,9 +86,9 @@ def test_no_password_is_shown(scheme: str, password: str) -> None:
 def test_hiding_takes_time_in_proportion() -> None:
     def seconds(count: int) -> float:
         text = "a://" + "a" * count + "?key=" * count + "://" * count + "@" * count
-        started = time.perf_counter()
+        started = time.thread_time()
         without_secrets(text)
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     seconds(1000)
     small, large = (min(seconds(n) for _ in range(3)) for n in (4_000, 32_000))

@@ -15,7 +15,7 @@ import numpy as np
 import services.rollout.trajectories.records
 from tests.support.tiny_team import share_of_a
 
-services.rollout.columns.INLINE_BYTES = 0  # type: ignore[misc]
+services.rollout.trajectories.records.INLINE_BYTES = 0  # type: ignore[misc]
 # How long half of a step's trajectories take at least.
 SLOW_SECONDS = 3.0
 

@@ -208,10 +208,10 @@ def test_time_grows_with_the_length_of_a_text() -> None:
     def seconds(text: str) -> float:
         best = math.inf
         for _ in range(3):
-            began = time.perf_counter()
+            began = time.thread_time()
             with contextlib.suppress(NotJsonError):
                 parse_json(text)
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.thread_time() - began)
         return best
 
     for part in ('"\\"', "[", '["', "[[]],", "\\"):
