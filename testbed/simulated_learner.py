@@ -23,7 +23,7 @@ from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
 from services.trainer.state import suspension
 from testbed.timeline import Timeline, TimelineSpan
-from troupe.algorithms import group_advantages
+from troupe.algorithms.advantages import group_advantages
 from troupe.job import JobSpec, SimulatedSpec
 
 
@@ -115,7 +115,7 @@ class SimulatedLearner(Learner):
         """As `Learner.suspended`."""
         tensors, values = super().suspended()
         simulated = {
-            "summary": suspension.take_apart(self._summary)[1],
+            "summary": suspension.split_fields(self._summary)[1],
             "spent": self._spent,
             "batches": self._batches,
         }
@@ -127,13 +127,13 @@ class SimulatedLearner(Learner):
         super().adopt(tensors, values)
         self._ballast = suspension.below("simulated", tensors)["ballast"]
         simulated = values["simulated"]
-        suspension.put_together(self._summary, {}, simulated["summary"])
+        suspension.join_fields(self._summary, {}, simulated["summary"])
         self._spent, self._batches = simulated["spent"], simulated["batches"]
 
-    def leave(self) -> list[torch.Tensor]:
+    def release(self) -> list[torch.Tensor]:
         """As `Learner.leave`."""
         ballast, self._ballast = self._ballast, torch.empty(0, dtype=torch.uint8)
-        return [*super().leave(), ballast]
+        return [*super().release(), ballast]
 
     def _pass(self, seconds: float, stop: threading.Event | None) -> None:
         if stop is None:

@@ -48,8 +48,8 @@ def measure(hidden: int, layers: int, rounds: int, device: torch.device, where: 
     """
     learner = _policy(hidden, layers, device, where)
     settings = TrainerSettings(transfer_dir=where / "transfer", data_dir=where / "runs")
-    residence = ParameterPool(device)
-    suspension = Suspension(HostTransfer(settings, Telemetry()), residence, "swap", POLICY)
+    pool = ParameterPool(device)
+    suspension = Suspension(HostTransfer(settings, Telemetry()), pool, "swap", POLICY)
     size = sum(t.nbytes for t in learner.suspended()[0].values())
     copy = _copies(size, device)
     taken: list[tuple[float, float, float]] = []
@@ -59,13 +59,13 @@ def measure(hidden: int, layers: int, rounds: int, device: torch.device, where: 
         tensors, values = learner.suspended()
         state = suspension.store(number, SuspendedTensors(tensors, {"learner": values}), None, 30.0)
         del tensors
-        residence.give_back(learner.leave())
+        pool.give_back(learner.release())
         suspended = time.perf_counter() - began
         began = time.perf_counter()
-        luggage = suspension.fetch(state)
+        fetched = suspension.fetch(state)
         suspension.take(state)
-        learner.adopt(luggage.tensors, luggage.document["learner"])
-        del luggage
+        learner.adopt(fetched.tensors, fetched.document["learner"])
+        del fetched
         _wait(device)
         if number > 1:
             taken.append((copied, suspended, time.perf_counter() - began))

@@ -1,4 +1,4 @@
-"""A policy that holds this worker's device."""
+"""The binding of one policy to this worker: learner, committed version, suspension, values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from services.trainer.learner_factory import AnyLearner, make_learner
 from services.trainer.learning.learner import Applied
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.checkpoint import Checkpoints
-from services.trainer.state.suspension import HalfStep, ParameterPool, SuspendedTensors, Suspension
+from services.trainer.state.suspension import (
+    ParameterPool,
+    SuspendedStep,
+    SuspendedTensors,
+    Suspension,
+)
 from services.trainer.state.training_state import StateStore
 from services.trainer.versions import Publication, Versions, packed_weights
 from troupe.job import JobSpec
@@ -28,7 +33,7 @@ from troupe.v1 import trainer_pb2
 
 
 class PolicyBinding:
-    """The training state of one policy and its learner, here or suspended.
+    """The training state of one policy and its learner, on this device or suspended.
 
     Methods that say *blocking* belong into the compute thread (or, where they say so, any
     thread); the rest into the event loop.
@@ -43,15 +48,15 @@ class PolicyBinding:
         settings: TrainerSettings,
         transfer: HostTransfer,
         device: torch.device,
-        residence: ParameterPool | None = None,
+        pool: ParameterPool | None = None,
         states: StateStore | None = None,
         gangs: Gangs | None = None,
     ) -> None:
         self.job_id, self.policy, self.spec, self.spec_json = job_id, policy, spec, spec_json
-        # Distinguishes this binding's claims from those of any earlier one.
+        # Distinguishes this binding's claims from those of earlier bindings.
         self.claimant = f"{settings.worker_id}/{new_id('binding')}"
         self.state: pb.BindingState.ValueType = pb.BINDING_STATE_BINDING
-        # Of the training state on the device.
+        # Size of the training state on the device.
         self.state_bytes = 0
         self.step = 0
         self.samples = 0
@@ -66,14 +71,14 @@ class PolicyBinding:
         publication = Publication(transfer, job_id, policy)
         self.versions = Versions(job_id, policy, spec, settings, device, states, publication)
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)
-        self._residence = residence or ParameterPool(device)
-        self._suspension = Suspension(transfer, self._residence, job_id, policy)
-        # Fetched ahead of `resume`: the key of a suspended state, and a copy of it.
+        self._pool = pool or ParameterPool(device)
+        self._suspension = Suspension(transfer, self._pool, job_id, policy)
+        # Prefetched for `resume`: the key of a suspended state, and a copy of it on the device.
         self._fetched: tuple[str, SuspendedTensors] | None = None
-        # The key of the state that this went on from; and the step in whose middle that was.
+        # The key of the state that this binding resumed from, and the step that it was in.
         self.resumed_from = ""
-        self.half: HalfStep | None = None
-        # Where its state is while it holds no device.
+        self.unfinished: SuspendedStep | None = None
+        # Where the state is while the policy is suspended.
         self.suspended: trainer_pb2.SuspendedState | None = None
         self.swaps, self.swap_seconds, self.last_swap_seconds = 0, 0.0, 0.0
 
@@ -84,12 +89,12 @@ class PolicyBinding:
 
     @property
     def weights(self) -> pb.WeightsRef:
-        """The committed version, as published."""
+        """Where the weights of the committed version are published."""
         return self.versions.weights
 
     @property
     def version(self) -> int:
-        """The committed version."""
+        """The number of the committed version."""
         return self.versions.committed
 
     @property
@@ -98,14 +103,14 @@ class PolicyBinding:
         return self.versions.learner
 
     def move(self, target: pb.BindingState.ValueType) -> None:
-        """Go to `target`; raises IllegalTransition where the table has no such move."""
+        """Change the state; raises IllegalTransition for a move that `troupe.states` has not."""
         if target != self.state:
             check(BINDING, self.state, target)
             self.state = target
             self.on_change()
 
     def status(self) -> trainer_pb2.BindingStatus:
-        """What ListBindings and heartbeats tell."""
+        """The status in ListBindings and heartbeats."""
         return trainer_pb2.BindingStatus(
             job_id=self.job_id,
             policy=self.policy,
@@ -131,7 +136,7 @@ class PolicyBinding:
         self.versions.load(version, checksum)
         self.versions.set_reference()
         self._note_bytes()
-        # Whatever waits there is of a binding before this one.
+        # Suspended states of earlier bindings are obsolete.
         self._suspension.forget()
 
     def _make_learner(self) -> None:
@@ -140,52 +145,54 @@ class PolicyBinding:
         self.versions.of(*made)
 
     def _note_bytes(self) -> None:
-        """What weights, gradients and both moments take, once all of them are there."""
-        if isinstance(self.learner, GangLearner):  # it would gather them
+        """Estimate the bytes of weights, gradients and both moments."""
+        if isinstance(self.learner, GangLearner):  # `weights` would gather them
             size = self.learner.num_parameters * torch.float32.itemsize
         else:
             size = sum(t.nbytes for t in self.learner.weights().values())
         self.state_bytes = 4 * size if self.trainable else size
 
-    def suspend(self, half: HalfStep | None) -> trainer_pb2.SuspendedState:
-        """Move all of it out of the device, `half` a step too. Blocking, in any thread while this
-        policy computes nothing.
+    def suspend(self, unfinished: SuspendedStep | None) -> trainer_pb2.SuspendedState:
+        """Move the state off the device, with an `unfinished` step, if there is one. Blocking,
+        in any thread while this policy computes nothing.
 
-        Raises StorageFull; then it stays as it is.
+        Raises StorageFull; then nothing has changed.
         """
         tensors, values = self.learner.suspended()
         packed = self.versions.pack()
-        luggage = SuspendedTensors(tensors | packed.tensors, {"learner": values} | packed.document)
+        suspended = SuspendedTensors(
+            tensors | packed.tensors, {"learner": values} | packed.document
+        )
         lease = self._settings.trainer_lease_seconds
-        state = self._suspension.store(self.version, luggage, half, lease)
-        self._residence.give_back(self.learner.leave())
-        self.resumed_from, self.half = "", None
+        state = self._suspension.store(self.version, suspended, unfinished, lease)
+        self._pool.give_back(self.learner.release())
+        self.resumed_from, self.unfinished = "", None
         self.suspended = state
         return state
 
     def prefetch(self, state: trainer_pb2.SuspendedState) -> None:
-        """Do what `resume` needs and nobody has to wait for. Blocking, in any thread."""
+        """Fetch a suspended state for a later `resume`. Blocking, in any thread."""
         if self._fetched is not None and self._fetched[0] != state.key:
-            # It went on elsewhere from that one.
-            self._residence.give_back(self._fetched[1].tensors.values())
+            # The policy was resumed elsewhere from the other one.
+            self._pool.give_back(self._fetched[1].tensors.values())
             self._fetched = None
         if self._fetched is None:
             self._fetched = (state.key, self._suspension.fetch(state))
 
     def resume(self, state: trainer_pb2.SuspendedState, version: int, checksum: str) -> None:
-        """Go on where `suspend` stopped, here or in another process. Blocking.
+        """Continue from a suspended state, of this process or another. Blocking.
 
         `version`, `checksum`: the ledger's. Raises NotFound of kind "suspended_state_gone",
         DataLoss of kind "suspended_state_changed", FailedPrecondition of kind
-        "suspended_state_mismatch"; then nobody can go on from it, and `load` begins afresh.
+        "suspended_state_mismatch"; then only `load` can bind the policy.
         """
         if not self.versions.made:
             self._make_learner()
             self.versions.set_reference()
         self.prefetch(state)
         assert self._fetched is not None
-        luggage, self._fetched = self._fetched[1], None
-        weights = packed_weights(luggage)
+        suspended, self._fetched = self._fetched[1], None
+        weights = packed_weights(suspended)
         if (weights.version, weights.checksum) != (version, checksum or weights.checksum):
             raise FailedPrecondition(
                 f"policy {self.policy} was suspended at version {weights.version} "
@@ -196,15 +203,15 @@ class PolicyBinding:
                 remedy="Bind the policy afresh at the ledger's version.",
             )
         self._suspension.take(state)
-        self.learner.adopt(luggage.tensors, luggage.document["learner"])
-        self.versions.unpack(luggage)
-        half = luggage.document["step"]
-        self.half = None if half is None else HalfStep(**half)
+        self.learner.adopt(suspended.tensors, suspended.document["learner"])
+        self.versions.unpack(suspended)
+        unfinished = suspended.document["step"]
+        self.unfinished = None if unfinished is None else SuspendedStep(**unfinished)
         self.resumed_from, self.suspended = state.key, None
         self._note_bytes()
 
     def swapped(self, seconds: float) -> None:
-        """It left or came, and for so long its device did not compute."""
+        """Count a suspension or resumption that kept the device idle for `seconds`."""
         self.swaps += 1
         self.swap_seconds += seconds
         self.last_swap_seconds = seconds
@@ -212,7 +219,7 @@ class PolicyBinding:
     def read(
         self, claimed: Sequence[store_pb.ClaimedSample], values: Values
     ) -> tuple[Sequence[Any], list[store_pb.Sample]]:
-        """`Learner.read` of those that it can read, and those of which values are gone. Blocking.
+        """The rows of claimed samples, and the samples whose values are lost. Blocking.
 
         Raises as `Values.read`.
         """
@@ -233,35 +240,33 @@ class PolicyBinding:
         with self.versions.randomness.drawing():
             return self.learner.apply(self.version, stop)
 
-    def leave(self) -> None:
-        """Let published versions go that nobody needs any more: all but the newest. Blocking.
-
-        Bind publishes again what is missing, wherever the policy is bound next.
-        """
+    def release(self) -> None:
+        """Delete what the next binding does not need: published versions but the newest, suspended
+        states, the policy on ranks of a gang. Blocking."""
         self._fetched = None
         self._suspension.forget()
-        self.versions.leave()
+        self.versions.release()
         self.leave_ranks()
 
     def leave_ranks(self) -> None:
-        """Have the ranks of a gang forget this policy. Blocking."""
+        """Delete the policy on the ranks of its gang, if it has one. Blocking."""
         if self.versions.made and isinstance(self.learner, GangLearner):
-            self.learner.leave()
+            self.learner.release()
 
     def values(self) -> Values:
-        """Of samples that keep some by reference, for one attempt at a step."""
-        # With one host, what is not there is nowhere.
+        """A loader of column values for one attempt at a step."""
+        # On a single host a missing value cannot come back.
         shared = self._settings.shares_states
         return Values(self._column, self._settings.trainer_value_wait_seconds if shared else 0.0)
 
-    def _column(self, key: str, patience: float) -> Array:
-        value: Array = self._transfer.get(key, timeout=patience)[0]["value"].numpy()
+    def _column(self, key: str, wait_seconds: float) -> Array:
+        value: Array = self._transfer.get(key, timeout=wait_seconds)[0]["value"].numpy()
         return value
 
     def drop_columns(self, keys: Iterable[str]) -> None:
-        """Delete values of this job's samples that nobody needs any more. Blocking.
+        """Delete column values of this job's samples. Blocking.
 
-        Keys outside `{job}/`, and those of weights and states, are not samples' to delete.
+        Keys of other jobs, and of weights and states, are ignored.
         """
         mine = f"{self.job_id}/"
         self._transfer.drop(key for key in keys if key.startswith(mine) and "@" not in key)

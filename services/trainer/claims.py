@@ -1,4 +1,8 @@
-"""The store as a step sees it: claims, leases and the commit of one (policy, step)."""
+"""The experience store's client for one step of one policy: claims, leases, commit, values.
+
+`StepClaims` holds the leases of one attempt at a step; `Values` loads the columns that samples keep
+by reference.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,28 @@ import numpy as np
 import structlog
 
 from services.trainer.learning.samples import Load
-from services.trainer.state.suspension import HalfStep
+from services.trainer.state.suspension import SuspendedStep
 from troupe.job import JobSpec
-from troupe.rpc import DeadlineExceeded, FailedPrecondition, TroupeError, Unavailable, new_id
+from troupe.rpc import (
+    Attempts,
+    DeadlineExceeded,
+    FailedPrecondition,
+    RetryPolicy,
+    TroupeError,
+    Unavailable,
+    new_id,
+)
 from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 Array = np.ndarray[Any, np.dtype[Any]]
-# The value under a key, waiting so many seconds for it (0: asking once). Raises TransferError.
+# Gets the value under a key, waiting up to so many seconds (0: one try). Raises TransferError.
 Fetch = Callable[[str, float], Array]
-# Rows of claimed samples, whose values it loads.
+# Parses claimed samples into rows, loading their values.
 Read = Callable[[Sequence[store_pb.ClaimedSample], Load], Sequence[Any]]
 
-# What is not what was set is as good as gone.
+# A value whose bytes have changed counts as lost.
 _GONE: Final = (KeyNotFound, Corrupt)
 
 
@@ -38,26 +50,25 @@ class ValueGone(Exception):
 
 
 class Values:
-    """Loads values for one attempt at a step. Blocking."""
+    """Loads column values of claimed samples for one attempt at a step. Blocking."""
 
-    def __init__(self, fetch: Fetch, patience: float) -> None:
-        """`patience`: seconds that the first value of a claim which is nowhere is waited for: a
-        host that is away may come back. No other one of the claim is: hosts are lost with many
-        values at once. The next claim, which may be hours later, waits anew."""
+    def __init__(self, fetch: Fetch, wait_seconds: float) -> None:
+        """`wait_seconds`: how long to wait for the first missing value of a claim, since its host
+        may come back; further ones of the claim are not waited for: a host is lost with many."""
         self._fetch = fetch
-        self._patience = patience
-        # What is left of it for the claim that is being read.
-        self._left = patience
+        self._wait_seconds = wait_seconds
+        # Wait that is left for the present claim.
+        self._left = wait_seconds
 
     def read(
         self, claimed: Sequence[store_pb.ClaimedSample], read: Read
     ) -> tuple[Sequence[Any], list[store_pb.Sample]]:
-        """The rows of a claim, and those of its samples that values are gone of.
+        """The rows of a claim, and the samples left out because values of theirs are lost.
 
-        Raises what `read` does, and TransferError: TransferTimeout, which repetition may cure,
-        while a host that may have a value does not answer.
+        Raises what `read` raises, and TransferError: TransferTimeout, which may pass, while a host
+        that may have a value does not answer.
         """
-        self._left = self._patience
+        self._left = self._wait_seconds
         found: dict[str, Array] = {}
 
         def load(key: str) -> Array:
@@ -94,16 +105,19 @@ log = structlog.get_logger("troupe.trainer")
 
 T = TypeVar("T")
 Claim = store_pb.ClaimMicroBatchResponse
-# What the store's answers take beyond the time that it was asked to wait.
+# Deadline of a claim beyond the time that the store was asked to wait.
 _SLACK_SECONDS = 20.0
-# Between two attempts to reach a store that the channel's own retries did not reach.
-_PAUSE_SECONDS = 1.0
+_UNREACHABLE: Final = (Unavailable, DeadlineExceeded)
+# Once a second without end, where the channel's own retries have failed.
+_STORE_RETRY: Final = RetryPolicy(
+    max_attempts=None, initial_backoff=1.0, max_backoff=1.0, jitter=0.0
+)
 _RELEASE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a micro-batch may consist of; fields as in ClaimMicroBatchRequest."""
+    """Limits of a micro-batch; fields as in ClaimMicroBatchRequest."""
 
     max_samples: int
     max_tokens: int = 0
@@ -113,10 +127,10 @@ class Bounds:
 
 
 class StepClaims:
-    """Everything that one attempt at one policy's step holds.
+    """The claims and leases of one attempt at one policy's step.
 
-    Each attempt is a claimant of its own, so that a late answer to an earlier one is not
-    taken for its own.     A store that is away is waited for: the caller's deadline ends the wait.
+    Each attempt is a claimant of its own, so that a late answer to an earlier attempt is not
+    mistaken for its own. Calls are repeated while the store is unreachable.
     """
 
     def __init__(
@@ -127,63 +141,64 @@ class StepClaims:
         step: int,
         claimant: str,
         lease: float,
-        half: HalfStep | None = None,
+        unfinished: SuspendedStep | None = None,
     ) -> None:
-        """`half`: go on with what a step held that was suspended."""
+        """`unfinished`: continue with the claims of a suspended step."""
         self._stub = stub
         self._where: dict[str, Any] = {"job_id": job_id, "policy": policy, "step": step}
-        self.claimant = f"{claimant}/{new_id()[:8]}" if half is None else half.claimant
+        self.claimant = f"{claimant}/{new_id()[:8]}" if unfinished is None else unfinished.claimant
         self._lease = lease
         # When the oldest lease was last known to be extended.
         self._extended = time.monotonic()
-        self._asking: asyncio.Task[Claim] | None = None
-        self._leaving: asyncio.Task[None] | None = None
+        self._claiming: asyncio.Task[Claim] | None = None
+        self._late_release: asyncio.Task[None] | None = None
         self._closed = False
-        self.claim_ids: list[str] = [] if half is None else list(half.claim_ids)
-        # The id of the last question; of one that is to be asked again.
-        self.question = ""
-        self._again = "" if half is None else half.question
+        self.claim_ids: list[str] = [] if unfinished is None else list(unfinished.claim_ids)
+        # Request id of the last claim; of a suspended step's claim that is to be repeated.
+        self.last_request = ""
+        self._repeated_request = "" if unfinished is None else unfinished.pending_claim
 
     @property
     def lapsed(self) -> bool:
-        """Whether leases may have run out; if not, a lost claim was taken from us."""
+        """Whether leases may have run out; if not, another binding took a lost claim."""
         return time.monotonic() > self._extended + self._lease
 
     async def committed(self, step: int | None = None) -> store_pb.StepCommit | None:
-        """The step's commit, if there is one; or that of another step, if it is kept."""
+        """The commit of this step, or of another one that the store still has; None without."""
         commits = (await self._status(step)).commits
         return next((c for c in commits if c.policy == self._where["policy"]), None)
 
     async def claim(self, bounds: Bounds, wait: float) -> Claim:
-        """Lease a micro-batch; waits in the store until one is ready or there is nothing more.
+        """Lease a micro-batch; waits in the store until one is ready or the step is exhausted.
 
-        A caller that is cancelled does not take the question back: the store may still answer
-        it with samples, which `close` then returns.
+        Cancelling the caller does not cancel the request: the store may still answer with samples,
+        which `close` then releases.
         """
-        self._asking = asyncio.create_task(self._ask(bounds, wait))
-        return await asyncio.shield(self._asking)
+        self._claiming = asyncio.create_task(self._claim(bounds, wait))
+        return await asyncio.shield(self._claiming)
 
-    async def _ask(self, bounds: Bounds, wait: float) -> Claim:
+    async def _claim(self, bounds: Bounds, wait: float) -> Claim:
         while True:
-            asked = time.monotonic()
-            # One id per question: the store answers a repeated one as it did the first time.
-            self.question, self._again = self._again or new_id("claim"), ""
+            began = time.monotonic()
+            # The store answers a repeated request id as it did the first time.
+            self.last_request = self._repeated_request or new_id("claim")
+            self._repeated_request = ""
             request = store_pb.ClaimMicroBatchRequest(
                 **self._where,
-                request_id=self.question,
+                request_id=self.last_request,
                 claimant=self.claimant,
                 **asdict(bounds),
                 lease_seconds=self._lease,
                 wait_seconds=wait,
             )
-            response: Claim = await self._patiently(
+            response: Claim = await self._repeated(
                 lambda request=request: self._stub.ClaimMicroBatch(  # type: ignore[misc]
                     request, timeout=wait + _SLACK_SECONDS
                 )
             )
             if response.outcome == Claim.OUTCOME_CLAIMED:
                 if not self.claim_ids:
-                    self._extended = asked
+                    self._extended = began
                 self.claim_ids.append(response.claim_id)
             if response.outcome != Claim.OUTCOME_WAIT or self._closed:
                 return response
@@ -196,7 +211,7 @@ class StepClaims:
             claimant=self.claimant,
             lease_seconds=self._lease,
         )
-        asked, held = time.monotonic(), len(self.claim_ids)
+        began, held = time.monotonic(), len(self.claim_ids)
         try:
             response = await self._stub.RenewClaims(request, timeout=self._lease / 2)
         except (Unavailable, DeadlineExceeded) as error:
@@ -204,17 +219,17 @@ class StepClaims:
             return
         if response.renewed < held:
             if await self.committed() is not None:
-                return  # by us: the answer is under way, and nothing is left to renew
+                return  # by this attempt: the response is on its way, and no lease is left
             raise FailedPrecondition(
                 f"{held - response.renewed} of {held} claims were taken by another binding",
                 kind="claim_lost",
                 field="claimant",
                 value=self.claimant,
             )
-        self._extended = asked
+        self._extended = began
 
     async def drop_gone(self, claim_id: str, sample_ids: Sequence[str]) -> None:
-        """Drop samples of a claim, which goes on with the others: values of theirs are gone.
+        """Drop those samples of a claim whose values are lost; the claim keeps the others.
 
         Raises FailedPrecondition of kind "claim_lost".
         """
@@ -225,10 +240,10 @@ class StepClaims:
             claim_id=claim_id,
             sample_ids=sample_ids,
         )
-        await self._patiently(lambda: self._stub.DropGone(request))
+        await self._repeated(lambda: self._stub.DropGone(request))
 
     async def contested(self) -> bool:
-        """Whether somebody holds samples of this step; asked when we hold none."""
+        """Whether another claimant holds samples of this step, when this attempt holds none."""
         return any(
             counts.claimed > 0
             for counts in (await self._status()).counts
@@ -236,41 +251,41 @@ class StepClaims:
         )
 
     async def supersede(self) -> None:
-        """Give back what anybody holds of the step; they can no longer commit it."""
-        await self._patiently(lambda: self._stub.ReleaseClaims(self._release_request("")))
+        """Release all claims of the step, whose holders can then no longer commit it."""
+        await self._repeated(lambda: self._stub.ReleaseClaims(self._release_request("")))
 
     async def close(self) -> None:
-        """Give everything back, also what is being claimed right now; that is not waited for."""
+        """Release all claims; a claim under way is released in the background (`settled`)."""
         self._closed = True
-        await self._give_back()
-        if self._asking is not None and not self._asking.done():
-            self._leaving = asyncio.create_task(self._give_back_late(self._asking))
+        await self._release()
+        if self._claiming is not None and not self._claiming.done():
+            self._late_release = asyncio.create_task(self._release_late(self._claiming))
 
     async def freeze(self) -> None:
-        """Ask no more, and give nothing back: somebody else goes on with what is held."""
+        """Stop claiming, and release nothing: the suspended step keeps its claims."""
         self._closed = True
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait({self._asking})
+        if self._claiming is not None:
+            self._claiming.cancel()
+            await asyncio.wait({self._claiming})
 
     async def settled(self) -> None:
-        """Wait until the last claim under way was answered and given back."""
-        if self._leaving is not None:
-            await asyncio.wait({self._leaving})
+        """Wait until a claim that was under way at `close` is released."""
+        if self._late_release is not None:
+            await asyncio.wait({self._late_release})
 
-    async def _give_back_late(self, asking: asyncio.Task[Claim]) -> None:
-        await asyncio.wait({asking})
-        failed = asking.cancelled() or asking.exception() is not None
-        if not failed and asking.result().outcome == Claim.OUTCOME_CLAIMED:
-            await self._give_back()
+    async def _release_late(self, claiming: asyncio.Task[Claim]) -> None:
+        await asyncio.wait({claiming})
+        failed = claiming.cancelled() or claiming.exception() is not None
+        if not failed and claiming.result().outcome == Claim.OUTCOME_CLAIMED:
+            await self._release()
 
-    async def _give_back(self) -> None:
+    async def _release(self) -> None:
         self.claim_ids.clear()
         try:
             request = self._release_request(self.claimant)
             await self._stub.ReleaseClaims(request, timeout=_RELEASE_SECONDS)
         except TroupeError as error:
-            # The leases run out by themselves.
+            # Then the leases run out.
             log.warning("claims not released", error=str(error), **self._where)
 
     def _release_request(self, claimant: str) -> store_pb.ReleaseClaimsRequest:
@@ -286,10 +301,10 @@ class StepClaims:
         metrics: dict[str, float],
         digest: int | None = None,
     ) -> store_pb.StepCommit:
-        """End the step; returns the commit that holds, which may be somebody else's.
+        """Commit the step; returns the valid commit, which may be another binding's.
 
         `digest`: of the samples whose gradients are in `weights`. Raises FailedPrecondition of
-        kind "digest_mismatch" when they are not those that we hold.
+        kind "digest_mismatch" when they are not those of the claims.
         """
         request = store_pb.CommitStepRequest(
             **self._where,
@@ -302,7 +317,7 @@ class StepClaims:
             metrics=metrics,
             samples_digest=digest,
         )
-        response = await self._patiently(lambda: self._stub.CommitStep(request))
+        response = await self._repeated(lambda: self._stub.CommitStep(request))
         commit: store_pb.StepCommit = response.commit
         return commit
 
@@ -312,39 +327,44 @@ class StepClaims:
             step=self._where["step"] if step is None else step,
             counts_only=True,
         )
-        return await self._patiently(lambda: self._stub.GetStep(request))
+        return await self._repeated(lambda: self._stub.GetStep(request))
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of `call`, which is repeated while the store is unreachable until `close`."""
+
+        def retryable(error: Exception) -> bool:
+            return isinstance(error, _UNREACHABLE) and not self._closed
+
+        attempts = Attempts(_STORE_RETRY, timeout=None, retryable=retryable)
         while True:
             try:
                 return await call()
-            except (Unavailable, DeadlineExceeded) as error:
-                if self._closed:
-                    raise
-                log.warning("experience store away", error=str(error), **self._where)
-            await asyncio.sleep(_PAUSE_SECONDS)
+            except TroupeError as error:
+                if retryable(error):
+                    log.warning("experience store unreachable", error=str(error), **self._where)
+                await attempts.failed(error)
 
 
 def is_lost(error: TroupeError) -> bool:
-    """Whether the store says that samples are no longer ours."""
+    """Whether the store says that claims were lost."""
     return isinstance(error, FailedPrecondition) and error.kind == "claim_lost"
 
 
 def bounds_of(spec: JobSpec, oldest_version: int | None) -> Bounds:
-    """What micro-batches of a job consist of."""
+    """The limits of a job's micro-batches."""
     pipeline = spec.pipeline
     return Bounds(
         max_samples=pipeline.micro_batch_samples,
         max_tokens=pipeline.micro_batch_tokens,
         oldest_version=None if oldest_version is None else max(0, oldest_version),
-        # A group is the unit of gradient, or is dropped and replaced as a whole.
+        # Gradients are by group, or groups are dropped and replaced as a whole.
         whole_groups=pipeline.deterministic or pipeline.dynamic_sampling,
         balance_tokens=pipeline.balance_tokens,
     )
 
 
 def last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
-    """Keys of columns that nobody needs once these samples are trained again."""
+    """Keys of the columns of a claim's samples that are trained for the last time."""
     return refs_of(c.sample for c in claim.samples if c.sample.uses + 1 >= max_uses)
 
 

@@ -1,4 +1,4 @@
-"""The one thread in which a worker computes, so that its event loop always answers."""
+"""The device of a trainer worker, the one thread that computes on it, and its busy times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from troupe.user_code import call_contained
 
-# Of a GPU's memory.
+# Share of a GPU's memory for training state; activations and logits need the rest.
 _STATE_SHARE = 0.75
 
 P = ParamSpec("P")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Compute:
-    """Runs calls one after another, in the order in which they were asked for.
+    """Runs calls in one thread, first in, first out, so that the event loop never blocks.
 
     Policies that share a worker take turns by micro-batch. A caller that is cancelled stops
     waiting; its call still ends before the next one begins.
@@ -33,7 +33,7 @@ class Compute:
 
     def __init__(self, threads: int, device: torch.device) -> None:
         self.device = device
-        # Of calls that have ended; and when the one that runs began.
+        # Seconds of calls that have ended; when the present call began.
         self._ended_seconds = 0.0
         self._began: float | None = None
         self._clock = threading.Lock()
@@ -43,7 +43,7 @@ class Compute:
 
     @property
     def busy_seconds(self) -> float:
-        """How long the thread has computed so far."""
+        """Seconds that the thread has computed so far."""
         with self._clock:
             running = 0.0 if self._began is None else time.perf_counter() - self._began
             return self._ended_seconds + running
@@ -63,24 +63,23 @@ class Compute:
         return await self.hold(timed)
 
     async def hold(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `run`, of what keeps the thread from computing."""
-        # Environments and models of users may raise what would end the event loop.
+        """`run` for calls that are not counted as computing, such as loading a state."""
+        # Users' environments and models may raise what would end the event loop.
         act = functools.partial(call_contained, call, *args, **kwargs)
         future = asyncio.get_running_loop().run_in_executor(self._pool, act)
-        # What it raises concerns nobody once its caller was cancelled: asking marks it as seen.
+        # Marks the exception as retrieved, in case the caller is cancelled.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(future)
 
     def close(self) -> None:
-        """Drop what has not begun; what runs is left to finish."""
+        """Drop calls that have not begun; the present one ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Standstill:
-    """How long a device computed nothing, for whichever policy, while policies came or went.
+class SwapClock:
+    """Measures how long the device was idle while policies were suspended and resumed.
 
-    What several that come and go at once kept it from computing is counted once: by the first of
-    them that is done. Of the event loop.
+    Idle time of overlapping swaps is counted once, for the first that ends. In the event loop.
     """
 
     def __init__(self, compute: Compute) -> None:
@@ -89,8 +88,8 @@ class Standstill:
         self._since = self._busy = 0.0
 
     @contextlib.contextmanager
-    def of_swap(self) -> Iterator[Callable[[], float]]:
-        """A swap is under way; asked at its end, the seconds that are its own."""
+    def swapping(self) -> Iterator[Callable[[], float]]:
+        """Enclose a swap; call the result at its end for the idle seconds that it caused."""
         if not self._open:
             self._mark()
         self._open += 1
@@ -109,17 +108,18 @@ class Standstill:
 
 
 class BusyFraction:
-    """Which fraction of the last seconds something was busy, from how long it was in all."""
+    """The busy fraction of the last seconds, from a counter of busy seconds."""
 
-    def __init__(self, window: float = 10.0) -> None:
-        self._window = window
+    _WINDOW_SECONDS = 10.0
+
+    def __init__(self) -> None:
         self._seen: deque[tuple[float, float]] = deque()
 
     def fraction(self, busy: float) -> float:
-        """Over the window that ends now; to be asked about once a second."""
+        """The fraction over the window that ends now; call it about once a second."""
         now = time.monotonic()
         self._seen.append((now, busy))
-        while len(self._seen) > 2 and self._seen[1][0] < now - self._window:
+        while len(self._seen) > 2 and self._seen[1][0] < now - self._WINDOW_SECONDS:
             self._seen.popleft()
         since, before = self._seen[0]
         return min(1.0, (busy - before) / (now - since)) if now > since else 0.0
@@ -129,15 +129,14 @@ def memory_of(device: torch.device, setting: int) -> int:
     """Bytes of training state that fit on `device`; 0: not bounded."""
     if setting or device.type != "cuda":
         return setting
-    # What passes keep meanwhile (activations, logits) needs the rest.
     return int(torch.cuda.get_device_properties(device).total_memory * _STATE_SHARE)
 
 
 def choose_device(name: str) -> torch.device:
-    """ "auto": the first GPU if there is one."""
+    """The torch device of a setting; "auto": the first GPU if there is one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
-        # Read when the GPU is used first; without it deterministic jobs would be refused.
+        # Read at the first use of the GPU; deterministic cuBLAS needs it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(name)

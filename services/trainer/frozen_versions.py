@@ -1,8 +1,8 @@
-"""Members of populations: versions that are kept for as long as somebody may play against them.
+"""Frozen versions of policies: members of populations, kept while matches may need them.
 
-`{data_dir}/{job}/members/{policy}/v{version}/`: a checkpoint as any other, and the very bytes that
-were published where the checkpoint's own differ from them (tied or adapted weights). Engines load
-what the ledger's checksum names, whenever that was.
+`{data_dir}/{job}/members/{policy}/v{version}/` is a checkpoint, with the published tensors beside
+it where they differ from the checkpoint's (tied or adapted weights): engines verify them by the
+ledger's checksum.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _FILES = (PUBLISHED, "model.safetensors", "adapter_model.safetensors")
 
 
 class FrozenVersions:
-    """The members that this worker's data directory has. Blocking, in any thread."""
+    """The frozen versions in this worker's data directory. Blocking, in any thread."""
 
     def __init__(self, transfer: HostTransfer, data_dir: Path) -> None:
         self._transfer = transfer
         self._data_dir = data_dir
 
     def path(self, job_id: str, policy: str, version: int) -> Path:
-        """Where a member is, or would be. Raises InvalidArgument for names that lead elsewhere."""
+        """The directory of a member. Raises InvalidArgument for names that are paths."""
         for field, name in (("job_id", job_id), ("policy", policy)):
             if name in {".", ".."} or "/" in name or "\0" in name:
                 raise InvalidArgument(
@@ -43,7 +43,7 @@ class FrozenVersions:
         return self._data_dir / job_id / "members" / policy / f"v{version}"
 
     def keep(self, binding: PolicyBinding, version: int, checksum: str) -> tuple[str, int]:
-        """Freeze a version of a bound policy: path and bytes. One that is kept stays as it is.
+        """Freeze a version of a bound policy: its path and size in bytes. Idempotent.
 
         Raises FailedPrecondition of kind "version_not_kept", ResourceExhausted of kind
         "storage_full".
@@ -66,7 +66,7 @@ class FrozenVersions:
         return str(path), sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
 
     def publish(self, job_id: str, policy: str, version: int, checksum: str) -> pb.WeightsRef:
-        """Have a kept member's weights in the transfer layer. Repeatable.
+        """Publish a kept member's weights in the transfer layer. Idempotent.
 
         Raises NotFound of kind "member_gone", DataLoss of kind "member_corrupt", StorageFull.
         """
@@ -91,7 +91,7 @@ class FrozenVersions:
         )
 
     def drop(self, job_id: str, policy: str, version: int, *, files: bool) -> None:
-        """Take a member out of the transfer layer; with `files` it is gone for good."""
+        """Delete a member from the transfer layer; with `files`, from disk too."""
         path = self.path(job_id, policy, version)
         self._transfer.delete(_key(job_id, policy, version))
         if files:
@@ -127,5 +127,5 @@ class FrozenVersions:
 
 
 def _key(job_id: str, policy: str, version: int) -> str:
-    # Each is the only version of its name: who has read a newer one still needs those before.
+    # Every member is version 0 of a name of its own: readers of a newer one need the others too.
     return f"{job_id}/{policy}/members/{version}@0"

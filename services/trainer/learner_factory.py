@@ -1,4 +1,19 @@
-"""Which learner a policy gets."""
+"""Makes the learner of a policy, and lists what every kind of learner offers.
+
+`Learner` (one device), `GangLearner` (several), `NetworkLearner` (policies that are small networks)
+and the testbed's simulated learner offer the same to `PolicyBinding`, `Versions` and `Checkpoints`:
+
+- `num_parameters`, `model` (for checkpoints), `base` (frozen weights under an adapter)
+- `lost`: whether its state has gone with a process that held it
+- `needs_reference`, `set_reference(weights)`: a frozen first version for the divergence
+- `read(claimed, load)`: parse the samples of a claim
+- `accumulate(rows, stop)`, `complete(stop)`, `apply(version, stop) -> Applied`, `discard()`: a step
+- `published()`, `weights()`, `moments()`, `restore(weights, moments)`: a version
+- `suspended()`, `adopt(tensors, values)`, `release()`: leave the device in the middle of a step
+
+A gang reads and writes its state in parts: `load_reference(directory)`, `save(directory)`,
+`load(directory)` take the place of whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +52,7 @@ def make_learner(
     device: torch.device,
     gangs: Gangs | None,
 ) -> tuple[AnyLearner, Any]:
-    """A learner with the policy's first weights, and its tokenizer, which a network has not.
-    Blocking.
+    """A learner with the policy's first weights, and its tokenizer (None for a network). Blocking.
 
     Raises InvalidArgument for a model or tokenizer that cannot be used, FailedPrecondition of kind
     "policy_too_large", "gang_too_large" or "gang_uneven".
@@ -50,7 +64,7 @@ def make_learner(
     gang = source.trainable and not simulated and source.trainer.gang > 1
     model: Any
     if simulated:
-        # By name: the testbed is no part of the product.
+        # Imported by name: the testbed is not part of the product.
         testbed = importlib.import_module("testbed.simulated_learner")
         model = testbed.stand_in(policy, spec)
     elif gang:
@@ -92,9 +106,9 @@ def _network_learner(spec: JobSpec, policy: str) -> NetworkLearner:
 
 
 def _check_size(policy: str, model: Any, trainable: bool, room: int, ranks: int) -> None:
-    """Before any of it is on the devices, which have `room` bytes each; 0: not bounded."""
+    """Raise FailedPrecondition if the state exceeds `room` bytes per device; 0: no bound."""
     sizes = [(p.nbytes, p.requires_grad) for p in model.parameters()]
-    # Gradients and both moments of what is trained.
+    # Trained weights also have gradients and two moments.
     needed = sum(size * (4 if trained and trainable else 1) for size, trained in sizes)
     needed = -(-needed // ranks)
     each = f" on each of {ranks} devices" if ranks > 1 else ""

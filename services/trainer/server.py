@@ -1,4 +1,4 @@
-"""The Trainer servicer: validate, translate, call the worker."""
+"""The gRPC servicer of the trainer: validates requests and calls the worker."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)
 
     async def start(self) -> None:
-        """Open channels and begin to beat."""
+        """Start the worker and its heartbeat."""
         await self.worker.start()
         await self._heartbeat.start()
 
     async def stop(self, grace: float) -> None:
-        """Give claimed samples back and leave."""
+        """Stop the heartbeat and the worker, which releases claimed samples."""
         await self._heartbeat.stop()
         await self.worker.stop()
 
@@ -91,7 +91,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def OfferState(
         self, request: trainer_pb2.OfferStateRequest, context: Any
     ) -> trainer_pb2.OfferStateResponse:
-        """Let another host's trainer have a state of this one's disk."""
+        """Offer a state on this host's disk to another host's trainer."""
         _require(request, "job_id", "policy")
         return await self.worker.offer_state(
             request.job_id, request.policy, request.version, request.checksum
@@ -109,7 +109,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def KeepMember(
         self, request: trainer_pb2.KeepMemberRequest, context: Any
     ) -> trainer_pb2.KeepMemberResponse:
-        """Freeze a version."""
+        """Keep a version as a frozen member of a population."""
         _require(request, "job_id", "policy", "checksum")
         path, size = await self.worker.keep_member(
             request.job_id, request.policy, request.version, request.checksum
@@ -119,7 +119,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def PublishMember(
         self, request: trainer_pb2.PublishMemberRequest, context: Any
     ) -> trainer_pb2.PublishMemberResponse:
-        """Have a member's weights where engines find them."""
+        """Publish the weights of a frozen version."""
         _require(request, "job_id", "policy", "checksum")
         weights = await self.worker.publish_member(
             request.job_id, request.policy, request.version, request.checksum
@@ -129,7 +129,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def DropMember(
         self, request: trainer_pb2.DropMemberRequest, context: Any
     ) -> trainer_pb2.DropMemberResponse:
-        """Let a member go."""
+        """Unpublish a frozen version, or delete it."""
         _require(request, "job_id", "policy")
         await self.worker.drop_member(
             request.job_id, request.policy, request.version, files=request.files
@@ -139,7 +139,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Suspend(
         self, request: trainer_pb2.SuspendRequest, context: Any
     ) -> trainer_pb2.SuspendResponse:
-        """Free a policy's device."""
+        """Suspend a policy to free its device."""
         _require(request, "job_id", "policy")
         state = await self.worker.suspend(request.job_id, request.policy)
         return trainer_pb2.SuspendResponse(state=state)
@@ -165,7 +165,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Prefetch(
         self, request: trainer_pb2.PrefetchRequest, context: Any
     ) -> trainer_pb2.PrefetchResponse:
-        """Have a suspended state ready."""
+        """Fetch a suspended state ahead of Resume."""
         _require(request, "job_id", "policy", "spec_json")
         _require(request.state, "key", "checksum")
         where = (request.job_id, request.policy, request.spec_json)
@@ -175,7 +175,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Restart(
         self, request: trainer_pb2.RestartRequest, context: Any
     ) -> trainer_pb2.BindResponse:
-        """Make the first weights the next version."""
+        """Make the first version's weights the next version."""
         _require(request, "job_id", "policy", "checksum")
         return _bound(
             await self.worker.restart(
@@ -186,7 +186,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Release(
         self, request: trainer_pb2.ReleaseRequest, context: Any
     ) -> trainer_pb2.ReleaseResponse:
-        """Give a policy up, delete what this host's memory holds of the job, or both."""
+        """Unbind a policy, delete the job's tensors in this host's memory, or both."""
         _require(request, "job_id", *(() if request.delete_states else ("policy",)))
         if request.policy:
             await self.worker.release(request.job_id, request.policy)
@@ -197,7 +197,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def ListBindings(
         self, request: trainer_pb2.ListBindingsRequest, context: Any
     ) -> trainer_pb2.ListBindingsResponse:
-        """What is bound here."""
+        """List the policies of this worker."""
         return trainer_pb2.ListBindingsResponse(bindings=self.worker.statuses())
 
 

@@ -1,4 +1,4 @@
-"""What a trainer worker can be told besides what every service is told."""
+"""Settings of a trainer worker."""
 
 from __future__ import annotations
 

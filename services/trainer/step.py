@@ -1,4 +1,9 @@
-"""One step of one policy, as those see it who ask for it; its work is an `Attempt`'s."""
+"""One optimizer step of one policy: claim, accumulate, apply, publish, commit.
+
+`Attempt` does the work under one set of leases and renews them meanwhile. `StepRun` is the step as
+the callers of RunStep see it: it begins again when leases ran out, ends at the step's deadline, and
+can be watched, cancelled and suspended.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from services.trainer.claims import Claim, StepClaims, bounds_of, is_lost, last_
 from services.trainer.compute import Compute
 from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
-from services.trainer.state.suspension import HalfStep
+from services.trainer.state.suspension import SuspendedStep
 from services.trainer.state.training_state import Frontier
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -23,18 +28,20 @@ from troupe.v1 import trainer_pb2
 
 log = structlog.get_logger("troupe.trainer")
 
-# A binding that was superseded notices within this time.
+# Attempts at a step whose leases run out; more is not a delay but a fault.
+_ATTEMPTS = 3
+# Longest pause between renewals of leases: a superseded binding notices within this time.
 _RENEW_SECONDS = 5.0
-# Owners of samples' values that are away are not waited for any longer.
+# How long the deletion of column values on other hosts is waited for.
 _DROP_SECONDS = 10.0
 
 
 class Suspended(Exception):
-    """The step stopped between two micro-batches, to be continued."""
+    """Raised in a step that stopped between two micro-batches, to be continued."""
 
 
 class Attempt:
-    """What one set of leases was trained on, and who keeps the leases meanwhile."""
+    """Trains and commits one policy's step under one set of leases."""
 
     def __init__(
         self,
@@ -44,24 +51,25 @@ class Attempt:
         compute: Compute,
         settings: TrainerSettings,
         *,
-        before: HalfStep | None,
+        before: SuspendedStep | None,
         stop: threading.Event,
-        leave: asyncio.Event,
-        alone: Callable[[], float],
+        suspend: asyncio.Event,
+        unwatched: Callable[[], float],
         on_progress: Callable[[], None],
     ) -> None:
         """`bounds`: step, version, oldest version. `before`: the part of the step that was done
-        before it was suspended; its gradients are in the binding. `stop` gives the step up, `leave`
-        suspends it. `alone`: seconds that nobody has watched it for."""
+        before it was suspended; its gradients are in the binding. `stop` gives the step up,
+        `suspend` suspends it. `unwatched`: seconds since its last watcher left; 0: it is watched.
+        """
         self.claims = claims
         self.before = before
         self.micro_batches = self.samples = self.tokens = 0
-        # Samples that were dropped since their values are nowhere any more.
+        # Samples that were dropped because values of theirs are lost.
         self._gone = 0
         self._values = binding.values()
         # Claims whose samples are in the gradients.
         self._trained: list[str] = []
-        # Columns by reference that go with the samples that this step ends.
+        # Keys of columns by reference that are deleted once the step is committed.
         self._refs: set[str] = set()
         if before is not None:
             self.micro_batches, self.samples = before.micro_batches, before.samples
@@ -75,41 +83,41 @@ class Attempt:
         self._bounds = bounds_of(binding.spec, self._oldest_version)
         self._compute = compute
         self._settings = settings
-        self._stop, self._leave = stop, leave
-        self._alone, self._on_progress = alone, on_progress
+        self._stop, self._suspend = stop, suspend
+        self._unwatched, self._on_progress = unwatched, on_progress
 
     @property
     def _seconds(self) -> float:
-        """How long the step has been at work, suspensions not counted."""
+        """Seconds of work on the step so far, without suspensions."""
         return time.perf_counter() - self._began + self._seconds_before
 
     async def run(self) -> store_pb.StepCommit:
-        """Train, commit, and renew the leases meanwhile.
+        """Train and commit, renewing the leases meanwhile.
 
         Raises Suspended, what the store raises, and Aborted of kind "step_orphaned".
         """
         work = asyncio.create_task(self._work())
-        keep = asyncio.create_task(self._keep())
+        keep = asyncio.create_task(self._renew_leases())
         try:
             await asyncio.wait({work, keep}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                keep.result()  # raises: leases lost, or nobody watches
+                keep.result()  # raises: leases were lost, or the step is orphaned
             return await work
         finally:
             for task in (work, keep):
                 task.cancel()
             await asyncio.gather(work, keep, return_exceptions=True)
 
-    def half(self) -> HalfStep:
-        """What there is to go on with, after Suspended."""
-        question = self.claims.question
-        return HalfStep(
+    def unfinished(self) -> SuspendedStep:
+        """The step so far, after Suspended."""
+        request = self.claims.last_request
+        return SuspendedStep(
             step=self._step,
             version=self._version,
             oldest_version=self._oldest_version,
             claimant=self.claims.claimant,
             claim_ids=list(self._trained),
-            question="" if question in self._trained else question,
+            pending_claim="" if request in self._trained else request,
             micro_batches=self.micro_batches,
             samples=self.samples,
             tokens=self.tokens,
@@ -118,17 +126,17 @@ class Attempt:
             seconds=self._seconds,
         )
 
-    async def _keep(self) -> None:
-        """Renew leases while there is somebody for whom to work."""
+    async def _renew_leases(self) -> None:
+        """Renew leases until the step has been unwatched for too long."""
         settings = self._settings
         orphan = settings.trainer_orphan_seconds
         pause = min(_RENEW_SECONDS, settings.trainer_lease_seconds / 3, orphan / 2)
         while True:
             await asyncio.sleep(pause)
-            alone = self._alone()
-            if alone > orphan:
+            seconds = self._unwatched()
+            if seconds > orphan:
                 raise Aborted(
-                    f"step {self._step}: nobody watched it for {alone:.0f} s",
+                    f"step {self._step}: nobody watched it for {seconds:.0f} s",
                     kind="step_orphaned",
                     remedy="Run the step again; nothing was counted.",
                 )
@@ -140,17 +148,17 @@ class Attempt:
         binding.move(pb.BINDING_STATE_ACCUMULATING)
         await self._accumulate()
         binding.move(pb.BINDING_STATE_STEPPING)
-        told = {"train/values_gone": float(self._gone)} if self._gone else {}
+        gone = {"train/values_gone": float(self._gone)} if self._gone else {}
         if not self.samples:
-            return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, told)
+            return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, gone)
         binding.versions.dirty = True
         outcome = await self._compute.run(binding.apply, self._stop)
         binding.versions.dirty = outcome.applied or outcome.moved
-        metrics = dict(outcome.metrics) | told
+        metrics = dict(outcome.metrics) | gone
         metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
         if not outcome.applied:
             log.warning("step skipped", policy=binding.policy, reason=outcome.reason)
-            # Some of its updates were made: the version's weights come back first.
+            # Some of its updates may have been made.
             await self._compute.run(binding.versions.reset)
             return await self._commit(
                 store_pb.STEP_OUTCOME_SKIPPED, outcome.reason, binding.weights, metrics
@@ -163,13 +171,13 @@ class Attempt:
         return await self._commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, metrics, frontier)
 
     async def _accumulate(self) -> None:
-        """Gradients of all micro-batches; the next one is claimed while one is computed."""
+        """Accumulate all micro-batches; the next one is claimed while one is computed."""
         following = asyncio.create_task(self._claim())
-        leave = asyncio.create_task(self._leave.wait())
+        suspend = asyncio.create_task(self._suspend.wait())
         try:
             while True:
-                await asyncio.wait({following, leave}, return_when=asyncio.FIRST_COMPLETED)
-                if self._leave.is_set():
+                await asyncio.wait({following, suspend}, return_when=asyncio.FIRST_COMPLETED)
+                if self._suspend.is_set():
                     raise Suspended
                 claim = following.result()
                 if claim.outcome == Claim.OUTCOME_EXHAUSTED:
@@ -186,16 +194,16 @@ class Attempt:
                 self._binding.samples = self.samples
                 self._on_progress()
         finally:
-            for task in (following, leave):
+            for task in (following, suspend):
                 task.cancel()
-            await asyncio.gather(following, leave, return_exceptions=True)
+            await asyncio.gather(following, suspend, return_exceptions=True)
 
     async def _claim(self) -> Claim:
         return await self.claims.claim(self._bounds, self._settings.trainer_claim_wait_seconds)
 
     def _train_on(self, claim: Claim) -> tuple[int, list[store_pb.Sample]]:
-        """Accumulate one claim; returns its tokens, and those of its samples that could not be
-        trained since their values are gone. In the compute thread."""
+        """Accumulate one claim: the number of its tokens, and the samples left out because values
+        of theirs are lost. In the compute thread."""
         if self._stop.is_set():
             raise Stopped
         binding = self._binding
@@ -206,20 +214,19 @@ class Attempt:
         return sum(row.size for row in rows), gone
 
     async def _drop(self, claim_id: str, gone: Sequence[store_pb.Sample]) -> None:
-        """Have the store drop samples of a claim whose others are in the gradients."""
+        """Have the store drop samples of a claim whose other samples are in the gradients."""
         names = [sample.sample_id for sample in gone]
         log.warning("values gone", policy=self._binding.policy, step=self._step, samples=names)
         await self.claims.drop_gone(claim_id, names)
         self._gone += len(gone)
-        # What else they refer to nobody needs either. Now and not at the commit: who goes on when
-        # we lose our leases never sees these samples.
+        # Their other values are not needed either. Deleted now, not at the commit: an attempt after
+        # this one never sees these samples.
         await self._drop_values(refs_of(gone))
 
     async def _drop_values(self, refs: Iterable[str]) -> None:
-        """Delete values that nobody needs any more, before anything else happens here.
+        """Delete column values by key, waiting at most `_DROP_SECONDS`.
 
-        Their owners on other hosts are asked, so not in the compute thread, in which other policies
-        compute. What is not gone in time goes without being waited for.
+        Other hosts are called, so not in the compute thread, in which other policies compute.
         """
         keys = sorted(refs)
         if not keys:
@@ -240,7 +247,7 @@ class Attempt:
         metrics: dict[str, float],
         frontier: Frontier | None = None,
     ) -> store_pb.StepCommit:
-        """Commit; `frontier`: what the weights were trained on, if they are new."""
+        """Commit the step; `frontier`: what the weights were trained on, if they are new."""
         binding = self._binding
         digest = None if frontier is None else frontier.samples_digest
         commit = await self.claims.commit(outcome, reason, weights, metrics, digest)
@@ -248,26 +255,22 @@ class Attempt:
         if theirs == (weights.version, weights.checksum):
             await self._compute.run(binding.versions.confirm, commit.weights, frontier)
             await self._drop_values(self._refs)
-        else:  # another binding was first
+        else:  # another binding committed first
             await adopt(self._binding, self._compute, commit)
         binding.move(pb.BINDING_STATE_IDLE)
         return commit
 
 
 async def adopt(binding: PolicyBinding, compute: Compute, commit: store_pb.StepCommit) -> None:
-    """Go on from a commit that is not ours. What is committed is true even if we cannot."""
+    """Load the version that another binding committed; a failure is only logged."""
     try:
         await compute.run(binding.versions.adopt, commit)
     except TroupeError as error:
         log.error("committed version not loaded", policy=commit.policy, error=str(error))
 
 
-# Losing leases again and again is not bad luck.
-_ATTEMPTS = 3
-
-
 class StepRun:
-    """A running or finished step; watchers come and go without disturbing it."""
+    """A running or finished step, which goes on whether it is watched or not."""
 
     def __init__(
         self,
@@ -275,44 +278,44 @@ class StepRun:
         step: int,
         version: int,
         oldest_version: int | None,
-        make_claims: Callable[[HalfStep | None], StepClaims],
+        make_claims: Callable[[SuspendedStep | None], StepClaims],
         compute: Compute,
         settings: TrainerSettings,
-        half: HalfStep | None = None,
+        unfinished: SuspendedStep | None = None,
     ) -> None:
-        """`half`: the part of this step that was done before it was suspended; its gradients are
-        in the binding."""
+        """`unfinished`: the part of this step that was done before it was suspended; its gradients
+        are in the binding."""
         self.step = step
         self.binding = binding
         self._version = version
         self._oldest_version = oldest_version
         self._make_claims = make_claims
-        self._leave = asyncio.Event()
-        self._half: HalfStep | None = None
+        self._suspend = asyncio.Event()
+        self._unfinished: SuspendedStep | None = None
         self._compute = compute
         self._settings = settings
         self._stop = threading.Event()
         self._watchers: set[asyncio.Event] = set()
         self._unwatched_since = time.monotonic()
-        self._attempt = self._make_attempt(half)
-        binding.step, binding.samples = step, 0 if half is None else half.samples
+        self._attempt = self._make_attempt(unfinished)
+        binding.step, binding.samples = step, 0 if unfinished is None else unfinished.samples
         binding.on_change = self._notify
         self._task = asyncio.create_task(self._guarded(), name=f"step-{binding.policy}-{step}")
         self._task.add_done_callback(lambda _: self._notify())
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the step has ended, with or without a commit."""
         return self._task.done()
 
     def starts_from(self, version: int) -> bool:
-        """Whether it makes the version after `version`."""
+        """Whether the step makes the version after `version`."""
         return self._version == version
 
     async def watch(self) -> AsyncIterator[trainer_pb2.StepEvent]:
-        """Progress from now on; the last event carries the commit. Raises what the step raised.
+        """Stream progress; the last event carries the commit. Raises what the step raised.
 
-        Leaving early does not stop the step.
+        Closing the stream early does not stop the step.
         """
         changed = asyncio.Event()
         self._watchers.add(changed)
@@ -330,7 +333,7 @@ class StepRun:
                 kind="step_released",
                 remedy="Bind the policy and run the step again; nothing was counted.",
             )
-        if self._half is not None:
+        if self._unfinished is not None:
             raise Aborted(
                 f"step {self.step} of policy {self.binding.policy} was suspended",
                 kind="step_suspended",
@@ -341,35 +344,35 @@ class StepRun:
         yield event
 
     async def outcome(self) -> store_pb.StepCommit | None:
-        """The commit once the step has ended; None when it ended without one."""
+        """Wait for the end of the step; its commit, or None without one."""
         await asyncio.wait({self._task})
         failed = self._task.cancelled() or self._task.exception() is not None
         return None if failed else self._task.result()
 
     async def cancel(self) -> None:
-        """Give the step up: gradients are thrown away, samples go back. Idempotent."""
+        """Give the step up: discard its gradients and release its samples. Idempotent."""
         self._stop.set()
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    async def suspend(self) -> HalfStep | None:
-        """Stop after the micro-batch that is computed now; what there is to go on with.
+    async def suspend(self) -> SuspendedStep | None:
+        """Stop after the present micro-batch; returns the step so far.
 
-        None when the step was past its last micro-batch: then it has ended, well or not.
+        None when the step was past its last micro-batch: then it has ended.
         """
-        self._leave.set()
+        self._suspend.set()
         await asyncio.wait({self._task})
-        return self._half
+        return self._unfinished
 
     async def settled(self) -> None:
-        """After `cancel`: wait until the store has no question of ours left to answer."""
+        """After `cancel`: wait until a claim that was under way is released."""
         await self._claims.settled()
 
     @property
     def _claims(self) -> StepClaims:
         return self._attempt.claims
 
-    def _make_attempt(self, before: HalfStep | None) -> Attempt:
+    def _make_attempt(self, before: SuspendedStep | None) -> Attempt:
         return Attempt(
             self.binding,
             (self.step, self._version, self._oldest_version),
@@ -378,12 +381,12 @@ class StepRun:
             self._settings,
             before=before,
             stop=self._stop,
-            leave=self._leave,
-            alone=self._alone,
+            suspend=self._suspend,
+            unwatched=self._unwatched_seconds,
             on_progress=self._notify,
         )
 
-    def _alone(self) -> float:
+    def _unwatched_seconds(self) -> float:
         return 0.0 if self._watchers else time.monotonic() - self._unwatched_since
 
     def _event(self) -> trainer_pb2.StepEvent:
@@ -405,7 +408,7 @@ class StepRun:
                 return await self._run()
         except Suspended:
             await self._claims.freeze()
-            self._half = self._attempt.half()
+            self._unfinished = self._attempt.unfinished()
             raise
         except TimeoutError:
             await self._abandon()
@@ -422,14 +425,14 @@ class StepRun:
             raise
 
     async def _abandon(self) -> None:
-        """Back to the committed version with empty hands."""
+        """Release all claims and go back to the committed version."""
         self._stop.set()
         binding = self.binding
         await self._claims.close()
         try:
             await self._compute.run(binding.versions.reset)
         except TroupeError as error:
-            # Stays dirty: the next step tries again, or Bind loads it elsewhere.
+            # The versions stay dirty: the next step tries again, or another Bind loads the state.
             log.error("state not restored", policy=binding.policy, error=str(error))
         if binding.state != pb.BINDING_STATE_RELEASED:
             binding.move(pb.BINDING_STATE_IDLE)
@@ -447,7 +450,7 @@ class StepRun:
                 value=self._version,
                 remedy="Bind the policy at the ledger's version first.",
             )
-        if self._attempt.before is None or not await self._goes_on():
+        if self._attempt.before is None or not await self._still_leased():
             await self._begin()
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -455,7 +458,7 @@ class StepRun:
             except TroupeError as error:
                 if not is_lost(error):
                     raise
-                # Only leases that ran out while we were held up are worth another attempt.
+                # Another attempt makes sense only where leases ran out, not where they were taken.
                 taken = not self._claims.lapsed or attempt == _ATTEMPTS
                 await self._compute.run(self.binding.versions.reset)
                 self.binding.move(pb.BINDING_STATE_IDLE)
@@ -466,8 +469,8 @@ class StepRun:
                 log.warning("leases ran out, the step begins again", error=str(error))
         raise AssertionError("the last attempt returns or raises")
 
-    async def _goes_on(self) -> bool:
-        """Whether the leases of the suspended part are held still; if not, they are given up."""
+    async def _still_leased(self) -> bool:
+        """Whether the suspended part still has its leases; if not, its claims are released."""
         try:
             await self._claims.renew()
         except TroupeError as error:
@@ -480,7 +483,7 @@ class StepRun:
         return True
 
     async def _begin(self) -> None:
-        """Empty hands, and nobody else at this step."""
+        """Discard gradients, check the state's frontier, and supersede other bindings."""
         versions = self.binding.versions
         if versions.frontier.step >= self.step:
             raise FailedPrecondition(
@@ -494,7 +497,7 @@ class StepRun:
         if not versions.verified and versions.frontier.step >= 0:
             versions.verify(await self._claims.committed(versions.frontier.step))
         await self._compute.run(versions.reset)
-        # Whoever trained this step before us is superseded: it can no longer commit.
+        # A binding that trained this step before can no longer commit it.
         await self._claims.supersede()
 
     def _lost(self, error: TroupeError) -> Aborted:

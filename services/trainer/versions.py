@@ -1,4 +1,8 @@
-"""The committed version of one policy, and the next one until it is committed."""
+"""The committed version of one policy, and the next one until it is committed.
+
+`Publication` puts weights into the transfer layer; `RemoteStates` exchanges training states with
+trainers of other hosts; `Versions` keeps memory, disk and publication of a policy at one version.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +40,18 @@ publication_log = logging.getLogger(__name__)
 
 
 class Publication:
-    """Puts versions into the transfer layer and takes old ones out."""
+    """Publishes the versions of one policy in the transfer layer, and deletes old ones."""
 
     def __init__(self, transfer: HostTransfer, job_id: str, policy: str) -> None:
         self._transfer = transfer
         self._job, self._policy = job_id, policy
 
     def key(self, version: int) -> str:
-        """Where `version` is."""
+        """The transfer key of `version`."""
         return f"{self._job}/{self._policy}/weights@{version}"
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> pb.WeightsRef:
-        """Store a copy of `tensors` as `version`. Raises StorageFull."""
+        """Publish a copy of `tensors` as `version`. Raises StorageFull."""
         metadata = {"job_id": self._job, "policy": self._policy}
         manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
         return self._reference(version, manifest.checksum, manifest.num_bytes)
@@ -66,7 +70,7 @@ class Publication:
     def ensure(
         self, version: int, tensors: Mapping[str, torch.Tensor], expected: str
     ) -> pb.WeightsRef:
-        """Publish unless whole bytes of this content are on this host; a no-op when repeated.
+        """Publish `tensors` unless this host has a valid copy of them. Idempotent.
 
         Raises FailedPrecondition of kind "weights_changed" when `expected` (the ledger's
         checksum, or empty) is not that of `tensors`.
@@ -83,7 +87,7 @@ class Publication:
             )
         key = self.key(version)
         try:
-            # Another host's copy is as good, but is gone with it: this host shall hold one.
+            # Copies of other hosts do not count: they are lost with those hosts.
             if self._transfer.manifest(key).checksum != checksum:
                 raise Corrupt(key, "holds another attempt at this version")
             manifest = self._transfer.get(key, expected_checksum=checksum)[1]
@@ -114,33 +118,32 @@ class Publication:
 
 log = structlog.get_logger("troupe.trainer")
 
-# Putting a state into memory; as for a checkpoint, disks may be slow.
+# Deadline for another trainer to read a state from its disk.
 _OFFER_SECONDS: Final = 300.0
 _POLL_SECONDS: Final = 0.5
 
 
-class ForeignStates:
-    """What other trainers have on their disks. Blocking; safe to use from several threads."""
+class RemoteStates:
+    """Training states on the disks of other hosts' trainers. Blocking; thread-safe."""
 
     def __init__(self, host: HostTransfer, settings: TrainerSettings) -> None:
         self._host, self._settings = host, settings
 
     def store(self, job_id: str, policy: str) -> StateStore:
-        """The kept versions of a policy: what this host lacks comes from another one that keeps it,
-        what is saved here is copied as often as `trainer_state_replicas` says."""
-        return _Reaching(self, self._settings, job_id, policy)
+        """The state store of a policy that fetches missing states from other hosts, and copies
+        saved ones to `trainer_state_replicas` hosts."""
+        return ReplicatedStateStore(self, self._settings, job_id, policy)
 
-    def bring(self, store: StateStore, version: int, checksum: str) -> None:
-        """Have the state of `version` in `store`, from whichever trainer keeps it.
+    def copy_to_device(self, store: StateStore, version: int, checksum: str) -> None:
+        """Fetch the state of `version` into `store`, from any trainer that keeps it.
 
         Waits `trainer_state_wait_seconds` for one to come up. Raises FailedPrecondition of kind
-        "state_not_found", saying what is lost and how to keep it; at once where this host knows
-        no others.
+        "state_not_found". Does nothing on a single host.
         """
         if store.exists(version, checksum):
             return
         if not self._settings.shares_states:
-            return  # who loads it is told what is kept here
+            return  # `StateStore.load` raises, and says what is kept here
         began = time.monotonic()
         troubles: dict[str, str] = {}
         while True:
@@ -154,7 +157,7 @@ class ForeignStates:
     def offer(
         self, job_id: str, policy: str, version: int, checksum: str
     ) -> common_pb.OfferStateResponse:
-        """Put a state of this host's disk where other hosts can read it. Repeatable.
+        """Put a state on this host's disk into the transfer layer for other hosts. Idempotent.
 
         Raises NotFound of kind "state_not_found", StorageFull.
         """
@@ -167,9 +170,9 @@ class ForeignStates:
                 field="version",
                 value=version,
             )
-        # Unversioned, so that whoever has read it may delete it.
+        # Without a version in the key, so that the reader may delete it.
         key = f"{job_id}/states/{policy}/{path.name}"
-        # Who came for an earlier one has it, or has died.
+        # Earlier offers were read, or their reader has died.
         for old in self._host.keys(f"{job_id}/states/{policy}/"):
             if old != key:
                 self._host.delete(old)
@@ -185,9 +188,9 @@ class ForeignStates:
     def keep(
         self, job_id: str, policy: str, version: int, offer: common_pb.OfferStateResponse
     ) -> common_pb.KeepStateResponse:
-        """Copy what another host's trainer offers to this one's disk. Repeatable.
+        """Copy a state that another host's trainer offers to this host's disk. Idempotent.
 
-        Nothing is done for an offer of this host. Raises TransferError, DataLoss,
+        Does nothing for an offer of this host. Raises TransferError, DataLoss,
         ResourceExhausted.
         """
         if set(offer.holders) & set(self._host.holders):
@@ -198,11 +201,10 @@ class ForeignStates:
         return common_pb.KeepStateResponse(kept=True, has_first=store.exists(0))
 
     def replicate(self, store: StateStore, version: int, checksum: str) -> int:
-        """Have `trainer_state_replicas` other hosts keep a copy; how many do now.
+        """Copy a state to `trainer_state_replicas` other hosts; returns to how many.
 
-        Called before the version is committed: what is committed can be lost with one host no
-        more. Too few hosts is a warning, not a reason to stop training. Who takes a copy for the
-        first time gets version 0 too, where this host still needs it.
+        Called before the commit, so that a committed version survives the loss of a host. Too few
+        hosts are only a warning. A host without version 0 gets that too, if this host keeps it.
         """
         wanted = self._settings.trainer_state_replicas
         if not wanted or not self._settings.shares_states:
@@ -224,7 +226,8 @@ class ForeignStates:
         wanted: int,
         troubles: dict[str, str],
     ) -> dict[str, bool]:
-        """Have `wanted` of `takers` keep a copy: who does, and whether it has version 0 too."""
+        """Have `wanted` of `takers` keep a copy: by address of those that do, whether they have
+        version 0."""
         offer = self.offer(store.job_id, store.policy, version, checksum)
         kept: dict[str, bool] = {}
         try:
@@ -318,30 +321,32 @@ class ForeignStates:
         )
 
 
-class _Reaching(StateStore):
+class ReplicatedStateStore(StateStore):
+    """A state store that fetches from and copies to other hosts (`RemoteStates`)."""
+
     def __init__(
-        self, foreign: ForeignStates, settings: TrainerSettings, job_id: str, policy: str
+        self, foreign: RemoteStates, settings: TrainerSettings, job_id: str, policy: str
     ) -> None:
         super().__init__(settings.data_dir, job_id, policy, sync=settings.trainer_sync_files)
-        self._foreign = foreign
+        self._remote = foreign
 
     def load(self, version: int, checksum: str = "", *, whole: bool = True) -> TrainingState:
-        self._foreign.bring(self, version, checksum)
+        self._remote.copy_to_device(self, version, checksum)
         return super().load(version, checksum, whole=whole)
 
     def save(self, state: TrainingState) -> Path:
         path = super().save(state)
-        self._foreign.replicate(self, state.version, state.checksum)
+        self._remote.replicate(self, state.version, state.checksum)
         return path
 
 
 def _named(store: StateStore, version: int) -> dict[str, Any]:
-    """A version of a policy, in requests and log lines."""
+    """Fields that name a version of a policy in requests and log lines."""
     return {"job_id": store.job_id, "policy": store.policy, "version": version}
 
 
 def _files(path: Path) -> dict[str, torch.Tensor]:
-    """The files below `path` as bytes, mapped."""
+    """The files below `path` as memory-mapped bytes, by relative path."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(path.rglob("*")):
         if file.is_file():
@@ -356,9 +361,9 @@ def _files(path: Path) -> dict[str, torch.Tensor]:
 
 
 class Versions:
-    """Keeps memory, disk and what is published of one policy at one version.
+    """Keeps memory, disk and publication of one policy at its committed version.
 
-    All methods are *blocking*: they belong into the compute thread or, where they say so, any.
+    All methods block: call them in the compute thread or, where they say so, in any.
     """
 
     def __init__(
@@ -378,38 +383,38 @@ class Versions:
         self._learner: AnyLearner | None = None
         self.tokenizer: Any = None
         self.weights = pb.WeightsRef()
-        # Where the committed version comes from, and whether its commit was seen to agree.
+        # What the committed version was trained on, and whether its commit agrees.
         self.frontier = Frontier()
         self.verified = False
-        # The model in memory may be ahead of the committed version.
+        # Whether the model in memory may differ from the committed version.
         self.dirty = False
         self.randomness = Randomness({}, device)
 
     @property
     def committed(self) -> int:
-        """The committed version."""
+        """The number of the committed version."""
         return self.weights.version
 
     @property
     def learner(self) -> AnyLearner:
-        """What trains it; only after `of`."""
+        """The policy's learner; only after `of`."""
         assert self._learner is not None, "no model was loaded yet"
         return self._learner
 
     @property
     def made(self) -> bool:
-        """Whether there is a learner."""
+        """Whether the learner has been made."""
         return self._learner is not None
 
     def of(self, learner: AnyLearner, tokenizer: Any) -> None:
-        """These are the versions of `learner`'s model."""
+        """Keep the versions of this learner's model."""
         self._learner, self.tokenizer = learner, tokenizer
 
     def load(self, version: int, checksum: str) -> None:
-        """Go to `version`, and publish its weights.
+        """Load `version` and publish its weights.
 
-        `checksum` is the ledger's, or empty on a new job. Raises FailedPrecondition or DataLoss for
-        state that is not there.
+        `checksum`: the ledger's, or empty for a new job. Raises FailedPrecondition or DataLoss when
+        the state is missing or damaged.
         """
         trained = self._spec.policies[self._policy].trainable
         kept = trained and self._states.exists(version, checksum)
@@ -424,7 +429,7 @@ class Versions:
             self._states.save(self._snapshot(self.weights, self.frontier))
 
     def set_reference(self) -> None:
-        """Have the learner keep the first version beside its model, where a loss needs it."""
+        """Give the learner the first version as the reference, if its loss needs one."""
         if not self.learner.needs_reference or not self._spec.policies[self._policy].trainable:
             return
         if isinstance(self.learner, GangLearner):
@@ -433,24 +438,24 @@ class Versions:
             self.learner.set_reference(self._states.load(0).weights)
 
     def ensure_published(self) -> None:
-        """Publish the committed version again if it has gone."""
+        """Publish the committed version again if it is missing."""
         checksum = self.weights.checksum
         self._publication.ensure_base(self.learner.base)
         self._publication.ensure(self.committed, self.learner.published(), checksum)
 
     def persist(self, frontier: Frontier) -> pb.WeightsRef:
-        """Publish the stepped weights as the next version and make its state durable.
+        """Publish the stepped weights as the next version and write its state.
 
-        Neither is the truth before the commit. Raises StorageFull, ResourceExhausted.
+        Neither counts before the commit. Raises StorageFull, ResourceExhausted.
         """
         weights = self._publication.publish(self.committed + 1, self.learner.published())
         self._states.save(self._snapshot(weights, frontier))
         return weights
 
     def restart(self, version: int, checksum: str) -> None:
-        """Make the first version's state the one after `version`, without a step. Repeatable.
+        """Make the first version's state the version after `version`, without a step. Idempotent.
 
-        What the policy was trained on so far stays its frontier, and generators go on drawing.
+        Frontier and random generators stay those of `version`.
         `checksum`: that of version 0 in the ledger. Raises FailedPrecondition of kind "not_bound"
         at another version, "state_not_found" when version 0 is not kept, "weights_changed" when it
         is another one; StorageFull, ResourceExhausted.
@@ -468,18 +473,18 @@ class Versions:
         frontier, verified, randomness = self.frontier, self.verified, self.randomness
         randomness.rewind()
         self._restore(0, checksum)
-        self.dirty = True  # of the next version in memory, until all of it is durable
+        self.dirty = True  # until the next version is durable
         self.frontier, self.verified, self.randomness = frontier, verified, randomness
         weights = self._publication.ensure(version + 1, self.learner.published(), checksum)
         self._states.save(self._snapshot(weights, frontier))
-        # The version that is left stays: the ledger may not hear of this.
+        # The state of `version` stays on disk: the ledger may not learn of the restart.
         self.weights, self.dirty = weights, False
 
     def adopt(self, commit: store_pb.StepCommit) -> None:
-        """Make what a commit names the committed version.
+        """Make the version of `commit` the committed one.
 
-        Loads it from disk where it is not what memory holds. Raises DataLoss of kind
-        "state_mismatch" when that was trained on other samples than the commit says.
+        Loads it from disk if memory holds another version. Raises DataLoss of kind "state_mismatch"
+        when its state was trained on other samples than the commit says.
         """
         weights = commit.weights
         ours = (self.weights.version, self.weights.checksum)
@@ -491,10 +496,10 @@ class Versions:
         self._prune()
 
     def verify(self, commit: store_pb.StepCommit | None) -> None:
-        """Compare the state that was loaded with the commit of its step, as far as both tell.
+        """Compare the loaded state with the commit of its step, if both have a digest.
 
-        Raises DataLoss of kind "state_mismatch" when it was trained on other samples: weights,
-        optimizer and the store's frontier belong together, or none of them is used.
+        Raises DataLoss of kind "state_mismatch" when the state was trained on other samples than
+        the store has committed.
         """
         mine = self.frontier
         self.verified = True
@@ -516,12 +521,12 @@ class Versions:
             )
 
     def confirm(self, weights: pb.WeightsRef, frontier: Frontier | None) -> None:
-        """The step in memory was committed as `weights`. In any thread.
+        """Note that the step in memory was committed as `weights`. In any thread.
 
-        `frontier`: what `persist` was told; None when the weights are the ones before.
+        `frontier`: as given to `persist`; None when the weights did not change.
         """
         self.dirty = False
-        if frontier is None:  # as the state on disk, from which a restarted worker goes on
+        if frontier is None:  # like the state on disk, which a restarted worker loads
             self.randomness.rewind()
         else:
             self.randomness.commit()
@@ -531,22 +536,19 @@ class Versions:
         self._prune()
 
     def reset(self) -> None:
-        """Go back to the committed version, without gradients."""
+        """Go back to the committed version and discard gradients."""
         if self.dirty or self.learner.lost:
             self._restore(self.committed, self.weights.checksum)
         else:
             self.learner.discard()
             self.randomness.rewind()
 
-    def leave(self) -> None:
-        """Let published versions go that nobody needs any more: all but the newest.
-
-        Bind publishes again what is missing, wherever the policy is bound next.
-        """
+    def release(self) -> None:
+        """Delete published versions but the newest; `load` publishes again what is missing."""
         self._publication.prune(self.committed, keep=1)
 
     def pack(self) -> SuspendedTensors:
-        """What goes with a suspended policy besides what its learner holds."""
+        """The suspended state of version, frontier and generators, without the learner's."""
         return SuspendedTensors(
             under("drawn", self.randomness.now) | under("committed", self.randomness.committed),
             {
@@ -556,13 +558,13 @@ class Versions:
             },
         )
 
-    def unpack(self, luggage: SuspendedTensors) -> None:
-        """Inverse of `pack`; the learner's part is not looked at."""
-        self.randomness = Randomness(on_host(below("committed", luggage.tensors)), self._device)
-        self.randomness.now = on_host(below("drawn", luggage.tensors))
-        step, digest = luggage.document["frontier"]
-        self.weights, self.frontier = packed_weights(luggage), Frontier(step, digest)
-        self.verified, self.dirty = luggage.document["verified"], False
+    def unpack(self, suspended: SuspendedTensors) -> None:
+        """Inverse of `pack`."""
+        self.randomness = Randomness(on_host(below("committed", suspended.tensors)), self._device)
+        self.randomness.now = on_host(below("drawn", suspended.tensors))
+        step, digest = suspended.document["frontier"]
+        self.weights, self.frontier = packed_weights(suspended), Frontier(step, digest)
+        self.verified, self.dirty = suspended.document["verified"], False
 
     def _restore(self, version: int, checksum: str) -> None:
         self.dirty = True  # until all of it is back
@@ -601,9 +603,9 @@ class Versions:
         self._publication.prune(self.committed, keep)
 
 
-def packed_weights(luggage: SuspendedTensors) -> pb.WeightsRef:
-    """The committed version that `pack` found."""
-    return ParseDict(luggage.document["weights"], pb.WeightsRef())
+def packed_weights(suspended: SuspendedTensors) -> pb.WeightsRef:
+    """The committed version in a suspended state."""
+    return ParseDict(suspended.document["weights"], pb.WeightsRef())
 
 
 def _path_of(state: TrainingState) -> Path:

@@ -1,4 +1,8 @@
-"""A trainer worker: owns a device and no policy, until policies are bound to it."""
+"""A trainer worker: it owns a device, and policies are bound to it and leave again.
+
+`Bindings` are the policies here; `PolicySteps` runs their steps; `Swaps` suspends and resumes them;
+`TrainerWorker` is what the servicer calls.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,15 @@ from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.trainer.binding import PolicyBinding
 from services.trainer.claims import StepClaims
-from services.trainer.compute import BusyFraction, Compute, Standstill, choose_device, memory_of
+from services.trainer.compute import BusyFraction, Compute, SwapClock, choose_device, memory_of
 from services.trainer.frozen_versions import FrozenVersions
 from services.trainer.gang.gang import Gangs
 from services.trainer.learning.model import import_transformers
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.checkpoint import checkpoint_path
-from services.trainer.state.suspension import HalfStep, ParameterPool
+from services.trainer.state.suspension import ParameterPool, SuspendedStep
 from services.trainer.step import StepRun
-from services.trainer.versions import ForeignStates
+from services.trainer.versions import RemoteStates
 from troupe.job import JobSpec
 from troupe.job.loading import explained
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect
@@ -36,27 +40,28 @@ from troupe.v1 import (
     trainer_pb2,
 )
 
-# Job and policy.
+# (job id, policy).
 Key = tuple[str, str]
 
 
 class Bindings:
-    """Those that are bound here, and what is parked of those that are not. Of the event loop."""
+    """The policies that are bound to this worker, and parked ones without weights."""
 
     def __init__(self, make: Callable[[Key, JobSpec, str], PolicyBinding]) -> None:
-        """`make`: a new binding of a policy of this specification, also given as JSON."""
+        """`make`: makes a binding of a policy, given the specification, also as JSON."""
         self.bound: dict[Key, PolicyBinding] = {}
-        # Policies that were suspended here, or will be resumed: models without weights.
+        # Policies that were suspended here, or are prefetched: learners without weights.
         self.parked: dict[Key, PolicyBinding] = {}
         self._make = make
         self._locks: dict[Key, asyncio.Lock] = {}
 
     def lock(self, key: Key) -> asyncio.Lock:
-        """Binding, releasing, swapping and starting a step of one policy exclude each other."""
+        """The lock of one policy: binding, releasing, swapping and starting a step exclude each
+        other."""
         return self._locks.setdefault(key, asyncio.Lock())
 
     def find(self, key: Key) -> PolicyBinding:
-        """The policy, once it is loaded. Raises NotFound of kind "not_bound"."""
+        """The binding of a policy that is loaded. Raises NotFound of kind "not_bound"."""
         binding = self.bound.get(key)
         if binding is None or binding.state == pb.BINDING_STATE_BINDING:
             raise NotFound(
@@ -69,7 +74,7 @@ class Bindings:
         return binding
 
     def shell(self, key: Key, spec: JobSpec, spec_json: str) -> PolicyBinding:
-        """What is parked of a policy, if it is of this job as it is now; else a new one."""
+        """The parked binding of a policy, if its specification is the same; else a new binding."""
         parked = self.parked.get(key)
         if parked is not None and parked.spec_json == spec_json:
             return parked
@@ -79,8 +84,10 @@ class Bindings:
     async def filling(
         self, key: Key, binding: PolicyBinding, compute: Compute
     ) -> AsyncIterator[None]:
-        """It is bound once it is filled inside; if that fails it is gone. Whatever was bound before
-        leaves first: ranks of a gang know a policy by its key."""
+        """Bind the policy for a state that is loaded inside; unbind it if that fails.
+
+        An earlier binding leaves its gang first, whose ranks know policies by key.
+        """
         if (before := self.bound.pop(key, None)) is not None:
             await compute.run(before.leave_ranks)
         self.bound[key] = binding
@@ -89,13 +96,13 @@ class Bindings:
         except BaseException as error:
             binding.move(pb.BINDING_STATE_RELEASED)
             del self.bound[key]
-            if isinstance(error, Exception):  # else the worker stops, and ends them anyway
+            if isinstance(error, Exception):  # else the worker stops, and ends all gangs
                 await compute.run(binding.leave_ranks)
             raise
         binding.move(pb.BINDING_STATE_IDLE)
 
     def statuses(self) -> list[trainer_pb2.BindingStatus]:
-        """All of them, by job and policy."""
+        """The status of all bindings, sorted by job and policy."""
         found = self.parked | self.bound
         return [found[key].status() for key in sorted(found)]
 
@@ -122,7 +129,7 @@ class PolicySteps:
         self._store = store
 
     async def stop(self) -> None:
-        """Give all steps up, so that their samples are free at once for another worker."""
+        """Cancel all steps and release their samples."""
         runs = list(self._runs.values())
         await asyncio.gather(*(run.cancel() for run in runs))
         leaving = [asyncio.create_task(run.settled()) for run in runs]
@@ -133,7 +140,7 @@ class PolicySteps:
         await asyncio.gather(*self._counting, return_exceptions=True)
 
     def running(self, key: Key) -> StepRun | None:
-        """The policy's step, unless it has ended."""
+        """The policy's running step, if there is one."""
         run = self._runs.get(key)
         return None if run is None or run.done else run
 
@@ -155,44 +162,46 @@ class PolicySteps:
             )
         return run
 
-    def go_on(self, binding: PolicyBinding, half: HalfStep) -> None:
-        """Run the rest of a step that was stopped for a suspension, which failed."""
-        binding.half = half
-        self._start(binding, half.step, half.version, half.oldest_version)
+    def go_on(self, binding: PolicyBinding, unfinished: SuspendedStep) -> None:
+        """Run the rest of a step after its suspension failed."""
+        binding.unfinished = unfinished
+        self._start(binding, unfinished.step, unfinished.version, unfinished.oldest_version)
 
-    async def give_back(self, binding: PolicyBinding, half: HalfStep) -> None:
-        """Free the samples of a step that was stopped for a suspension: its gradients are gone."""
-        await self._make_claims(binding, half.step, half).close()
+    async def give_back(self, binding: PolicyBinding, unfinished: SuspendedStep) -> None:
+        """Release the samples of a stopped step whose gradients are lost."""
+        await self._make_claims(binding, unfinished.step, unfinished).close()
 
     async def cancel(self, key: Key) -> None:
-        """Give the policy's step up, and forget it."""
+        """Cancel the policy's step, and forget it."""
         run = self._runs.pop(key, None)
         if run is not None and not run.done:
             await run.cancel()
 
     def forget(self, key: Key) -> None:
-        """The policy leaves; its step has ended."""
+        """Forget the policy's step, which has ended."""
         self._runs.pop(key, None)
 
     def _start(
         self, binding: PolicyBinding, step: int, version: int, oldest_version: int | None
     ) -> StepRun:
-        half, binding.half = binding.half, None
-        if half is not None and (half.step, half.version) != (step, version):
-            half = None  # `StepRun` throws its gradients away
+        unfinished, binding.unfinished = binding.unfinished, None
+        if unfinished is not None and (unfinished.step, unfinished.version) != (step, version):
+            unfinished = None  # `StepRun` discards its gradients
 
         make_claims = functools.partial(self._make_claims, binding, step)
         bounds = (step, version, oldest_version)
-        run = StepRun(binding, *bounds, make_claims, self._compute, self._settings, half)
+        run = StepRun(binding, *bounds, make_claims, self._compute, self._settings, unfinished)
         self._runs[(binding.job_id, binding.policy)] = run
         counting = asyncio.create_task(self._count(binding, run))
         self._counting.add(counting)
         counting.add_done_callback(self._counting.discard)
         return run
 
-    def _make_claims(self, binding: PolicyBinding, step: int, half: HalfStep | None) -> StepClaims:
+    def _make_claims(
+        self, binding: PolicyBinding, step: int, unfinished: SuspendedStep | None
+    ) -> StepClaims:
         where = (binding.job_id, binding.policy, step, binding.claimant)
-        return StepClaims(self._store, *where, self._settings.trainer_lease_seconds, half)
+        return StepClaims(self._store, *where, self._settings.trainer_lease_seconds, unfinished)
 
     async def _count(self, binding: PolicyBinding, run: StepRun) -> None:
         """Wait for the step's commit and add it to the counters."""
@@ -207,25 +216,24 @@ class PolicySteps:
 
 
 class Swaps:
-    """Suspends and resumes what is bound here."""
+    """Suspends, prefetches and resumes policies of this worker."""
 
     def __init__(
         self, bindings: Bindings, steps: PolicySteps, compute: Compute, telemetry: Telemetry
     ) -> None:
         self._bindings, self._steps, self._compute = bindings, steps, compute
-        self._standstill = Standstill(compute)
+        self._swap_clock = SwapClock(compute)
         self._seconds = telemetry.counter(
             "troupe_trainer_swap_seconds",
-            "Devices kept from computing by policies that come and go.",
+            "Seconds that devices were idle while policies were suspended and resumed.",
             ["job_id", "policy", "what"],
         )
 
     async def suspend(self, key: Key) -> trainer_pb2.SuspendedState:
-        """Free the device of a policy; repeated, it says again where its state is.
+        """Suspend a policy to free its device; repeated, it returns the same state.
 
-        Raises NotFound of kind "not_bound", and as `PolicyBinding.suspend`: then it stays bound,
-        unless the ranks of its gang have ended (Aborted of kind "gang_lost"): then it is bound no
-        more.
+        Raises NotFound of kind "not_bound", and as `PolicyBinding.suspend`: then the policy stays
+        bound, unless the ranks of its gang have ended (Aborted of kind "gang_lost").
         """
         bindings = self._bindings
         async with bindings.lock(key):
@@ -233,22 +241,22 @@ class Swaps:
             if key not in bindings.bound and parked is not None and parked.suspended is not None:
                 return parked.suspended
             binding, run = bindings.find(key), self._steps.running(key)
-            # A step that has not gone on yet since it came is as it came.
-            half = binding.half if run is None else await run.suspend()
+            # Without a running step, an unfinished one of the resumed state is still as it was.
+            unfinished = binding.unfinished if run is None else await run.suspend()
             if binding.versions.dirty:
                 await self._compute.run(binding.versions.reset)
             binding.move(pb.BINDING_STATE_SUSPENDING)
             try:
-                # Whoever was brought here before computes meanwhile.
-                with self._standstill.of_swap() as seconds:
-                    state = await asyncio.to_thread(binding.suspend, half)
+                # Another policy that is resumed already computes meanwhile.
+                with self._swap_clock.swapping() as seconds:
+                    state = await asyncio.to_thread(binding.suspend, unfinished)
                     state.seconds = seconds()
             except TroupeError:
                 binding.move(pb.BINDING_STATE_IDLE)
                 if binding.learner.lost:
-                    await self._give_up(binding, half)
-                elif half is not None:  # the step goes on, whoever asks for it
-                    self._steps.go_on(binding, half)
+                    await self._give_up(binding, unfinished)
+                elif unfinished is not None:  # the step continues, watched or not
+                    self._steps.go_on(binding, unfinished)
                 raise
             self._steps.forget(key)
             bindings.parked[key] = bindings.bound.pop(key)
@@ -256,15 +264,14 @@ class Swaps:
             self._count(binding, "suspend", state.seconds)
             return state
 
-    async def _give_up(self, binding: PolicyBinding, half: HalfStep | None) -> None:
-        """Free the device of a policy whose ranks have ended: there is nothing to suspend, and who
-        binds it goes on from the committed version."""
-        if half is not None:
-            await self._steps.give_back(binding, half)
+    async def _give_up(self, binding: PolicyBinding, unfinished: SuspendedStep | None) -> None:
+        """Unbind a policy whose ranks have ended: there is no state to suspend."""
+        if unfinished is not None:
+            await self._steps.give_back(binding, unfinished)
         self._steps.forget((binding.job_id, binding.policy))
         del self._bindings.bound[(binding.job_id, binding.policy)]
         binding.move(pb.BINDING_STATE_RELEASED)
-        await self._compute.run(binding.leave)
+        await self._compute.run(binding.release)
 
     async def resume(
         self,
@@ -277,8 +284,8 @@ class Swaps:
     ) -> PolicyBinding:
         """Bind a policy where its suspension stopped. Raises as `PolicyBinding.resume`."""
         bindings = self._bindings
-        # Also while it waits for what was asked for ahead.
-        with self._standstill.of_swap() as seconds:
+        # Includes the wait for a prefetch that is under way.
+        with self._swap_clock.swapping() as seconds:
             async with bindings.lock(key):
                 old = bindings.bound.get(key)
                 if old is not None and old.resumed_from == state.key:
@@ -295,7 +302,7 @@ class Swaps:
     async def prefetch(
         self, key: Key, spec: JobSpec, spec_json: str, state: trainer_pb2.SuspendedState
     ) -> None:
-        """Have a suspended state ready for `resume`. What fails is left to that to tell."""
+        """Fetch a suspended state for `resume`, which reports failures."""
         bindings = self._bindings
         async with bindings.lock(key):
             if key in bindings.bound:
@@ -312,7 +319,7 @@ class Swaps:
 
 
 def spec_with(policy: str, spec_json: str) -> JobSpec:
-    """The specification, which has this policy.
+    """Parse the specification and check that it has this policy.
 
     Raises InvalidArgument, of kind "invalid_spec" for what is no specification.
     """
@@ -339,20 +346,20 @@ def spec_with(policy: str, spec_json: str) -> JobSpec:
 
 
 T = TypeVar("T")
-# How long ranks may take to leave, and then to be made to.
+# How long ranks may take to end, and then to be killed.
 _GANG_SECONDS = 8.0
 
 
 class TrainerWorker:
-    """Bindings by (job, policy), and the steps that they run."""
+    """The trainer service without gRPC: policies bound to one device, and their steps."""
 
     def __init__(self, settings: TrainerSettings, telemetry: Telemetry) -> None:
         self._settings = settings
         self._device = choose_device(settings.trainer_device)
         self._compute = Compute(settings.threads, self._device)
         self._transfer = HostTransfer(settings, telemetry)
-        self._foreign = ForeignStates(self._transfer, settings)
-        self._residence = ParameterPool(self._device)
+        self._remote = RemoteStates(self._transfer, settings)
+        self._pool = ParameterPool(self._device)
         self._gangs = Gangs(settings)
         self.bindings = Bindings(self._new_binding)
         self._steps = PolicySteps(settings, self._compute, telemetry)
@@ -363,7 +370,7 @@ class TrainerWorker:
         self._exit = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Open channels (nothing is called yet) and warm up."""
+        """Open channels and import transformers in the background."""
         settings = self._settings
         store = connect(settings.experience_store_address, settings.client())
         await self._exit.enter_async_context(store)
@@ -372,7 +379,7 @@ class TrainerWorker:
         self._spawn(self._compute.run(import_transformers))
 
     async def stop(self) -> None:
-        """Give all steps up, so that their samples are free at once for another worker."""
+        """Cancel all steps, so that their samples are free at once, and end all ranks."""
         await self._steps.stop()
         for task in self._tasks:
             task.cancel()
@@ -383,25 +390,25 @@ class TrainerWorker:
         self._compute.close()
 
     async def _end_gangs(self) -> None:
-        """Ranks are children: none may be left."""
+        """End all ranks, by force after `_GANG_SECONDS`."""
         ended = asyncio.ensure_future(self._compute.run(self._gangs.close))
         await asyncio.wait({ended}, timeout=_GANG_SECONDS)
-        if not ended.done():  # they are at work
+        if not ended.done():  # ranks are computing
             self._gangs.give_up()
             await asyncio.wait({ended}, timeout=_GANG_SECONDS)
 
-    # What the servicer calls.
+    # RPCs.
 
     async def bind(
         self, job_id: str, policy: str, spec_json: str, version: int, checksum: str
     ) -> PolicyBinding:
         """Bind a policy at a version. Repeatable.
 
-        A step that runs from that very version goes on: whoever asks has only forgotten about
-        it. Anything else ends it.
+        A running step from that version goes on: the caller may have restarted. Any other step is
+        cancelled.
         """
         spec = spec_with(policy, spec_json)
-        # Loading goes on when the caller's deadline passes, and the next call finds it done.
+        # Loading goes on after the caller's deadline: the next call finds the policy bound.
         return await self._detached(self._bind(job_id, policy, spec, spec_json, version, checksum))
 
     async def run_step(
@@ -428,7 +435,7 @@ class TrainerWorker:
         return await asyncio.to_thread(binding.checkpoints.save, version)
 
     def checkpoint(self, job_id: str, policy: str, version: int) -> Path:
-        """Where `save_checkpoint` wrote. Raises NotFound of kind "checkpoint_not_found"."""
+        """The directory that `save_checkpoint` wrote. Raises NotFound ("checkpoint_not_found")."""
         path = checkpoint_path(self._settings.data_dir, job_id, policy, version)
         if not path.is_dir():
             raise NotFound(
@@ -466,14 +473,14 @@ class TrainerWorker:
     async def offer_state(
         self, job_id: str, policy: str, version: int, checksum: str
     ) -> trainer_pb2.OfferStateResponse:
-        """Let a trainer of another host read a committed state of this one's disk."""
-        return await asyncio.to_thread(self._foreign.offer, job_id, policy, version, checksum)
+        """Offer a committed state on this host's disk to a trainer of another host."""
+        return await asyncio.to_thread(self._remote.offer, job_id, policy, version, checksum)
 
     async def keep_state(
         self, job_id: str, policy: str, version: int, offer: trainer_pb2.OfferStateResponse
     ) -> trainer_pb2.KeepStateResponse:
-        """Keep a copy of a state that a trainer of another host offers; not one of this host."""
-        return await asyncio.to_thread(self._foreign.keep, job_id, policy, version, offer)
+        """Keep a copy of a state that a trainer of another host offers."""
+        return await asyncio.to_thread(self._remote.keep, job_id, policy, version, offer)
 
     async def suspend(self, job_id: str, policy: str) -> trainer_pb2.SuspendedState:
         """`Swaps.suspend`, also if the caller does not wait for it."""
@@ -500,11 +507,11 @@ class TrainerWorker:
         await self._detached(self._swaps.prefetch(*where, state))
 
     async def release(self, job_id: str, policy: str) -> None:
-        """Give a policy up, if it is bound here; its committed state is on disk."""
+        """Unbind a policy, if it is bound here; its committed state is on disk."""
         await self._detached(self._release((job_id, policy)))
 
     async def delete_states(self, job_id: str) -> None:
-        """Delete what this host's memory holds of a job of which nothing is bound any more."""
+        """Delete the tensors of a job from this host's transfer layer."""
         await asyncio.to_thread(self._transfer.clear, f"{job_id}/")
 
     def statuses(self) -> list[trainer_pb2.BindingStatus]:
@@ -512,7 +519,7 @@ class TrainerWorker:
         return self.bindings.statuses()
 
     def heartbeat(self) -> orchestrator_pb2.HeartbeatRequest:
-        """What this worker tells the orchestrator every second."""
+        """The heartbeat to the orchestrator, every second."""
         busy = [
             f"{status.policy}: {pb.BindingState.Name(status.state)[14:].lower()} "
             f"step {status.step}, {status.samples} samples"
@@ -532,8 +539,6 @@ class TrainerWorker:
             ),
         )
 
-    # How.
-
     async def _bind(
         self, job_id: str, policy: str, spec: JobSpec, spec_json: str, version: int, checksum: str
     ) -> PolicyBinding:
@@ -550,11 +555,11 @@ class TrainerWorker:
                 await self._compute.run(old.versions.ensure_published)
                 return old
             if (parked := bindings.parked.pop(key, None)) is not None:
-                await asyncio.to_thread(parked.leave)
+                await asyncio.to_thread(parked.release)
             binding = self._new_binding(key, spec, spec_json)
             async with bindings.filling(key, binding, self._compute):
                 await self._compute.run(binding.load, version, checksum)
-            # The number of threads is part of what deterministic results depend on.
+            # Deterministic results depend on the number of threads.
             threads = self._settings.threads
             log.info("bound", job_id=job_id, policy=policy, version=version, threads=threads)
             return binding
@@ -567,8 +572,8 @@ class TrainerWorker:
             self._settings,
             self._transfer,
             self._device,
-            self._residence,
-            self._foreign.store(*key),
+            self._pool,
+            self._remote.store(*key),
             self._gangs,
         )
 
@@ -596,10 +601,10 @@ class TrainerWorker:
             await self._steps.cancel(key)
             binding, parked = bindings.bound.pop(key, None), bindings.parked.pop(key, None)
             if parked is not None:
-                await asyncio.to_thread(parked.leave)
+                await asyncio.to_thread(parked.release)
             if binding is not None:
                 binding.move(pb.BINDING_STATE_RELEASED)
-                await self._compute.run(binding.leave)
+                await self._compute.run(binding.release)
 
     async def _detached(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._spawn(work))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from troupe.algorithms import (
+from troupe.algorithms.advantages import (
     batch_advantages,
     batch_statistics,
     group_advantages,

@@ -7,17 +7,15 @@ import math
 import pytest
 import torch
 
-from troupe.algorithms import (
+from troupe.algorithms.corrections import (
     Correction,
-    Loss,
-    TokenStatistics,
     corrected_loss,
-    grpo_loss_sum,
-    importance_ratio,
     masked_weights,
-    policy_loss,
     truncated_weights,
 )
+from troupe.algorithms.losses import grpo_loss_sum, policy_loss
+from troupe.algorithms.objectives import Loss, importance_ratio
+from troupe.algorithms.statistics import TokenStatistics
 
 RATIOS = torch.tensor([0.1, 0.5, 1.0, 1.9, 2.0, 2.1, math.inf], dtype=torch.float64)
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}

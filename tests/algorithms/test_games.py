@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.learning.advantages import Baselines
+from services.trainer.learning.advantages import AdvantageEstimator
 from services.trainer.learning.samples import Row
-from troupe.algorithms import gae, grpo_loss_sum, normalizer, token_weights, value_loss
+from troupe.algorithms.losses import grpo_loss_sum, normalizer, token_weights
+from troupe.algorithms.values import gae, value_loss
 from troupe.job import AlgorithmSpec
 from troupe.job.algorithm import Advantage, Loss
 
@@ -43,7 +44,7 @@ class Player:
         self.logits = torch.zeros(length, actions, requires_grad=True)
         self.before = self.logits.detach().clone()
         self.optimizer = torch.optim.Adam([self.logits], lr=0.1)
-        self.baselines = Baselines(algorithm)
+        self.baselines = AdvantageEstimator(algorithm)
         # `gae`: V of what is seen before each token, for each of `states` that it may be seen in.
         self.values = torch.zeros(states, length, requires_grad=True)
         self.fit = torch.optim.Adam([self.values], lr=0.1)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from troupe.algorithms import selective_log_softmax
 from troupe.algorithms.linear_loss import Head, linear_loss, linear_scores
+from troupe.algorithms.logprobs import selective_log_softmax
 
 
 class Problem:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.algorithms import logprobs as module
-from troupe.algorithms import selective_log_softmax
+from troupe.algorithms.logprobs import selective_log_softmax
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

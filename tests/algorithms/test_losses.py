@@ -10,19 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from troupe.algorithms import (
-    TokenStatistics,
-    clipped_loss,
-    group_advantages,
-    grpo_loss_sum,
-    importance_ratio,
-    is_clipped,
-    k3_kl,
-    normalizer,
-    selective_log_softmax,
-    token_weights,
-)
-from troupe.algorithms.losses import Normalize
+from troupe.algorithms.advantages import group_advantages
+from troupe.algorithms.logprobs import selective_log_softmax
+from troupe.algorithms.losses import Normalize, grpo_loss_sum, k3_kl, normalizer, token_weights
+from troupe.algorithms.objectives import clipped_loss, importance_ratio, is_clipped
+from troupe.algorithms.statistics import TokenStatistics
 
 numbers = st.floats(-3, 3)
 

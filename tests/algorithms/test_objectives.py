@@ -10,21 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from troupe.algorithms import (
-    Correction,
-    Loss,
-    TokenStatistics,
-    clipped_loss,
-    grpo_loss_sum,
-    importance_ratio,
-    is_outside,
-    normalizer,
-    sequence_means,
-    sequence_ratio,
-    sequence_sums,
-    token_weights,
-)
-from troupe.algorithms.losses import Normalize
+from troupe.algorithms.corrections import Correction, sequence_ratio
+from troupe.algorithms.logprobs import sequence_means, sequence_sums
+from troupe.algorithms.losses import Normalize, grpo_loss_sum, normalizer, token_weights
+from troupe.algorithms.objectives import Loss, clipped_loss, importance_ratio, is_outside
+from troupe.algorithms.statistics import TokenStatistics
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 LOSSES: list[Loss] = ["ppo_clip", "gspo", "cispo", "dppo_mask"]

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.references import ReferenceUnavailable, reference_python
-from troupe.algorithms import gae, grpo_loss_sum, selective_log_softmax, value_loss
+from troupe.algorithms.logprobs import selective_log_softmax
+from troupe.algorithms.losses import grpo_loss_sum
+from troupe.algorithms.values import gae, value_loss
 
 pytestmark = pytest.mark.slow
 

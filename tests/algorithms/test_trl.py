@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.references import TRL, ReferenceUnavailable, reference_python
-from troupe.algorithms import grpo_loss_sum, normalizer, selective_log_softmax, token_weights
+from troupe.algorithms.logprobs import selective_log_softmax
+from troupe.algorithms.losses import grpo_loss_sum, normalizer, token_weights
 
 pytestmark = pytest.mark.slow
 

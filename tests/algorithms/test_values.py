@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from troupe.algorithms import ValueStatistics, clipped_values, gae, value_loss
+from troupe.algorithms.values import ValueStatistics, clipped_values, gae, value_loss
 
 fractions = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.learning.forward import (
-    Abilities,
+    Capabilities,
     Forward,
-    abilities_of,
+    capabilities_of,
     costs_of,
     response_logits,
 )
@@ -141,7 +141,7 @@ def test_all_layouts_give_the_models_logprobs(model: Any, rows: list[Row], slide
         [score(model, r.ids.tolist(), r.prompt_length) for r in rows if r.response_length]
     )
     forward = Forward(copy.deepcopy(model))
-    assert forward.abilities == Abilities(packs=True, linear_head=True)
+    assert forward.capabilities == Capabilities(packs=True, linear_head=True)
     heat = torch.ones(len(expected), 1)
     for layout in ({"packed": False}, {"sharing": None}, {"sharing": FREE}):
         found = {"logits": torch.empty(len(expected)), "scores": torch.empty(len(expected))}
@@ -157,7 +157,7 @@ def test_all_layouts_give_the_models_logprobs(model: Any, rows: list[Row], slide
 
 
 def test_packing_is_tried_out(model: Any) -> None:
-    assert abilities_of(model) == Abilities(packs=True, linear_head=True)
+    assert capabilities_of(model) == Capabilities(packs=True, linear_head=True)
     assert model.config._attn_implementation == "sdpa"  # as it was
     costs = costs_of(model)
     assert costs.token > costs.pair > 0
@@ -165,15 +165,15 @@ def test_packing_is_tried_out(model: Any) -> None:
     recurrent = make_model(
         model_type="mamba", state_size=4, conv_kernel=2, expand=2, intermediate_size=64
     )
-    assert not abilities_of(recurrent).packs
+    assert not capabilities_of(recurrent).packs
     # Attention that looks at blocks of the text: short rows do not show it.
     blocks = make_model(model_type="llama")
-    assert abilities_of(blocks).packs
+    assert capabilities_of(blocks).packs
     blocks.config.layer_types = ["chunked_attention"] * 2
-    assert not abilities_of(blocks).packs
+    assert not capabilities_of(blocks).packs
     # Soft-capped logits are not what its output layer returns.
     capped = make_model(model_type="gemma2", final_logit_softcapping=3.0)
-    assert not abilities_of(capped).linear_head
+    assert not capabilities_of(capped).linear_head
 
 
 def test_a_model_that_cannot_pack_is_scored_all_the_same() -> None:
@@ -182,6 +182,6 @@ def test_a_model_that_cannot_pack_is_scored_all_the_same() -> None:
     expected = np.concatenate([score(capped, r.ids.tolist(), r.prompt_length) for r in rows])
     forward = Forward(capped)
     found = torch.empty(5)
-    for piece in plan(rows, 40, packed=forward.abilities.packs):
+    for piece in plan(rows, 40, packed=forward.capabilities.packs):
         found[piece.order] = forward.scores(piece, torch.ones(len(piece.order), 1)).logprobs
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)

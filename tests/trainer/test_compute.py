@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from services.trainer.compute import Compute, Standstill
+from services.trainer.compute import Compute, SwapClock
 
 LATE = 0.15
 
@@ -33,23 +33,23 @@ async def test_what_runs_counts_already_and_what_only_holds_the_thread_does_not(
 
 
 async def test_a_device_that_nobody_computes_on_stands_still(compute: Compute) -> None:
-    standstill = Standstill(compute)
-    with standstill.of_swap() as seconds:
+    standstill = SwapClock(compute)
+    with standstill.swapping() as seconds:
         await compute.hold(time.sleep, 0.2)
         assert 0.2 <= seconds() < 0.2 + LATE
     await asyncio.sleep(0.2)  # nobody's
-    with standstill.of_swap() as seconds:
+    with standstill.swapping() as seconds:
         await compute.run(time.sleep, 0.3)
         assert seconds() < LATE
 
 
 async def test_what_two_swaps_wait_for_together_is_counted_once(compute: Compute) -> None:
-    standstill = Standstill(compute)
+    standstill = SwapClock(compute)
     taken = []
 
     async def swap(before: float, long: float) -> None:
         await asyncio.sleep(before)
-        with standstill.of_swap() as seconds:
+        with standstill.swapping() as seconds:
             await asyncio.sleep(long)
             taken.append(seconds())
 

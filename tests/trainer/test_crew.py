@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.learning.cpu_threads import CpuThreads, dealt, pays
+from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_splitting
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.learning.ranks import Stopped
@@ -20,7 +20,7 @@ from tests.trainer.test_passes import SHAPE, gradient, learner_of
 def side_by_side(tokenizer: Path, members: int) -> tuple[Learner, torch.Tensor]:
     """With so many members on one thread of torch each: others would wait for cores."""
     learner = learner_of(tokenizer, {})
-    learner._passes._crew = CpuThreads(members) if members > 1 else None
+    learner._passes._threads = CpuThreads(members) if members > 1 else None
     return learner, gradient(learner)
 
 
@@ -32,7 +32,7 @@ def test_passes_side_by_side_give_the_gradient_of_one_after_the_other(
     learner, together = side_by_side(tokenizer, 3)
     _, again = side_by_side(tokenizer, 3)
 
-    assert len(learner._passes._seats) == 3
+    assert len(learner._passes._thread_models) == 3
     # Sums in another order: what rounding comes to is a matter of the largest terms.
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6 * float(alone.abs().max()))
     assert torch.equal(together, again)
@@ -42,7 +42,7 @@ def test_twins_follow_a_policy_to_other_memory(tokenizer: Path) -> None:
     learner, first = side_by_side(tokenizer, 2)
     tensors, values = learner.suspended()
     moved = {name: tensor.clone() for name, tensor in tensors.items()}
-    for tensor in learner.leave():
+    for tensor in learner.release():
         tensor.fill_(float("nan"))
     learner.adopt(moved, values)
     learner.discard()
@@ -55,14 +55,14 @@ def test_twins_keep_no_memory(tokenizer: Path, stopped: bool) -> None:
     """Whoever leaves gives its memory to others; a step that is given up leaves no gradients."""
     learner, _ = side_by_side(tokenizer, 2)
     if stopped:
-        twin = learner._passes._seats[1]
+        twin = learner._passes._thread_models[1]
         for _, own in twin.pairs:
             own.data, own.grad = torch.ones(3), torch.ones(3)
         stop = threading.Event()
         stop.set()
         with pytest.raises(Stopped):
             learner.accumulate(random_rows(learner.model, 1, SHAPE), stop)
-    for seat in learner._passes._seats[1:]:
+    for seat in learner._passes._thread_models[1:]:
         assert seat.pairs
         assert all(own.nbytes == 0 and own.grad is None for _, own in seat.pairs)
 
@@ -99,7 +99,7 @@ def test_calls_share_the_callers_threads() -> None:
 def test_groups_stay_together_and_members_get_alike_many_tokens(tokenizer: Path) -> None:
     policy = learner_of(tokenizer, {})._policy
     rows = random_rows(load_model("solver", policy, 0), 3, SHAPE)
-    hands = dealt(rows, 2)
+    hands = split_rows(rows, 2)
 
     assert sorted(i for hand in hands for i in hand) == list(range(len(rows)))
     groups = [{rows[i].group for i in hand} for hand in hands]
@@ -109,7 +109,7 @@ def test_groups_stay_together_and_members_get_alike_many_tokens(tokenizer: Path)
         sum(len(row.ids) for row in rows if row.group == name) for name in {r.group for r in rows}
     )
     assert max(tokens) - min(tokens) <= largest
-    assert len(dealt(rows[:1], 4)) == 1
+    assert len(split_rows(rows[:1], 4)) == 1
 
 
 def test_a_crew_is_for_small_models_on_several_threads() -> None:
@@ -117,9 +117,9 @@ def test_a_crew_is_for_small_models_on_several_threads() -> None:
     with torch.device("meta"):
         large = [torch.nn.Parameter(torch.zeros(17 << 20))]
 
-    assert pays(small, 2)
-    assert not pays(small, 1)
-    assert not pays(large, 2)
+    assert worth_splitting(small, 2)
+    assert not worth_splitting(small, 1)
+    assert not worth_splitting(large, 2)
 
 
 def test_what_draws_random_numbers_is_not_computed_side_by_side(tokenizer: Path) -> None:
@@ -130,6 +130,6 @@ def test_what_draws_random_numbers_is_not_computed_side_by_side(tokenizer: Path)
         for dropout in (0.0, 0.1):
             spec = lora_spec(tokenizer, ["a"], dropout=dropout)
             model = load_adapted("a", spec.policies["a"], 0, CPU)
-            assert (Learner(model, spec, "a")._passes._crew is None) == (dropout > 0)
+            assert (Learner(model, spec, "a")._passes._threads is None) == (dropout > 0)
     finally:
         torch.set_num_threads(before)

@@ -130,7 +130,7 @@ def test_a_policy_suspended_in_the_middle_takes_its_critic_along(tokenizer: Path
     one.accumulate(rows[:half])
     tensors, values = one.suspended()
     tensors = {n: t.clone() for n, t in tensors.items()}
-    one.leave()
+    one.release()
     two.accumulate(rows)  # is forgotten
     two.adopt(tensors, values)
     two.accumulate(rows[half:])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from services.trainer.state.training_state import TrainingState
-from services.trainer.versions import ForeignStates
+from services.trainer.versions import RemoteStates
 from troupe.v1 import trainer_pb2 as pb
 
 WEIGHTS = {"w": torch.ones(2)}
@@ -53,7 +53,7 @@ class Host:
         self._hosts.lying.pop(key, None)
 
 
-class Trainer(ForeignStates):
+class Trainer(RemoteStates):
     """A trainer on a host of its own, reached without a network."""
 
     def __init__(self, name: str, hosts: Hosts, root: Path) -> None:

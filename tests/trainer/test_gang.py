@@ -183,7 +183,7 @@ def test_a_gang_publishes_experts_as_checkpoints_have_them(tokenizer: Path, gang
     assert_equal(found, dict(one.published()))
     # The state stays the model's own.
     assert_equal(gang.weights(), one.weights())
-    gang.leave()
+    gang.release()
 
 
 def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: Gangs) -> None:
@@ -224,7 +224,7 @@ def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: G
     rows = rows_of(spec, 6, 9)
     gang.accumulate(rows[:4])
     tensors, values = gang.suspended()
-    assert gang.leave() == []
+    assert gang.release() == []
     one.adopt({name: t.clone() for name, t in tensors.items()}, values)
     tensors, values = one.suspended()
     gang.adopt(tensors, values)

@@ -70,7 +70,7 @@ def test_every_way_to_weigh_tokens(
             if name != "train/seconds":
                 assert ours.metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
         assert_close(gang, one)
-    gang.leave()
+    gang.release()
 
 
 def test_activations_of_sharded_layers_are_computed_again(tokenizer: Path, gangs: Gangs) -> None:
@@ -83,7 +83,7 @@ def test_activations_of_sharded_layers_are_computed_again(tokenizer: Path, gangs
         learner.accumulate(rows)
         assert learner.apply(0).applied
     assert_close(gang, one)
-    gang.leave()
+    gang.release()
 
 
 def test_what_is_broken_on_one_rank_is_broken_on_all(tokenizer: Path, gangs: Gangs) -> None:
@@ -105,7 +105,7 @@ def test_what_is_broken_on_one_rank_is_broken_on_all(tokenizer: Path, gangs: Gan
     assert_equal(gang.moments(), moments)
     gang.accumulate(good)
     assert gang.apply(0).applied
-    gang.leave()
+    gang.release()
 
 
 def test_a_long_micro_batch_is_stopped_within(tokenizer: Path, gangs: Gangs) -> None:
@@ -119,7 +119,7 @@ def test_a_long_micro_batch_is_stopped_within(tokenizer: Path, gangs: Gangs) -> 
     gang.discard()
     gang.accumulate(rows[:20])
     assert gang.apply(0).metrics["samples"] == 20
-    gang.leave()
+    gang.release()
 
 
 def test_a_rank_that_hangs_is_noticed_by_its_deadline(tokenizer: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_policy_leaves_and_comes_back_while_another_computes(
         try:
             for _ in range(3):
                 tensors, values = guest.suspended()
-                guest.leave()
+                guest.release()
                 guest.adopt(tensors, values)
             assert_equal(guest.weights(), weights)
         except BaseException as problem:

@@ -19,7 +19,7 @@ from services.trainer.learning.model import load_model
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
 from tests.support.training import VOCABULARY, make_spec, score
-from troupe.algorithms import group_advantages
+from troupe.algorithms.advantages import group_advantages
 
 
 def make_rows(model: Any, count: int, seed: int, *, noise: float = 0.0) -> list[Row]:

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
-from services.trainer.learning.passes import arrange
+from services.trainer.learning.passes import configure_model
 from tests.support.training import make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from troupe.job import JobSpecError, TrainerSpec, parse_job
@@ -129,6 +129,6 @@ def test_compiled_kernels_are_not_deterministic(tokenizer: Path) -> None:
 def test_a_model_without_known_layers_is_refused() -> None:
     spec = TrainerSpec(activation_checkpointing=True)
     with pytest.raises(FailedPrecondition) as caught:
-        arrange("solver", torch.nn.Linear(2, 2), spec)
+        configure_model("solver", torch.nn.Linear(2, 2), spec)
     assert caught.value.kind == "model_unsupported"
     assert caught.value.field == "policies.solver.trainer.activation_checkpointing"

@@ -122,7 +122,7 @@ async def test_its_state_has_the_size_that_it_is_told(stage: TrainingStage) -> N
 
     whole = size()
     tensors, values = learner.suspended()
-    assert sum(tensor.nbytes for tensor in learner.leave()) >= 1000
+    assert sum(tensor.nbytes for tensor in learner.release()) >= 1000
     assert size() <= whole - 1000
     learner.adopt(tensors, values)
     assert size() == whole

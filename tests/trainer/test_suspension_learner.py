@@ -76,14 +76,14 @@ def bits(learner: Learner) -> dict[str, bytes]:
     return {name: t.numpy().tobytes() for name, t in parts.items()}
 
 
-def moved(learner: Learner, spec: JobSpec, residence: ParameterPool) -> Learner:
+def moved(learner: Learner, spec: JobSpec, pool: ParameterPool) -> Learner:
     """The learner as it comes out of another process: through bytes and JSON."""
     tensors, values = learner.suspended()
     stored = {name: t.detach().clone() for name, t in tensors.items()}
     document = json.dumps(values)
-    residence.give_back(learner.leave())
+    pool.give_back(learner.release())
     elsewhere = make(spec)
-    elsewhere.adopt(residence.bring(stored), json.loads(document))
+    elsewhere.adopt(pool.copy_to_device(stored), json.loads(document))
     return elsewhere
 
 
@@ -94,12 +94,12 @@ def test_moved_between_any_two_micro_batches_it_ends_with_the_same_bits(
     spec = spec_of(tokenizer, variant)
     rows = random_rows(load_model("solver", spec.policies["solver"], 0), 3, Shape(groups=6))
     still, travels = make(spec), make(spec)
-    residence = ParameterPool(CPU)
+    pool = ParameterPool(CPU)
     for version, batches in enumerate(steps(rows)):
         for batch in batches:
             still.accumulate(batch)
             travels.accumulate(batch)
-            travels = moved(travels, spec, residence)
+            travels = moved(travels, spec, pool)
         one, other = still.apply(version), travels.apply(version)
         same = [
             {k: v for k, v in applied.metrics.items() if "seconds" not in k}
@@ -118,25 +118,25 @@ def test_a_learner_that_left_holds_no_memory_and_can_come_back(tokenizer: Path) 
     learner.apply(0)
     before = bits(learner)
     tensors, values = learner.suspended()
-    residence = ParameterPool(CPU)
+    pool = ParameterPool(CPU)
     stored = {name: t.detach().clone() for name, t in tensors.items()}
-    left = learner.leave()
+    left = learner.release()
     assert sum(p.numel() for p in learner.model.parameters()) == 0
     assert learner.moments() == {}
     places = {t.data_ptr() for t in left}
-    residence.give_back(left)
-    learner.adopt(residence.bring(stored), values)
+    pool.give_back(left)
+    learner.adopt(pool.copy_to_device(stored), values)
     # In the memory that it left.
     assert {p.data_ptr() for p in learner.model.parameters()} <= places
     assert bits(learner) == before
 
 
 def test_memory_that_is_given_back_is_bounded_and_never_shared() -> None:
-    residence = ParameterPool(CPU, limit=64)
+    pool = ParameterPool(CPU, limit=64)
     whole = torch.zeros(8)
-    residence.give_back([whole, torch.zeros(100), torch.zeros(16)[:8], torch.zeros(4, 2).t()])
-    first = residence.bring({"a": torch.ones(8)})["a"]
-    second = residence.bring({"a": torch.ones(8)})["a"]
+    pool.give_back([whole, torch.zeros(100), torch.zeros(16)[:8], torch.zeros(4, 2).t()])
+    first = pool.copy_to_device({"a": torch.ones(8)})["a"]
+    second = pool.copy_to_device({"a": torch.ones(8)})["a"]
     assert first.data_ptr() == whole.data_ptr()
     assert second.data_ptr() != whole.data_ptr()
     assert torch.equal(first, torch.ones(8))

@@ -23,7 +23,7 @@ print(actor.sample(seed=0, explore=False).returns)
 def write_card(folder: Path, rewards: Mapping[str, float]) -> None:
     """Write README.md beside the weights; `rewards` by name, of the step that made them.
 
-    Without a lineage (a checkpoint of an older release) nothing is written. Raises OSError.
+    Without a lineage (`troupe.json` was removed) nothing is written. Raises OSError.
     """
     lineage = Lineage.read(folder)
     if lineage is None:
@@ -71,12 +71,12 @@ def _is_network(folder: Path) -> bool:
 
 
 def rewards_of(rows: Mapping[str, float]) -> dict[str, float]:
-    """The rewards among a step's metrics."""
+    """Select the rewards among a step's metrics."""
     return {n: v for n, v in rows.items() if n.startswith("reward") or n == "team_success"}
 
 
 def rewards_in(metrics: Path, step: int) -> dict[str, float]:
-    """Rewards of a step by a job's `metrics.jsonl`; none where it does not tell."""
+    """Rewards of a step in a job's `metrics.jsonl`; empty where it has none."""
     try:
         with metrics.open(encoding="utf-8") as lines:
             for line in lines:

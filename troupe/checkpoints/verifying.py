@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files are those that were written."""
+"""The lineage of a checkpoint (`troupe.json`), and the check of its files against it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINEAGE: Final = "troupe.json"
 
 @dataclass(frozen=True)
 class Lineage:
-    """What a trainer knows of the version that it writes."""
+    """Where a checkpoint comes from, and the checksums of its files."""
 
     job_id: str
     job: str
@@ -26,33 +26,33 @@ class Lineage:
     version: int
     # The step whose samples made the version, from 0; -1: the first weights.
     step: int
-    # Of the version as published to engines.
+    # Checksum of the version as published to engines.
     checksum: str
     # Directory, hub id or model type that training began with.
     base_model: str
-    # Of the frozen weights under an adapter, as published; empty without one.
+    # Checksum of the frozen base under an adapter, as published; empty without an adapter.
     base_checksum: str = ""
     # How rewards became gradients: loss and advantage.
     algorithm: str = ""
-    # Checksums of the files beside it (verifying.py).
+    # Checksums of the other files, by name.
     files: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Put the file into `folder`. Raises OSError."""
+        """Write the lineage into `folder`. Raises OSError."""
         text = json.dumps(asdict(self), indent=2) + "\n"
         (folder / LINEAGE).write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Lineage | None:
-        """What `folder` says of itself; None where it says nothing that can be read."""
+        """The lineage in `folder`; None where there is none that can be read."""
         with contextlib.suppress(OSError, ValueError):
             return cls.parse(folder)
         return None
 
     @classmethod
     def parse(cls, folder: Path) -> Lineage:
-        """What `folder` says of itself. Raises OSError, FileNotFoundError where it says nothing;
-        ValueError for what cannot be read."""
+        """The lineage in `folder`. Raises FileNotFoundError where there is none, other OSError,
+        ValueError for a file that is no lineage."""
         try:
             values: Mapping[str, Any] = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
             known = {one.name for one in fields(cls)}
@@ -71,11 +71,11 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def verify(folder: Path, suffix: str = "", *, called: str = "") -> None:
-    """Compare with what its lineage says of the files whose names end so.
+    """Compare files whose names end in `suffix` with the checksums in the lineage.
 
-    Nothing is said of checkpoints of older releases, nor of files that were added. `called`: what
-    the checkpoint is to who reads the error, if not `folder`. Raises DataLoss of kind
-    "checkpoint_corrupt", naming the file.
+    Checkpoints without a lineage, and files that were added, are not checked. `called`: the name of
+    the checkpoint in errors, if not `folder`. Raises DataLoss of kind "checkpoint_corrupt", naming
+    the file.
     """
     called = called or str(folder)
     for name, wanted in _files(folder, called).items():

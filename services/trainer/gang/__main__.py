@@ -14,7 +14,7 @@ import structlog
 from pydantic import Field, ValidationError
 
 from services.chassis import logs
-from services.trainer.gang.gang import Terms, launch, ranks_here
+from services.trainer.gang.gang import RankSettings, launch, ranks_here
 from services.trainer.settings import TrainerSettings
 from troupe.job.loading import explained
 
@@ -34,7 +34,7 @@ def follow(settings: FollowerSettings, stop: threading.Event) -> None:
     """Join one gang after another until `stop`."""
     host, _, port = settings.gang_endpoint.rpartition(":")
     ranks = ranks_here(settings)
-    terms = Terms.of(settings, ranks, "")
+    terms = RankSettings.of(settings, ranks, "")
     log.info("waiting for a gang", lead=settings.gang_endpoint, node=settings.gang_node)
     while not stop.is_set():
         agent = launch(

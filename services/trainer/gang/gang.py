@@ -1,4 +1,9 @@
-"""The gang of a worker as its service process sees it: processes that carry out orders together."""
+"""The lead of a gang: starts its ranks under torchrun and sends them orders.
+
+`Frame` and `Channel` are the messages between the lead and rank 0, which spreads them to the other
+ranks; `Gang` is one set of ranks, `Gangs` those of a worker. The module is also the entry point
+that wraps torchrun, so that ranks end with the worker.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ from services.trainer.compute import choose_device
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
 from services.trainer.settings import TrainerSettings
-from services.trainer.state.suspension import rows_apart, rows_together
+from services.trainer.state.suspension import pack_rows, unpack_rows
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, from_status
 from troupe.scratch import Scratch
 
@@ -35,13 +40,13 @@ _VARIABLE = "TROUPE_GANG_TERMS"
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
-    """Settings of the worker that its ranks share. They pass through the environment as JSON."""
+class RankSettings:
+    """Worker settings that its ranks need, passed through the environment as JSON."""
 
-    # Socket of the lead; empty on other hosts.
+    # Path of the lead's Unix socket; empty on other hosts.
     channel: str
     device: str
-    # Of each rank.
+    # torch threads of each rank.
     threads: int
     start_seconds: float
     timeout_seconds: float
@@ -49,8 +54,8 @@ class Terms:
     log_format: str
 
     @classmethod
-    def of(cls, settings: TrainerSettings, ranks_here: int, channel: str) -> Terms:
-        """The terms of a worker of which `ranks_here` ranks run on this host."""
+    def of(cls, settings: TrainerSettings, ranks_here: int, channel: str) -> RankSettings:
+        """The settings for `ranks_here` ranks on this host."""
         return cls(
             channel=channel,
             device=settings.trainer_device,
@@ -62,7 +67,7 @@ class Terms:
         )
 
     def environment(self) -> dict[str, str]:
-        """Variables to start ranks with."""
+        """Environment variables to start ranks with."""
         threads = {
             f"{name}_NUM_THREADS": str(self.threads)
             for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")
@@ -70,7 +75,7 @@ class Terms:
         return {**threads, _VARIABLE: json.dumps(dataclasses.asdict(self))}
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ) -> Terms:
+    def read(cls, environment: Mapping[str, str] = os.environ) -> RankSettings:
         """Inverse of `environment`."""
         return cls(**json.loads(environment[_VARIABLE]))
 
@@ -80,9 +85,9 @@ _LENGTH_BYTES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """An order, an answer or a sign of progress."""
+    """A message: an order of the lead, or an answer or progress report of rank 0."""
 
-    # Says what it is, and carries everything small; only what JSON can say.
+    # Kind and small fields (JSON).
     header: dict[str, Any]
     body: bytes = b""
 
@@ -117,7 +122,7 @@ class Channel:
         return cls(connection)
 
     def send(self, frame: Frame) -> None:
-        """Send it; any thread may."""
+        """Send a frame; from any thread."""
         with self._sending:
             self._connection.send_bytes(frame.encode())
 
@@ -133,14 +138,14 @@ class Channel:
 
 
 def encode_rows(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], bytes]:
-    """Rows as what JSON can say, and their arrays as safetensors."""
-    arrays, described = rows_apart(rows)
+    """Rows as plain values (JSON), and their arrays as safetensors."""
+    arrays, described = pack_rows(rows)
     return described, save(arrays)
 
 
 def decode_rows(described: Sequence[dict[str, Any]], data: bytes) -> list[Row]:
     """Inverse of `encode_rows`, bit for bit."""
-    return rows_together(load(data), described)
+    return unpack_rows(load(data), described)
 
 
 log = structlog.get_logger("troupe.gang")
@@ -154,8 +159,7 @@ class Gang:
     """Ranks under torchrun, from `Gang(...)` to `close`.
 
     They are children of this process, through torchrun, and end when it does. Several threads may
-    give orders: one policy is suspended while another computes. Each waits for its turn, since
-    answers say not whose they are.
+    give orders, one after another: one policy is suspended while another computes.
     """
 
     def __init__(self, settings: TrainerSettings, size: int, given_up: threading.Event) -> None:
@@ -178,7 +182,7 @@ class Gang:
                 path = self.directory / "lead"
                 listener.bind(str(path))
                 listener.listen(1)
-                self._agent = self._launch(Terms.of(settings, self._ranks_here, str(path)))
+                self._agent = self._launch(RankSettings.of(settings, self._ranks_here, str(path)))
                 self._gather(listener)
         except BaseException:
             self.close(orderly=False)
@@ -186,7 +190,7 @@ class Gang:
 
     @property
     def lost(self) -> bool:
-        """Whether there is nobody left to give orders to."""
+        """Whether the ranks have ended."""
         return self._channel is None
 
     def order(
@@ -196,30 +200,27 @@ class Gang:
         stop: threading.Event | None = None,
         **header: Any,
     ) -> Frame:
-        """Have all ranks carry an order out; the answer of rank 0.
+        """Have all ranks carry out an order; returns the answer of rank 0.
 
-        Raises what they refuse it with, `Stopped` when `stop` was set, ValueError for state of
-        another model, and Aborted of kind "gang_lost" when a rank has ended: then all are ended.
+        Raises the error that ranks answer with, `Stopped` when `stop` is set, ValueError for
+        a state of another model, and Aborted of kind "gang_lost" when a rank has ended: then all are ended.
         """
         with self._turn:
             return self._in_turn(name, body, stop, header)
 
     def new_file(self) -> Path:
-        """A name in memory that this host's ranks and this process share."""
+        """A new path in the shared memory of this host."""
         return self.directory / f"{next(self._files)}.safetensors"
 
     def close(self, *, orderly: bool = True) -> None:
-        """End all ranks: ask them to leave, or at once, after what they are ordered. Idempotent."""
+        """End all ranks after the present order: in order, or at once. Idempotent."""
         with self._turn:
             self._close(orderly)
 
     def end(self) -> None:
-        """Have all ranks end now, whatever they are at: the order that they carry out fails. From
-        any thread; `close` is still to be called."""
+        """Terminate all ranks now; the present order fails. From any thread; `close` follows."""
         if self._agent is not None:
             self._agent.send_signal(signal.SIGTERM)
-
-    # How.
 
     def _in_turn(
         self, name: str, body: bytes, stop: threading.Event | None, header: dict[str, Any]
@@ -233,7 +234,7 @@ class Gang:
             answer = self._answer(name, stop)
         except (EOFError, OSError) as error:
             if not self._given_up.is_set():
-                # torchrun ends the others and says who was first, if it is let.
+                # torchrun ends the other ranks and logs which was first.
                 self._ended()
             self.close(orderly=False)
             raise self._loss(f"a rank ended during '{name}'") from error
@@ -263,7 +264,7 @@ class Gang:
             channel.close()
         self._scratch.close()
 
-    def _launch(self, terms: Terms) -> subprocess.Popen[bytes]:
+    def _launch(self, terms: RankSettings) -> subprocess.Popen[bytes]:
         endpoint = self._settings.gang_endpoint
         host, _, port = endpoint.rpartition(":")
         try:
@@ -286,7 +287,7 @@ class Gang:
         )
 
     def _gather(self, listener: socket.socket) -> None:
-        """Wait for rank 0, and with it for the others."""
+        """Wait until rank 0 reports that all ranks have joined."""
         seconds, began = self._settings.gang_start_seconds, time.monotonic()
         came = 0
         listener.settimeout(_POLL_SECONDS)
@@ -344,12 +345,12 @@ class Gang:
             raise self._loss(what)
 
     def _over(self) -> bool:
-        """Whether no answer can come any more."""
+        """Whether torchrun has ended, or the gang was given up."""
         there = self._agent is not None and self._agent.poll() is None
         return not there or self._given_up.is_set()
 
     def _ended(self) -> bool:
-        """Whether torchrun, if it was begun at all, ends soon."""
+        """Wait up to `_GRACE_SECONDS` for the end of torchrun; whether it has ended."""
         if self._agent is None:
             return True
         try:
@@ -368,14 +369,14 @@ class Gang:
 
 
 def launch(
-    terms: Terms, *, ranks: int, nodes: int, node: int, address: str, port: int
+    terms: RankSettings, *, ranks: int, nodes: int, node: int, address: str, port: int
 ) -> subprocess.Popen[bytes]:
     """torchrun for the ranks of this host, number `node` of `nodes`."""
     arguments = {
         "nnodes": nodes,
         "node-rank": node,
         "nproc-per-node": ranks,
-        # Its dynamic one passes pickled state around; what has to be found out here is little.
+        # The dynamic rendezvous exchanges pickled state, and is not needed here.
         "rdzv-backend": "static",
         "master-addr": address,
         "master-port": port,
@@ -396,13 +397,13 @@ def launch(
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on at `host` just now."""
+    """A free TCP port of `host`."""
     with socket.create_server((host, 0)) as server:
         return int(server.getsockname()[1])
 
 
 def _kill_all(agent: subprocess.Popen[bytes]) -> None:
-    """SIGKILL for torchrun; its ranks are killed with it."""
+    """Kill torchrun, and with it its ranks."""
     log.error("ranks did not end, they are killed")
     agent.kill()
     agent.wait()
@@ -448,8 +449,8 @@ def check_size(settings: TrainerSettings, policy: str, size: int) -> None:
 
 
 class Gangs:
-    """Starts gangs when they are asked for, and ends them when no policy needs them. Safe to use
-    from several threads."""
+    """The gangs of a worker by size: started on demand, ended when others need their devices.
+    Thread-safe."""
 
     def __init__(self, settings: TrainerSettings) -> None:
         self._settings = settings
@@ -465,11 +466,11 @@ class Gangs:
         check_size(self._settings, policy, size)
 
     def of(self, size: int) -> Gang:
-        """The gang of this size; starts it if it is not there. Raises as `Gang`."""
+        """The gang of this size, started if necessary. Raises as `Gang`."""
         with self._lock:
             gang = self._gangs.get(size)
             if gang is None or gang.lost:
-                # Its devices are needed.
+                # Gangs without policies give their devices up.
                 for other in [n for n, keys in self._keys.items() if n != size and not keys]:
                     self._end(other)
                 self._keys[size] = set()
@@ -477,22 +478,22 @@ class Gangs:
             return gang
 
     def keep(self, gang: Gang, key: str) -> None:
-        """A policy lives in it."""
+        """Note that `gang` holds a policy."""
         with self._lock:
             self._keys.setdefault(gang.size, set()).add(key)
 
     def forget(self, gang: Gang, key: str) -> None:
-        """The policy has left; the ranks stay for the next one."""
+        """Remove a policy from its ranks, which stay for the next policy."""
         with self._lock:
             if self._gangs.get(gang.size) is gang:
                 self._keys[gang.size].discard(key)
-        with contextlib.suppress(Aborted):  # it was lost: so be it
+        with contextlib.suppress(Aborted):  # the ranks are gone already
             gang.order("close", key=key)
 
     def give_up(self) -> None:
-        """What waits for ranks fails now, and they are ended; from any thread, for good."""
+        """Terminate all ranks for good: waiting calls fail. From any thread."""
         self._given_up.set()
-        # Without the lock: whoever waits for a new gang holds it until that one sees the event.
+        # Without the lock, which is held while a new gang starts.
         for gang in list(self._gangs.values()):
             gang.end()
 
@@ -511,17 +512,17 @@ class Gangs:
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with(parent: int, number: signal.Signals) -> None:
+def end_with_parent(parent: int, number: signal.Signals) -> None:
     """Have the kernel send this process `number` when its parent, `parent`, has ended."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:  # it was quicker
+    if os.getppid() != parent:  # the parent has ended already
         os.kill(os.getpid(), number)
 
 
 def main() -> None:
     """Run torchrun with the arguments of this process."""
     if parent := os.environ.get("TROUPE_PARENT_PID"):
-        die_with(int(parent), signal.SIGTERM)
+        end_with_parent(int(parent), signal.SIGTERM)
     # For the ranks, whose parent this is.
     os.environ["TROUPE_PARENT_PID"] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -1,4 +1,4 @@
-"""The ranks of a gang as one of them sees the others: who computes what, and when all stop."""
+"""The rank group of a gang: shares of rows, passes in lockstep, collective operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from services.trainer.gang.gang import Frame
 from services.trainer.learning.packing import PackedBatch
-from services.trainer.learning.ranks import RankGroup, RankPieces, S, Stopped
+from services.trainer.learning.ranks import RankBatches, RankGroup, S, Stopped
 from services.trainer.learning.samples import Row
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _ELSEWHERE = "the loss of a micro-batch is not finite on another rank of the gan
 
 
 def spans(lengths: Sequence[int], size: int) -> list[range]:
-    """`size` neighbouring spans of about equal sums that together cover all of `lengths`."""
+    """Split `lengths` into `size` consecutive spans of about equal sums."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     # A row belongs to the span in which its middle lies.
@@ -37,26 +37,26 @@ def spans(lengths: Sequence[int], size: int) -> list[range]:
 
 
 def share_of(rows: Sequence[Row], rank: int, size: int) -> list[int]:
-    """Indices of the rows that `rank` of `size` computes: about as many tokens as the others.
+    """Indices of the rows that `rank` of `size` computes, about equally many tokens per rank.
 
-    Every row is exactly one rank's. Rows that begin alike are neighbours, so that most prefixes
-    are still computed once. A function of the rows and not of their order, but for equal ones.
+    Every row is computed by exactly one rank. Rows with common prefixes stay together, so that most
+    prefixes are computed once. Independent of the order of rows, but for equal ones.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].ids.astype(">i8").tobytes(), i))
     return sorted(order[k] for k in spans([len(rows[i].ids) for i in order], size)[rank])
 
 
-class GangTurns(RankPieces):
-    """Turns that all ranks take together."""
+class GangBatches(RankBatches):
+    """Iterates over a rank's batches in lockstep with the other ranks."""
 
     def __init__(
         self,
-        pieces: Sequence[PackedBatch],
+        batches: Sequence[PackedBatch],
         stop: threading.Event | None,
         asked_to_stop: Callable[[], bool],
         control: dist.ProcessGroup,
     ) -> None:
-        super().__init__(pieces, stop)
+        super().__init__(batches, stop)
         self._asked_to_stop, self._control = asked_to_stop, control
 
     def __next__(self) -> PackedBatch | None:
@@ -75,12 +75,12 @@ class GangTurns(RankPieces):
 
 
 class GangGroup(RankGroup):
-    """One rank's view of its gang, over a group of ranks that talk on the CPU (gloo)."""
+    """The rank group of a gang, with collective operations over gloo."""
 
     def __init__(
         self, mesh: DeviceMesh, control: dist.ProcessGroup, asked_to_stop: Callable[[], bool]
     ) -> None:
-        """`mesh`: one device of each rank. `asked_to_stop`: whether this rank was told to."""
+        """`mesh`: one device of each rank. `asked_to_stop`: whether the lead gave the step up."""
         self.mesh, self.control = mesh, control
         self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
         self._asked_to_stop = asked_to_stop
@@ -89,14 +89,13 @@ class GangGroup(RankGroup):
         """Indices of the rows that this rank computes."""
         return share_of(rows, self.rank, self.size)
 
-    def turns(self, pieces: Sequence[PackedBatch], stop: threading.Event | None) -> RankPieces:
-        """As many passes as the rank with the most pieces makes."""
-        return GangTurns(pieces, stop, self._asked_to_stop, self.control)
+    def batches(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> RankBatches:
+        """Iterate as often as the rank with the most batches."""
+        return GangBatches(batches, stop, self._asked_to_stop, self.control)
 
     def merged(self, sums: S) -> S:
-        """Numbers add up, fields `*_min` and `*_max` are what they say, flags are of any rank.
-
-        Of a field that is neither the first value is taken that is not the default.
+        """Merge the fields of a dataclass over ranks: numbers are added, `*_min` and `*_max` are
+        minimum and maximum, flags are true if any is; of others the first that is not the default.
         """
         fields = dataclasses.fields(sums)  # type: ignore[arg-type]
         mine = {field.name: _plain(getattr(sums, field.name)) for field in fields}
@@ -117,10 +116,10 @@ class GangGroup(RankGroup):
                 merged[field.name] = known[0] if known else values[0]
         return type(sums)(**merged)
 
-    def in_turns(self, make: Callable[[], T]) -> T:
-        """What `make` gives, called by the ranks of one host one after another.
+    def one_per_host(self, make: Callable[[], T]) -> T:
+        """Call `make` on the ranks of a host one after another, to bound the host's memory.
 
-        What it raises is raised once all had their turn.
+        Errors are raised once all ranks have called it.
         """
         local, places = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         made: list[T] = []
@@ -138,8 +137,8 @@ class GangGroup(RankGroup):
 
     # Bytes between ranks.
 
-    def spread(self, frame: Frame | None) -> Frame:
-        """The frame of rank 0, on all ranks; the others give None."""
+    def broadcast(self, frame: Frame | None) -> Frame:
+        """Broadcast a frame of rank 0 to all ranks; the others pass None."""
         data = b"" if frame is None else frame.encode()
         length = torch.tensor([len(data)], dtype=torch.int64)
         dist.broadcast(length, 0, self.control)
@@ -150,7 +149,7 @@ class GangGroup(RankGroup):
         return Frame.decode(buffer.numpy().tobytes())
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What each rank gave, by rank; on all ranks."""
+        """Gather bytes of all ranks, in the order of ranks, on all ranks."""
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]), self.control)
         longest = max(int(length) for length in lengths)

@@ -1,4 +1,8 @@
-"""A learner whose model is held by a gang: every call is an order to all of its ranks."""
+"""The learner of a policy that a gang trains.
+
+`RankLearner` is a `Learner` with one rank's part of the model (FSDP2). `GangLearner` is what the
+worker uses: every call is an order to all ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from services.trainer.gang.gang import Gangs, encode_rows
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.sharded_state import (
+    empty_state,
     owner_of,
     read_shards,
-    room_for,
     split,
     whole,
     write_shards,
@@ -31,11 +35,17 @@ from services.trainer.learning.forward import TrainedModel
 from services.trainer.learning.learner import Applied, Learner
 from services.trainer.learning.model import load_model, outline, positions_of
 from services.trainer.learning.optimizer import Moments
-from services.trainer.learning.samples import Load, Row, columns_of, parse_rows
-from services.trainer.state.suspension import PooledParameters, take_apart, under
+from services.trainer.learning.samples import (
+    Load,
+    Row,
+    columns_of,
+    needs_reference,
+    parse_rows,
+)
+from services.trainer.state.suspension import PooledParameters, split_fields, under
 from services.trainer.state.training_state import in_memory, reported
 from troupe.adapters.merge import Tensors
-from troupe.algorithms import TokenStatistics
+from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.format import CheckpointFormat, Conversion, Read
 from troupe.checkpoints.writing import safetensors_file
 from troupe.job import JobSpec
@@ -46,7 +56,7 @@ from troupe.v1 import experience_store_pb2 as store_pb
 
 
 def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
-    """Keep one part of every parameter of `module`, which all ranks give alike, on each device.
+    """Shard `module`, which is equal on all ranks, over the devices of `mesh` (FSDP2).
 
     Layers are gathered one at a time. Gradients are sums over ranks, not means: the step divides
     once, by the tokens of all of them. `half`: gather in bfloat16; sums are float32 all the same.
@@ -71,7 +81,7 @@ def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
 
 
 def gather(tensors: Mapping[str, torch.Tensor], path: Path | None) -> None:
-    """All ranks call it with their parts of the same tensors; the one with a `path` writes there.
+    """Gather sharded tensors, called by all ranks; the rank with a `path` writes them there.
 
     Each tensor is gathered, written and dropped before the next. Raises ResourceExhausted of kind
     "storage_full" there, once the others are through.
@@ -101,19 +111,19 @@ def _gather(
                     for name, tensor in one.convert(sources.__getitem__).items():
                         write(name, tensor)
     except ResourceExhausted:
-        _help(left, part)
+        _gather_rest(left, part)
         raise
-    _help(left, part)
+    _gather_rest(left, part)
 
 
-def _help(left: Iterable[Conversion], part: Read) -> None:
-    """Take part for those who write."""
+def _gather_rest(left: Iterable[Conversion], part: Read) -> None:
+    """Take part in gathering the rest, for the rank that writes."""
     for one in left:
         for name in one.sources:
             whole(part(name))
 
 
-# Type and shape by name.
+# Dtype and shape by name.
 Described = Mapping[str, tuple[str, Sequence[int]]]
 
 
@@ -142,11 +152,11 @@ class RankLearner(Learner):
 
         def again() -> Any:
             # One after another on each host: of whole models one is in memory there.
-            return group.in_turns(make)
+            return group.one_per_host(make)
 
         trained = ShardedModel(again(), device, getattr(torch, own.language_model.dtype), again)
-        super().__init__(trained, spec, policy, device=device, peers=group, **options)
-        self._lodger = ShardedParameterPool()
+        super().__init__(trained, spec, policy, device=device, ranks=group, **options)
+        self._pooled = ShardedParameterPool()
 
     def save(self, directory: Path) -> dict[str, str]:
         """Write this rank's part of the training state; checksums of its files.
@@ -159,7 +169,7 @@ class RankLearner(Learner):
     def load(self, directory: Path) -> None:
         """Take over the state that some gang or device wrote. Raises ValueError if it is another
         model's."""
-        room = room_for(directory, self.weights())
+        room = empty_state(directory, self.weights())
         read_shards(directory, room, self._group.control)
         self.restore(*split(room))
 
@@ -169,7 +179,7 @@ class RankLearner(Learner):
 
     def load_reference(self, directory: Path) -> None:
         """Keep a frozen model with the weights in `directory` for the divergence."""
-        room, _ = split(room_for(directory, self.weights()))
+        room, _ = split(empty_state(directory, self.weights()))
         read_shards(directory, room, self._group.control)
         self.set_reference(room)
 
@@ -186,14 +196,14 @@ class RankLearner(Learner):
         """Go on from what a gang or a single device has suspended."""
         found = self._received(tensors, path)
         if self._group.rank:
-            fresh, told = take_apart(TokenStatistics())
+            fresh, told = split_fields(TokenStatistics())
             found = {n: t for n, t in found.items() if not n.startswith("tokens/")}
             found |= under("tokens", fresh)
             values = {**values, "tokens": told}
         self.adopt(found, values)
 
     def _received(self, tensors: Described, path: Path | None) -> Tensors:
-        """This rank's parts; of whole tensors one at a time is in memory."""
+        """This rank's parts of tensors in a file; one whole tensor at a time is in memory."""
         own, found = self._owners(), {}
         with contextlib.ExitStack() as stack:
             file = path and stack.enter_context(safe_open(path, framework="pt"))
@@ -211,7 +221,7 @@ class RankLearner(Learner):
         return found
 
     def _owners(self) -> Tensors:
-        """What tensors of a state are parts of, by the last of their names."""
+        """The parameters that tensors of a state belong to, by name."""
         numbered = {str(i): p.detach() for i, p in enumerate(self._trained.parameters)}
         return self.weights() | under("gradients", numbered)
 
@@ -224,7 +234,7 @@ class RankLearner(Learner):
 
 
 class ShardedModel(TrainedModel):
-    """A model of which this rank has a part of every tensor."""
+    """A `TrainedModel` of which this rank has a part of every parameter."""
 
     def __init__(
         self,
@@ -254,22 +264,22 @@ class ShardedModel(TrainedModel):
 
 
 class ShardedParameterPool(PooledParameters):
-    """Of a sharded model: FSDP keeps the memory that it made for the parts."""
+    """Parameters of a sharded model, whose memory FSDP keeps: they are copied."""
 
     def __init__(self) -> None:
         super().__init__({}, [])
 
-    def leave(self) -> list[torch.Tensor]:
-        """Nothing: it goes with the model."""
+    def release(self) -> list[torch.Tensor]:
+        """Release nothing: the memory is freed with the model."""
         return []
 
-    def enter(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
-        """All of them: they are copied."""
+    def attach(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
+        """Attach nothing: the caller copies all weights."""
         return dict(weights)
 
 
 class GangLearner:
-    """What `Binding` and `StepRun` use of a `Learner`, for a policy that a gang trains.
+    """A learner (learner_factory.py) whose model is held by the ranks of a gang.
 
     Raises what `Learner` does, and Aborted of kind "gang_lost" when a rank has ended. Then it is
     `lost` until `restore`, `load` or `adopt`, which start another gang.
@@ -288,24 +298,23 @@ class GangLearner:
 
     @property
     def lost(self) -> bool:
-        """Whether the ranks that held the model have gone, and with them its state."""
+        """Whether the ranks have ended, and the state with them."""
         return self._gang.lost
 
     @property
     def model(self) -> Any:
-        """The Hugging Face model, whole and with its first weights; made for who asks."""
+        """The whole Hugging Face model with its first weights; made anew by every access."""
         return load_model(self._policy, self._job.policies[self._policy], self._job.seed)
 
     @functools.cached_property
     def _longest(self) -> int:
-        """Positions of the model, which is too large to be made for every claim."""
+        """Longest sequence of the model (`positions_of`)."""
         return positions_of(outline(self._policy, self._job.policies[self._policy]))
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss contains a divergence from the first version."""
-        brought = "reference_logprobs" in self._job.pipeline.required_columns
-        return self._job.algorithm.kl_coefficient > 0 and not brought
+        """Whether the loss needs log-probs of the first version that samples do not bring."""
+        return needs_reference(self._job)
 
     @property
     def base(self) -> None:
@@ -318,7 +327,7 @@ class GangLearner:
         self._order("reference", directory=str(directory))
 
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
-        """What `accumulate` takes of a claim. Raises as `parse_rows`."""
+        """Parse the samples of a claim for `accumulate`. Raises as `parse_rows`."""
         columns = columns_of(self._job.algorithm)
         return parse_rows(claimed, self.vocabulary, load, columns, longest=self._longest)
 
@@ -328,21 +337,21 @@ class GangLearner:
         self._order("accumulate", data, stop, rows=described)
 
     def complete(self, stop: threading.Event | None = None) -> None:
-        """All of the step's rows have come. Raises `Stopped`."""
+        """Add the gradients of rows that were held back. Raises `Stopped`."""
         self._order("complete", stop=stop)
 
     def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
-        """Step with what was accumulated since the last step, if it is finite. Raises `Stopped`."""
+        """Make the step from the accumulated gradients. Raises `Stopped`."""
         return Applied(**self._order("apply", stop=stop, version=version).header)
 
     def discard(self) -> None:
-        """Forget what was accumulated."""
+        """Forget the present step."""
         self._order("discard")
 
     # State.
 
     def published(self) -> Tensors:
-        """What engines load; whole, in memory that ranks and this process share."""
+        """The tensors that engines load, whole, in shared memory."""
         return self._gathered("published")
 
     def weights(self) -> Tensors:
@@ -350,7 +359,7 @@ class GangLearner:
         return self._gathered("weights")
 
     def moments(self) -> Moments:
-        """The state of the optimizer and of the baselines, whole."""
+        """The state of optimizer and baselines, whole."""
         return self._gathered("moments")
 
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
@@ -376,7 +385,7 @@ class GangLearner:
                 "with the newest checkpoint as its policy's `model.path`.",
             ) from error
 
-    # Suspension: all of it, in the middle of a step too.
+    # Suspension, in the middle of a step too.
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
         """Whole tensors and plain values (JSON) from which `adopt` goes on."""
@@ -392,13 +401,11 @@ class GangLearner:
         self._revive()
         self._hand_over("resume", tensors, values=dict(values))
 
-    def leave(self) -> list[torch.Tensor]:
-        """Let the ranks forget the policy; only `adopt` makes a learner of this again."""
+    def release(self) -> list[torch.Tensor]:
+        """Remove the policy from its ranks; `restore`, `load` and `adopt` bring it back."""
         self._left = True
         self._gangs.forget(self._gang, self._key)
         return []
-
-    # How.
 
     def _open(self) -> None:
         self._left = False
@@ -416,11 +423,11 @@ class GangLearner:
             if self._reference is not None:
                 self.load_reference(self._reference)
         except BaseException:
-            self.leave()  # nobody else would
+            self.release()  # the caller gets no learner to release
             raise
 
     def _revive(self) -> None:
-        """Have ranks that know the policy, if need be of another gang."""
+        """Open the policy on ranks again, if it was released or its ranks have ended."""
         if self._left or self.lost:
             self._open()
 
@@ -449,7 +456,7 @@ class GangLearner:
         path = self._gang.new_file()
         try:
             self._order("gather", what=what, path=str(path))
-            # Mapped, not read: the memory goes with the last of these tensors.
+            # Memory-mapped: the memory is freed with the last of these tensors.
             found: Tensors = load_file(path)
             return found
         finally:

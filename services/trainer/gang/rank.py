@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from services.chassis import logs
 from services.trainer.compute import choose_device
-from services.trainer.gang.gang import Channel, Frame, Terms, decode_rows, die_with
+from services.trainer.gang.gang import Channel, Frame, RankSettings, decode_rows, end_with_parent
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.learner import RankLearner
 from services.trainer.learning.ranks import Stopped
@@ -73,7 +73,7 @@ class Rank:
         """Carry orders out until told to leave; `idle_seconds`: how often ranks hear of each other
         while there is none."""
         while True:
-            order = self._group.spread(self._next(idle_seconds) if self._channel else None)
+            order = self._group.broadcast(self._next(idle_seconds) if self._channel else None)
             name = order.header["order"]
             if name == "leave":
                 return
@@ -84,7 +84,7 @@ class Rank:
                 self._channel.send(answer)
 
     def _asked_to_stop(self) -> bool:
-        """Whether the lead gave up what is being computed."""
+        """Whether the lead gave the present step up."""
         if self._channel is None:
             return False
         frame = self._channel.receive(0)
@@ -95,7 +95,7 @@ class Rank:
         try:
             frame = self._channel.receive(seconds)
         except (EOFError, OSError):
-            return _LEAVE  # nobody leads any more
+            return _LEAVE  # the lead has ended
         if frame is None or frame.header["order"] == "stop":
             return _WAIT  # a stop that came too late
         return frame
@@ -107,7 +107,7 @@ class Rank:
         except Stopped:
             return Frame({"stopped": True})
         except TroupeError as error:
-            # Everyone was given the same, and refuses the same.
+            # All ranks were given the same input, and raise the same error.
             return Frame({"refused": True}, to_status(error).SerializeToString())
         except ValueError as error:
             return Frame({"unfit": str(error)})
@@ -165,16 +165,16 @@ class Rank:
         return self._members[order.header["key"]]
 
     def _path(self, order: Frame) -> Path | None:
-        """Where the lead reads or writes; it shares no files with ranks of other hosts."""
+        """The shared-memory path of rank 0, which is on the lead's host; None on other ranks."""
         return Path(order.header["path"]) if self._channel is not None else None
 
 
-def come_together(
-    terms: Terms, channel: Channel | None
+def join_ranks(
+    terms: RankSettings, channel: Channel | None
 ) -> tuple[torch.device, DeviceMesh, dist.ProcessGroup]:
-    """Meet the other ranks: this one's device, the mesh of all, and a group for small talk (gloo).
+    """Join the other ranks: this rank's device, the device mesh, and a gloo group for control.
 
-    Raises torch.distributed.DistError when some do not come in time.
+    Raises torch.distributed.DistError when some ranks do not join in time.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = choose_device(terms.device)
@@ -201,7 +201,7 @@ def come_together(
 
 
 def _report_arrivals(store: Store, size: int, channel: Channel, seconds: float) -> None:
-    """Tell the lead how many ranks are here, until all are."""
+    """Report the number of ranks that have joined to the lead, until all have."""
     until, told = time.monotonic() + seconds, 0
     while told < size and time.monotonic() < until:
         came = store.add(_CAME, 0)
@@ -215,17 +215,17 @@ def _report_arrivals(store: Store, size: int, channel: Channel, seconds: float) 
 
 
 def main() -> None:
-    """One rank, from its start to its end."""
+    """Run one rank until the lead ends it."""
     if parent := os.environ.get("TROUPE_PARENT_PID"):
-        die_with(int(parent), signal.SIGKILL)
-    terms = Terms.read()
+        end_with_parent(int(parent), signal.SIGKILL)
+    terms = RankSettings.read()
     # The loss that comes out of the model in place of logits is one; nobody writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     name = f"services.trainer.gang.rank{os.environ['RANK']}"
     logs.configure(name, terms.log_level, terms.log_format)
     leads = os.environ["RANK"] == "0"
     channel = Channel.to(Path(terms.channel)) if leads else None
-    device, mesh, control = come_together(terms, channel)
+    device, mesh, control = join_ranks(terms, channel)
     rank = Rank(device, mesh, control, channel)
     if channel is not None:
         channel.send(Frame({"ready": True}))

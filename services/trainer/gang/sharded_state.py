@@ -1,8 +1,8 @@
-"""Training state in parts: written by every rank at once, read by a gang of any size.
+"""Sharded training state: written by all ranks at once, read by a gang of any size.
 
-Through torch.distributed.checkpoint in its safetensors layout: one file per rank, whose header says
-which part of each tensor it has, and nothing pickled. The names are those of the files that a
-single device writes (state.py), so either reads what the other wrote.
+Uses torch.distributed.checkpoint in its safetensors layout: one file per rank, whose header says
+which part of each tensor it has; nothing is pickled. Tensor names are those of a single device's
+state (state/training_state.py), so either can read what the other wrote.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def split(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Moments]:
     )
 
 
-def room_for(directory: Path, weights: Mapping[str, torch.Tensor]) -> Tensors:
+def empty_state(directory: Path, weights: Mapping[str, torch.Tensor]) -> Tensors:
     """Empty tensors for weights and moments in `directory`, laid out as `weights`.
 
     Raises ValueError for those of another model.
@@ -138,7 +138,7 @@ def file_checksum(path: Path) -> str:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor, on every rank that asks; all have to."""
+    """The full tensor of a DTensor, on all ranks, all of which must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,7 +1,9 @@
-"""What rewards are measured against: the advantages of one policy's samples without a critic.
+"""Advantages of one policy's samples, and the baselines that they keep from step to step.
 
-Most follow from a sample and its group. Two need more: `reinforce_plus_plus` the rewards of the
-whole step, and `rae` what its agents earned in the steps before, which is training state.
+`algorithm.advantage` of the job chooses the formula (`troupe/algorithms/advantages.py`). Most need
+only a sample and the rewards of its group. `reinforce_plus_plus` needs the rewards of the whole
+step; `rae` a moving average of each agent's rewards, which is training state. `gae` comes from the
+critic (critic.py), token by token.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 
 from services.trainer.learning.samples import Row
-from troupe.algorithms import (
+from troupe.algorithms.advantages import (
     batch_advantages,
     batch_statistics,
     group_advantages,
@@ -22,38 +24,38 @@ from troupe.algorithms import (
 )
 from troupe.job import AlgorithmSpec
 
-# Before the agent's name, among the optimizer's tensors.
+# Prefix of the baselines' names among the optimizer's tensors, and of their metrics.
 _PREFIX = "baseline/"
 
 
-class Baselines:
-    """The advantages of `algorithm.advantage`, and what they keep from step to step."""
+class AdvantageEstimator:
+    """Computes the advantages of one policy's samples, and holds what they depend on."""
 
     def __init__(self, algorithm: AlgorithmSpec) -> None:
         self._algorithm = algorithm
-        # `rae`: b_k by agent; zero at first, as in SPIRAL.
-        self._roles: dict[str, float] = {}
-        # `rae`: rewards of the step that accumulates, by agent.
-        self._seen: dict[str, list[float]] = {}
-        # `reinforce_plus_plus`: (mean, deviation) of the step's samples, by agent.
-        self._batch: dict[str, tuple[float, float]] = {}
+        # `rae`: the baseline b_k by agent; zero at first, as in SPIRAL.
+        self._baselines: dict[str, float] = {}
+        # `rae`: rewards of the present step, by agent.
+        self._rewards: dict[str, list[float]] = {}
+        # `reinforce_plus_plus`: (mean, deviation) of the present step's rewards, by agent.
+        self._statistics: dict[str, tuple[float, float]] = {}
 
     @property
     def needs_whole_step(self) -> bool:
-        """Whether advantages are known only with all of the step's samples (`measure`)."""
+        """Whether advantages need the rewards of all of the step's samples (`measure`)."""
         return self._algorithm.advantage == "reinforce_plus_plus"
 
     def measure(self, rows: Sequence[Row]) -> None:
-        """Take the statistics of all samples of a step; their order leaves no trace."""
+        """Take reward statistics of all samples of a step, independent of their order."""
         rewards: dict[str, list[float]] = {}
         for row in rows:
             rewards.setdefault(self._pool(row), []).append(row.reward)
-        self._batch = {pool: batch_statistics(values) for pool, values in rewards.items()}
+        self._statistics = {pool: batch_statistics(values) for pool, values in rewards.items()}
 
     def advantages(self, rows: Sequence[Row]) -> torch.Tensor:
-        """float64 [n]. The same for a sample whatever it comes with.
+        """Advantages of `rows`, float64 [n]; a sample's does not depend on the other rows.
 
-        Samples count towards `rae`'s next baselines: pass each once a step, or `discard`.
+        Samples count towards the next baselines of `rae`: pass each once a step, or `discard`.
         """
         rewards = [row.reward for row in rows]
         groups = [row.group_rewards for row in rows]
@@ -66,53 +68,57 @@ class Baselines:
             case "rloo":
                 return leave_one_out_advantages(rewards, groups)
             case "reinforce_plus_plus":
-                pools = [self._batch[self._pool(row)] for row in rows]
+                pools = [self._statistics[self._pool(row)] for row in rows]
                 mean, std = [mean for mean, _ in pools], [std for _, std in pools]
                 return batch_advantages(rewards, mean, std)
             case "rae":
                 for row in rows:
-                    self._seen.setdefault(row.agent, []).append(row.reward)
-                return role_advantages(rewards, [self._roles.get(r.agent, 0.0) for r in rows])
+                    self._rewards.setdefault(row.agent, []).append(row.reward)
+                return role_advantages(rewards, [self._baselines.get(r.agent, 0.0) for r in rows])
             case "gae":
-                raise AssertionError("a critic tells advantages token by token")
+                raise AssertionError("the critic computes these, token by token")
 
     def applied(self) -> None:
-        """The step was applied: its rewards move the baselines of the next."""
+        """Move the baselines by the rewards of the step, which was applied."""
         decay = self._algorithm.rae_decay
-        for agent, rewards in self._seen.items():
-            self._roles[agent] = moved_baseline(self._roles.get(agent, 0.0), rewards, decay)
+        for agent, rewards in self._rewards.items():
+            before = self._baselines.get(agent, 0.0)
+            self._baselines[agent] = moved_baseline(before, rewards, decay)
 
     def discard(self) -> None:
-        """Forget the step that accumulates."""
-        self._seen.clear()
-        self._batch.clear()
+        """Forget the rewards of the present step."""
+        self._rewards.clear()
+        self._statistics.clear()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the next step depends on: float64 scalars by `baseline/{agent}`."""
+        """The baselines, which are training state: float64 scalars by `baseline/{agent}`."""
         return {
             f"{_PREFIX}{agent}": torch.tensor(value, dtype=torch.float64)
-            for agent, value in sorted(self._roles.items())
+            for agent, value in sorted(self._baselines.items())
         }
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Take over what `state` gave; returns the tensors that are not of it."""
+        """Take over the tensors of `state`; returns those of `state` that are not baselines."""
         self.discard()
         mine = {name: value for name, value in state.items() if name.startswith(_PREFIX)}
-        self._roles = {name.removeprefix(_PREFIX): float(value) for name, value in mine.items()}
+        self._baselines = {name.removeprefix(_PREFIX): float(v) for name, v in mine.items()}
         return {name: value for name, value in state.items() if name not in mine}
 
-    def of_step(self) -> dict[str, Any]:
-        """What accumulates within a step, as plain values, for a policy that is suspended."""
-        return {"seen": self._seen, "batch": self._batch}
+    def step_state(self) -> dict[str, Any]:
+        """The rewards of the present step, as plain values, for a policy that is suspended."""
+        return {"rewards": self._rewards, "statistics": self._statistics}
 
-    def resume_step(self, values: Mapping[str, Any]) -> None:
-        """Inverse of `of_step`."""
-        self._seen = {agent: list(rewards) for agent, rewards in values["seen"].items()}
-        self._batch = {pool: (one[0], one[1]) for pool, one in values["batch"].items()}
+    def restore_step(self, values: Mapping[str, Any]) -> None:
+        """Inverse of `step_state`."""
+        self._rewards = {agent: list(rewards) for agent, rewards in values["rewards"].items()}
+        self._statistics = {pool: (one[0], one[1]) for pool, one in values["statistics"].items()}
 
     def metrics(self) -> dict[str, float]:
-        """`baseline/<agent>`: what the step's rewards were measured against."""
-        return {f"{_PREFIX}{agent}": self._roles.get(agent, 0.0) for agent in sorted(self._seen)}
+        """`baseline/<agent>`: the baseline that the step's rewards were compared with."""
+        return {
+            f"{_PREFIX}{agent}": self._baselines.get(agent, 0.0) for agent in sorted(self._rewards)
+        }
 
     def _pool(self, row: Row) -> str:
+        """Samples of one pool share statistics: those of an agent, or all of the policy."""
         return row.agent if self._algorithm.normalize_per_agent else ""

@@ -1,8 +1,8 @@
-"""Attention over packed sequences, as an attention function of transformers.
+"""Attention over packed sequences, registered as an attention function of transformers.
 
-What is cheapest depends on the device. On a CPU a dense mask over all T tokens would cost T^2;
-so rows of similar lengths are laid side by side for attention alone (packing.py). A GPU has a
-kernel for sequences of any lengths, in half precision; else it does as a CPU does.
+On a CPU a dense mask over all T tokens would cost T^2, so rows of similar lengths form blocks
+(packing.py) that are computed together: short rows by `short_attention`, others by torch's kernel.
+A GPU has a kernel for sequences of any lengths in half precision; else it does as a CPU does.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from services.trainer.learning.packing import Block, Packing
 
-# Keys of a row: more of them, and the kernel that keeps no weights is as fast.
+# Keys of a row up to which `short_attention` is faster than torch's kernel.
 _LONGEST: Final = 128
 _TYPES: Final = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """Heads of queries, and those of keys and values, each of which `queries // keys` share."""
+    """Number of query heads H and of key (and value) heads G; H / G queries share a key."""
 
     queries: int
     keys: int
@@ -34,17 +34,17 @@ class _Heads:
 
 @dataclass(frozen=True)
 class _Gather:
-    """Where rows and heads are, in states as [token and head, D] and in the blocks' order.
+    """Indices that gather states [token and head, D] into the layout of the blocks, and back.
 
-    A block's queries are [n, G, H / G, Q], its keys [n, G, K], one block behind the other.
+    A block's queries are [n, G, H / G, Q], its keys [n, G, K]; blocks are concatenated.
     """
 
-    # int64: of each query and each key of the blocks, its token and head.
+    # int64: for each query and each key of the blocks, its token and head.
     queries: torch.Tensor
     keys: torch.Tensor
-    # int64 [T * H]: of each token and head, its query in the blocks.
+    # int64 [T * H]: for each token and head, its query in the blocks.
     places: torch.Tensor
-    # int64: queries that stand where rows are shorter; none has a place.
+    # int64: padding queries of shorter rows.
     idle: torch.Tensor
     # By block, float32 [n or 1, 1, 1, Q, K]: 0 where a query attends to a key, else -inf.
     biases: tuple[torch.Tensor, ...]
@@ -77,7 +77,7 @@ class _Gather:
 
 
 def is_short(packing: Packing, query: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether attention among these states is computed faster here than by a kernel."""
+    """Whether `short_attention` is faster for these states than torch's kernel."""
     plain = all(t.device.type == "cpu" and t.dtype in _TYPES for t in (query, *others))
     return plain and all(block.shape[2] <= _LONGEST for block in packing.blocks)
 
@@ -90,10 +90,10 @@ def short_attention(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Output [1, T, H, E] of queries [1, H, T, D], keys [1, G, T, D], values [1, G, T, E], in the
-    type of the values.
+    """Attention output [1, T, H, E], in the type of the values.
 
-    `window`: tokens that a token looks back on, itself included; None: all before it.
+    Queries are [1, H, T, D], keys [1, G, T, D], values [1, G, T, E]. `window`: tokens of a sliding
+    window, a token's own included; None: all before it.
     """
     heads = _Heads(query.shape[1], key.shape[1])
     gather = packing.made.get((heads, window))
@@ -103,7 +103,7 @@ def short_attention(
     shapes = [block.shape for block in packing.blocks]
     with torch.autocast("cpu", enabled=False):
         output: torch.Tensor = _ShortAttention.apply(  # type: ignore[no-untyped-call]
-            # All of it views, forward and back: [T, heads, D].
+            # Views as [T, heads, D], forward and backward.
             *(states.squeeze(0).transpose(0, 1) for states in (query, key, value)),
             gather,
             heads,
@@ -170,7 +170,7 @@ class _ShortAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _BlockRows:
-    """Where a block's rows are among those of all blocks."""
+    """The place of a block's queries and keys among those of all blocks."""
 
     shape: tuple[int, int, int]
     heads: _Heads
@@ -178,14 +178,14 @@ class _BlockRows:
     first_key: int
 
     def queries(self, states: torch.Tensor) -> torch.Tensor:
-        """[n * G, H / G * Q, D], a view."""
+        """The block's queries in `states`: a view [n * G, H / G * Q, D]."""
         n, width, _ = self.shape
         count = n * self.heads.queries * width
         own = states[self.first_query : self.first_query + count]
         return own.view(n * self.heads.keys, -1, states.shape[-1])
 
     def keys(self, states: torch.Tensor) -> torch.Tensor:
-        """[n * G, K, D], a view."""
+        """The block's keys in `states`: a view [n * G, K, D]."""
         n, _, length = self.shape
         count = n * self.heads.keys * length
         own = states[self.first_key : self.first_key + count]
@@ -202,7 +202,7 @@ def _parts(shapes: Sequence[tuple[int, int, int]], heads: _Heads) -> list[_Block
 
 
 def _chosen(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """float32 [n, D]: of states [T, heads, D] those of so many tokens and heads."""
+    """float32 [n, D]: the states [T, heads, D] of the tokens and heads in `index`."""
     table = states.reshape(-1, states.shape[-1])  # a view of what a projection returned
     return table.index_select(0, index).float()
 
@@ -212,16 +212,16 @@ def _bias(block: Block, window: int | None) -> torch.Tensor:
     mask = block.mask if window is None else block.mask_within(window)
     if mask is None:
         mask = torch.ones(1, 1, width, length, dtype=torch.bool).tril()
-    # An idle query may be behind the window of all keys: nothing is made of it, but no NaN either.
+    # A padding query may have no key in its window: then it attends to all, to avoid NaN.
     hidden = ~mask & mask.any(-1, keepdim=True)
     return torch.zeros(mask.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
 
-# Name in `config._attn_implementation`: one for all of a process, in which an engine's may be too.
+# Name in `config._attn_implementation`; the registry is shared with engines of this process.
 PACKED = "troupe_packed_rows"
-# What some models ask of attention besides.
+# Arguments of some models that packed attention does not implement.
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
-# Dimensions of a head that the GPU kernel takes.
+# Largest head dimension that the GPU kernel takes.
 _LARGEST_HEAD = 256
 
 
@@ -240,8 +240,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention output [B, T, H, D] of queries [B, H, T, D], keys and values [B, G, T, D].
 
-    Without `packing` plain causal attention, whose rows have no padding in front. Raises
-    ValueError for what it cannot do; then the model is not packed (forward.py).
+    Without `packing`: plain causal attention over rows without left padding. Raises ValueError for
+    arguments that it does not implement; `capabilities_of` then finds that the model cannot pack.
     """
     if packing is None:
         if attention_mask is None and sliding_window is not None:
@@ -255,7 +255,7 @@ def packed_attention(
         raise ValueError(f"packed attention knows no {odd or 'dropout, mask or batch'}")
     if is_short(packing, query, key, value):
         return short_attention(packing, query, key, value, scaling, sliding_window), None
-    if torch.is_autocast_enabled(query.device.type):  # here, where it halves what is gathered
+    if torch.is_autocast_enabled(query.device.type):  # before the gathers, to move half the bytes
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if _has_kernel(query, value):
@@ -277,11 +277,11 @@ def _attend(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Output [n * Q, H, D] of a block."""
+    """Attention output [n * Q, H, D] of a block."""
     n, width, length = block.shape
     mask = block.mask if window is None else block.mask_within(window)
     grouped = query.shape[1] != key.shape[1]
-    if grouped and mask is not None and query.is_cuda:  # no fast kernel takes both
+    if grouped and mask is not None and query.is_cuda:  # no fast kernel supports both
         times = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(times, 1) for t in (key, value))
         grouped = False
@@ -300,7 +300,7 @@ def _attend(
 def _rows(
     states: torch.Tensor, index: torch.Tensor, start: int | None, n: int, length: int
 ) -> torch.Tensor:
-    """[n, heads, length, D] of [1, heads, T, D]; a view where tokens lie side by side."""
+    """States [n, heads, length, D] of rows in [1, heads, T, D]; a view for contiguous tokens."""
     if start is None:
         chosen = states[0].index_select(1, index)
     else:
@@ -327,7 +327,7 @@ def _any_lengths(
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if packing.query_lengths != packing.key_lengths:
         keys, values = (t.index_select(0, packing.paths) for t in (keys, values))
-    # Fewer queries than keys: they are a row's last tokens.
+    # With fewer queries than keys, the queries are a row's last tokens.
     output = varlen_attn(
         query[0].transpose(0, 1),
         keys,
@@ -345,7 +345,7 @@ def _any_lengths(
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor | None:
-    """bool [1, 1, length, length] of a sliding window, None where it does not matter."""
+    """The mask of a sliding window, bool [1, 1, length, length]; None if it hides nothing."""
     if length <= window:
         return None
     ones = torch.ones(length, length, dtype=torch.bool, device=device)

@@ -1,11 +1,10 @@
-"""What lies between a layer's products, computed in fewer passes over memory on a CPU.
+"""Fused RMSNorm and rotary embedding for training on a CPU.
 
-transformers spells RMSNorm and rotary embedding out in operators of a few hundred microseconds
-each, whose results all go to memory and are read again in the backward pass: a sixth of an update
-of a small model. Here each is one function with a backward pass of its own. It takes the place of
-what a model has where it was tried out to give the same, value and gradient, and only for what it
-was measured with: float32 on a CPU, and what autocast makes of it there; else the model's own is
-called. Under autocast all is still computed in float32, and rounded where a product would round it.
+transformers computes them in many operators, whose results all go to memory and are read again in
+the backward pass: a sixth of an update of a small model. Here each is one autograd function. It
+replaces a model's own where a trial shows the same values and gradients, and only for float32 on a
+CPU and its autocast types; else the model's own is called. Under autocast it computes in float32
+and rounds where a matrix product would round its operand.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 _ROTARY: Final = "apply_rotary_pos_emb"
-# Of values of about 1 in float32; a formula that differs does so by far more.
+# For values of about 1 in float32; another formula differs by far more.
 _TOLERANCE: Final = 1e-5
 _PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 
@@ -29,15 +28,14 @@ _Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What transformers takes for its layers."""
+    """The layers of `model` that transformers can checkpoint."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def use_kernels(model: torch.nn.Module) -> int:
-    """Have what `model` consists of computed by the functions here where they are the same.
+    """Replace RMSNorm and rotary embedding of `model` where the functions here give the same.
 
-    Other models of the same classes are left as they are. Returns how many modules compute
-    otherwise now; those that do already are not counted.
+    Other models of the same classes are not changed. Returns the number of modules replaced now.
     """
     changed = 0
     if not any(_is_plain(parameter) for parameter in model.parameters()):
@@ -75,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Layer norm around a mean of zero, which takes mean(grad * w) * r off besides.
+        # The backward of layer norm with mean zero, which also subtracts mean(grad * w) * r.
         x, weight, r = ctx.saved_tensors
         size, grad = x.shape[-1], grad.float()
         by_x, by_weight, _ = torch.ops.aten.native_layer_norm_backward(
@@ -95,16 +93,16 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`forward` of a module of which `_is_rms_norm`."""
+    """`forward` of an RMSNorm outside of layers."""
     return _normed(module, hidden_states, torch.float32)
 
 
 def _norm_within(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The same of a module of a layer.
+    """`forward` of an RMSNorm within a layer.
 
-    A layer's norm of the residual stream, which autocast leaves in float32, is an operand of
-    products alone, each of which would round it by itself. A norm of what a product gave is turned
-    or added in float32.
+    Under autocast the norm of the residual stream (float32) is an operand of matrix products only,
+    which would each round it: it is rounded once. A norm of a product's result is rotated or added
+    in float32.
     """
     kind = torch.float32
     if torch.is_autocast_enabled("cpu") and hidden_states.dtype == torch.float32:
@@ -126,7 +124,7 @@ def _eps(module: Any) -> Any:
 
 
 def _is_rms_norm(module: torch.nn.Module) -> bool:
-    """Whether `_norm` gives what `module` gives, for other weights as for these."""
+    """Whether `module` is an RMSNorm that `_norm` computes alike, for any weights."""
     named = type(module).__name__.endswith("RMSNorm")
     if not named or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
@@ -145,7 +143,7 @@ def _same_norm(module: torch.nn.Module, size: int, eps: float) -> bool:
     def ours(x: torch.Tensor, weight: torch.Tensor) -> Any:
         return _RMSNorm.apply(x, weight, eps, torch.float32)  # type: ignore[no-untyped-call]
 
-    # Where eps is all, where it is nothing, and between.
+    # From inputs where eps dominates to inputs where it does not matter.
     for scale in (eps, eps**0.5, 1.0, 100.0):
         x = torch.randn((2, 3, size), generator=random) * scale
         weight = torch.randn((size,), generator=random)
@@ -154,21 +152,21 @@ def _same_norm(module: torch.nn.Module, size: int, eps: float) -> bool:
     return True
 
 
-# Rotary embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), halves of a head turned.
+# Rotary embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), rotating halves of a head.
 
 
-class _Turn(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     """(x1 c1 - x2 s1, x2 c2 + x1 s2) of the halves of the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         half = x.shape[-1] // 2
-        # Laid out as `x`, of which only the view has heads before tokens.
-        turned = torch.mul(x, cos, out=torch.empty_like(x))
-        turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return turned
+        # In the memory layout of `x`, whose view has heads before tokens.
+        rotated = torch.mul(x, cos, out=torch.empty_like(x))
+        rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return rotated
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -182,7 +180,7 @@ class _Turn(torch.autograd.Function):
 
 
 class _Rotary:
-    """In the place of a model's `apply_rotary_pos_emb`."""
+    """Replaces a model's `apply_rotary_pos_emb`, which it calls for other inputs."""
 
     def __init__(self, own: _Rotate) -> None:
         self._own = own
@@ -196,13 +194,13 @@ class _Rotary:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`q`, `k` [B, H, T, D]; `cos`, `sin` [B, T, D], which no gradient reaches."""
+        """Rotated `q` and `k`, [B, H, T, D] each; `cos`, `sin` [B, T, D] have no gradient."""
         if _is_rounded(q) and _is_rounded(k):  # the model's own would promote them
             q, k = q.float(), k.float()
         if args or kwargs or not self._fits(q, k, cos, sin):
             return self._own(q, k, cos, sin, *args, **kwargs)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return _Turn.apply(q, cos, sin), _Turn.apply(k, cos, sin)  # type: ignore[no-untyped-call]
+        return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -213,10 +211,9 @@ class _Rotary:
 
 @functools.cache
 def _rotated(forward: Any) -> Any:
-    """The same `forward` with another rotary embedding, where that is the same; else None.
+    """A copy of `forward` that calls `_Rotary`, if that gives the same; else None.
 
-    A copy that finds another function by the name: everybody who imports the model's module goes
-    on with the module's own.
+    The copy has other globals, so that the model's module itself is not changed.
     """
     if not isinstance(forward, types.FunctionType) or _ROTARY not in forward.__code__.co_names:
         return None
@@ -254,7 +251,7 @@ def _is_plain(*tensors: torch.Tensor, kind: torch.dtype = torch.float32) -> bool
 
 
 def _is_rounded(states: torch.Tensor) -> bool:
-    """Whether these come from a product under autocast."""
+    """Whether these states come from a matrix product under autocast."""
     autocast = torch.is_autocast_enabled("cpu")
     return autocast and _is_plain(states, kind=torch.get_autocast_dtype("cpu"))
 
@@ -278,7 +275,7 @@ def _size(values: torch.Tensor) -> float:
 
 @torch.enable_grad()
 def _traced(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """What `call` returns, and the gradients of a sum of it, of other weights for each value."""
+    """The outputs of `call`, and its input gradients for random output gradients."""
     own = [t.clone().requires_grad_() for t in inputs]
     found = call(*own)
     outputs = [found] if isinstance(found, torch.Tensor) else list(found)

@@ -1,8 +1,8 @@
-"""Threads of a CPU that compute passes side by side, instead of each operator together.
+"""Data parallelism over CPU threads: each thread computes whole passes over rows of its own.
 
-The operators of a small model take tens of microseconds. Split over threads, they spend as long
-waiting for each other, some thousand times per pass, and for good while another process has one of
-the cores. Passes side by side wait once, when all of them are done.
+The operators of a small model take tens of microseconds. Split over threads (torch's intra-op
+parallelism) they spend as long waiting for each other, a thousand times per pass, and far longer
+while another process has one of the cores. Passes on threads of their own wait once, at the end.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ import torch
 
 from services.trainer.learning.samples import Row
 
-# Every member has gradients of its own: of a larger model they would cost more than is gained, and
+# Each thread has gradients of its own: of a larger model they would cost more than is gained, and
 # its operators are long enough to be split.
 _GRADIENT_BYTES: Final = 64 << 20
-# Members read the same weights, and take turns with the interpreter.
+# Threads share memory bandwidth for the weights, and the interpreter lock.
 _MOST: Final = 4
 
 T = TypeVar("T")
 
 
 class CpuThreads:
-    """The caller's thread and others, each with a share of the caller's torch threads."""
+    """A pool of `size` threads, the caller's included, that share the caller's torch threads."""
 
     def __init__(self, threads: int) -> None:
-        """At least one of `threads` for each member."""
+        """Divide `threads` torch threads evenly among at most four members."""
         self.size = min(threads, _MOST)
         self._each = threads // self.size
         self._pool = concurrent.futures.ThreadPoolExecutor(
             max(1, self.size - 1),
-            "crew",
+            "passes",
             initializer=torch.set_num_threads,
             initargs=(self._each,),
         )
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Results of at most `size` calls, each made by a member. Raises what one of them raised,
-        when all have ended."""
+        """Run at most `size` calls, one per thread; their results in order.
+
+        Raises what one of them raised, once all have ended.
+        """
         others = [self._pool.submit(call) for call in calls[1:]]
         before = torch.get_num_threads()
         torch.set_num_threads(self._each)
@@ -53,14 +55,14 @@ class CpuThreads:
         return [first, *(other.result() for other in others)]
 
 
-def pays(parameters: Sequence[torch.nn.Parameter], threads: int) -> bool:
-    """Whether passes over a model with these parameters are computed side by side."""
+def worth_splitting(parameters: Sequence[torch.nn.Parameter], threads: int) -> bool:
+    """Whether a model with these parameters trains faster with passes on threads of their own."""
     small = sum(p.nbytes for p in parameters) <= _GRADIENT_BYTES
     return threads > 1 and small and all(p.device.type == "cpu" for p in parameters)
 
 
 def twin(module: Any) -> Any:
-    """A second module over the same memory: neither hooks nor gradients of one reach the other."""
+    """A second module over the same memory, with hooks and gradients of its own."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
     for parameter in module.parameters():
         own = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
@@ -68,20 +70,20 @@ def twin(module: Any) -> Any:
     return copy.deepcopy(module, memo)
 
 
-def dealt(rows: Sequence[Row], members: int) -> list[list[int]]:
-    """Indices of the rows of each member, about equally many tokens; none is without rows.
+def split_rows(rows: Sequence[Row], members: int) -> list[list[int]]:
+    """Split rows into at most `members` parts of about equally many tokens; indices of each part.
 
-    Rows of one group stay together: what they have in common is computed once. The same rows are
-    always dealt alike.
+    Rows of one group stay together, so that their common prefix is computed once. Deterministic.
+    No part is empty.
     """
     groups: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(row.group or row.sample_id, []).append(i)
     sizes = {name: sum(len(rows[i].ids) for i in found) for name, found in groups.items()}
-    hands: list[list[int]] = [[] for _ in range(members)]
+    parts: list[list[int]] = [[] for _ in range(members)]
     loads = [0] * members
     for name in sorted(groups, key=lambda name: -sizes[name]):
         least = loads.index(min(loads))
-        hands[least] += groups[name]
+        parts[least] += groups[name]
         loads[least] += sizes[name]
-    return [sorted(hand) for hand in hands if hand]
+    return [sorted(part) for part in parts if part]

@@ -1,4 +1,8 @@
-"""Scores of exactly the tokens that are scored, from any Hugging Face causal LM."""
+"""Forward passes of any Hugging Face causal LM that score response tokens only.
+
+`TrainedModel` is a model with its trained weights and their published form; `Forward` computes the
+loss and log-probs of packed batches; `capabilities_of` finds out what a model allows.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +23,20 @@ from services.trainer.learning.lora_bases import FrozenBase
 from services.trainer.learning.packing import PackedBatch, PassCosts, plan
 from services.trainer.learning.samples import Row
 from troupe.adapters.merge import Tensors, distinct_tensors
-from troupe.algorithms import selective_log_softmax
 from troupe.algorithms.linear_loss import Head, LossOf, Scores, linear_loss, linear_scores
+from troupe.algorithms.logprobs import selective_log_softmax
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.rpc import FailedPrecondition
 
 
 class TrainedModel:
-    """A Hugging Face causal LM, what of it is trained, and what engines get of that.
-
-    Of a model with an adapter (adapters.py) that is the adapter alone.
-    """
+    """A Hugging Face causal LM with its trained weights: all of them, or an adapter (lora.py)."""
 
     def __init__(self, module: Any, device: torch.device, published_type: torch.dtype) -> None:
-        """Take `module` to `device`; it trains in the type of its parameters.
+        """Move `module` to `device`; it trains in the type of its parameters.
 
-        `published_type`: of the floating-point tensors that engines load.
+        `published_type`: the dtype of floating-point tensors that engines load.
         """
         self.device = device
         self.module = module.to(device)
@@ -49,7 +50,7 @@ class TrainedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Distinct parameters."""
+        """Number of distinct parameters, frozen ones included."""
         return sum(p.numel() for p in self.module.parameters())
 
     @property
@@ -58,10 +59,7 @@ class TrainedModel:
         return self._adapter.base if self._adapter else None
 
     def frozen_copy(self, weights: Mapping[str, torch.Tensor]) -> Any:
-        """A second module with these weights, which no gradient reaches.
-
-        With an adapter it shares the base's tensors.
-        """
+        """A second module with these weights, without gradients; it shares an adapter's base."""
         if self._adapter is not None:
             return self._adapter.frozen(weights)
         module = copy.deepcopy(self.module).requires_grad_(False)
@@ -70,27 +68,27 @@ class TrainedModel:
 
     @functools.cached_property
     def format(self) -> CheckpointFormat:
-        """How what it consists of is named and shaped for engines, in the published type."""
+        """Names and shapes of the model's tensors in a checkpoint, in the published type."""
         return CheckpointFormat(self.module, self._published_type)
 
     def published(self) -> Mapping[str, torch.Tensor]:
-        """What engines load: distinct parameters and persistent buffers as a checkpoint has them,
-        in the published type; or an adapter in that type (`AdapterContent`).
+        """The tensors that engines load, in the published type: parameters and persistent buffers
+        in checkpoint format, or an adapter (`AdapterContent`).
 
-        A model's are made when they are read: copy or store them before the next step.
+        A model's tensors are converted when they are read: copy them before the next step.
         """
         if self._adapter is not None:
             return self._adapter.content(self._published_type).to_tensors()
         return self.format.of(self.weights())
 
     def weights(self) -> Tensors:
-        """What is trained, and persistent buffers, in full precision; not a copy."""
+        """Trained weights and persistent buffers in full precision; not copies."""
         if self._adapter is not None:
             return self._adapter.weights()
         return distinct_tensors(self.module)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy what `weights` gave. Raises ValueError when the names are not the model's."""
+        """Copy `weights` into the model. Raises ValueError when they are another model's."""
         if self._adapter is not None:
             self._adapter.load(weights)
         else:
@@ -100,139 +98,139 @@ class TrainedModel:
 def _copy_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     slots = model.state_dict()
     named = {name for name, _ in model.named_parameters()}
-    # Buffers, and further names of a tied tensor, need not be there.
+    # Buffers, and further names of a tied tensor, may be missing.
     expected = {n: slot.shape for n, slot in slots.items() if n in named or n in weights}
     if wrong := shape_difference({n: t.shape for n, t in weights.items()}, expected):
         raise TensorsDoNotFit(f"the weights are not the model's: {wrong}")
     model.load_state_dict(dict(weights), strict=False)
 
 
-# Of log-probs in single precision.
+# Difference of log-probs in single precision that counts as equal.
 _PROBE_TOLERANCE = 1e-3
 _PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
-class Abilities:
-    """What of a model's forward pass may be arranged otherwise; tried out, not assumed."""
+class Capabilities:
+    """What a model's forward pass allows; tried out by `capabilities_of`, not assumed."""
 
     # Rows may lie side by side in one sequence (packing.py).
     packs: bool
-    # Nothing follows its output layer, which is linear (linear_loss.py).
+    # Its logits are those of a linear output layer (linear_loss.py).
     linear_head: bool
 
 
 class Forward:
-    """Forward passes of one model over pieces.
+    """Computes losses and scores of packed batches with one model.
 
-    Hidden states are narrowed just before the output layer, so that neither it nor anything
-    behind it sees prompt tokens or padding. All goes through the model's own forward, and what
-    is differentiated comes out of it, as wrappers (FSDP, PEFT) expect.
+    Hidden states are narrowed to scored tokens just before the output layer, so that it never sees
+    prompt tokens or padding. All passes go through the model's own forward, and the loss is its
+    output, as wrappers (FSDP, PEFT) expect.
     """
 
-    def __init__(self, model: Any, abilities: Abilities | None = None) -> None:
-        """`abilities`: those of a model of the same kind; None: they are tried out."""
+    def __init__(self, model: Any, capabilities: Capabilities | None = None) -> None:
+        """`capabilities`: those of a model of the same kind; default: try them out."""
         self.model = model
-        self.abilities = abilities or abilities_of(model)
-        if self.abilities.packs:
+        self.capabilities = capabilities or capabilities_of(model)
+        if self.capabilities.packs:
             model.config._attn_implementation = PACKED
 
     def twin(self) -> Forward:
-        """Another over the same weights, for another thread."""
-        return Forward(twin(self.model), self.abilities)
+        """A `Forward` over the same weights, for another thread."""
+        return Forward(twin(self.model), self.capabilities)
 
     def loss(
         self,
-        piece: PackedBatch,
+        batch: PackedBatch,
         temperatures: torch.Tensor,
         loss_of: LossOf,
         *,
         whole: bool = False,
     ) -> tuple[torch.Tensor, Scores]:
-        """The sum of `loss_of` over the piece's N tokens, differentiable, and their scores.
+        """The sum of `loss_of` over the batch's N tokens, differentiable, and their scores.
 
-        `temperatures`: [N, 1]. `whole`: the loss couples the tokens of a row.
+        `temperatures`: [N, 1]. `whole`: `loss_of` needs all tokens of a row at once.
         """
-        if not self.abilities.linear_head:
-            logits = response_logits(self.model, piece) / temperatures
-            logprobs, entropy = selective_log_softmax(logits, piece.targets)
-            loss = loss_of(logprobs, entropy, slice(0, len(piece.targets)))
+        if not self.capabilities.linear_head:
+            logits = response_logits(self.model, batch) / temperatures
+            logprobs, entropy = selective_log_softmax(logits, batch.targets)
+            loss = loss_of(logprobs, entropy, slice(0, len(batch.targets)))
             return loss, Scores(logprobs.detach(), entropy.detach())
         found: list[Scores] = []
 
         def head(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-            spans = piece.spans if whole else None
+            spans = batch.spans if whole else None
             own = Head(layer.weight, layer.bias)
             loss, scores = linear_loss(
-                hidden, own, piece.targets, temperatures, loss_of, spans=spans
+                hidden, own, batch.targets, temperatures, loss_of, spans=spans
             )
             found.append(scores)
             return loss
 
-        output = _through(self.model, piece, head)
+        output = _with_head(self.model, batch, head)
         return output.reshape(()), found[0]
 
     @torch.no_grad()
-    def scores(self, piece: PackedBatch, temperatures: torch.Tensor) -> Scores:
-        """Log-probs and entropies of the piece's N tokens, without gradients."""
-        if not self.abilities.linear_head:
-            logits = response_logits(self.model, piece) / temperatures
-            return Scores(*selective_log_softmax(logits, piece.targets))
+    def scores(self, batch: PackedBatch, temperatures: torch.Tensor) -> Scores:
+        """Log-probs and entropies of the batch's N tokens, without gradients."""
+        if not self.capabilities.linear_head:
+            logits = response_logits(self.model, batch) / temperatures
+            return Scores(*selective_log_softmax(logits, batch.targets))
         found: list[Scores] = []
 
         def head(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
             own = Head(layer.weight, layer.bias)
-            found.append(linear_scores(hidden, own, piece.targets, temperatures))
+            found.append(linear_scores(hidden, own, batch.targets, temperatures))
             return hidden.new_zeros(())
 
-        _through(self.model, piece, head)
+        _with_head(self.model, batch, head)
         return found[0]
 
 
-def response_logits(model: Any, piece: PackedBatch) -> torch.Tensor:
-    """Logits [N, V] at the piece's positions."""
+def response_logits(model: Any, batch: PackedBatch) -> torch.Tensor:
+    """Logits [N, V] of the batch's scored tokens."""
 
     def narrow(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, *rest = inputs
-        return (_narrow(hidden, piece).unsqueeze(0), *rest)
+        return (_narrow(hidden, batch).unsqueeze(0), *rest)
 
     with _hooked(_head_of(model).register_forward_pre_hook(narrow)):
-        return _call(model, piece).squeeze(0)
+        return _call(model, batch).squeeze(0)
 
 
-def _through(
-    model: Any, piece: PackedBatch, instead: Callable[[Any, torch.Tensor], torch.Tensor]
+def _with_head(
+    model: Any, batch: PackedBatch, compute: Callable[[Any, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """What the model returns as logits when `instead` takes the place of its output layer.
+    """The model's output with `compute` in the place of its output layer.
 
-    `instead` is given the layer and the hidden states [N, d] and returns a scalar. It runs where
-    the layer is about to: wrappers have its weights there, and may take them away behind it.
+    `compute` is given the layer and the hidden states [N, d], and returns a scalar. It runs in a
+    hook before the layer: there wrappers (FSDP) have gathered the layer's weights.
     """
     head, made = _head_of(model), []
 
     def before(layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, *rest = inputs
-        made.append(instead(layer, _narrow(hidden, piece)))
-        return (hidden[:, :0], *rest)  # the layer itself has nothing to do
+        made.append(compute(layer, _narrow(hidden, batch)))
+        return (hidden[:, :0], *rest)  # no tokens are left for the layer itself
 
     def after(_layer: Any, _inputs: Any, _output: Any) -> torch.Tensor:
         return made[0].reshape(1, 1, 1)
 
     with _hooked(head.register_forward_pre_hook(before), head.register_forward_hook(after)):
-        return _call(model, piece)
+        return _call(model, batch)
 
 
-def _narrow(hidden: torch.Tensor, piece: PackedBatch) -> torch.Tensor:
-    """Hidden states [N, d] before the scored tokens."""
-    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, piece.positions)
+def _narrow(hidden: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Hidden states [N, d] from which the scored tokens are predicted."""
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.positions)
 
 
-def _call(model: Any, piece: PackedBatch) -> torch.Tensor:
-    own = {} if piece.packing is None else {"packing": piece.packing}
+def _call(model: Any, batch: PackedBatch) -> torch.Tensor:
+    own = {} if batch.packing is None else {"packing": batch.packing}
     output = model(
-        input_ids=piece.input_ids,
+        input_ids=batch.input_ids,
         attention_mask=None,
-        position_ids=piece.position_ids,
+        position_ids=batch.position_ids,
         use_cache=False,
         **own,
     )
@@ -261,7 +259,7 @@ def _head_of(model: Any) -> Any:
 
 
 def costs_of(model: Any) -> PassCosts:
-    """What a token and a pair of tokens cost in `model`, in floating-point operations."""
+    """The cost model of `model`: FLOPs per token and per pair of tokens."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     body = sum(p.numel() for p in model.parameters()) - head.weight.numel()
@@ -271,17 +269,17 @@ def costs_of(model: Any) -> PassCosts:
     return PassCosts(token=2.0 * max(body, 1), pair=3 * 4.0 * width * config.num_hidden_layers)
 
 
-def abilities_of(model: Any) -> Abilities:
-    """What `model` can do, from forward passes over a few short rows."""
+def capabilities_of(model: Any) -> Capabilities:
+    """Find the capabilities of `model` by forward passes over a few short rows."""
     rows = _probe_rows(int(model.get_input_embeddings().weight.shape[0]))
     training = [module for module in model.modules() if module.training]
-    for module in training:  # dropout would let nothing pass
+    for module in training:  # with dropout no two passes agree
         module.training = False
     try:
         with torch.no_grad():
             plain = _scored(model, rows, packed=False)
             packs = _may_pack(model) and _packs(model, rows, plain)
-            return Abilities(packs=packs, linear_head=_has_linear_head(model, rows))
+            return Capabilities(packs=packs, linear_head=_has_linear_head(model, rows))
     finally:
         for module in training:
             module.training = True
@@ -290,7 +288,7 @@ def abilities_of(model: Any) -> Abilities:
 def _packs(model: Any, rows: list[Row], plain: torch.Tensor) -> bool:
     """Whether packed rows, with shared prefixes or without, get the log-probs of padded ones.
 
-    Recurrent layers and attention of another kind do not pass.
+    Models with recurrent layers or other kinds of attention do not.
     """
     before = model.config._attn_implementation
     model.config._attn_implementation = PACKED
@@ -303,14 +301,14 @@ def _packs(model: Any, rows: list[Row], plain: torch.Tensor) -> bool:
         return False
     finally:
         model.config._attn_implementation = before
-    # What rounding alone may come to: the base under an adapter may be in half precision.
+    # The error of rounding: the base under an adapter may be in half precision.
     precision = torch.finfo(model.get_input_embeddings().weight.dtype).eps
     tolerance = max(_PROBE_TOLERANCE, 4 * precision * float(plain.abs().max()))
     return all(bool((scores - plain).abs().max() <= tolerance) for scores in found)
 
 
 def _may_pack(model: Any) -> bool:
-    """Whether what short rows cannot show is known: how far its layers look back."""
+    """Whether the attention of all layers is of a known kind: short rows do not show windows."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     known = kinds <= {"full_attention", "sliding_attention"}
@@ -318,15 +316,15 @@ def _may_pack(model: Any) -> bool:
 
 
 def _has_linear_head(model: Any, rows: list[Row]) -> bool:
-    """Whether what the output layer returns are the model's logits."""
+    """Whether the output layer is linear and its output is the model's logits."""
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         return False
     seen: list[torch.Tensor] = []
-    (piece, *_) = plan(rows, 1, packed=False)
-    piece = piece.to(head.weight.device)
+    (batch, *_) = plan(rows, 1, packed=False)
+    batch = batch.to(head.weight.device)
     with _hooked(head.register_forward_hook(lambda *call: seen.append(call[2]))):
-        logits = response_logits(model, piece)
+        logits = response_logits(model, batch)
     return len(seen) == 1 and torch.equal(seen[0].squeeze(0), logits)
 
 
@@ -334,8 +332,8 @@ def _scored(model: Any, rows: list[Row], **how: Any) -> torch.Tensor:
     """Log-probs of all response tokens, row after row."""
     device = next(model.parameters()).device
     found = torch.empty(sum(row.response_length for row in rows), device=device)
-    for piece in plan(rows, 1 << 20, **how):
-        here = piece.to(device)
+    for batch in plan(rows, 1 << 20, **how):
+        here = batch.to(device)
         logits = response_logits(model, here).float()
         found[here.order] = torch.log_softmax(logits, -1).gather(1, here.targets[:, None])[:, 0]
     return found

@@ -1,6 +1,8 @@
-"""One policy's model, gradients and optimizer: accumulate micro-batches, then step once.
+"""The learner of one policy: accumulates the gradients of micro-batches, then steps once.
 
-No I/O and no event loop: the worker calls it from its compute thread.
+Pure computation, no I/O and no event loop: the worker calls it from its compute thread. In reading
+order: what accumulates during a step (`StepSums`), how rows become gradients (`Accumulation`), and
+the learner itself with its training state and suspension.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import numpy as np
 import torch
 from torch.utils import deterministic
 
-from services.trainer.learning.advantages import Baselines
-from services.trainer.learning.critic import Critic, Estimate
+from services.trainer.learning.advantages import AdvantageEstimator
+from services.trainer.learning.critic import Critic
 from services.trainer.learning.forward import TrainedModel
 from services.trainer.learning.lora_bases import FrozenBase
 from services.trainer.learning.model import positions_of
@@ -33,18 +35,27 @@ from services.trainer.learning.optimizer import (
 )
 from services.trainer.learning.passes import Passes
 from services.trainer.learning.ranks import RankGroup
-from services.trainer.learning.samples import Load, Row, columns_of, parse_rows, response_lengths
+from services.trainer.learning.samples import (
+    Load,
+    Row,
+    TrainingBatch,
+    columns_of,
+    needs_reference,
+    parse_rows,
+    response_lengths,
+)
 from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
 from troupe.adapters.merge import Tensors
-from troupe.algorithms import TokenStatistics, normalizer
+from troupe.algorithms.losses import normalizer
+from troupe.algorithms.statistics import TokenStatistics
 from troupe.experience import samples_digest
 from troupe.job import JobSpec
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
 def content_key(row: Row) -> tuple[Any, ...]:
-    """Sorts rows by what they say; rows with equal keys are interchangeable."""
+    """A sort key of a row's content; rows with equal keys are interchangeable."""
     prompt = row.ids[: row.prompt_length].astype(">i8").tobytes()
     response = row.ids[row.prompt_length :].astype(">i8").tobytes()
     tail = (row.behaviour.tobytes(), row.reward, row.temperature)
@@ -52,13 +63,13 @@ def content_key(row: Row) -> tuple[Any, ...]:
 
 
 class GroupBuffer:
-    """Holds rows back until all members of their group are there."""
+    """Holds rows back until all rows of their group have come."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Row]] = {}
 
     def add(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Take `rows`; returns the groups that they complete, each in order of content."""
+        """Add `rows`; returns the groups that are complete now, each in order of content."""
         complete = []
         for row in rows:
             members = self._waiting.setdefault(row.group, [])
@@ -69,11 +80,11 @@ class GroupBuffer:
 
     @property
     def waiting(self) -> list[Row]:
-        """The rows that are held back."""
+        """Rows of incomplete groups."""
         return [row for members in self._waiting.values() for row in members]
 
     def rest(self) -> list[list[Row]]:
-        """The groups that some members never came of, in order of content; then it is empty."""
+        """Empty the buffer: its incomplete groups, each in order of content."""
         left = [sorted(members, key=content_key) for members in self._waiting.values()]
         self._waiting.clear()
         return left
@@ -81,7 +92,7 @@ class GroupBuffer:
 
 @dataclass
 class BatchSummary:
-    """Sums over the samples of a step."""
+    """Sums over the samples of a step, for its metrics."""
 
     samples: int = 0
     tokens: int = 0
@@ -93,7 +104,7 @@ class BatchSummary:
     advantage: float = 0.0
     versions: int = 0
     oldest: int | None = None
-    # Samples that an earlier step has trained before.
+    # Samples that an earlier step has trained.
     reused: int = 0
     # `samples_digest` of the ids; the store compares it with that of what it handed out.
     digest: int = 0
@@ -114,7 +125,7 @@ class BatchSummary:
         self.digest = (self.digest + samples_digest(row.sample_id for row in rows)) % (1 << 64)
 
     def metrics(self, version: int) -> dict[str, float]:
-        """By the names that the field uses; `version` is the one that the step starts from."""
+        """The step's sample metrics; `version`: the one that the step starts from."""
         n = self.samples
         if n == 0:
             return {"samples": 0.0, "tokens": 0.0}
@@ -134,42 +145,29 @@ class BatchSummary:
         }
 
 
-GradientTensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class TrainingBatch:
-    """Rows whose advantages are known."""
-
-    rows: Sequence[Row]
-    # float64 [n]: of each row; with a critic, whose differ by token, their mean size.
-    advantages: torch.Tensor
-    estimate: Estimate | None = None
-
-
 @dataclass
-class Sums:
-    """What accumulates between two steps, besides the gradients themselves."""
+class StepSums:
+    """What accumulates during a step besides gradients: counts, statistics, rows held back."""
 
-    # Of the update that accumulates, and of those of the step before it.
+    # Loss normalizer of the present update, and the sum of those of the step's earlier updates.
     normalizer: int = 0
     updated: int = 0
+    # Updates made so far, and the sums of their norms and learning rates, by metric.
     updates: int = 0
-    # Sums over updates, by metric.
     norms: dict[str, float] = field(default_factory=dict)
     tokens: TokenStatistics = field(default_factory=TokenStatistics)
     summary: BatchSummary = field(default_factory=BatchSummary)
     groups: GroupBuffer = field(default_factory=GroupBuffer)
-    # Rows whose advantages are not known before all of the step's are there.
+    # Rows whose advantages need all of the step's rows.
     held: list[Row] = field(default_factory=list)
     micro_batches: int = 0
     seconds: float = 0.0
-    # Set once a loss is not finite: the rest of the step is only counted.
+    # Why the step cannot be applied (a loss is not finite): further rows are only counted.
     broken: str = ""
 
 
 class Accumulation:
-    """Rows of one policy on their way to gradients; an update takes what has come of them."""
+    """Turns rows of one policy into gradients: advantages, forward and backward passes."""
 
     def __init__(
         self,
@@ -181,18 +179,17 @@ class Accumulation:
         *,
         skip_zero_advantages: bool,
     ) -> None:
-        """`passes` leave gradients where `gradients` takes them."""
         self._job = spec
         self._constant = spec.constant_tokens(policy)
         self._passes, self._gradients, self._critic = passes, gradients, critic
         self._skip_zero = skip_zero_advantages
-        self.baselines = Baselines(spec.algorithm)
-        self.sums = Sums()
+        self.advantages = AdvantageEstimator(spec.algorithm)
+        self.sums = StepSums()
         # Whether the first gradient needs all of the step's rows.
-        self._holds = self.baselines.needs_whole_step or spec.algorithm.updates > 1
+        self._holds = self.advantages.needs_whole_step or spec.algorithm.updates > 1
 
     def add(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
-        """Add the gradient of these rows' summed loss, or hold them. Raises `Stopped`."""
+        """Add the gradient of these rows' summed loss, or hold them back. Raises `Stopped`."""
         started = time.perf_counter()
         self.sums.micro_batches += 1
         if self._holds:
@@ -202,11 +199,11 @@ class Accumulation:
         self.sums.seconds += time.perf_counter() - started
 
     def complete(self, stop: threading.Event | None) -> None:
-        """All of the step's rows have come: add what waited for that. Raises `Stopped`."""
+        """Add the gradients of rows that were held back: the step is complete. Raises `Stopped`."""
         started = time.perf_counter()
         held, self.sums.held = self.sums.held, []
         if held:
-            self.baselines.measure(held)
+            self.advantages.measure(held)
         size = self._job.pipeline.micro_batch_samples
         for start in range(0, len(held), size):
             self._train(held[start : start + size], stop)
@@ -215,13 +212,13 @@ class Accumulation:
         self.sums.seconds += time.perf_counter() - started
 
     def batches(self, stop: threading.Event | None) -> list[TrainingBatch]:
-        """All of the step's rows, for several updates: a batch per group, in order of content.
+        """All of the step's rows as one batch per group, in order of content, for several updates.
 
-        Advantages, values and old log-probs are of the weights now. Raises `Stopped`.
+        Advantages, values and old log-probs are those of the present weights. Raises `Stopped`.
         """
         held, self.sums.held = self.sums.held, []
-        if self.baselines.needs_whole_step:
-            self.baselines.measure(held)
+        if self.advantages.needs_whole_step:
+            self.advantages.measure(held)
         groups = GroupBuffer()
         units = sorted([*groups.add(held), *groups.rest()], key=lambda unit: content_key(unit[0]))
         found = [self._measured(unit, stop) for unit in units]
@@ -243,21 +240,18 @@ class Accumulation:
         self.backward(self._measured(rows, stop), stop)
 
     def _measured(self, rows: Sequence[Row], stop: threading.Event | None) -> TrainingBatch:
-        """Rows with their advantages, counted among the step's."""
-        estimate = None
+        """Compute the advantages of rows, and count the rows among the step's."""
         if self._critic is None:
-            advantages = self.baselines.advantages(rows)
+            batch = TrainingBatch(rows, self.advantages.advantages(rows))
         else:
             with self._reproducibly():
-                estimate = self._critic.estimate(rows, stop)
-            rows = estimate.rows
-            advantages = estimate.sizes
-        self.sums.summary.add(rows, advantages.numpy())
-        self.sums.broken = self.sums.broken or _not_finite(rows, advantages)
-        return TrainingBatch(rows, advantages, estimate)
+                batch = self._critic.estimate(rows, stop)
+        self.sums.summary.add(batch.rows, batch.advantages.numpy())
+        self.sums.broken = self.sums.broken or _not_finite(batch.rows, batch.advantages)
+        return batch
 
     def backward(self, batch: TrainingBatch, stop: threading.Event | None) -> None:
-        """Add a batch's gradient; in deterministic mode exactly: one that depends on nothing else.
+        """Add the gradient of a batch's summed loss; in deterministic mode to exact sums.
 
         Raises `Stopped` between passes.
         """
@@ -270,19 +264,19 @@ class Accumulation:
                 some = [batch.rows[i] for i in chosen]
                 advantages = batch.advantages[chosen]
                 sums.broken = self._passes.backward(some, advantages, sums.tokens, stop)
-            if not sums.broken and self._critic is not None and batch.estimate is not None:
-                sums.broken = self._critic.backward(batch.estimate, stop)
+            if not sums.broken and self._critic is not None:
+                sums.broken = self._critic.backward(batch, stop)
         if self._job.pipeline.deterministic:
-            problem = self._gradients.settle()
+            problem = self._gradients.accumulate_exact()
             if self._critic is not None:
-                problem = self._critic.gradients.settle() or problem
+                problem = self._critic.gradients.accumulate_exact() or problem
             sums.broken = sums.broken or problem
 
     def _reproducibly(self) -> contextlib.AbstractContextManager[None]:
         return _deterministic() if self._job.pipeline.deterministic else contextlib.nullcontext()
 
     def _with_gradient(self, advantages: torch.Tensor) -> list[int]:
-        """Rows whose loss has a gradient: all, unless only the advantage makes one."""
+        """Indices of rows whose loss has a gradient: a zero advantage has none of its own."""
         algorithm = self._job.algorithm
         pure = algorithm.kl_coefficient == 0 and algorithm.entropy_coefficient == 0
         if self._skip_zero and pure:
@@ -296,78 +290,77 @@ class Accumulation:
             found = self._passes.logprobs(batch.rows, stop)
         parts = torch.split(found.cpu(), response_lengths(batch.rows))
         rows = [replace(r, old=old.numpy()) for r, old in zip(batch.rows, parts, strict=True)]
-        estimate = batch.estimate and replace(batch.estimate, rows=rows)
-        return TrainingBatch(rows, batch.advantages, estimate)
+        return replace(batch, rows=rows)
 
     def clear(self) -> None:
-        """Forget the gradients of an update."""
+        """Forget the gradients of the update that was made, and begin the next one."""
         self.sums.updated, self.sums.normalizer = self.sums.updated + self.sums.normalizer, 0
         self._gradients.discard()
         if self._critic is not None:
             self._critic.clear()
 
     def discard(self) -> None:
-        """Forget the step."""
+        """Forget everything of the present step."""
         self._gradients.discard()
         if self._critic is not None:
             self._critic.discard()
-        self.baselines.discard()
-        self.sums = Sums()
+        self.advantages.discard()
+        self.sums = StepSums()
 
     # Suspension.
 
-    def of_step(self) -> tuple[GradientTensors, dict[str, Any]]:
-        """Tensors, not copied, and plain values (JSON) from which `resume_step` goes on."""
+    def step_state(self) -> tuple[Tensors, dict[str, Any]]:
+        """The present step as tensors, not copied, and plain values (JSON), for `restore_step`."""
         sums = self.sums
         gradients, bounds = self._gradients.state()
-        tokens, told = suspension.take_apart(sums.tokens)
-        held, of_held = suspension.rows_apart(sums.held)
-        waiting, of_waiting = suspension.rows_apart(sums.groups.waiting)
+        tokens, of_tokens = suspension.split_fields(sums.tokens)
+        held, of_held = suspension.pack_rows(sums.held)
+        waiting, of_waiting = suspension.pack_rows(sums.groups.waiting)
         parts = {"gradients": gradients, "tokens": tokens, "held": held, "waiting": waiting}
         values = {
             "bounds": bounds,
-            "tokens": told,
-            "summary": suspension.take_apart(sums.summary)[1],
+            "tokens": of_tokens,
+            "summary": suspension.split_fields(sums.summary)[1],
             "held": of_held,
             "waiting": of_waiting,
             "normalizer": sums.normalizer,
             "micro_batches": sums.micro_batches,
             "seconds": sums.seconds,
             "broken": sums.broken,
-            "baselines": self.baselines.of_step(),
+            "advantages": self.advantages.step_state(),
         }
         if self._critic is not None:
-            parts["critic"], values["critic"] = self._critic.of_step()
+            parts["critic"], values["critic"] = self._critic.step_state()
         named = [suspension.under(name, tensors) for name, tensors in parts.items()]
         return {name: t for tensors in named for name, t in tensors.items()}, values
 
-    def resume_step(self, tensors: GradientTensors, values: Mapping[str, Any]) -> None:
-        """Inverse of `of_step`, in these very tensors."""
+    def restore_step(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
+        """Go on with the step that `step_state` gave, in these very tensors."""
         part = {
             name: suspension.below(name, tensors)
             for name in ("gradients", "tokens", "held", "waiting", "critic")
         }
         self._gradients.restore(part["gradients"], values["bounds"])
         if self._critic is not None:
-            self._critic.resume_step(part["critic"], values["critic"])
-        self.baselines.resume_step(values["baselines"])
-        self.sums = sums = Sums(
+            self._critic.restore_step(part["critic"], values["critic"])
+        self.advantages.restore_step(values["advantages"])
+        self.sums = sums = StepSums(
             normalizer=values["normalizer"],
-            held=suspension.rows_together(part["held"], values["held"]),
+            held=suspension.unpack_rows(part["held"], values["held"]),
             micro_batches=values["micro_batches"],
             seconds=values["seconds"],
             broken=values["broken"],
         )
-        suspension.put_together(sums.tokens, part["tokens"], values["tokens"])
-        suspension.put_together(sums.summary, {}, values["summary"])
-        sums.groups.add(suspension.rows_together(part["waiting"], values["waiting"]))
+        suspension.join_fields(sums.tokens, part["tokens"], values["tokens"])
+        suspension.join_fields(sums.summary, {}, values["summary"])
+        sums.groups.add(suspension.unpack_rows(part["waiting"], values["waiting"]))
 
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Only kernels that give the same bits every time they are given the same numbers."""
+    """Use only kernels that give the same bits for the same inputs."""
     before = torch.are_deterministic_algorithms_enabled()
-    # Else every fresh tensor is filled: a search for reads of what nobody wrote.
+    # By default torch then fills every new tensor, to find reads of uninitialized memory.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:
@@ -377,8 +370,8 @@ def _deterministic() -> Iterator[None]:
 
 
 def _not_finite(rows: Sequence[Row], advantages: torch.Tensor) -> str:
-    """Which sample has a reward or a log-prob that no gradient can be made of."""
-    # In the loss they are of single precision.
+    """Names a sample whose advantage or log-probs are not finite; empty if there is none."""
+    # The loss takes advantages in single precision.
     usable = torch.isfinite(advantages.to(torch.float32)).tolist()
     for row, fine in zip(rows, usable, strict=True):
         if not fine:
@@ -393,10 +386,10 @@ def _not_finite(rows: Sequence[Row], advantages: torch.Tensor) -> str:
 
 
 def schedule(units: int, epochs: int, minibatches: int, seed: str) -> Iterator[list[int]]:
-    """For each update the units (0 .. `units` - 1) of its gradient.
+    """The units (indices below `units`) of each update of a step.
 
-    Every epoch cuts all of them into `minibatches` parts of about equally many, no part empty (so
-    that there are fewer where units are), in an order drawn from `seed` and the epoch.
+    Every epoch splits all units into `minibatches` parts of about equal size, in an order drawn
+    from `seed` and the epoch; into fewer parts where there are fewer units.
     """
     parts = min(minibatches, units)
     for epoch in range(epochs):
@@ -407,33 +400,30 @@ def schedule(units: int, epochs: int, minibatches: int, seed: str) -> Iterator[l
 
 @dataclass(frozen=True)
 class Applied:
-    """What became of a step's gradients."""
+    """The result of a step."""
 
     applied: bool
-    # Why not, when not.
+    # Why the step was not applied; empty if it was.
     reason: str
     metrics: dict[str, float]
-    # Of the ids of the samples that were accumulated (`BatchSummary.digest`).
+    # `samples_digest` of the samples that were accumulated.
     digest: int = 0
-    # Whether an update of the step was made before it failed: weights are not the version's then.
+    # Whether weights are not those of the version any more: an update was made before one failed.
     moved: bool = False
 
 
 class Learner:
-    """Trains the model of one policy on one device.
+    """Trains the language model of one policy on one device, or one rank's part of it.
 
     With `pipeline.deterministic` the weights after a step are a function, bit for bit, of the
-    weights before it and of the set of its samples: whatever the order in which they come and
-    however they are cut into micro-batches (units.py, exact_sum.py). That holds on one kind of
+    weights before it and of the set of its samples, whatever the order in which they come and
+    however they are cut into micro-batches (`GroupBuffer`, `ExactSum`). That holds on one kind of
     machine with one number of threads (`TROUPE_THREADS`): both change how sums are laid out.
 
-    A stand-in (simulated.py, networks/learner.py) has to offer what `Binding` and `StepRun` use:
-    `model`, `base`, `lost`, `num_parameters`, `needs_reference`, `set_reference`, `read`,
-    `accumulate`, `complete`, `apply` (whose `digest` the store checks), `discard`, `published`,
-    `weights`, `moments`, `restore`, and `suspended`, `adopt`, `leave`.
+    `learner_factory.py` lists what a learner offers to `PolicyBinding` and `Versions`.
     """
 
-    # Whether the state in memory has gone with a process that held it.
+    # Never: the state is in this process (see `GangLearner.lost`).
     lost = False
 
     def __init__(
@@ -446,13 +436,14 @@ class Learner:
         forward_tokens: int = 0,
         share_prefixes: bool = True,
         skip_zero_advantages: bool = True,
-        peers: RankGroup | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         """Train `model` in the type of its parameters: float32, or float64 for proofs.
 
-        `peers`: those that hold the other parts of a model that is sharded.
+        `model`: a Hugging Face model or a `TrainedModel`. `ranks`: those that hold the other parts
+        of a sharded model; default: there are none.
         """
-        self._peers = peers or RankGroup()
+        self._ranks = ranks or RankGroup()
         self._job, self._name = spec, policy
         self._policy = spec.policies[policy]
         if not isinstance(model, TrainedModel):
@@ -467,14 +458,14 @@ class Learner:
             policy,
             forward_tokens=forward_tokens,
             share_prefixes=share_prefixes,
-            peers=self._peers,
+            ranks=self._ranks,
         )
         self._critic: Critic | None = None
         value_function = spec.algorithm.value_function
         if value_function and self._policy.trainable and self._policy.simulated is None:
             bfloat16 = self._policy.language_model.dtype == "bfloat16"
-            pieces = self._passes.pieces
-            self._critic = Critic(self.model, value_function, pieces, bfloat16=bfloat16)
+            pack = self._passes.packed_batches
+            self._critic = Critic(self.model, value_function, pack, bfloat16=bfloat16)
         self._step = Accumulation(
             spec,
             policy,
@@ -483,7 +474,7 @@ class Learner:
             self._critic,
             skip_zero_advantages=skip_zero_advantages,
         )
-        self._lodger = PooledParameters(self._trained.weights(), self._trained.parameters)
+        self._pooled = PooledParameters(self._trained.weights(), self._trained.parameters)
 
     @property
     def model(self) -> Any:
@@ -497,26 +488,25 @@ class Learner:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
+        """Number of token embeddings: token ids are below it."""
         return self._trained.vocabulary
 
     @property
     def num_parameters(self) -> int:
-        """Distinct parameters."""
+        """Number of distinct parameters."""
         return self._trained.num_parameters
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss contains a divergence from the first version."""
-        brought = "reference_logprobs" in self._job.pipeline.required_columns
-        return self._job.algorithm.kl_coefficient > 0 and not brought
+        """Whether the loss needs log-probs of the first version that samples do not bring."""
+        return needs_reference(self._job)
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
         self._passes.set_reference(weights)
 
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
-        """What `accumulate` takes of a claim. Raises as `parse_rows`."""
+        """Parse the samples of a claim for `accumulate`. Raises as `parse_rows`."""
         columns, longest = columns_of(self._job.algorithm), positions_of(self.model)
         return parse_rows(claimed, self.vocabulary, load, columns, longest=longest)
 
@@ -525,41 +515,40 @@ class Learner:
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
         """Add the gradient of these rows' summed loss. Raises `Stopped` between passes.
 
-        In deterministic mode, and with a critic, the rows of a group are computed when all of them
-        have come; with an advantage that needs the whole step, all rows in `complete`; where the
-        step consists of several updates, in `apply`.
+        In deterministic mode, and with a critic, a group's rows are computed once all of them have
+        come; with an advantage that needs the whole step, in `complete`; in a step of several
+        updates, in `apply`.
         """
         self._step.add(rows, stop)
 
     def complete(self, stop: threading.Event | None = None) -> None:
-        """All of the step's rows have come: add what waited for that. Raises `Stopped`.
+        """Add the gradients of rows that were held back: the step is complete. Raises `Stopped`.
 
-        `apply` does it where nobody did.
+        `apply` calls it too.
         """
         if self._job.algorithm.updates == 1:
             self._step.complete(stop)
 
     @property
-    def _sums(self) -> Sums:
-        """Of the step that accumulates."""
+    def _sums(self) -> StepSums:
         return self._step.sums
 
     # The step.
 
     def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
-        """Step with what was accumulated since the last step, if it is finite.
+        """Make the step from the accumulated gradients, if they are finite.
 
-        A step that is not applied leaves weights and optimizers bitwise as they were, unless it is
-        `moved`: then `restore` has to follow. Raises `Stopped` where there was more to compute.
+        A step that is not applied leaves weights and optimizer bitwise as they were, unless the
+        result says `moved`: then the caller must `restore`. Raises `Stopped`.
         """
         self.complete(stop)
         started = time.perf_counter()
         several = self._job.algorithm.updates > 1
-        reason = self._update_often(version, stop) if several else self._update(version)
+        reason = self._run_updates(version, stop) if several else self._update(version)
         sums = self._sums
-        sums.tokens = self._peers.merged(sums.tokens)
+        sums.tokens = self._ranks.merged(sums.tokens)
         metrics = sums.summary.metrics(version) | sums.tokens.metrics()
-        metrics |= self._step.baselines.metrics()
+        metrics |= self._step.advantages.metrics()
         if self._critic is not None:
             metrics |= self._critic.metrics()
         if sums.tokens.tokens:
@@ -570,7 +559,7 @@ class Learner:
         if several:
             metrics["train/updates"] = float(sums.updates)
         if not reason:
-            self._step.baselines.applied()
+            self._step.advantages.applied()
         seconds = sums.seconds + time.perf_counter() - started
         metrics["train/seconds"] = seconds
         metrics["train/micro_batches"] = float(sums.micro_batches)
@@ -579,10 +568,10 @@ class Learner:
         return Applied(not reason, reason, metrics, digest, moved)
 
     def _update(self, version: int) -> str:
-        """One update with what accumulated; why not, if it is not finite.
+        """Make one update from the accumulated gradient; returns why it cannot be used, if so.
 
-        Nothing moves for a gradient that is not. Of finite ones a step may still overflow: then it
-        was made, but nobody may be given its weights.
+        A gradient that is not finite changes nothing. A finite one may still make weights overflow:
+        then the update was made, and its weights must not be published.
         """
         sums, optimizer, steps = self._sums, self._policy.optimizer, self._job.pipeline.steps
         if sums.broken or not sums.normalizer:
@@ -614,10 +603,10 @@ class Learner:
             "",
         )
 
-    def _update_often(self, version: int, stop: threading.Event | None) -> str:
-        """All updates of a step of several; why they ended before the last, if they did.
+    def _run_updates(self, version: int, stop: threading.Event | None) -> str:
+        """Make all updates of a step of several; returns why one failed, if one did.
 
-        Advantages, values and old log-probs are of the weights that the step began with.
+        Advantages, values and old log-probs are those of the weights that the step began with.
         """
         algorithm, sums = self._job.algorithm, self._sums
         batches = self._step.batches(stop)
@@ -633,56 +622,56 @@ class Learner:
         return reason
 
     def discard(self) -> None:
-        """Forget what was accumulated."""
+        """Forget the present step: gradients, statistics, rows."""
         self._step.discard()
 
     # State.
 
     def published(self) -> Mapping[str, torch.Tensor]:
-        """What engines load (`TrainedModel.published`)."""
+        """The tensors that engines load (`TrainedModel.published`)."""
         return self._trained.published()
 
     def weights(self) -> Tensors:
-        """In full precision; not a copy (`TrainedModel.weights`)."""
+        """Trained weights in full precision; not copies (`TrainedModel.weights`)."""
         return self._trained.weights()
 
     def moments(self) -> Moments:
-        """The state of the optimizer and the critic, not a copy, and of the baselines."""
+        """The state of optimizer, critic and baselines by name; not copies."""
         critic = {} if self._critic is None else self._critic.state()
-        return export_moments(self.model, self._optimizer) | self._step.baselines.state() | critic
+        return export_moments(self.model, self._optimizer) | self._step.advantages.state() | critic
 
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
-        """Take over weights and moments; forgets accumulated gradients."""
+        """Copy `weights` and `moments`, and forget the present step."""
         self.discard()
         self._trained.load(weights)
-        moments = self._step.baselines.restore(moments)
+        moments = self._step.advantages.restore(moments)
         if self._critic is not None:
             moments = self._critic.restore(moments)
         import_moments(self.model, self._optimizer, moments)
 
-    # Suspension: all of it, in the middle of a step too.
+    # Suspension, in the middle of a step too.
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
-        """Tensors, not copied, and plain values (JSON) from which `adopt` goes on."""
-        tensors, values = self._step.of_step()
+        """The whole state as tensors, not copied, and plain values (JSON), for `adopt`."""
+        tensors, values = self._step.step_state()
         weights = suspension.under("weights", self.weights())
         return weights | suspension.under("moments", self.moments()) | tensors, values
 
     def adopt(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
-        """Go on from what `suspended` gave, in these very tensors, which are on the device."""
+        """Go on from a state that `suspended` gave, in these very tensors, on the device."""
         weights = suspension.below("weights", tensors)
-        if self._lodger.enter(weights):
+        if self._pooled.attach(weights):
             self._trained.load(weights)
-        moments = self._step.baselines.restore(suspension.below("moments", tensors))
+        moments = self._step.advantages.restore(suspension.below("moments", tensors))
         if self._critic is not None:
             moments = self._critic.restore(moments, copy=False)
         import_moments(self.model, self._optimizer, moments, copy=False)
-        self._step.resume_step(tensors, values)
+        self._step.restore_step(tensors, values)
 
-    def leave(self) -> list[torch.Tensor]:
-        """Give the device's memory up; only `adopt` makes a learner of this again."""
-        left = [*export_moments(self.model, self._optimizer).values(), *self._lodger.leave()]
+    def release(self) -> list[torch.Tensor]:
+        """Give up the device memory, which is returned; only `adopt` may be called then."""
+        left = [*export_moments(self.model, self._optimizer).values(), *self._pooled.release()]
         self._optimizer.state.clear()
         self.discard()
         self._gradients.restore({}, [])
-        return left if self._critic is None else [*left, *self._critic.leave()]
+        return left if self._critic is None else [*left, *self._critic.release()]

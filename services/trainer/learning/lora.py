@@ -1,10 +1,11 @@
-"""The LoRA adapter of one policy (PEFT's layers) in a model over a shared base."""
+"""The LoRA adapter of one policy: PEFT's layers in a model over a shared base."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ _INFIX = f".{_NAME}.weight"
 
 
 class Adapter:
-    """What of a model is trained: A and B of every adapted layer, in float32."""
+    """The trained weights of an adapted model: A and B of every adapted layer, in float32."""
 
     def __init__(self, module: Any, base: FrozenBase, content: AdapterContent) -> None:
-        """`content`: without tensors; these are the module's."""
+        """`content`: rank, scale and layers; its tensors are the module's parameters."""
         self.base = base
         self._about = content
         self._parameters: dict[str, torch.nn.Parameter] = {
@@ -42,27 +43,19 @@ class Adapter:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """In the model's order."""
+        """A and B of all layers, in the model's order."""
         return list(self._parameters.values())
 
     def weights(self) -> Tensors:
-        """By PEFT's names; not copies."""
+        """A and B by PEFT's names; not copies."""
         return {name: p.detach() for name, p in self._parameters.items()}
 
     def content(self, dtype: torch.dtype) -> AdapterContent:
-        """As it is published: tensors in `dtype`, and what they belong to."""
-        about = self._about
-        return AdapterContent(
-            about.base,
-            about.rank,
-            about.alpha,
-            about.target_modules,
-            about.transposed,
-            {name: t.to(dtype) for name, t in self.weights().items()},
-        )
+        """The adapter as published, its tensors in `dtype`."""
+        return replace(self._about, tensors={n: t.to(dtype) for n, t in self.weights().items()})
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy what `weights` gave. Raises ValueError when it is not this adapter's."""
+        """Copy `weights` into the adapter. Raises ValueError when they are another adapter's."""
         found, own = ({n: t.shape for n, t in one.items()} for one in (weights, self._parameters))
         if wrong := shape_difference(found, own):
             raise TensorsDoNotFit(f"the weights are not this adapter's: {wrong}")
@@ -71,9 +64,9 @@ class Adapter:
                 parameter.copy_(weights[name])
 
     def frozen(self, weights: Mapping[str, torch.Tensor]) -> Any:
-        """A module that computes what `weights` of this adapter would, which no gradient reaches.
+        """A module with the adapter `weights`, without gradients, over the same base tensors.
 
-        It shares the base's tensors; an adapter that changes nothing (B = 0) is left out.
+        An adapter that changes nothing (B = 0) is left out.
         """
         module = self.base.twin()
         if any(bool(t.any()) for name, t in weights.items() if ".lora_B." in name):
@@ -83,7 +76,7 @@ class Adapter:
 
 
 class _Dropout(torch.nn.Module):
-    """Drops while gradients are computed and never else: models stay in evaluation mode."""
+    """Dropout that is active while gradients are computed: models stay in evaluation mode."""
 
     def __init__(self, fraction: float) -> None:
         super().__init__()
@@ -94,7 +87,7 @@ class _Dropout(torch.nn.Module):
 
 
 def adapted_model(policy: str, lora: LoraSpec, base: FrozenBase, seed: int) -> Any:
-    """A model over `base` with an adapter, at `troupe_adapter`: A random by `seed`, B = 0.
+    """A model over `base` with an `Adapter` in its attribute `troupe_adapter`: random A, B = 0.
 
     Raises InvalidArgument of kind "lora_invalid", naming the field.
     """
@@ -125,7 +118,7 @@ def adapted_model(policy: str, lora: LoraSpec, base: FrozenBase, seed: int) -> A
 
 
 def adapter_of(module: Any) -> Adapter | None:
-    """The adapter of a model that `adapted_model` made; None for any other."""
+    """The adapter of a model that `adapted_model` made; None for other models."""
     found: Adapter | None = getattr(module, "troupe_adapter", None)
     return found
 
@@ -137,17 +130,17 @@ def _inject(module: Any, about: AdapterContent, dropout: float, base: FrozenBase
         r=about.rank,
         lora_alpha=about.alpha,
         target_modules=list(about.target_modules),
-        # A layer of the same name as an adapted one may be the output layer.
+        # The output layer may have the name of an adapted layer.
         exclude_modules=[output_layer(module)],
         fan_in_fan_out=about.transposed,
         bias="none",
     )
-    with warnings.catch_warnings():  # it speaks of what we do not use
+    with warnings.catch_warnings():  # about options that are not used here
         warnings.simplefilter("ignore")
         inject_adapter_in_model(config, module, adapter_name=_NAME)
     for layer in module.modules():
         if hasattr(layer, "lora_A"):
-            # In the base's type small steps would round to nothing.
+            # In the base's dtype small updates would be rounded away.
             layer.lora_A[_NAME].float()
             layer.lora_B[_NAME].float()
             if dropout:
@@ -175,12 +168,12 @@ def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgu
     )
 
 
-# What our adapters never are, by the field of PEFT that says so.
-_FOREIGN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
+# Fields of PEFT's configuration whose features are not supported.
+_UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
 
 
 def begin_with(policy: str, lora: LoraSpec, model: Any) -> None:
-    """Load the adapter at `lora.path` into `model`, which has one of that shape.
+    """Load the adapter at `lora.path` into `model`, which has an adapter of that shape.
 
     Raises InvalidArgument of kind "adapter_unusable", naming the field at fault.
     """
@@ -203,7 +196,7 @@ def begin_with(policy: str, lora: LoraSpec, model: Any) -> None:
 
 
 def _compare(lora: LoraSpec, folder: Path, adapter: Adapter, field: str) -> None:
-    """Is it what the job says, and of this base?"""
+    """Raise InvalidArgument unless the adapter in `folder` fits the job and the base."""
     path = f"{field}.path"
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -213,10 +206,10 @@ def _compare(lora: LoraSpec, folder: Path, adapter: Adapter, field: str) -> None
         missing = "there is no adapter_config.json that can be read"
         remedy = "Give a directory that PEFT's save_pretrained or `troupe export --adapter` wrote."
         raise _unusable(missing, path, folder, remedy) from error
-    if kind != "LORA" or any(config.get(name) for name in _FOREIGN):
-        told = kind if kind != "LORA" else next(n for n in _FOREIGN if config.get(n))
+    if kind != "LORA" or any(config.get(name) for name in _UNSUPPORTED):
+        feature = kind if kind != "LORA" else next(n for n in _UNSUPPORTED if config.get(n))
         remedy = "Only plain LoRA adapters can be trained on."
-        raise _unusable(f"it is not plain LoRA ({told})", path, folder, remedy)
+        raise _unusable(f"it is not plain LoRA ({feature})", path, folder, remedy)
     for name, ours, theirs in (("rank", lora.rank, rank), ("alpha", lora.alpha, alpha)):
         if ours != theirs:
             raise _unusable(
@@ -226,10 +219,11 @@ def _compare(lora: LoraSpec, folder: Path, adapter: Adapter, field: str) -> None
                 f"Set it to {theirs:g}.",
             )
     lineage = Lineage.read(folder)
-    told = lineage.base_checksum if lineage is not None else ""
-    if told and told != adapter.base.checksum:
+    trained_on = lineage.base_checksum if lineage is not None else ""
+    if trained_on and trained_on != adapter.base.checksum:
         raise _unusable(
-            f"it was trained on a base with checksum {told}; this one has {adapter.base.checksum}",
+            f"it was trained on a base with checksum {trained_on}; this one has "
+            f"{adapter.base.checksum}",
             path,
             folder,
             "Give the model (and `dtype`) that the adapter was trained on.",

@@ -1,4 +1,4 @@
-"""Frozen weights that the adapters of several policies share: each content once in a process."""
+"""Frozen base models that LoRA policies share: each content is held once in a process."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ Source = tuple[str, ...]
 
 
 class FrozenBase:
-    """A model that is never trained, in the type that engines load, on one device."""
+    """A model that is never trained, in the published dtype, on one device."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self._format = CheckpointFormat(module, next(module.parameters()).dtype)
-        # Of `weights()`, which engines of every policy over it load once.
+        # Of `weights()`.
         self.checksum = checksum_of(self.weights())
 
     def weights(self) -> DeferredTensors:
-        """What engines load, as a checkpoint has it; made when it is read."""
+        """The tensors that engines load, in checkpoint format; converted when they are read."""
         return self._format.of(distinct_tensors(self.module))
 
     def twin(self) -> Any:
-        """A module of its own over the same tensors: what is put into it changes no other."""
+        """A module over the same tensors; layers put into it do not change other twins."""
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
 
 
 class Bases:
-    """Bases that somebody uses. What nobody uses any more leaves memory."""
+    """The bases in use, by source and by content; held weakly, so that unused ones are freed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,16 +55,16 @@ class Bases:
     def get(
         self, model: ModelSpec, seed: int, device: torch.device, load: Callable[[], Any]
     ) -> FrozenBase:
-        """The base that `load` makes of `model`, or the one that is here already.
+        """The base of `model` on `device`, made by `load` if it is not here yet.
 
-        `seed` counts for random weights only. Raises what `load` raises.
+        `seed` matters for random weights only. Raises what `load` raises.
         """
         source = (*_source(model, seed), model.dtype, str(device))
         with self._lock:
             known = self._by_source.get(source)
             if known is None:
                 fresh = FrozenBase(_cast(load(), getattr(torch, model.dtype), device))
-                # Two paths may lead to the same weights.
+                # Two paths may hold the same weights.
                 content = (fresh.checksum, _architecture(fresh.module), str(device))
                 known = self._by_content.get(content)
                 if known is None:
@@ -87,7 +87,7 @@ def _source(model: ModelSpec, seed: int) -> Source:
 
 
 def _files(directory: Path) -> list[str]:
-    """What changes when other weights are put where a base came from; nothing for a hub's id."""
+    """Names, sizes and times of a directory's files, to notice a change; empty for a hub id."""
     if not directory.is_dir():
         return []
     found = sorted((file.name, file.stat()) for file in directory.iterdir() if file.is_file())
@@ -95,10 +95,9 @@ def _files(directory: Path) -> list[str]:
 
 
 def _architecture(module: Any) -> str:
-    """The configuration, but for where it came from."""
+    """The configuration without private fields, such as the path it came from."""
     config = {n: v for n, v in module.config.to_dict().items() if not n.startswith("_")}
     return json.dumps(config, sort_keys=True, default=str)
 
 
-# One per process: the worker's policies are bound one by one.
 BASES = Bases()

@@ -1,4 +1,4 @@
-"""A policy's model and tokenizer, from a directory, a hub id or a configuration."""
+"""Loads a policy's model and tokenizer from a directory, a hub id or a configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from troupe.checkpoints.verifying import verify
 from troupe.job import PolicySpec, no_directory
 from troupe.rpc import InvalidArgument
 
-# In the place of a policy's name: random weights that several policies share.
+# Stands for a policy's name in the seed of random weights that several policies share.
 _BASE = "base"
 _HUB_REMEDY = (
     "Give an existing directory with config.json and weights, or a hub id ('owner/name') "
@@ -26,20 +26,19 @@ _HUB_REMEDY = (
 
 
 def import_transformers() -> None:
-    """Take the seconds that this needs before the first policy is waited for.
+    """Import transformers, which takes seconds, before the first policy is bound.
 
-    The Auto classes import by themselves next to nothing: what every architecture needs comes
-    with the first model otherwise.
+    The Auto classes are lazy: modules that every architecture needs are imported here too.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     for module in ("modeling_utils", "modeling_layers", "activations", "masking_utils"):
-        with contextlib.suppress(ImportError):  # another release: it comes with the model
+        with contextlib.suppress(ImportError):  # not in this release of transformers
             importlib.import_module(f"transformers.{module}")
 
 
 def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
-    """The model of `policy` with its first weights: float32, evaluation mode, on the CPU.
+    """Load the first weights of `policy`'s model: float32, evaluation mode, on the CPU.
 
     Random weights depend only on `seed` and the policy's name. Raises InvalidArgument of
     kind "model_not_found", "model_unreadable", "model_mismatch" (a tensor is missing, superfluous
@@ -49,8 +48,9 @@ def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
 
 
 def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device) -> Any:
-    """The model of a policy that trains an adapter, over the base that it shares with others of
-    this process: evaluation mode, on `device`.
+    """Load the model of a policy that trains an adapter: evaluation mode, on `device`.
+
+    Policies of this process share the frozen base.
 
     A base with random weights depends on `seed` and its configuration alone, the adapter on `seed`
     and the policy's name. Raises as `load_model`, and InvalidArgument of kind "lora_invalid" or
@@ -81,7 +81,7 @@ def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
             model = load_causal_lm(source.path, revision=source.revision, dtype=torch.float32)
         except Exception as error:
             raise _explain(policy, source.path, error) from error
-    model.eval()  # dropout would make every token off-policy
+    model.eval()  # with dropout every token would be off-policy
     return model
 
 
@@ -100,8 +100,10 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
 
 
 def outline(policy: str, spec: PolicySpec) -> Any:
-    """The model of `policy` without values: names, shapes and types of what it consists of, which
-    take no memory. Raises as `load_model`."""
+    """The model of `policy` on the meta device: names, shapes and types without memory.
+
+    Raises as `load_model`.
+    """
     from transformers import AutoModelForCausalLM
 
     config = load_config(policy, spec)
@@ -110,7 +112,7 @@ def outline(policy: str, spec: PolicySpec) -> Any:
 
 
 def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
-    """The tokenizer of `policy`. Raises InvalidArgument of kind "tokenizer_not_found"."""
+    """Load the tokenizer of `policy`. Raises InvalidArgument of kind "tokenizer_not_found"."""
     from transformers import AutoTokenizer
 
     source = spec.language_model.tokenizer_source
@@ -161,7 +163,7 @@ def check_tokenizer(policy: str, spec: PolicySpec, tokenizer: Any, model: Any) -
 
 
 def positions_of(model: Any) -> int:
-    """Tokens of the longest sequence that `model` was made for; 0 where it does not say."""
+    """Longest sequence of `model` in tokens (position embeddings); 0 if its config has none."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
     found = getattr(text, "max_position_embeddings", 0)
@@ -169,7 +171,7 @@ def positions_of(model: Any) -> int:
 
 
 def policy_seed(seed: int, policy: str) -> int:
-    """A seed of its own for each policy of a job."""
+    """The seed of one policy of a job."""
     digest = hashlib.sha256(f"{seed}/{policy}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
@@ -205,7 +207,7 @@ def _config_of(policy: str, values: dict[str, Any]) -> Any:
 
 
 def _refuse_adapter(policy: str, path: str | None) -> None:
-    """Given an adapter, transformers would load the base that it names, unasked."""
+    """Raise InvalidArgument for an adapter: transformers would load the base that it names."""
     folder = Path(path or "")
     if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
         return
@@ -255,7 +257,7 @@ def _tokenizer_field(policy: str, spec: PolicySpec) -> str:
 
 
 def _first_line(error: Exception, limit: int = 300) -> str:
-    """The first line, and those after it as long as it announces more; not endless lists."""
+    """The first line of an error, with the next ones while it ends in a colon; at most `limit`."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines.pop(0) if lines else type(error).__name__
     while lines and text.endswith(":"):

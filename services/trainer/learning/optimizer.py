@@ -1,4 +1,8 @@
-"""AdamW and its schedule."""
+"""The optimizer's parts: exact gradient sums, gradients, random generators, AdamW, its schedule.
+
+`ExactSum` adds in integers, so that a sum is the same bit for bit in any order. The learning rate
+is a function of the version, so there is no scheduler state to keep.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +17,31 @@ from torch.distributed.tensor import DTensor
 
 from troupe.job import OptimizerSpec
 
-# Binary digits behind the point.
+# Fixed-point precision of exact sums: a quantum is 2^-40.
 FRACTION_BITS = 40
 _SCALE = float(1 << FRACTION_BITS)
 _LIMIT = 1 << 63
-# Elements converted at once: on a CPU what stays in its caches.
+# Elements converted at a time: on a CPU what stays in its caches.
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
 class NotSummable(ArithmeticError):
-    """A term is not finite, or the sum may leave the range."""
+    """A gradient is not finite, or the exact sum may overflow."""
 
 
 class ExactSum:
-    """Element-wise sums of lists of tensors, all lists of the same shapes."""
+    """Order-independent element-wise sums of tensors, in int64 fixed point."""
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
-        """Zeros in the shapes and on the devices of `like`."""
+        """Begin with zeros in the shapes and on the devices of `like`."""
         self._sums = [torch.zeros(t.numel(), dtype=torch.int64, device=t.device) for t in like]
-        # By tensor: what no element's magnitude exceeds, in quanta. Python's integers are exact.
+        # Per tensor, a bound on the magnitude of every element in quanta (exact Python integers).
         self._bounds = [0] * len(self._sums)
 
     def add(self, term: Sequence[torch.Tensor | None]) -> None:
-        """Add one tensor (or nothing) to each sum.
+        """Add a tensor, or None for nothing, to each sum.
 
-        Raises NotSummable, which depends on the terms but not on their order; then the sums
-        are of no more use before `clear`.
+        Raises NotSummable, whatever the order of terms; the sums are invalid then until `clear`.
         """
         present = [i for i, t in enumerate(term) if t is not None and t.numel()]
         tensors = [t.detach() for i in present if (t := term[i]) is not None]
@@ -55,14 +58,14 @@ class ExactSum:
                 )
         for i, tensor in zip(present, tensors, strict=True):
             flat, total = tensor.reshape(-1), self._sums[i]
-            # Multiplied by a power of two nothing is rounded, in single precision neither.
+            # Multiplying by a power of two rounds nothing, in single precision too.
             size = _BLOCK.get(flat.device.type, len(flat))
             for start in range(0, len(flat), size):
                 part = flat[start : start + size] * _SCALE
                 total[start : start + size] += part.round_().to(torch.int64)
 
     def write(self, into: Sequence[torch.Tensor], divisor: float) -> None:
-        """Store every sum, divided by `divisor`, in the tensor of `into` at its place."""
+        """Write every sum, divided by `divisor`, into the tensor of `into` at its index."""
         for total, tensor in zip(self._sums, into, strict=True):
             quotient = total.to(torch.float64).div_(_SCALE * divisor)
             tensor.copy_(quotient.view_as(tensor))
@@ -73,34 +76,34 @@ class ExactSum:
 
     @staticmethod
     def resumed(sums: Sequence[torch.Tensor], bounds: Sequence[int]) -> ExactSum:
-        """Goes on from what `state` gave, without copying it."""
+        """An exact sum that continues from `state`, in the same tensors."""
         found = ExactSum([])
         found._sums, found._bounds = list(sums), list(bounds)
         return found
 
     def clear(self) -> None:
-        """Back to zero."""
+        """Set all sums to zero."""
         for total in self._sums:
             total.zero_()
         self._bounds = [0] * len(self._sums)
 
 
 def _peaks(tensors: list[torch.Tensor]) -> list[float]:
-    """Largest magnitude of each tensor; NaN where it has one. Waits for the device once."""
+    """Largest magnitude of each tensor, or NaN. Synchronizes with the device once."""
     extremes = [torch.stack(torch.aminmax(t)).abs().amax().to(torch.float64) for t in tensors]
     return [float(value) for value in torch.stack(extremes).tolist()]
 
 
 class Gradients:
-    """Sums in the parameters' own `.grad`, or exact ones beside them (exact_sum.py)."""
+    """Gradient sums: in the parameters' `.grad`, or exact ones beside them (`ExactSum`)."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        # Made with the first unit: a frozen policy and an ordinary step need none.
+        # Made on first use: only deterministic jobs need it.
         self._exact: ExactSum | None = None
 
-    def settle(self) -> str:
-        """Move what backward passes left in `.grad` into the exact sums; why not, if it cannot."""
+    def accumulate_exact(self) -> str:
+        """Move `.grad` into the exact sums; returns why it cannot, empty if it did."""
         if self._exact is None:
             self._exact = ExactSum(self._parameters)
         problem = ""
@@ -112,7 +115,7 @@ class Gradients:
         return problem
 
     def finish(self, total: int, max_norm: float) -> float:
-        """Divide the sums by `total`, clip them; returns their L2 norm before the clip."""
+        """Divide the sums by `total` and clip them in `.grad`; returns their L2 norm before."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 # Every sample of the step had advantage zero: a step of size zero.
@@ -122,21 +125,21 @@ class Gradients:
             self._exact.write(grads, float(total))
         else:
             torch._foreach_div_(grads, float(total))
-        return _whole(torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True))
+        return _full_norm(torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True))
 
     @torch.no_grad()
     def weights_norm(self) -> float:
-        """L2 norm of the parameters themselves: not finite where one is not, or is beyond 1e19."""
-        return _whole(torch.nn.utils.get_total_norm(self._parameters, foreach=True))
+        """L2 norm of the parameters; not finite if one is not, or exceeds 1e19."""
+        return _full_norm(torch.nn.utils.get_total_norm(self._parameters, foreach=True))
 
     def discard(self) -> None:
-        """Back to nothing."""
+        """Forget all gradients."""
         self._drop()
         if self._exact is not None:
             self._exact.clear()
 
     def state(self) -> tuple[dict[str, torch.Tensor], list[int]]:
-        """What has accumulated: tensors, not copied, and the bounds of exact sums, if any."""
+        """Gradients and exact sums, not copied, and the bounds of exact sums, if any."""
         found = {
             f"{i}": parameter.grad
             for i, parameter in enumerate(self._parameters)
@@ -148,7 +151,7 @@ class Gradients:
         return found | {f"exact/{i}": total for i, total in enumerate(sums)}, bounds
 
     def restore(self, tensors: dict[str, torch.Tensor], bounds: list[int]) -> None:
-        """Take over what `state` gave, without copying it."""
+        """Continue from `state`, in the same tensors."""
         self._drop()
         for i, parameter in enumerate(self._parameters):
             parameter.grad = tensors.get(f"{i}")
@@ -163,18 +166,17 @@ class Gradients:
             parameter.grad = None
 
 
-def _whole(norm: torch.Tensor) -> float:
-    # Of a sharded model: this rank's term of it.
+def _full_norm(norm: torch.Tensor) -> float:
+    # The norm of a sharded model is a DTensor.
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 Generators = dict[str, torch.Tensor]
-# What they are called.
 NAMES = frozenset({"torch", "numpy", "numpy_gauss", "cuda"})
 
 
 def capture(device: torch.device) -> Generators:
-    """What torch (on the CPU and on `device`) and numpy would draw next; a copy."""
+    """A copy of the states of torch's generators (CPU and `device`) and numpy's."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     numbers = np.concatenate([np.asarray(keys, np.int64), [position, has_gauss]])
     found = {
@@ -188,7 +190,7 @@ def capture(device: torch.device) -> Generators:
 
 
 def restore(generators: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Inverse of `capture`; generators that are not in it stay as they are."""
+    """Inverse of `capture`; generators that are missing from it stay as they are."""
     if "torch" in generators:
         torch.set_rng_state(generators["torch"])
     if "numpy" in generators:
@@ -201,7 +203,7 @@ def restore(generators: Mapping[str, torch.Tensor], device: torch.device) -> Non
 
 
 def seeded(value: int, device: torch.device) -> Generators:
-    """Generators that start from `value`; the process' own stay as they are."""
+    """Generators seeded with `value`; those of the process stay as they are."""
     before = capture(device)
     try:
         torch.manual_seed(value)
@@ -212,7 +214,7 @@ def seeded(value: int, device: torch.device) -> Generators:
 
 
 class Randomness:
-    """The generators of one policy: `committed` with its version, and where its step is."""
+    """Random generators of one policy: as of the committed version, and in the present step."""
 
     def __init__(self, generators: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._device = device
@@ -221,7 +223,7 @@ class Randomness:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """What is drawn inside comes from this policy's generators. In the compute thread."""
+        """Draw random numbers from this policy's generators inside. In the compute thread."""
         before = capture(self._device)
         restore(self.now, self._device)
         try:
@@ -231,11 +233,11 @@ class Randomness:
             restore(before, self._device)
 
     def commit(self) -> None:
-        """The step that drew was committed."""
+        """Keep the generators of the step: it was committed."""
         self.committed = self.now
 
     def rewind(self) -> None:
-        """The step that drew is given up: go back to the version's."""
+        """Go back to the generators of the committed version: the step was given up."""
         self.now = self.committed
 
 
@@ -243,10 +245,7 @@ Moments = dict[str, torch.Tensor]
 
 
 def learning_rate(spec: OptimizerSpec, applied: int, total: int) -> float:
-    """The rate of the step after `applied` steps of at most `total`.
-
-    A function of the version alone, so a resumed job needs no scheduler state.
-    """
+    """The learning rate of the step after `applied` steps of at most `total`."""
     if applied < spec.warmup_steps:
         return spec.lr * (applied + 1) / spec.warmup_steps
     span = max(1, total - 1 - spec.warmup_steps)
@@ -260,7 +259,7 @@ def learning_rate(spec: OptimizerSpec, applied: int, total: int) -> float:
 
 
 def make_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW over what is trained; matrices decay, norms and biases do not."""
+    """AdamW over trained parameters; weight decay for matrices only, not norms and biases."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": spec.weight_decay},
@@ -276,7 +275,7 @@ def make_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.A
 
 
 def export_moments(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> Moments:
-    """The optimizer's state by `{slot}/{parameter}`; empty before the first step. Not a copy."""
+    """The optimizer's state by `{slot}/{parameter}`, not copied; empty before the first step."""
     moments: Moments = {}
     for name, parameter in model.named_parameters():
         state: Mapping[str, Any] = optimizer.state.get(parameter, {})
@@ -292,9 +291,9 @@ def import_moments(
     *,
     copy: bool = True,
 ) -> None:
-    """Inverse of `export_moments`; forgets what the optimizer had before.
+    """Inverse of `export_moments`; replaces the optimizer's state.
 
-    Without `copy` the optimizer goes on in the tensors themselves, where they are on its device.
+    Without `copy` the optimizer uses the tensors themselves where they are on its device.
     """
     parameters = dict(model.named_parameters())
     optimizer.state.clear()

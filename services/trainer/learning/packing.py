@@ -1,10 +1,10 @@
-"""From rows to forward passes: which tokens are computed together.
+"""Batching of rows into forward passes, within a budget of tokens.
 
-*Packed*: rows side by side in one sequence without padding; with sharing, rows with a common
-prefix (a group answers one prompt; a later turn repeats the earlier ones) become one tree, whose
-common tokens are computed once (packing.py). *Padded*, for models whose attention cannot be told
-which tokens are one row: rows of similar length below each other; causal attention never looks
-at the padding behind a row, so no mask is needed.
+*Packed*: rows side by side in one sequence without padding. With prefix sharing, rows with a common
+prefix (a group answers one prompt; a later turn repeats the earlier ones) form a prefix tree, whose
+common tokens are computed once. *Padded*, for models whose attention cannot be told which tokens
+are one row: rows of similar length, right-padded; causal attention never looks at the padding, so
+no mask is needed.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ import torch
 
 from services.trainer.learning.samples import Ints, Row
 
-# Rows whose lengths differ by less than this, or a quarter, are one block of attention.
+# Rows whose lengths differ by at most this, or a quarter, share a block of attention.
 _CLOSE = 16
+# Padded rows whose lengths differ by at most this, or a quarter, share a forward pass.
+_BUCKET = 16
 
 
 @dataclass(frozen=True)
 class Segment:
     """One row in a packed sequence."""
 
-    # Where in the sequence its tokens are, in their order: int64 [length].
+    # int64 [length]: where in the sequence each of its tokens is.
     path: Ints
-    # How many of them are its own: the last ones, which lie side by side.
+    # How many of them only this row has: the last ones, which lie side by side.
     fresh: int
 
     @property
     def shared(self) -> int:
-        """Tokens that an earlier row computes."""
+        """Number of tokens that an earlier row of the sequence computes."""
         return len(self.path) - self.fresh
 
 
 @dataclass(frozen=True)
 class Block:
-    """n rows of attention: Q queries each, the fresh tokens, and K keys, all of them."""
+    """n rows that attention computes together: Q queries (fresh tokens) and K keys (all) each."""
 
-    # int64 [n * Q], [n * K]: tokens, where rows are shorter the last one again.
+    # int64 [n * Q], [n * K]: tokens of the sequence; shorter rows repeat their last one.
     queries: torch.Tensor
     keys: torch.Tensor
     # n, Q, K
@@ -51,7 +53,7 @@ class Block:
     mask: torch.Tensor | None
     # int64 [n]: position of each row's first query.
     first: torch.Tensor
-    # First token, if queries and keys are these: start, start + 1, ... without any gap.
+    # The first token, if queries and keys are start, start + 1, ... without a gap; else None.
     start: int | None
 
     def to(self, device: torch.device) -> Block:
@@ -63,7 +65,7 @@ class Block:
         return Block(queries, keys, self.shape, mask, first, self.start)
 
     def mask_within(self, window: int) -> torch.Tensor | None:
-        """The mask of a layer that looks back over at most `window` tokens, its own included."""
+        """The mask of a layer with a sliding window of `window` tokens, its own included."""
         _, queries, keys = self.shape
         if keys <= window:
             return self.mask
@@ -79,19 +81,19 @@ class Packing:
     """How the T tokens of a packed sequence attend to each other."""
 
     blocks: tuple[Block, ...]
-    # int64 [T]: where in the blocks' outputs, one behind the other, each token is; or None: there.
+    # int64 [T]: where each token is in the concatenated outputs of the blocks; None: in order.
     place: torch.Tensor | None
-    # By row, for kernels that take sequences of any lengths: fresh tokens, all tokens.
+    # Per row, for variable-length kernels: number of fresh tokens, of all tokens.
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     # int64 [sum of key_lengths]: the tokens of each row's keys, row after row.
     paths: torch.Tensor
-    # What attention made of it for a layer of one kind, for the other layers of that kind.
+    # Cache of attention.py: what one layer derived, for the other layers of its kind.
     made: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Packing:
-        """The packing of rows whose fresh tokens follow each other in this order."""
+        """The packing of segments whose fresh tokens follow each other in this order."""
         blocks, places, offset = [], np.empty(sum(s.fresh for s in segments), np.int64), 0
         for members in _similar(segments):
             block, own, slots = _block([segments[i] for i in members])
@@ -120,7 +122,7 @@ class Packing:
 
     @cached_property
     def cumulative(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each row's queries and keys begin, and the end: int32 [rows + 1] each."""
+        """Cumulative lengths of queries and of keys, int32 [rows + 1] each."""
         device = self.paths.device
         found = []
         for lengths in (self.query_lengths, self.key_lengths):
@@ -130,7 +132,7 @@ class Packing:
 
 
 def _similar(segments: Sequence[Segment]) -> list[list[int]]:
-    """Indices of rows that are of nearly the same lengths, longest first."""
+    """Indices of segments grouped by similar lengths, longest first."""
 
     def size(i: int) -> tuple[bool, int, int]:
         return segments[i].shared > 0, len(segments[i].path), segments[i].fresh
@@ -150,7 +152,7 @@ def _similar(segments: Sequence[Segment]) -> list[list[int]]:
 
 
 def _block(rows: Sequence[Segment]) -> tuple[Block, Ints, Ints]:
-    """A block of rows, their fresh tokens, and where in the [n * Q] of the block those are."""
+    """A block of rows, their fresh tokens, and the places of those in the block's [n * Q]."""
     n, width = len(rows), max(row.fresh for row in rows)
     depth = max(row.shared for row in rows)
     length = width if not depth else max(len(row.path) for row in rows)
@@ -178,27 +180,23 @@ def _block(rows: Sequence[Segment]) -> tuple[Block, Ints, Ints]:
     return block, np.concatenate([row.path[row.shared :] for row in rows]), np.concatenate(slots)
 
 
-# Padded rows whose lengths differ by less than this share a forward pass.
-_BUCKET = 16
-
-
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward pass over B sequences of L tokens that scores N response tokens."""
+    """The input of one forward pass: B sequences of L tokens, N of which are scored."""
 
     # int64 [B, L]
     input_ids: torch.Tensor
-    # int64 [N]: where in the flattened [B * L] the token before the scored one is.
+    # int64 [N]: place in the flattened [B * L] of the token before each scored one.
     positions: torch.Tensor
     # int64 [N]: the scored tokens.
     targets: torch.Tensor
-    # int64 [N]: which response token of the micro-batch each one is, counted row after row.
+    # int64 [N]: index of each scored token among those of all rows, row after row.
     order: torch.Tensor
-    # How many of the N are of each row, one row's after the other's.
+    # Number of scored tokens of each row; those of a row lie together.
     spans: tuple[int, ...] = ()
     # int64 [B, L], or None: 0 .. L-1 in every sequence.
     position_ids: torch.Tensor | None = None
-    # How the tokens of a packed sequence attend to each other; None: a padded piece.
+    # How the tokens of a packed sequence attend to each other; None: a padded batch.
     packing: Packing | None = None
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -217,28 +215,28 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Relative cost of a forward pass: per token, and per pair of tokens in attention."""
+    """Cost model of a forward pass in FLOPs: per token, and per pair of tokens in attention."""
 
     token: float
     pair: float
 
     def alone(self, length: int) -> float:
-        """Of one row, under causal attention."""
+        """Cost of one row of `length` tokens by itself."""
         return self.token * length + self.pair * length * length / 2
 
     def joined(self, fresh: int, length: int) -> float:
-        """Of the `fresh` last tokens of a row whose others another one computes, under a mask."""
+        """Cost of the last `fresh` tokens of a row whose other tokens another row computes."""
         return self.token * fresh + self.pair * fresh * length
 
 
 class _PrefixTree:
-    """Rows laid over each other, in lexicographic order."""
+    """A prefix tree of rows, which are added in lexicographic order; a node per token."""
 
     def __init__(self) -> None:
         self._tokens: list[Ints] = []
         self._depths: list[Ints] = []
         self.size = 0
-        # (index of the row, node of each of its tokens, how many of them are its own)
+        # Per row: (its index, node of each of its tokens, how many nodes only it has).
         self.paths: list[tuple[int, Ints, int]] = []
 
     def add(self, index: int, tokens: Ints, common: int) -> None:
@@ -252,12 +250,12 @@ class _PrefixTree:
 
     @property
     def tokens(self) -> Ints:
-        """Token of each node."""
+        """Token id of each node."""
         return np.concatenate(self._tokens)
 
     @property
     def depths(self) -> Ints:
-        """Position of each node in its rows."""
+        """Position of each node in the rows through it."""
         return np.concatenate(self._depths)
 
 
@@ -269,16 +267,16 @@ def plan(
     sharing: PassCosts | None = None,
     limit: int | None = None,
 ) -> list[PackedBatch]:
-    """Pieces that together score every response token of `rows` exactly once.
+    """Batches that together score every response token of `rows` exactly once.
 
-    A piece has at most `budget` tokens, padding included, and scores at most `limit` of them
-    (None: no bound), but always holds at least one sequence. `sharing` computes common prefixes
-    of packed rows once where its costs say that it pays. Rows without response tokens are left
-    out. Deterministic: depends on the order of `rows` only through ties.
+    A batch has at most `budget` tokens, padding included, and scores at most `limit` of them
+    (None: no bound), but always holds at least one sequence. With `sharing`, common prefixes of
+    packed rows are computed once where these costs make that cheaper. Rows without response tokens
+    are left out. Deterministic: depends on the order of `rows` only through ties.
     """
     starts = np.cumsum([0, *(row.response_length for row in rows)])
     chosen = [i for i, row in enumerate(rows) if row.response_length]
-    # The last token of a row is scored, never fed.
+    # The last token of a row is scored, never an input.
     fed = {i: rows[i].ids[:-1] for i in chosen}
     if not packed:
         lone = [(len(fed[i]), rows[i].response_length) for i in chosen]
@@ -296,7 +294,7 @@ def plan(
 def _bucket(
     sizes: list[tuple[int, int]], budget: int, limit: int | None, *, padded: bool
 ) -> list[list[int]]:
-    """Indices of (length, scored) grouped by length, longest first, within both bounds."""
+    """Indices of `sizes` (length, scored tokens) in groups within both bounds, longest first."""
     order = sorted(range(len(sizes)), key=lambda k: (-sizes[k][0], k))
     parts: list[list[int]] = []
     scored = total = 0
@@ -329,7 +327,7 @@ def _padded(
         ids[b, : len(fed[i])] = fed[i]
         first = b * length + rows[i].prompt_length - 1
         positions.append(np.arange(first, first + rows[i].response_length))
-    return _piece(torch.from_numpy(ids), part, positions, rows, starts)
+    return _scoring(torch.from_numpy(ids), part, positions, rows, starts)
 
 
 def _packed(part: list[_PrefixTree], rows: Sequence[Row], starts: Ints) -> PackedBatch:
@@ -346,13 +344,13 @@ def _packed(part: list[_PrefixTree], rows: Sequence[Row], starts: Ints) -> Packe
     ids = np.concatenate([tree.tokens for tree in part])
     depths = np.concatenate([tree.depths for tree in part])
     return replace(
-        _piece(torch.from_numpy(ids[None]), members, positions, rows, starts),
+        _scoring(torch.from_numpy(ids[None]), members, positions, rows, starts),
         position_ids=torch.from_numpy(depths[None]),
         packing=Packing.of(segments),
     )
 
 
-def _piece(
+def _scoring(
     ids: torch.Tensor,
     members: list[int],
     positions: list[Ints],
@@ -379,20 +377,20 @@ def _alone(fed: dict[int, Ints]) -> list[_PrefixTree]:
 def _share(
     fed: dict[int, Ints], scored: dict[int, int], costs: PassCosts, budget: int, limit: int | None
 ) -> list[_PrefixTree]:
-    """Lay rows with long common prefixes over each other, greedily in lexicographic order."""
-    # Big-endian bytes compare like the numbers: neighbours share the longest prefixes.
+    """Merge rows with long common prefixes into trees, greedily in lexicographic order."""
+    # Big-endian bytes sort like the numbers: neighbours share the longest prefixes.
     order = sorted(fed, key=lambda i: (fed[i].astype(">i8").tobytes(), i))
     trees: list[_PrefixTree] = []
     targets = 0
     for previous, i in zip([-1, *order], order, strict=False):
         tokens = fed[i]
         common = _common_prefix(fed[previous], tokens) if previous >= 0 else 0
-        # A row that says nothing new feeds its last token all the same.
+        # A row without tokens of its own still needs its last one as an input.
         fresh = max(len(tokens) - common, 1)
         fits = bool(trees) and trees[-1].size + fresh <= budget
         small = limit is None or targets + scored[i] <= limit
-        pays = costs.joined(fresh, len(tokens)) <= costs.alone(len(tokens))
-        if not (fits and small and pays and fresh < len(tokens)):
+        cheaper = costs.joined(fresh, len(tokens)) <= costs.alone(len(tokens))
+        if not (fits and small and cheaper and fresh < len(tokens)):
             fresh, targets = len(tokens), 0
             trees.append(_PrefixTree())
         targets += scored[i]

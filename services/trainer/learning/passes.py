@@ -1,4 +1,9 @@
-"""Forward and backward passes over rows: gradients of a summed loss, and its statistics."""
+"""Forward and backward passes of one policy: gradients of the summed loss over rows.
+
+`configure_model` chooses kernels, compilation and activation checkpointing; `TokenColumns` holds
+what the loss reads of every response token; `Passes` runs rows through the model in batches that
+fit the device, over CPU threads or over the ranks of a gang where there are any.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +22,34 @@ from transformers import AttentionInterface
 
 from services.trainer.learning.attention import PACKED, packed_attention
 from services.trainer.learning.cpu_kernels import layers_of, use_kernels
-from services.trainer.learning.cpu_threads import CpuThreads, dealt, pays
+from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_splitting
 from services.trainer.learning.forward import Forward, TrainedModel, costs_of
 from services.trainer.learning.packing import PackedBatch, plan
-from services.trainer.learning.ranks import RankGroup, RankPieces, Stopped
+from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
 from services.trainer.learning.samples import Row, response_lengths
-from troupe.algorithms import TokenStatistics, grpo_loss_sum, token_weights
-from troupe.algorithms.losses import Normalize
+from troupe.algorithms.losses import Normalize, grpo_loss_sum, token_weights
+from troupe.algorithms.statistics import TokenStatistics
 from troupe.job import JobSpec, TrainerSpec
 from troupe.rpc import FailedPrecondition
 
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """The T response tokens of a micro-batch, row after row; all on one device."""
+    """What the loss reads of T response tokens, row after row; all on one device."""
 
-    # [T] log-probs under the engine that drew them.
+    # [T] log-probs under the engine that sampled them (mu).
     behaviour: torch.Tensor
-    # [T] advantage of each; without a critic that of the sample that it is of.
+    # [T] advantage of each; without a critic, that of its row.
     advantages: torch.Tensor
-    # [T] weight in the loss, before the division by N.
+    # [T] weight w_t in the loss sum.
     weights: torch.Tensor
-    # [T, 1] what the logits were divided by in the draw.
+    # [T, 1] sampling temperature.
     temperatures: torch.Tensor
-    # int64 [T] which row each is of.
+    # int64 [T] index of its row.
     sequences: torch.Tensor
-    # [T] log-probs under the first version, where the samples bring them.
+    # [T] log-probs under the first version, where the samples copy_to_device them.
     reference: torch.Tensor | None = None
-    # [T] log-probs under the weights that the step began with, where they were recomputed.
+    # [T] recomputed log-probs under the weights that the step began with (pi_old), if any.
     old: torch.Tensor | None = None
 
     @classmethod
@@ -57,19 +62,19 @@ class TokenColumns:
         device: torch.device,
         dtype: torch.dtype,
     ) -> TokenColumns:
-        """The columns of `rows`, computed in `dtype`.
+        """The columns of `rows` in `dtype`.
 
-        `advantages`: float64 [n], of rows that have none for each token.
+        `advantages`: float64 [n], for rows that do not carry advantages by token.
         """
         lengths = response_lengths(rows)
         sizes = torch.tensor(lengths)
-        heat = torch.tensor([row.temperature for row in rows], dtype=torch.float64)
+        temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64)
         known = [row.reference for row in rows if row.reference is not None]
         columns = {
             "behaviour": torch.from_numpy(np.concatenate([row.behaviour for row in rows])),
             "advantages": torch.repeat_interleave(advantages, sizes),
             "weights": token_weights(lengths, normalize),
-            "temperatures": torch.repeat_interleave(heat, sizes)[:, None],
+            "temperatures": torch.repeat_interleave(temperatures, sizes)[:, None],
         }
         if len(known) == len(rows):
             columns["reference"] = torch.from_numpy(np.concatenate(known))
@@ -84,12 +89,8 @@ class TokenColumns:
             **{name: column.to(device, dtype) for name, column in columns.items()},
         )
 
-    def with_reference(self, reference: torch.Tensor | None) -> TokenColumns:
-        """The same with these log-probs [T] under the first version."""
-        return replace(self, reference=reference)
-
     def at(self, order: torch.Tensor | slice) -> TokenColumns:
-        """Those of the tokens that `order` (int64 [N], or a slice) names."""
+        """The columns of N tokens: those that `order` (int64 [N], or a slice) selects."""
         reference = None if self.reference is None else self.reference[order]
         old = None if self.old is None else self.old[order]
         return TokenColumns(
@@ -103,60 +104,60 @@ class TokenColumns:
         )
 
 
-_ARRANGED = "_troupe_arranged"
+_CONFIGURED = "_troupe_configured"
 
 
-def arrange(policy: str, model: Any, spec: TrainerSpec) -> None:
-    """Have the layers of `model` compute as `spec` says; once for a model.
+def configure_model(policy: str, model: Any, spec: TrainerSpec) -> None:
+    """Set kernels, compilation and activation checkpointing of `model` by `spec`, once per model.
 
     Raises FailedPrecondition of kind "model_unsupported" or "no_compiler", naming the field.
     """
-    if getattr(model, _ARRANGED, False):
+    if getattr(model, _CONFIGURED, False):
         return
     field = f"policies.{policy}.trainer"
     choose_kernels(model, spec)
     if spec.compile == "on":
         _check_compiler(next(model.parameters()).device, f"{field}.compile")
-        # Attention has kernels of its own; what rows it is given would be compiled in.
+        # Attention has kernels of its own; compiled, it would depend on the layout of the rows.
         eager = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
         AttentionInterface.register(PACKED, eager)
         for layer in _layers(model, f"{field}.compile"):
-            layer.forward = _Fused(layer.forward)
+            layer.forward = _CompiledForward(layer.forward)
     if spec.activation_checkpointing:
         for layer in _layers(model, f"{field}.activation_checkpointing"):
-            _compute_again(layer)
-    setattr(model, _ARRANGED, True)
+            _checkpoint_layer(layer)
+    setattr(model, _CONFIGURED, True)
 
 
 def choose_kernels(model: Any, spec: TrainerSpec) -> None:
-    """What of an arranged model concerns one that is never differentiated too: both shall round
-    alike."""
-    if spec.kernels == "auto" and spec.compile != "on":  # a compiler fuses by itself
+    """Use the fused CPU kernels where `spec` allows it; also in reference models, so that they
+    round like the policy."""
+    if spec.kernels == "auto" and spec.compile != "on":  # the compiler fuses operators itself
         use_kernels(model)
 
 
-class _Fused:
-    """A compiled `forward`; that of a copy of its layer is compiled for the copy.
+class _CompiledForward:
+    """The compiled `forward` of a layer; a deep copy compiles that of the copied layer.
 
-    `Module.compile` would compile nothing where `forward` is computed again: it gives up at the
-    first frame of torch's own.
+    `Module.compile` would compile nothing under activation checkpointing: it gives up at the first
+    frame of torch's own.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
-        # Packed pieces are of all sizes: no kernel for each.
+        # Packed batches are of all sizes: one kernel for all of them.
         self._compiled = torch.compile(forward, dynamic=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Fused:
-        return _Fused(copy.deepcopy(self._forward, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CompiledForward:
+        return _CompiledForward(copy.deepcopy(self._forward, memo))
 
 
-def _compute_again(layer: torch.nn.Module) -> None:
-    # Ours instead of transformers' own switch, which works in training mode only, with dropout.
-    # Around `forward`, so that hooks of wrappers (FSDP) stay outside.
+def _checkpoint_layer(layer: torch.nn.Module) -> None:
+    # transformers' own switch works in training mode only, where dropout is active. Wraps
+    # `forward`, so that hooks of wrappers (FSDP) stay outside.
     inner = layer.forward
     layer.forward = functools.partial(checkpoint, inner, use_reentrant=False)
 
@@ -198,58 +199,58 @@ def _check_compiler(device: torch.device, field: str) -> None:
         )
 
 
-# Tokens of a forward pass: on a CPU what stays in its caches, on a GPU what fills it.
+# Token budget of a forward pass: what stays in a CPU's caches, what keeps a GPU busy.
 _FORWARD_TOKENS = {"cpu": 1024, "cuda": 16384}
-# Losses and corrections that couple the tokens of a sample.
+# Losses and corrections that couple the tokens of a row.
 _BY_SEQUENCE = {"gspo", "sequence_masked"}
-# Logits of one forward pass, in bytes of float32, where they are made all at once.
+# Bytes of the float32 logits of one forward pass, for models that compute them all at once.
 _LOGITS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class _Seat:
-    """What one thread computes with."""
+class _ThreadModel:
+    """The model that one thread computes with: the policy's own, or a twin over its weights."""
 
     forward: Forward
-    # Of the first version, where the loss contains a divergence from it.
+    # The first version, where the loss contains a divergence from it.
     reference: Forward | None
-    # The policy's parameters, and those of a twin that stand for them: same values, own gradients.
+    # Of a twin: pairs of the policy's parameter and the twin's, which has gradients of its own.
     pairs: tuple[tuple[torch.nn.Parameter, torch.nn.Parameter], ...] = ()
 
-    def twin(self) -> _Seat:
-        """Another over the same weights."""
+    def twin(self) -> _ThreadModel:
+        """A thread model over the same weights."""
         forward = self.forward.twin()
         named = zip(self.forward.model.parameters(), forward.model.parameters(), strict=True)
-        return _Seat(forward, self.reference and self.reference.twin(), tuple(named))
+        return _ThreadModel(forward, self.reference and self.reference.twin(), tuple(named))
 
-    def take(self) -> None:
-        """Begin: the policy may have left its memory for another since."""
+    def attach(self) -> None:
+        """Point the twin at the policy's weights, which may have moved to other memory."""
         for parameter, own in self.pairs:
             own.data, own.grad = parameter.data, None
 
-    def give(self) -> None:
-        """Add the gradients to the policy's."""
+    def add_gradients(self) -> None:
+        """Add the twin's gradients to the policy's, and drop them."""
         for parameter, own in self.pairs:
             if own.grad is not None:
                 before, own.grad = own.grad, None
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
 
-    def leave(self) -> None:
-        """End, whatever happened: the memory is the policy's to give up."""
+    def detach(self) -> None:
+        """Drop the twin's gradients and references to weights, so that the policy can free them."""
         for _, own in self.pairs:
             own.data, own.grad = own.data.new_empty(0), None
 
 
 @dataclass
-class _Share:
-    """What one member of a crew has to tell of its rows, piece after piece."""
+class _ThreadResult:
+    """What one thread computed: statistics of each batch, and why a loss cannot be used."""
 
-    told: list[dict[str, Any]] = field(default_factory=list)
+    statistics: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""
 
 
 class Passes:
-    """How rows go through the model of one policy, in pieces that fit its device."""
+    """Runs rows through the model of one policy, in batches that fit its device."""
 
     def __init__(
         self,
@@ -259,13 +260,13 @@ class Passes:
         *,
         forward_tokens: int = 0,
         share_prefixes: bool = True,
-        peers: RankGroup | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._model = model
-        self._peers = peers or RankGroup()
+        self._ranks = ranks or RankGroup()
         self._job = spec
         self._policy = spec.policies[policy]
-        arrange(policy, model.module, self._policy.trainer)
+        configure_model(policy, model.module, self._policy.trainer)
         self._reference: Forward | None = None
         wanted = self._policy.trainer.forward_tokens or forward_tokens
         self._budget = wanted or _FORWARD_TOKENS.get(model.device.type, 4096)
@@ -273,50 +274,54 @@ class Passes:
 
     @functools.cached_property
     def _forward(self) -> Forward:
-        # Not before it is needed: a frozen policy and a stand-in never are.
+        # Made on first use: frozen and simulated policies never compute a loss.
         return Forward(self._model.module)
 
     @functools.cached_property
-    def _seat(self) -> _Seat:
-        return _Seat(self._forward, self._reference)
+    def _own_model(self) -> _ThreadModel:
+        return _ThreadModel(self._forward, self._reference)
 
     @functools.cached_property
-    def _crew(self) -> CpuThreads | None:
-        """Who computes rows side by side; None where one pass follows the other."""
-        # Sums that depend on nothing else than their rows are laid out by group (units.py).
-        alone = self._peers.size == 1 and not self._job.pipeline.deterministic
-        compiled = self._policy.trainer.compile == "on"  # kernels of a module are its own
+    def _threads(self) -> CpuThreads | None:
+        """Threads that compute rows in parallel; None where one pass follows the other."""
+        # Deterministic sums depend on how rows are laid out, which is by group.
+        alone = self._ranks.size == 1 and not self._job.pipeline.deterministic
+        compiled = self._policy.trainer.compile == "on"  # kernels are compiled per module
         lora = self._policy.lora
-        # All threads draw from one generator: in no order, and not the same again when activations
-        # are computed again.
+        # Threads share one generator: dropout would not be reproducible, also when activations are
+        # recomputed.
         draws = lora is not None and lora.dropout > 0
         threads = torch.get_num_threads()
         fits = alone and not compiled and not draws
-        return CpuThreads(threads) if fits and pays(self._model.parameters, threads) else None
+        return (
+            CpuThreads(threads)
+            if fits and worth_splitting(self._model.parameters, threads)
+            else None
+        )
 
     @functools.cached_property
-    def _seats(self) -> list[_Seat]:
-        """One for each of the crew."""
-        assert self._crew is not None
-        return [self._seat, *(self._seat.twin() for _ in range(self._crew.size - 1))]
+    def _thread_models(self) -> list[_ThreadModel]:
+        """The model of each thread; the first is the policy's own."""
+        assert self._threads is not None
+        return [self._own_model, *(self._own_model.twin() for _ in range(self._threads.size - 1))]
 
     @functools.cached_property
     def _layout(self) -> dict[str, Any]:
-        """How pieces are planned."""
-        abilities = self._forward.abilities
-        layout: dict[str, Any] = {"packed": abilities.packs}
-        if self._shares and abilities.packs:
+        """Arguments of `plan` that suit the model."""
+        capabilities = self._forward.capabilities
+        layout: dict[str, Any] = {"packed": capabilities.packs}
+        if self._shares and capabilities.packs:
             layout["sharing"] = costs_of(self._model.module)
-        if not abilities.linear_head:
+        if not capabilities.linear_head:
             layout["limit"] = max(1, _LOGITS_BYTES // (4 * self._model.vocabulary))
         return layout
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Keep a frozen copy of the model with these weights for the divergence."""
+        """Keep a frozen copy of the model with these weights as the reference of the divergence."""
         frozen = self._model.frozen_copy(weights)
         choose_kernels(frozen, self._policy.trainer)
-        self._reference = Forward(frozen, self._forward.abilities)
-        for made in ("_seat", "_seats"):
+        self._reference = Forward(frozen, self._forward.capabilities)
+        for made in ("_own_model", "_thread_models"):
             self.__dict__.pop(made, None)
 
     def backward(
@@ -326,68 +331,75 @@ class Passes:
         statistics: TokenStatistics,
         stop: threading.Event | None,
     ) -> str:
-        """Add the gradient of these rows' summed loss; why not, if it is not finite.
+        """Add the gradient of these rows' summed loss; returns why it cannot be used, if so.
 
-        `advantages`: float64 [n]. Raises `Stopped` between pieces. In a gang every rank is given
+        `advantages`: float64 [n]. Raises `Stopped` between passes. In a gang every rank is given
         all rows and computes its share of them.
         """
-        mine = self._peers.share(rows)
+        mine = self._ranks.share(rows)
         rows, advantages = [rows[i] for i in mine], advantages[mine]
-        if rows and self._crew is not None:
-            return self._side_by_side(self._crew, rows, advantages, statistics, stop)
+        if rows and self._threads is not None:
+            return self._in_threads(self._threads, rows, advantages, statistics, stop)
         columns = self._columns(rows, advantages) if rows else None
-        turns = self._peers.turns(plan(rows, self._budget, **self._layout), stop)
-        for piece in turns:
-            if piece is None or columns is None:
-                self._take_part()
+        batches = self._ranks.batches(plan(rows, self._budget, **self._layout), stop)
+        for batch in batches:
+            if batch is None or columns is None:
+                self._empty_pass()
                 continue
-            loss, told = self._loss(self._seat, piece, columns)
-            turns.problem = _not_finite(loss)
-            # The gradients of a broken step are thrown away, but other ranks wait for this pass.
+            loss, added = self._loss(self._own_model, batch, columns)
+            batches.problem = _not_finite(loss)
+            # Gradients of a loss that is not finite are discarded, but other ranks need this pass.
             torch.autograd.backward(loss)
-            statistics.add(**told)
-        return turns.problem
+            statistics.add(**added)
+        return batches.problem
 
-    def _side_by_side(
+    def _in_threads(
         self,
-        crew: CpuThreads,
+        threads: CpuThreads,
         rows: list[Row],
         advantages: torch.Tensor,
         statistics: TokenStatistics,
         stop: threading.Event | None,
     ) -> str:
-        """As `backward`: every member computes rows of its own. The order of sums is fixed."""
+        """`backward` with a part of the rows in each thread. The order of sums is fixed."""
         calls = [
-            functools.partial(self._share, seat, [rows[i] for i in hand], advantages[hand], stop)
-            for seat, hand in zip(self._seats, dealt(rows, crew.size), strict=False)
+            functools.partial(
+                self._in_thread, model, [rows[i] for i in part], advantages[part], stop
+            )
+            for model, part in zip(
+                self._thread_models, split_rows(rows, threads.size), strict=False
+            )
         ]
         try:
-            shares = crew.run(calls)
-            for seat, share in zip(self._seats, shares, strict=False):
-                seat.give()
-                for told in share.told:
-                    statistics.add(**told)
+            results = threads.run(calls)
+            for model, result in zip(self._thread_models, results, strict=False):
+                model.add_gradients()
+                for added in result.statistics:
+                    statistics.add(**added)
         finally:
-            for seat in self._seats:
-                seat.leave()
-        return next((share.problem for share in shares if share.problem), "")
+            for model in self._thread_models:
+                model.detach()
+        return next((result.problem for result in results if result.problem), "")
 
-    def _share(
-        self, seat: _Seat, rows: list[Row], advantages: torch.Tensor, stop: threading.Event | None
-    ) -> _Share:
-        """What one member computes."""
-        share = _Share()
+    def _in_thread(
+        self,
+        model: _ThreadModel,
+        rows: list[Row],
+        advantages: torch.Tensor,
+        stop: threading.Event | None,
+    ) -> _ThreadResult:
+        result = _ThreadResult()
         columns = self._columns(rows, advantages)
-        seat.take()
-        for piece in RankPieces(plan(rows, self._budget, **self._layout), stop):
-            assert piece is not None  # a learner alone
-            loss, told = self._loss(seat, piece, columns)
-            share.told.append(told)
-            share.problem = _not_finite(loss)
-            if share.problem:
+        model.attach()
+        for batch in RankBatches(plan(rows, self._budget, **self._layout), stop):
+            assert batch is not None  # there are no other ranks
+            loss, added = self._loss(model, batch, columns)
+            result.statistics.append(added)
+            result.problem = _not_finite(loss)
+            if result.problem:
                 break
             torch.autograd.backward(loss)
-        return share
+        return result
 
     def _columns(self, rows: list[Row], advantages: torch.Tensor) -> TokenColumns:
         device, dtype = self._model.device, self._model.dtype
@@ -396,9 +408,9 @@ class Passes:
         )
 
     def _loss(
-        self, seat: _Seat, piece: PackedBatch, columns: TokenColumns
+        self, model: _ThreadModel, batch: PackedBatch, columns: TokenColumns
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The summed loss of a piece, differentiable, and what `TokenStatistics` hears of it."""
+        """The summed loss of a batch, differentiable, and arguments for `TokenStatistics`."""
         algorithm = self._job.algorithm
         how: dict[str, Any] = {
             "clip_low": algorithm.clip_low,
@@ -409,13 +421,13 @@ class Passes:
         }
         recomputed = algorithm.old_logprobs == "recomputed"
         whole = not _BY_SEQUENCE.isdisjoint((algorithm.loss, self._job.correction))
-        here = piece.to(self._model.device)
+        here = batch.to(self._model.device)
         own = columns.at(here.order)
-        own = own.with_reference(self._reference_logprobs(seat, here, own))
+        own = replace(own, reference=self._reference_logprobs(model, here, own))
 
         def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
             some = own.at(part)
-            # Before the first update they are what was just computed.
+            # Before the first update, old log-probs are the present ones.
             old = logprobs.detach() if some.old is None else some.old
             return grpo_loss_sum(
                 logprobs,
@@ -432,7 +444,7 @@ class Passes:
             )
 
         with self._autocast():
-            loss, scores = seat.forward.loss(here, own.temperatures, loss_of, whole=whole)
+            loss, scores = model.forward.loss(here, own.temperatures, loss_of, whole=whole)
         old = scores.logprobs if own.old is None else own.old
         return loss, {
             "loss_sum": loss.detach(),
@@ -446,47 +458,51 @@ class Passes:
             **how,
         }
 
-    def _take_part(self) -> None:
-        """A pass of which nothing is kept, for ranks that have one piece more than this one."""
+    def _empty_pass(self) -> None:
+        """Take part in a pass without rows: another rank has a batch more than this one."""
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self._model.device)
-        nothing = torch.zeros(1, dtype=torch.int64, device=self._model.device)
-        piece = PackedBatch(ids, nothing, nothing, nothing, spans=(1,))
-        heat = torch.ones((1, 1), dtype=self._model.dtype, device=self._model.device)
-        if self._seat.reference is not None:
+        zero = torch.zeros(1, dtype=torch.int64, device=self._model.device)
+        batch = PackedBatch(ids, zero, zero, zero, spans=(1,))
+        temperatures = torch.ones((1, 1), dtype=self._model.dtype, device=self._model.device)
+        if self._own_model.reference is not None:
             with self._autocast():
-                self._seat.reference.scores(piece, heat)
+                self._own_model.reference.scores(batch, temperatures)
         with self._autocast():
-            loss, _ = self._forward.loss(piece, heat, lambda logprobs, _, __: logprobs.sum() * 0.0)
+            loss, _ = self._forward.loss(
+                batch, temperatures, lambda logprobs, _, __: logprobs.sum() * 0.0
+            )
         torch.autograd.backward(loss)
 
     def logprobs(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
-        """Of every response token under the present weights, [T]. Raises `Stopped`."""
+        """Log-probs of every response token under the present weights, [T]. Raises `Stopped`."""
         device, dtype = self._model.device, self._model.dtype
-        heat = torch.tensor([row.temperature for row in rows], dtype=dtype)
-        sizes = torch.tensor([row.response_length for row in rows])
-        temperatures = torch.repeat_interleave(heat, sizes)[:, None].to(device)
+        by_row = torch.tensor([row.temperature for row in rows], dtype=dtype)
+        sizes = torch.tensor(response_lengths(rows))
+        temperatures = torch.repeat_interleave(by_row, sizes)[:, None].to(device)
         found = torch.empty(len(temperatures), dtype=dtype, device=device)
-        for here in self.pieces(rows, stop):
+        for here in self.packed_batches(rows, stop):
             with self._autocast():
                 scores = self._forward.scores(here, temperatures[here.order])
             found[here.order] = scores.logprobs.to(dtype)
         return found
 
-    def pieces(self, rows: Sequence[Row], stop: threading.Event | None) -> Iterator[PackedBatch]:
-        """Forward passes that score every response token once. Raises `Stopped` between them."""
-        for piece in plan(rows, self._budget, **self._layout):
+    def packed_batches(
+        self, rows: Sequence[Row], stop: threading.Event | None
+    ) -> Iterator[PackedBatch]:
+        """Batches on the device that score every response token once. Raises `Stopped`."""
+        for batch in plan(rows, self._budget, **self._layout):
             if stop is not None and stop.is_set():
                 raise Stopped
-            yield piece.to(self._model.device)
+            yield batch.to(self._model.device)
 
     def _reference_logprobs(
-        self, seat: _Seat, piece: PackedBatch, own: TokenColumns
+        self, model: _ThreadModel, batch: PackedBatch, own: TokenColumns
     ) -> torch.Tensor | None:
-        if seat.reference is None or (own.reference is not None and self._peers.size == 1):
+        if model.reference is None or (own.reference is not None and self._ranks.size == 1):
             return own.reference
         with self._autocast():
-            found = seat.reference.scores(piece, own.temperatures).logprobs
-        # Another rank's rows may bring none, and wait for this pass.
+            found = model.reference.scores(batch, own.temperatures).logprobs
+        # Another rank may have rows without these log-probs, and needs this pass.
         return found if own.reference is None else own.reference
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

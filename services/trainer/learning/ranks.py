@@ -1,8 +1,8 @@
-"""What a learner does together with others that hold parts of the same weights.
+"""The ranks that hold one policy's model together, as the learner on each of them sees it.
 
-A learner alone computes all rows of a micro-batch. One rank of a gang (gang/group.py) computes its
-share, but takes part in every pass of the others: their forward passes need its part of the
-weights. So all ranks make the same number of passes, and decide together when to stop.
+A learner that is not sharded computes all rows of a micro-batch. A rank of a gang (gang/group.py)
+computes its share of the rows and takes part in every pass of the other ranks, whose forward passes
+need its part of the weights. So all ranks make the same number of passes, and stop together.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ S = TypeVar("S")
 
 
 class Stopped(Exception):
-    """The step was given up while it computed."""
+    """The step was given up while its passes were computed."""
 
 
-class RankPieces:
-    """The pieces of one rank, one after another; None where only others have one left.
+class RankBatches:
+    """Iterates over the packed batches of one rank; None where only other ranks have one left.
 
-    Iteration raises `Stopped` once `stop` is set, and ends once `problem` is.
+    Iteration raises `Stopped` once `stop` is set, and ends once `problem` is set.
     """
 
-    def __init__(self, pieces: Sequence[PackedBatch], stop: threading.Event | None) -> None:
-        self._left = list(reversed(pieces))
+    def __init__(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> None:
+        self._left = list(reversed(batches))
         self._stop = stop
-        # Why what was computed is of no use.
+        # Why the gradients of these batches cannot be used; empty: they can.
         self.problem = ""
 
     def __iter__(self) -> Self:
@@ -47,19 +47,19 @@ class RankPieces:
 
 
 class RankGroup:
-    """Nobody: this learner holds the whole model."""
+    """The rank group of a learner that is not sharded: one rank, which computes everything."""
 
-    # Ranks that hold it together.
+    # Number of ranks.
     size = 1
 
     def share(self, rows: Sequence[Row]) -> list[int]:
         """Indices of the rows that this rank computes, of those that all ranks were given."""
         return list(range(len(rows)))
 
-    def turns(self, pieces: Sequence[PackedBatch], stop: threading.Event | None) -> RankPieces:
-        """Passes over `pieces`, which are of this rank's rows."""
-        return RankPieces(pieces, stop)
+    def batches(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> RankBatches:
+        """Iterate over `batches`, which are of this rank's rows."""
+        return RankBatches(batches, stop)
 
     def merged(self, sums: S) -> S:
-        """The sums (a dataclass) over all ranks."""
+        """The fields of `sums` (a dataclass) added up over all ranks."""
         return sums

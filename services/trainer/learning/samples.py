@@ -1,4 +1,9 @@
-"""Samples as the trainer computes with them."""
+"""Rows: the samples of a claim as the trainer computes with them, and how they are parsed.
+
+The forms of one sample, in order: `ClaimedSample` (the store's message), `Row` (arrays and scalars
+of one sample), `TrainingBatch` (rows with their advantages), `TokenColumns` (passes.py: what the
+loss reads, by token, on the device), `PackedBatch` (packing.py: the input of one forward pass).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from troupe import tensors
-from troupe.job import AlgorithmSpec
+from troupe.job import AlgorithmSpec, JobSpec
 from troupe.job.algorithm import TEAM_COLUMN
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -20,7 +26,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of the policy being trained."""
+    """One sample of the policy being trained: a turn's prompt and response."""
 
     sample_id: str
     # int64 [prompt_len + response_len]
@@ -31,11 +37,11 @@ class Row:
     reward: float
     # Rewards of its whole group, its own included.
     group_rewards: tuple[float, ...]
-    # Version that generated its first token.
+    # Policy version that generated its first token.
     version: int
     # What the logits were divided by when `behaviour` was taken.
     temperature: float = 1.0
-    # Samples of one group share a baseline; unique within the step.
+    # Names its group, whose rewards are compared; unique within the step.
     group: str = ""
     trajectory: str = ""
     agent: str = ""
@@ -49,38 +55,58 @@ class Row:
     chain: str = ""
     # Whether `reward` is this turn's, not its agent's for the whole trajectory.
     own_reward: bool = False
-    # What the turn earned, and its agent in the whole trajectory, for a critic; None: not known.
+    # For a critic: what the turn earned, and its agent at the end of the trajectory; None: unknown.
     earned: float | None = None
     final: float | None = None
-    # int64 [n]: what the other agents had seen and said, for a critic that observes the team.
+    # int64 [n]: prompts and responses of the other agents, for a critic that observes the team.
     context: Ints | None = None
-    # What the trainer adds. float64 [response_len]: advantages, where they differ by token.
+    # Added by the trainer. float64 [response_len]: advantages, where they differ by token.
     advantages: np.ndarray[Any, np.dtype[np.float64]] | None = None
-    # [response_len]: log-probs under the weights that the step began with, once they have moved.
+    # Added by the trainer. [response_len]: recomputed log-probs under the weights that the step
+    # began with.
     old: np.ndarray[Any, np.dtype[Any]] | None = None
 
     @property
     def size(self) -> int:
-        """Tokens."""
+        """Number of tokens, prompt and response."""
         return len(self.ids)
 
     @property
     def response_length(self) -> int:
-        """Tokens that carry the loss."""
+        """Number of response tokens, which carry the loss."""
         return len(self.ids) - self.prompt_length
 
 
-# Loads the value of a column that is kept by reference, from its key.
+@dataclass(frozen=True)
+class TrainingBatch:
+    """n rows with T response tokens whose advantages are known."""
+
+    rows: Sequence[Row]
+    # float64 [n]: advantage of each row; from a critic, the mean |A_t| over its tokens.
+    advantages: torch.Tensor
+    # From a critic, on its device: [T] V(s_t), and [T] the returns R_t that it is fitted to.
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+
+# Loads the value of a column that is kept by reference, given its key.
 Load = Callable[[str], np.ndarray[Any, Any]]
-# A column that spares the trainer the forward pass of the first version.
+# The column of log-probs under the first version, which saves the trainer a forward pass.
 REFERENCE_COLUMN = "reference_logprobs"
 
 
 def columns_of(algorithm: AlgorithmSpec) -> frozenset[str]:
-    """The columns that training on samples may need."""
+    """Names of the sample columns that this algorithm reads."""
     critic = algorithm.value_function
     found = {REFERENCE_COLUMN} if algorithm.kl_coefficient > 0 else set()
     return frozenset(found | ({TEAM_COLUMN} if critic and critic.observes == "team" else set()))
+
+
+def needs_reference(job: JobSpec) -> bool:
+    """Whether the loss needs log-probs of the first version that samples do not bring."""
+    return job.algorithm.kl_coefficient > 0 and (
+        REFERENCE_COLUMN not in job.pipeline.required_columns
+    )
 
 
 def parse_rows(
@@ -91,11 +117,11 @@ def parse_rows(
     *,
     longest: int = 0,
 ) -> list[Row]:
-    """The rows of a claim in the order of their ids, whatever order they were claimed in.
+    """Parse the samples of a claim into rows, sorted by sample id.
 
-    `longest`: tokens that the model has positions for; 0: not known. With `load` also those of
-    `columns` that they have. Raises ChecksumError, FailedPrecondition of kind "malformed_sample",
-    or what `load` raises.
+    `longest`: tokens that the model has positions for; 0: unknown. With `load`, rows carry those of
+    `columns` that their samples have. Raises ChecksumError, FailedPrecondition of kind
+    "malformed_sample", and what `load` raises.
     """
     rows = [_parse(item, load, columns) for item in claimed]
     for row in rows:
@@ -142,7 +168,7 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
         prompt_length=len(prompt),
         behaviour=behaviour,
         reward=sample.reward,
-        # Sorted: a mean of them must not depend on how the members are called.
+        # Sorted, so that their mean does not depend on the order of sample ids.
         group_rewards=tuple(sorted(item.group_rewards)) or (sample.reward,),
         version=sample.versions[0].version if sample.versions else 0,
         # Engines report greedy responses under the plain distribution.
@@ -166,7 +192,7 @@ def _floats(values: np.ndarray[Any, Any] | None) -> Floats | None:
 
 
 def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any, Any] | None:
-    """An array that a sample brings, if it does. Raises as `parse_rows`."""
+    """The array in a column of `sample`; None without that column. Raises as `parse_rows`."""
     if name not in sample.columns:
         return None
     column = sample.columns[name]
@@ -182,7 +208,7 @@ def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any,
 
 
 def response_lengths(rows: Sequence[Row]) -> list[int]:
-    """Response length of each row."""
+    """Number of response tokens of each row."""
     return [row.response_length for row in rows]
 
 
@@ -190,7 +216,7 @@ _BUG = "This is a fault of the service that appended the sample; report it with 
 
 
 def malformed(sample_id: str, message: str, remedy: str) -> FailedPrecondition:
-    """The error of kind "malformed_sample"."""
+    """An error of kind "malformed_sample" about one sample."""
     return FailedPrecondition(
         message, kind="malformed_sample", field="sample_id", value=sample_id, remedy=remedy
     )

@@ -1,4 +1,4 @@
-"""One policy that is a network: collect a step's fragments, then update on all of them."""
+"""The learner of a policy that is a small network: collect a step's fragments, then update."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class FragmentRow:
 
     @property
     def version(self) -> int:
-        """That drew its actions."""
+        """Policy version that chose its actions."""
         return self.fragment.version
 
     @property
     def size(self) -> int:
-        """Steps of the environment."""
+        """Number of environment steps."""
         return self.fragment.steps
 
 
 def parse_fragments(
     claimed: Iterable[store_pb.ClaimedSample], policy: str, agents: tuple[str, ...], load: Load
 ) -> list[FragmentRow]:
-    """The rows of a claim in the order of their ids; `agents`: whom the policy may play.
+    """The rows of a claim, sorted by sample id; `agents`: those that the policy may play.
 
     Raises ChecksumError, FailedPrecondition of kind "malformed_sample", or what `load` raises.
     """
@@ -73,7 +73,7 @@ def _parse(
     sample: store_pb.Sample, policy: str, agents: tuple[str, ...], load: Load
 ) -> FragmentRow:
     found = {name: column_of(sample, name, load) for name in SHAPES}
-    # Copies: what a message or another process owns is not to be written into.
+    # Copies: arrays of a message or of shared memory must not be written to.
     arrays = {name: np.array(array) for name, array in found.items() if array is not None}
     version = sample.versions[0].version if sample.versions else 0
     try:
@@ -87,7 +87,7 @@ def _parse(
 
 
 def _played(seats: Array | None, agents: tuple[str, ...]) -> tuple[str, ...]:
-    """Whom the policy played; `seats`: their numbers, absent where it was everybody."""
+    """The agents that the policy played; `seats`: their indices, absent for all of them."""
     if seats is None:
         return agents
     chosen = seats.tolist()
@@ -97,8 +97,10 @@ def _played(seats: Array | None, agents: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def metrics_of(rows: Sequence[FragmentRow], version: int) -> dict[str, float]:
-    """By the names that language models have, where they mean the same; `version` is the one that
-    the step starts from."""
+    """The step's sample metrics, named as for language models where they mean the same.
+
+    `version`: the one that the step starts from.
+    """
     if not rows:
         return {"samples": 0.0}
     returns = np.concatenate([row.fragment.returns().ravel() for row in rows])
@@ -115,29 +117,29 @@ def metrics_of(rows: Sequence[FragmentRow], version: int) -> dict[str, float]:
     }
 
 
-# Other policies wait for this worker's thread meanwhile.
+# Time limit for making an environment; other policies wait for the compute thread meanwhile.
 _MAKE_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True)
 class PolicyTable:
-    """Where a policy sits."""
+    """The spaces of a policy's environment and the agents that it plays."""
 
     spaces: Spaces
     agents: tuple[str, ...]
-    """Whom it may ever play, in the order of the environment."""
+    """The agents that it may play, in the order of the environment."""
 
 
 def table_of(spec: JobSpec, policy: str) -> PolicyTable:
-    """Make the job's environment, look at it, and give it up. Blocking.
+    """Make the job's environment, read its spaces and agents, and close it. Blocking.
 
     Raises InvalidArgument naming the field of the job at fault.
     """
     with environment_guard(spec):
-        return call_within(_looked_at, spec, policy, seconds=_MAKE_SECONDS)
+        return call_within(_inspected, spec, policy, seconds=_MAKE_SECONDS)
 
 
-def _looked_at(spec: JobSpec, policy: str) -> PolicyTable:
+def _inspected(spec: JobSpec, policy: str) -> PolicyTable:
     environment = environment_of(spec, copies=1)
     try:
         return PolicyTable(environment.spaces, agents_of(spec, environment.agents, policy))
@@ -145,9 +147,9 @@ def _looked_at(spec: JobSpec, policy: str) -> PolicyTable:
         close_environment(environment)
 
 
-# How the library calls what is no optimizer, target, buffer, generator or count.
+# Prefix of network weights in the state of `NetworkTrainer`.
 _WEIGHTS: Final = "weights."
-# Metrics of every policy, by what paradigms call them.
+# Metrics of every policy, and the names that paradigms give them.
 _SAME: Final = {
     "loss/policy": ("loss_objective", "loss", "loss_actor"),
     "grad_norm": ("grad_norm", "grad_norm/acting"),
@@ -155,7 +157,7 @@ _SAME: Final = {
 
 
 class NetworkModel:
-    """What a checkpoint of a network needs to know of it."""
+    """The description of a network that its checkpoints carry."""
 
     def __init__(self, spec: JobSpec, policy: str, table: PolicyTable) -> None:
         network = spec.policies[policy].network
@@ -170,22 +172,21 @@ class NetworkModel:
         }
 
     def state_dict(self) -> Tensors:
-        """Nothing is tied."""
+        """Empty: no tensors are tied."""
         return {}
 
     def save_pretrained(self, directory: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Write a checkpoint's files: `troupe.networks` makes networks of them."""
+        """Write a checkpoint's files, which `troupe.networks` loads."""
         (directory / "config.json").write_text(json.dumps(self._described, indent=2) + "\n")
         save_file(dict(state_dict), directory / "model.safetensors")
 
 
 class NetworkLearner:
-    """What `Binding` and `StepRun` use of a learner, over the library's (`troupe.networks`).
+    """A learner (learner_factory.py) over a `NetworkTrainer` of `troupe.networks`.
 
-    A step's fragments wait until all have come: then `apply` updates on them in the order of their
-    ids, so weights are a function, bit for bit, of the state before and of the set of samples. A
-    replay buffer is part of the state: what a step put into it is gone with a step that was not
-    committed.
+    `apply` updates on all fragments of a step in the order of their ids, so weights are a function,
+    bit for bit, of the state before and of the set of samples. A replay buffer is part of the
+    state: the entries of a step that is not committed are undone.
     """
 
     lost = False
@@ -203,30 +204,30 @@ class NetworkLearner:
 
     @property
     def num_parameters(self) -> int:
-        """Of all its networks."""
+        """Number of parameters of all its networks."""
         return sum(t.numel() for t in self.weights().values())
 
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[FragmentRow]:
-        """What a claim brings. Raises as `parse_fragments`."""
+        """Parse the samples of a claim. Raises as `parse_fragments`."""
         return parse_fragments(claimed, self._name, self.table.agents, load)
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """No loss of a network has one."""
+        """Do nothing: losses of networks have no divergence."""
 
     # The step.
 
     def accumulate(self, rows: Sequence[FragmentRow], stop: threading.Event | None = None) -> None:
-        """Keep these until `apply`."""
+        """Keep the fragments until `apply`."""
         self._rows.extend(rows)
 
     def complete(self, stop: threading.Event | None = None) -> None:
-        """All have come."""
+        """Do nothing: `apply` updates on all fragments."""
 
     def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
         """Update on the step's fragments. Raises `Stopped`, InvalidArgument for fragments of
         another environment.
 
-        An update that gives numbers that are not finite is not applied, but `moved`.
+        An update whose result is not finite is not applied, but `moved`.
         """
         if stop is not None and stop.is_set():
             raise Stopped
@@ -248,11 +249,11 @@ class NetworkLearner:
     # State.
 
     def published(self) -> Tensors:
-        """What actors play with."""
+        """The tensors that actors load."""
         return self._own.published()
 
     def weights(self) -> Tensors:
-        """Of all its networks; not a copy."""
+        """Weights of all its networks; not copies."""
         return {
             name.removeprefix(_WEIGHTS): t
             for name, t in self._own.state().items()
@@ -260,19 +261,19 @@ class NetworkLearner:
         }
 
     def moments(self) -> Moments:
-        """Everything else that updates depend on, a replay buffer included; not a copy."""
+        """All other training state, a replay buffer included; not copies."""
         state = self._own.state()
         return {name: t for name, t in state.items() if not name.startswith(_WEIGHTS)}
 
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
-        """Take over what `weights` and `moments` gave; forgets the step's fragments."""
+        """Inverse of `weights` and `moments`; forgets the step's fragments."""
         self.discard()
         self._own.restore({f"{_WEIGHTS}{name}": t for name, t in weights.items()} | moments)
 
-    # Suspension: all of it, in the middle of a step too.
+    # Suspension, in the middle of a step too.
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
-        """Tensors, not copied, and plain values (JSON) from which `adopt` goes on."""
+        """The whole state as tensors, not copied, and plain values (JSON), for `adopt`."""
         tensors = suspension.under("state", self._own.state())
         values = []
         for i, row in enumerate(self._rows):
@@ -289,27 +290,27 @@ class NetworkLearner:
         return tensors, {"rows": values}
 
     def adopt(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
-        """Go on from what `suspended` gave."""
+        """Continue from a state that `suspended` gave."""
         if self._learner is None:
             self._learner = self._made()
-        # Small networks are trained where their environments are: beside the device.
+        # Small networks are trained on the CPU.
         self._own.restore(suspension.on_host(suspension.below("state", tensors)))
         self._rows = []
         for i, value in enumerate(values["rows"]):
             arrays = {n: t.cpu().numpy() for n, t in suspension.below(f"rows/{i}", tensors).items()}
-            played = tuple(value.get("agents", self.table.agents))
+            played = tuple(value["agents"])
             fragment = Fragment(self._name, value["version"], played, arrays)
             self._rows.append(FragmentRow(value["id"], fragment, value["uses"]))
 
-    def leave(self) -> list[torch.Tensor]:
-        """Give the memory up; only `adopt` makes a learner of this again."""
+    def release(self) -> list[torch.Tensor]:
+        """Free the networks' memory; only `adopt` may be called then."""
         self._learner = None
         self.discard()
         return []
 
     @property
     def _own(self) -> NetworkTrainer:
-        assert self._learner is not None, "it has left"
+        assert self._learner is not None, "its memory was released"
         return self._learner
 
     def _made(self) -> NetworkTrainer:
@@ -321,7 +322,7 @@ class NetworkLearner:
 
 
 def _named(made: Mapping[str, float]) -> dict[str, float]:
-    """What a paradigm reports, its loss and norm also by the names that language models have."""
+    """A paradigm's metrics, its loss and norm also under the names for language models."""
     found = {f"learning/{name}": value for name, value in made.items()}
     for name, own in _SAME.items():
         if (value := next((made[one] for one in own if one in made), None)) is not None:
@@ -330,7 +331,7 @@ def _named(made: Mapping[str, float]) -> dict[str, float]:
 
 
 def _broken(metrics: Mapping[str, float], published: Tensors) -> str:
-    """Why an update cannot be kept."""
+    """Why an update cannot be kept; empty if it can."""
     for name, value in metrics.items():
         if not math.isfinite(value):
             return f"{name} is {value}"

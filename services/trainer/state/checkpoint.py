@@ -1,7 +1,7 @@
-"""Checkpoints that `transformers` loads: `{data_dir}/{job}/checkpoints/{policy}/v{version}`.
+"""Checkpoints for `transformers` and PEFT: `{data_dir}/{job}/checkpoints/{policy}/v{version}`.
 
-Of a policy that trains an adapter they are what PEFT loads. A base that no path leads to (its
-weights were random) is written once, beside them: `checkpoints/.base/{checksum}`.
+The base of an adapter that began with random weights is written once beside them, in
+`checkpoints/.base/{checksum}`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition
 from troupe.transfer.checksum import checksum_of, dtype_name
 
-# The tensors that engines load, where a checkpoint's own are not the same.
+# The file of published tensors, where they differ from the checkpoint's own.
 PUBLISHED: Final = "published.safetensors"
 
 
 def checkpoint_path(root: Path, job_id: str, policy: str, version: int) -> Path:
-    """Where a checkpoint is, or would be."""
+    """The directory of a checkpoint."""
     return root / job_id / "checkpoints" / policy / f"v{version}"
 
 
@@ -89,7 +89,7 @@ def save_checkpoint(
 def lineage_of(
     spec: JobSpec, job_id: str, policy: str, version: int, step: int, checksum: str, model: Any
 ) -> Lineage:
-    """What is known of a version; `step`: the one that made it, -1 for the first weights."""
+    """The lineage of a version; `step`: the one that made it, -1 for the first weights."""
     source, adapter = spec.policies[policy], adapter_of(model)
     algorithm = f"{spec.algorithm.loss}, {spec.algorithm.advantage}"
     if source.network is not None:
@@ -108,7 +108,7 @@ def lineage_of(
 
 
 def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
-    """Have `fill` write the files of a directory that appears complete or not at all."""
+    """Create the directory `path` atomically with the files that `fill` writes."""
     if path.is_dir():
         return
     temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
@@ -122,17 +122,17 @@ def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
             temp.rename(path)
             sync_directory(path.parent)
         except Exception:
-            if not path.is_dir():  # else another worker was first: policies share a base
+            if not path.is_dir():  # else another worker wrote the same base
                 raise
         finally:
             shutil.rmtree(temp, ignore_errors=True)
-    # Of whoever was killed at it, or comes too late.
+    # Leftovers of killed processes.
     for left in path.parent.glob(f".{path.name}.*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a file of weights in `folder` consists of just these."""
+    """Whether a file of weights in `folder` has exactly these tensors."""
     wanted = checksum_of(dict(tensors))
     return any(checksum_of(load_file(file)) == wanted for file in folder.glob("*.safetensors"))
 
@@ -141,7 +141,7 @@ def _write_model(
     folder: Path, model: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
     if is_transformers(model):
-        # All that belongs to it but its weights, of which the library would make a second copy.
+        # Everything but the weights, of which the library would make a second copy.
         model.save_pretrained(folder, state_dict={})
         (folder / "model.safetensors").unlink(missing_ok=True)
         write_checkpoint(folder, CheckpointFormat(model, dtype).of(weights))
@@ -152,9 +152,9 @@ def _write_model(
 
 
 def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer: Any) -> str:
-    """Where the base under an adapter is, written there if it is nowhere else."""
+    """The path of the base under an adapter, which is written if it has no path."""
     if lineage is not None and (base := lineage.base_model):
-        # Who loads the adapter is somewhere else.
+        # Absolute: the adapter is loaded from another directory.
         return str(Path(base).absolute()) if Path(base).is_dir() else base
     place = path.parent.parent / ".base" / adapter.base.checksum
 
@@ -169,14 +169,14 @@ def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer:
 
 
 def _name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Say in the configuration what the weights are; it speaks of the model in training."""
+    """Set the dtype in the configuration, which is that of the model in training."""
     values = json.loads(config.read_text())
     values["dtype"] = dtype_name(dtype)
     config.write_text(json.dumps(values, indent=2) + "\n")
 
 
 class Checkpoints:
-    """Makes checkpoints of kept states, or of the weights that a frozen policy has."""
+    """Writes checkpoints of kept states, or of a frozen policy's weights."""
 
     def __init__(
         self, spec: JobSpec, data_dir: Path, states: StateStore, versions: Versions

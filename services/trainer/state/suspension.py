@@ -1,9 +1,12 @@
-"""Training state that waits in the transfer layer while its policy holds no device.
+"""Suspended training state: it waits in the transfer layer while its policy holds no device.
 
-Unlike what `StateStore` keeps, it is of no version alone: gradients that have accumulated, the
-step's statistics and the names of its leases go with weights and optimizer. It is not durable and
-need not be: whoever cannot have it goes on from the committed version, and the step's samples are
-free again by then. It has one owner: who resumes takes it out, and nobody can a second time.
+Unlike the states of `StateStore` it may be of the middle of a step: accumulated gradients, the
+step's statistics and the names of its leases go with weights and optimizer. It is not durable: if
+it is lost, the policy continues from the committed version, and the step's samples are free again.
+It has one owner: `take` removes it, and fails the second time.
+
+`ParameterPool` keeps the memory of policies that left, since fresh pages cost several times a copy.
+The functions below it split the state of a step into tensors and plain values.
 """
 
 from __future__ import annotations
@@ -20,18 +23,17 @@ import torch
 
 from services.chassis.transfer import HostTransfer
 from services.trainer.learning.samples import Row
+from troupe.adapters.merge import Tensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound, new_id
 from troupe.transfer import Corrupt, KeyNotFound, Manifest, brought
 from troupe.v1 import trainer_pb2
 
-Tensors = dict[str, torch.Tensor]
-
 
 class ParameterPool:
-    """Tensors of one device that nobody uses, by shape; at most `limit` bytes of them.
+    """Free tensors of one device for reuse, by shape and dtype; at most `limit` bytes of them.
 
-    Of a GPU none: its caching allocator does the same. Safe to use from several threads.
+    Empty on a GPU, whose caching allocator does the same. Safe to use from several threads.
     """
 
     def __init__(self, device: torch.device, limit: int = 8 << 30) -> None:
@@ -42,7 +44,7 @@ class ParameterPool:
         self._lock = threading.Lock()
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nobody uses these any more, nor views of them."""
+        """Add tensors that are not used any more, nor views of them."""
         with self._lock:
             for tensor in tensors:
                 size = tensor.nbytes
@@ -52,13 +54,13 @@ class ParameterPool:
                 self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
                 self._bytes += size
 
-    def bring(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Copies of `tensors`, host memory, on the device; complete when this returns."""
+    def copy_to_device(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Copy `tensors` from host memory to the device; complete when this returns."""
         if self.device.type != "cpu":
             return brought(tensors, self.device)
-        return {name: self._place(t).copy_(t) for name, t in tensors.items()}
+        return {name: self._empty_like(t).copy_(t) for name, t in tensors.items()}
 
-    def _place(self, like: torch.Tensor) -> torch.Tensor:
+    def _empty_like(self, like: torch.Tensor) -> torch.Tensor:
         with self._lock:
             if found := self._free.get((like.shape, like.dtype)):
                 self._bytes -= like.nbytes
@@ -67,27 +69,27 @@ class ParameterPool:
 
 
 class PooledParameters:
-    """The parameters of one model, which can leave the device and come back."""
+    """The parameters of one model, whose device memory can be released and attached again."""
 
     def __init__(
         self, weights: Mapping[str, torch.Tensor], parameters: Sequence[torch.nn.Parameter]
     ) -> None:
-        """`weights` lie over the memory of `parameters`; what does not (buffers) stays."""
-        places = {p.data_ptr(): p for p in parameters if p.numel()}
+        """`weights`: tensors over the memory of `parameters`, and others (buffers), which stay."""
+        by_memory = {p.data_ptr(): p for p in parameters if p.numel()}
         self._named = {
-            name: places[t.data_ptr()] for name, t in weights.items() if t.data_ptr() in places
+            n: by_memory[t.data_ptr()] for n, t in weights.items() if t.data_ptr() in by_memory
         }
 
-    def leave(self) -> list[torch.Tensor]:
-        """Take the memory from under the model; it cannot compute before `enter`."""
+    def release(self) -> list[torch.Tensor]:
+        """Return the parameters' memory; the model cannot compute before `attach`."""
         left = []
         for parameter in self._named.values():
             left.append(parameter.data)
             parameter.data = parameter.data.new_empty(0)
         return left
 
-    def enter(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
-        """Lay the model over these tensors; returns those that are no parameters.
+    def attach(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
+        """Use `weights` as the parameters' memory; returns those that are not parameters.
 
         Raises ValueError when a parameter is missing; then nothing has changed.
         """
@@ -101,8 +103,8 @@ class PooledParameters:
 Values = dict[str, Any]
 
 
-def take_apart(sums: Any) -> tuple[Tensors, Values]:
-    """The fields of a flat dataclass: tensors, not copied, and plain values."""
+def split_fields(sums: Any) -> tuple[Tensors, Values]:
+    """Split the fields of a flat dataclass into tensors, not copied, and plain values."""
     tensors: Tensors = {}
     values: Values = {}
     for column in dataclasses.fields(sums):
@@ -114,15 +116,15 @@ def take_apart(sums: Any) -> tuple[Tensors, Values]:
     return tensors, values
 
 
-def put_together(sums: Any, tensors: Tensors, values: Values) -> None:
-    """Inverse of `take_apart`, into a dataclass of the same type. Raises KeyError, TypeError."""
+def join_fields(sums: Any, tensors: Tensors, values: Values) -> None:
+    """Inverse of `split_fields`: set the fields of `sums`. Raises KeyError for a missing one."""
     for column in dataclasses.fields(sums):
         name = column.name
         setattr(sums, name, tensors[name] if name in tensors else values[name])
 
 
-def rows_apart(rows: Sequence[Row]) -> tuple[Tensors, list[Values]]:
-    """Arrays of all rows, joined by column; and per row its plain values and lengths of arrays."""
+def pack_rows(rows: Sequence[Row]) -> tuple[Tensors, list[Values]]:
+    """Rows as tensors, concatenated by column, and per row its plain values and array lengths."""
     joined: dict[str, list[np.ndarray[Any, Any]]] = {}
     described: list[Values] = []
     for row in rows:
@@ -139,8 +141,8 @@ def rows_apart(rows: Sequence[Row]) -> tuple[Tensors, list[Values]]:
     return {n: torch.from_numpy(np.concatenate(parts)) for n, parts in joined.items()}, described
 
 
-def rows_together(tensors: Tensors, described: Sequence[Values]) -> list[Row]:
-    """Inverse of `rows_apart`; copies."""
+def unpack_rows(tensors: Tensors, described: Sequence[Values]) -> list[Row]:
+    """Inverse of `pack_rows`; copies."""
     arrays = {name: tensor.cpu().numpy().copy() for name, tensor in tensors.items()}
     begins = dict.fromkeys(arrays, 0)
     rows = []
@@ -158,29 +160,29 @@ def rows_together(tensors: Tensors, described: Sequence[Values]) -> list[Row]:
 
 
 def on_host(tensors: Tensors) -> Tensors:
-    """What a suspended policy brought along to a device and does not compute with there."""
+    """Copies on the CPU of state tensors that are not computed with on the device."""
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def under(prefix: str, tensors: Tensors) -> Tensors:
-    """Named `{prefix}/{name}`."""
+    """Rename tensors to `{prefix}/{name}`."""
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
 def below(prefix: str, tensors: Tensors) -> Tensors:
-    """Inverse of `under`: of all `tensors`, those that have the prefix."""
+    """Inverse of `under`, of those `tensors` that have the prefix."""
     start = f"{prefix}/"
     return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 
 
 FORMAT: Final = 1
-# Of the manifest's metadata.
+# Field of the manifest's metadata that holds the plain values.
 _DOCUMENT: Final = "training"
 
 
 @dataclass(frozen=True)
-class HalfStep:
-    """A step that stopped between two micro-batches, as far as the experience store knows it."""
+class SuspendedStep:
+    """A step that was stopped between two micro-batches: its claims and counts."""
 
     step: int
     version: int
@@ -188,52 +190,56 @@ class HalfStep:
     claimant: str
     # Claims whose samples are in the gradients.
     claim_ids: list[str] = field(default_factory=list)
-    # The last question for samples, whose answer was not used: asked again under the same id it is
-    # answered with the same samples.
-    question: str = ""
+    # Request id of the last claim, if its answer was not used: repeated under the same id, the
+    # claim returns the same samples.
+    pending_claim: str = ""
     micro_batches: int = 0
     samples: int = 0
     tokens: int = 0
-    # Samples that were dropped since their values are gone.
+    # Samples that were dropped because values of theirs are lost.
     gone: int = 0
-    # Columns by reference that go with the step's samples.
+    # Keys of columns by reference that are deleted once the step is committed.
     refs: list[str] = field(default_factory=list)
-    # Seconds that it was at work so far.
+    # Seconds of work so far, without suspensions.
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class SuspendedTensors:
-    """What a policy takes along: tensors, and a document of plain values."""
+    """The state of a suspended policy: tensors, and a document of plain (JSON) values."""
 
     tensors: Tensors
     document: dict[str, Any]
 
 
 class Suspension:
-    """Where one policy's state waits. Blocking, in any thread."""
+    """Stores and fetches the suspended state of one policy. Blocking, in any thread."""
 
     def __init__(
-        self, transfer: HostTransfer, residence: ParameterPool, job_id: str, policy: str
+        self, transfer: HostTransfer, pool: ParameterPool, job_id: str, policy: str
     ) -> None:
-        self._transfer, self._residence = transfer, residence
+        self._transfer, self._pool = transfer, pool
         self._prefix = f"{job_id}/{policy}/training@"
         self._policy = policy
 
     def store(
-        self, version: int, luggage: SuspendedTensors, half: HalfStep | None, lease: float
+        self,
+        version: int,
+        suspended: SuspendedTensors,
+        unfinished: SuspendedStep | None,
+        lease: float,
     ) -> trainer_pb2.SuspendedState:
-        """Put a copy there; `luggage` may be used again. Raises StorageFull."""
+        """Put a copy of `suspended` into the transfer layer. Raises StorageFull."""
         document = {
-            **luggage.document,
+            **suspended.document,
             "format": FORMAT,
-            "step": None if half is None else asdict(half),
+            "step": None if unfinished is None else asdict(unfinished),
         }
-        # Every suspension has a key of its own: tensors alone do not tell two of one version apart.
-        # Samples without an advantage leave gradients as they were.
+        # Every suspension has a key of its own: two of one version may have equal tensors, when the
+        # samples between them had no gradient.
         manifest: Manifest = self._transfer.set(
             f"{self._prefix}{version}-{new_id()}",
-            luggage.tensors,
+            suspended.tensors,
             metadata={_DOCUMENT: json.dumps(document)},
         )
         state = trainer_pb2.SuspendedState(
@@ -244,13 +250,13 @@ class Suspension:
             lease_seconds=lease,
             holders=self._transfer.holders,
         )
-        if half is not None:
-            state.step, state.claimant = half.step, half.claimant
-            state.claims, state.samples = len(half.claim_ids), half.samples
+        if unfinished is not None:
+            state.step, state.claimant = unfinished.step, unfinished.claimant
+            state.claims, state.samples = len(unfinished.claim_ids), unfinished.samples
         return state
 
     def fetch(self, state: trainer_pb2.SuspendedState) -> SuspendedTensors:
-        """A copy of what `state` says, on the device, from wherever it is; it stays there.
+        """Copy the suspended `state` to the device, from any host; it stays there.
 
         Raises NotFound of kind "suspended_state_gone", DataLoss of kind "suspended_state_changed".
         """
@@ -270,7 +276,7 @@ class Suspension:
             document = json.loads(manifest.metadata[_DOCUMENT])
             if document["format"] != FORMAT:
                 raise ValueError(f"its format is {document['format']}")
-            return SuspendedTensors(self._residence.bring(tensors), document)
+            return SuspendedTensors(self._pool.copy_to_device(tensors), document)
         except KeyNotFound as error:
             raise self._gone(state.key) from error
         except (Corrupt, KeyError, ValueError) as error:
@@ -283,12 +289,12 @@ class Suspension:
             ) from error
 
     def take(self, state: trainer_pb2.SuspendedState) -> None:
-        """Make it the caller's alone. Raises NotFound of kind "suspended_state_gone"."""
+        """Remove the state: it is the caller's. Raises NotFound of kind "suspended_state_gone"."""
         if not self._transfer.delete(state.key):
             raise self._gone(state.key)
 
     def forget(self) -> None:
-        """Nobody needs what is there of this policy."""
+        """Delete all suspended states of this policy."""
         for key in self._transfer.keys(self._prefix):
             self._transfer.delete(key)
 

@@ -99,14 +99,12 @@ def sync_directory(path: Path) -> None:
 
 _NAME = re.compile(r"v([0-9]+)-([0-9a-f]{12})")
 _UNFINISHED = re.compile(r"\.v([0-9]+)-")
-# 2: random generators and the frontier. States of format 1 are read as if they had none.
-# 3: weights and optimizer in parts; what one device writes is still of format 2.
 FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """Up to where a version has trained: consistent with weights, optimizer and generators."""
+    """What a version was trained on; kept with its weights, optimizer and generators."""
 
     # Step whose samples made this version; -1: none, these are the first weights.
     step: int = -1
@@ -116,20 +114,20 @@ class Frontier:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """One version of a policy, ready to go on from."""
+    """The training state of one version of a policy."""
 
     version: int
-    # Of the weights as published to engines (the ledger's).
+    # Checksum of the published weights, as in the ledger.
     checksum: str
     weights: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
-    # What random generators draw next (randomness.py).
+    # States of random generators (`Randomness`).
     generators: dict[str, torch.Tensor] = field(default_factory=dict)
     frontier: Frontier = Frontier()
-    # Instead of weights and moments: writes them into a directory in parts, and gives the
-    # checksums of the files.
+    # Of a gang, instead of weights and moments: writes them in parts into a directory, and returns
+    # the checksums of the files.
     write_parts: Callable[[Path], dict[str, str]] | None = None
-    # Where it was read from.
+    # The directory that it was read from.
     path: Path | None = None
 
 
@@ -142,18 +140,18 @@ class StateStore:
         self.job_id, self.policy = job_id, policy
 
     def versions(self) -> list[int]:
-        """Versions that are here, ascending."""
+        """Kept versions, ascending."""
         return sorted({version for version, _, _ in self._entries()})
 
     def save(self, state: TrainingState) -> Path:
-        """Make `state` durable. Raises ResourceExhausted ("storage_full"); what was there stays."""
+        """Write `state` durably. Raises ResourceExhausted ("storage_full") and changes nothing."""
         target = self._directory / f"v{state.version}-{state.checksum[:12]}"
         parts = {"random": _plain(state.generators)}
         if state.write_parts is None:
             parts |= {"weights": _plain(state.weights), "optimizer": _plain(state.moments)}
         digest = state.frontier.samples_digest
         meta: dict[str, Any] = {
-            "format": FORMAT if state.write_parts else FORMAT - 1,
+            "format": FORMAT,
             "version": state.version,
             "checksum": state.checksum,
             "step": state.frontier.step,
@@ -171,10 +169,10 @@ class StateStore:
         return target
 
     def load(self, version: int, checksum: str = "", *, whole: bool = True) -> TrainingState:
-        """The state of `version`; with `checksum`, the one that the ledger means.
+        """Read the state of `version` (with `checksum`: the one in the ledger).
 
-        `whole`: with all weights and moments; else they are only verified, for ranks that read
-        their parts from its `path`. Raises FailedPrecondition of kind "state_not_found", or
+        `whole`: with weights and moments; else only verify them, for ranks that read their parts
+        from its `path`. Raises FailedPrecondition of kind "state_not_found", or
         DataLoss of kind "state_corrupt".
         """
         for path in self._matching(version, checksum):
@@ -190,17 +188,17 @@ class StateStore:
         )
 
     def exists(self, version: int, checksum: str = "") -> bool:
-        """Whether `load` would find something."""
+        """Whether a state of `version` is kept."""
         return any(True for _ in self._matching(version, checksum))
 
     def find(self, version: int, checksum: str = "") -> Path | None:
-        """The directory that `load` would read; None when there is none."""
+        """The directory of the state that `load` would read, or None."""
         return next(self._matching(version, checksum), None)
 
     def take_in(self, name: str, files: Mapping[str, memoryview]) -> None:
-        """Keep a directory of another store, whole or not at all; `load` will verify it.
+        """Write a state directory of another store, whole or not at all; `load` verifies it.
 
-        Raises DataLoss of kind "state_corrupt" for what is no state's, ResourceExhausted.
+        Raises DataLoss of kind "state_corrupt" for names that no state has, ResourceExhausted.
         """
         paths = {part: Path(part) for part in files}
         outside = any(p.is_absolute() or ".." in p.parts for p in paths.values())
@@ -217,8 +215,7 @@ class StateStore:
             if version > newest - keep or (first and version == 0):
                 continue
             remove(path)
-        # What a save left behind that was killed, or another `prune`; whoever else is at it is
-        # superseded.
+        # Leftovers of killed processes; a live process that writes one is superseded.
         for path in self._directory.glob(".v*"):
             match = _UNFINISHED.match(path.name)
             if match and int(match[1]) <= newest:
@@ -226,7 +223,7 @@ class StateStore:
 
     @contextlib.contextmanager
     def _filling(self, target: Path) -> Iterator[Path]:
-        """A folder that becomes `target` once it is filled, or leaves what was there alone."""
+        """A temporary folder that replaces `target` atomically once it is filled."""
         temp = self._directory / f".{target.name}.{secrets.token_hex(4)}.tmp"
         with reported(self._directory, "training state"):
             try:
@@ -236,8 +233,8 @@ class StateStore:
                     for file in temp.rglob("*"):
                         if file.is_file():
                             sync_file(file)
-                # An attempt that was never committed may have published the same bits and
-                # still differ: in precision below the published type, or in its samples.
+                # A state of the same name may come from an attempt that was not committed and
+                # differ in precision below the published type, or in its samples.
                 old = temp.with_suffix(".old")
                 with contextlib.suppress(FileNotFoundError):
                     target.rename(old)
@@ -270,19 +267,17 @@ class StateStore:
     def _read(self, path: Path, version: int, checksum: str, whole: bool) -> TrainingState:
         try:
             meta = json.loads((path / "state.json").read_text())
-            if meta["format"] > FORMAT:
-                raise ValueError(f"its format {meta['format']} is of a newer version of Troupe")
-            names = ["random"] if meta["format"] > 1 else []
-            if "parts" not in meta:
-                names += ["weights", "optimizer"]
-            # Mapped: bytes that nobody looks at are not in memory.
+            if meta["format"] != FORMAT:
+                raise ValueError(f"its format {meta['format']} is of another version of Troupe")
+            names = ["random"] if "parts" in meta else ["random", "weights", "optimizer"]
+            # Memory-mapped: bytes that are not read take no memory.
             parts = {name: load_file(path / f"{name}.safetensors") for name in names}
             if any(meta[name] != checksum_of(tensors) for name, tensors in parts.items()):
                 raise ValueError("its bytes do not match their checksums")
             if "parts" in meta:
                 parts |= _joined(path, meta["parts"], whole)
-            digest = meta.get("samples_digest")
-            frontier = Frontier(meta.get("step", -1), None if digest is None else int(digest, 16))
+            digest = meta["samples_digest"]
+            frontier = Frontier(meta["step"], None if digest is None else int(digest, 16))
             if meta["version"] != version or (checksum and meta["checksum"] != checksum):
                 raise ValueError("it holds another version than its name says")
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -299,7 +294,7 @@ class StateStore:
             meta["checksum"],
             parts["weights"],
             parts["optimizer"],
-            parts.get("random", {}),
+            parts["random"],
             frontier,
             path=path,
         )
@@ -310,8 +305,8 @@ def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _joined(path: Path, files: Mapping[str, str], whole: bool) -> dict[str, dict[str, Any]]:
-    """Weights and optimizer that a gang wrote in parts. Raises ValueError for other bytes."""
-    # Imports more than who never meets a gang should pay for.
+    """Weights and optimizer that a gang wrote in parts. Raises ValueError for changed bytes."""
+    # A heavy import, needed for gangs only.
     from services.trainer.gang.sharded_state import file_checksum, read_whole, split
 
     if any(file_checksum(path / name) != checksum for name, checksum in files.items()):
