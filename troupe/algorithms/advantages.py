@@ -17,11 +17,8 @@ A group is of one agent, so the first three are normalised agent by agent as Dr.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
-
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"]
 
 # Keeps a group whose rewards nearly agree from blowing up; the value that TRL uses.
 EPSILON = 1e-4

@@ -202,8 +202,9 @@ class Gang:
     ) -> Frame:
         """Have all ranks carry out an order; returns the answer of rank 0.
 
-        Raises the error that ranks answer with, `Stopped` when `stop` is set, ValueError for
-        a state of another model, and Aborted of kind "gang_lost" when a rank has ended: then all are ended.
+        Raises the error that ranks answer with, `Stopped` when `stop` is set, ValueError for a
+        state of another model, and Aborted of kind "gang_lost" when a rank has ended: then all are
+        ended.
         """
         with self._turn:
             return self._in_turn(name, body, stop, header)
