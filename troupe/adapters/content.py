@@ -1,7 +1,7 @@
-"""What is published of a policy that trains an adapter: its tensors, and what they belong to.
+"""The published form of a LoRA adapter: its tensors, and a description of base, rank and scale.
 
-An adapter means nothing without its base, rank and scale. They travel as one more tensor, the bytes
-of a JSON object, so that the checksum which names a version covers them: one version, one content.
+The description travels as one more tensor, the bytes of a JSON object, so that the checksum of a
+version covers it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFIX: Final = "base_model.model."
 
 
 class NotAnAdapter(ValueError):
-    """Tensors, or a description, that are no adapter."""
+    """Tensors, or a description, that are not an adapter."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class AdapterContent:
 
     @property
     def scale(self) -> float:
-        """What B @ A is multiplied by."""
+        """The factor of B @ A: alpha / rank."""
         return self.alpha / self.rank
 
     @property
@@ -60,12 +60,12 @@ class AdapterContent:
         return self.tensors[f"{stem}.lora_A.weight"], self.tensors[f"{stem}.lora_B.weight"]
 
     def only(self, module: str) -> AdapterContent:
-        """The part of it that sits on one module."""
+        """The adapter of one module alone."""
         names = [f"{PREFIX}{module}.lora_{side}.weight" for side in ("A", "B")]
         return replace(self, tensors={name: self.tensors[name] for name in names})
 
     def to_tensors(self) -> dict[str, torch.Tensor]:
-        """As published."""
+        """The tensors as published, with the description."""
         about = {
             "base": self.base,
             "rank": self.rank,
@@ -78,7 +78,7 @@ class AdapterContent:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> AdapterContent:
-        """Read what `to_tensors` gave. Raises NotAnAdapter."""
+        """Inverse of `to_tensors`. Raises NotAnAdapter."""
         described = tensors.get(CONFIG)
         if described is None:
             raise NotAnAdapter(f"it has no tensor '{CONFIG}'")
@@ -93,7 +93,7 @@ class AdapterContent:
         return content
 
     def peft_config(self, base_model: str | None = None) -> dict[str, Any]:
-        """As PEFT's `adapter_config.json` names it; SGLang reads the same fields."""
+        """The contents of PEFT's `adapter_config.json`, which SGLang reads too."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -133,5 +133,5 @@ def is_adapter(names: Mapping[str, Any]) -> bool:
 
 
 def base_key(job_id: str, checksum: str) -> str:
-    """Where a job's base is published. No policy's name has a dot."""
+    """The transfer key of a job's base; policies' names have no dot."""
     return f"{job_id}/base.{checksum}/weights@0"

@@ -1,4 +1,4 @@
-"""An adapter added into its base's weights."""
+"""Merging a LoRA adapter into its base's weights, and the layers of a model that can have one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from troupe.adapters.content import AdapterContent
 
 
 def output_layer(model: Any) -> str:
-    """The name of the module that makes logits; empty when there is none."""
+    """The name of the output layer; empty when there is none."""
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), "")
 
@@ -19,7 +19,7 @@ def output_layer(model: Any) -> str:
 def linear_layers(
     model: Any, wanted: Sequence[str] | str
 ) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Modules that `wanted` means, with (in, out) features, and the names that mean none.
+    """The linear layers that `wanted` selects, with (in, out) features, and names without one.
 
     `wanted`: last parts of names, or "all-linear" for every linear layer. The output layer is never
     among them: its weights may be those of the embedding.
@@ -52,7 +52,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def distinct_tensors(module: Any) -> Tensors:
-    """Parameters and persistent buffers; what is tied under its first name. Not copies."""
+    """Parameters and persistent buffers, tied ones once under their first name; not copies."""
     named: Tensors = {name: p.detach() for name, p in module.named_parameters()}
     known = {t.data_ptr() for t in named.values()}
     for name, tensor in module.state_dict().items():

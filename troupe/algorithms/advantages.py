@@ -1,4 +1,4 @@
-"""Advantages: how much better a sample did than what was to be expected.
+"""Advantages: the reward of a sample relative to a baseline, without a critic.
 
 Symbols: r_i reward of sample i, G(i) its group, B the samples of its step, A_i its advantage.
 
@@ -127,7 +127,7 @@ def moved_baseline(baseline: float, rewards: Sequence[float], decay: float) -> f
 
 
 def _scaled(centred: torch.Tensor, std: torch.Tensor, epsilon: float) -> torch.Tensor:
-    # Divided by an infinite deviation they would be zero: nothing learned, and nobody told.
+    # Division by an infinite deviation would give zero, and hide the fault.
     return torch.where(torch.isfinite(std), centred / (std + epsilon), torch.nan)
 
 

@@ -1,9 +1,9 @@
 """A loss of log-probs under a linear output layer, without the [N, V] logits of all tokens.
 
-Blocks of tokens go through layer, log-softmax, loss and back at once, in buffers that are used
-again: what a block leaves is its share of the gradients of the hidden states and of the layer.
-Nothing is computed twice, unless the loss couples more tokens than a block has (Cut Your Losses,
-Wijmans et al. 2024, and Liger Kernel, Hsu et al. 2024, do so for the cross-entropy).
+A block of tokens goes through layer, log-softmax, loss and their backward at once, in buffers that
+are reused: only its share of the gradients of hidden states and layer is kept. Nothing is computed
+twice, unless the loss couples more tokens than a block has (as Cut Your Losses, Wijmans et al.
+2024, and Liger Kernel, Hsu et al. 2024, do for the cross-entropy).
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ except ImportError:  # torch's CPU builds come without it
 
 log = logging.getLogger(__name__)
 
-# Elements of a row that a program holds at a time.
+# Elements of a row that a Triton program holds at a time.
 _BLOCK: Final = 8192
 _WARPS: Final = 16
 _TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether logits of this type, there, can be given to the functions of this module."""
+    """Whether the Triton kernels can be used for logits of this type on this device."""
     return device.type == "cuda" and dtype in _TYPES and triton is not None and _works(device)
 
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Whether kernels can be compiled here, and find what plain torch does."""
+    """Whether kernels compile on this device and agree with plain torch."""
     logits = torch.linspace(-3.0, 3.0, 300, device=device).sin().reshape(3, 100).contiguous()
     logp = torch.log_softmax(logits, -1)
     targets = torch.tensor([0, 50, 99], device=device)
     logprobs, entropy, mass = (logits.new_empty(3) for _ in range(3))
     try:
         score_rows(logits, targets, logits.new_ones(3), logprobs, entropy, mass)
-    except Exception as error:  # of a compiler, of any kind
+    except Exception as error:  # compilers raise any kind
         log.warning("no Triton kernels on %s, losses take longer there: %s", device, error)
         return False
     plain = logp.gather(-1, targets[:, None])[:, 0], -(logp * logp.exp()).sum(-1)
@@ -61,19 +61,21 @@ def _works(device: torch.device) -> bool:
 def score_rows(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    heat: torch.Tensor,
+    temperatures: torch.Tensor,
     logprobs: torch.Tensor,
     entropy: torch.Tensor,
     mass: torch.Tensor,
 ) -> None:
-    """Fill in, for logits [n, V] (contiguous) over temperatures `heat` [n], the log-probs of
-    `targets` (int64 [n]), the entropies in nats, and `mass`, the log of the sum of exponentials:
-    float32 [n]. A masked token (-inf) has no share in the entropy."""
+    """Fill in the log-probs of `targets` (int64 [n]), the entropies in nats, and `mass`, the log of
+    the sum of exponentials: float32 [n], of logits [n, V] (contiguous) over `temperatures` [n].
+
+    A masked token (-inf) has no share in the entropy.
+    """
     vocabulary = logits.shape[1]
     _score[(len(logits),)](
         logits,
         targets,
-        heat,
+        temperatures,
         logprobs,
         entropy,
         mass,
@@ -86,7 +88,7 @@ def score_rows(
 def slope_rows(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    heat: torch.Tensor,
+    temperatures: torch.Tensor,
     entropy: torch.Tensor,
     mass: torch.Tensor,
     by_logprob: torch.Tensor,
@@ -95,7 +97,7 @@ def slope_rows(
     """Overwrite `logits` with the slope of a loss by them, given its slopes by the log-probs of
     `targets` and by the entropies, float32 [n]; the rest as `score_rows` was given and left it."""
     vocabulary = logits.shape[1]
-    shared = (targets, heat, entropy, mass, by_logprob, by_entropy)
+    shared = (targets, temperatures, entropy, mass, by_logprob, by_entropy)
     _slope[(len(logits),)](logits, *shared, vocabulary, BLOCK=_block(vocabulary), num_warps=_WARPS)
 
 
@@ -109,7 +111,7 @@ if triton is not None:
     def _score(  # type: ignore[no-untyped-def]
         logits,
         targets,
-        heat,
+        temperatures,
         logprobs,
         entropy,
         mass,
@@ -118,7 +120,7 @@ if triton is not None:
     ):
         row = tl.program_id(0).to(tl.int64)
         start = logits + row * vocabulary
-        temperature = tl.load(heat + row)
+        temperature = tl.load(temperatures + row)
         top = float("-inf")  # the largest so far, m
         total = 0.0  # sum of e^(x - m)
         spread = 0.0  # sum of (x - m) e^(x - m)
@@ -147,7 +149,7 @@ if triton is not None:
     def _slope(  # type: ignore[no-untyped-def]
         logits,
         targets,
-        heat,
+        temperatures,
         entropy,
         mass,
         by_logprob,
@@ -157,7 +159,7 @@ if triton is not None:
     ):
         row = tl.program_id(0).to(tl.int64)
         start = logits + row * vocabulary
-        temperature = tl.load(heat + row)
+        temperature = tl.load(temperatures + row)
         target = tl.load(targets + row)
         whole = tl.load(mass + row)
         own = tl.load(entropy + row)
@@ -188,7 +190,8 @@ LossOf = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 
 @dataclass(frozen=True)
 class Scores:
-    """Of N tokens: [N], in nats, float32 (float64 for float64 hidden states), no gradient."""
+    """Log-probs and entropies of N tokens, [N] in nats, without gradient: float32, or float64 for
+    float64 hidden states."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -264,7 +267,7 @@ class _LinearLoss(torch.autograd.Function):
         )
         for start, stop in work.runs(spans):
             parts = work.blocks(start, stop)
-            if len(parts) == 1:  # the probabilities are still there
+            if len(parts) == 1:  # the log-probs are still in the buffer
                 part = parts[0]
                 work.score(part)
                 loss, by_logprob, by_entropy = _differentiate(loss_of, work, part)
@@ -316,7 +319,7 @@ def _cut(slope: torch.Tensor | None, part: slice) -> torch.Tensor | None:
 
 
 class _Work:
-    """One pass over all tokens, with one buffer for the logits of a block."""
+    """One pass over all tokens, with a buffer for the logits of one block."""
 
     def __init__(
         self,
@@ -340,20 +343,20 @@ class _Work:
         self._bias = None if head.bias is None else head.bias.detach()
         self._targets = targets
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        # Kernels that leave logits in the type of the product.
+        # Triton kernels, which keep logits in the type of the product.
         self._fused = (
             self._bias is None and dtype == torch.float32 and serves(hidden.device, product)
         )
         row_bytes = vocabulary * (product if self._fused else dtype).itemsize
         self._size = block or max(16, _BLOCK_BYTES.get(kind, 64 << 20) // row_bytes)
-        self._heat = temperatures.to(dtype)
+        self._temperatures = temperatures.to(dtype)
         self._plain = bool((temperatures == 1).all())
         self.logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
         self.entropy = torch.empty_like(self.logprobs)
         rows = min(self._size, len(targets))
         if self._fused:
             self._buffer = self._hidden.new_empty(rows, vocabulary)
-            # Of each row the log of its sum of exponentials.
+            # Per row, the log of the sum of exponentials.
             self._scratch = self.logprobs.new_empty(rows)
             return
         self._scratch_rows = max(1, _SCRATCH_ELEMENTS.get(kind, 1 << 22) // vocabulary)
@@ -361,7 +364,7 @@ class _Work:
         self._scratch = self.logprobs.new_empty(min(rows, self._scratch_rows), vocabulary)
 
     def runs(self, spans: Sequence[int] | None) -> list[tuple[int, int]]:
-        """Where tokens begin and end whose loss is asked for together: as many as fit a block."""
+        """Ranges of tokens whose loss is computed together: whole spans, as many as fit a block."""
         total = len(self._targets)
         if spans is None:
             return [(part.start, part.stop) for part in self.blocks(0, total)]
@@ -378,7 +381,7 @@ class _Work:
         return found
 
     def blocks(self, start: int, stop: int) -> list[slice]:
-        """Tokens from `start` to `stop`, in blocks of about one size."""
+        """Split tokens from `start` to `stop` into blocks of about equal size."""
         count = -(-(stop - start) // self._size)
         edges = [start + (stop - start) * i // max(count, 1) for i in range(count + 1)]
         return [slice(a, b) for a, b in itertools.pairwise(edges)]
@@ -389,7 +392,7 @@ class _Work:
         logits = self._logits(part)
         if self._fused:
             scores = self.logprobs[part], self.entropy[part], self._scratch
-            score_rows(logits, self._targets[part], self._heat[part], *scores)
+            score_rows(logits, self._targets[part], self._temperatures[part], *scores)
             return
         rows = self._scratch_rows
         for start in range(0, len(logits), rows):
@@ -421,7 +424,7 @@ class _Work:
                 torch.zeros_like(self.entropy[part]) if by is None else by.contiguous()
                 for by in (by_logprob, by_entropy)
             )
-            about = self._targets[part], self._heat[part], self.entropy[part], self._scratch
+            about = self._targets[part], self._temperatures[part], self.entropy[part], self._scratch
             slope_rows(slope, *about, *slopes)
         else:
             self._slope(slope, part, by_logprob, by_entropy)
@@ -462,10 +465,10 @@ class _Work:
         if by_logprob is not None:
             slope.scatter_add_(-1, self._targets[part, None], by_logprob[:, None])
         if not self._plain:
-            slope.div_(self._heat[part])
+            slope.div_(self._temperatures[part])
 
     def release(self) -> None:
-        """Give the buffers back; the scores stay."""
+        """Free the buffers; the scores stay."""
         del self._buffer, self._scratch
 
     def _logits(self, part: slice) -> torch.Tensor:
@@ -477,4 +480,4 @@ class _Work:
             logits.copy_(hidden @ self._weight.T)
         if self._bias is not None:
             logits.add_(self._bias)
-        return logits if self._plain or self._fused else logits.div_(self._heat[part])
+        return logits if self._plain or self._fused else logits.div_(self._temperatures[part])

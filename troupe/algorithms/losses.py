@@ -99,7 +99,7 @@ def correction_ratio(
     sequences: torch.Tensor | None,
     correction: Correction,
 ) -> torch.Tensor:
-    """What the correction looks at, [T]: rho(y) for `sequence_masked`, else rho_t.
+    """The ratio that the correction bounds, [T]: rho(y) for `sequence_masked`, else rho_t.
 
     Raises ValueError where it needs `sequences` and has none.
     """
@@ -175,8 +175,7 @@ def grpo_loss_sum(
 
 
 def taken(seen: torch.Tensor, correction: Correction, cap: float) -> torch.Tensor:
-    """Bool [T]: tokens that a correction leaves in the loss, given what it looks at
-    (`correction_ratio`)."""
+    """Bool [T]: tokens that a correction leaves in the loss, given their `correction_ratio`."""
     if correction in ("masked", "sequence_masked"):
         return within(seen, cap)
     return torch.ones_like(seen, dtype=torch.bool)

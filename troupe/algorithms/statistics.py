@@ -1,4 +1,4 @@
-"""What a step reports about its tokens, added up over micro-batches."""
+"""Token metrics of a step, added up over micro-batches."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TokenStatistics:
         return cut
 
     def metrics(self) -> dict[str, float]:
-        """Means over all tokens added, by the names that the field uses."""
+        """The metrics: means over all tokens added."""
         n = max(self.tokens, 1)
         squares = float(self.ratio_squares)
         metrics = {

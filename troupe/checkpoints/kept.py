@@ -1,4 +1,4 @@
-"""Checkpoints that are kept of a policy: `{job}/checkpoints/{policy}/v{version}`."""
+"""Finding, pruning and copying kept checkpoints: `{job}/checkpoints/{policy}/v{version}`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from troupe.client.handle import publish, scratch_beside, target_path
 from troupe.rpc.errors import NotFound
 
 _NAME: Final = re.compile(r"v([0-9]{1,18})")
-# What a process that was killed left of one that it wrote or deleted.
+# Leftovers of processes that were killed while they wrote or deleted a checkpoint.
 _LEFT: Final = re.compile(r"\.v([0-9]+)\.")
 
 
 def versions_in(directory: Path) -> list[tuple[int, Path]]:
-    """Those in the directory of a policy, ascending."""
+    """Checkpoints in the directory of a policy, by version, ascending."""
     paths = [path for path in directory.glob("v*") if path.is_dir()]
     return sorted((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name)))
 
 
 def versions_of_all(job: Path) -> dict[str, list[tuple[int, Path]]]:
-    """Those of all policies that have any, in the directory of a job."""
+    """Checkpoints in the directory of a job, by policy."""
     found = {path.name: versions_in(path) for path in sorted((job / "checkpoints").glob("*"))}
     return {policy: versions for policy, versions in found.items() if versions}
 
@@ -44,7 +44,7 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory: whoever dies at it leaves none of this name with half its files."""
+    """Delete a directory, renaming it first: an interrupted delete leaves no half of it."""
     doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
     with contextlib.suppress(OSError):
         path.rename(doomed)
@@ -52,7 +52,7 @@ def remove(path: Path) -> None:
 
 
 def none_such(policy: str, version: int | None, known: Iterable[str]) -> NotFound:
-    """Of a version that is not kept, or of a policy without one; `known`: what there is."""
+    """The error for a version that is not kept, or a policy without any; `known`: those kept."""
     wanted = policy if version is None else f"{policy}@{version}"
     return NotFound(
         f"there is no checkpoint of {wanted}; there are: {', '.join(known) or 'none'}",
