@@ -155,7 +155,7 @@ class Bench:
         """One turn as a trajectory asks for it."""
         sampling = SamplingParams(max_new_tokens=self.plan.response_tokens)
         return await self.policy.router.generate(
-            name, prompt, sampling, home=StickyRoute(), deadline_seconds=600
+            name, prompt, sampling, route=StickyRoute(), deadline_seconds=600
         )
 
     async def through_troupe(self, seed: int) -> float:

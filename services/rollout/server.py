@@ -76,7 +76,7 @@ async def generate(
             request.request_id or new_id("generate"),
             list(prompt_ids),
             SamplingParams.of(sampling),
-            home=StickyRoute(),
+            route=StickyRoute(),
             deadline_seconds=job.spec.limits.turn_seconds,
         )
     except WorkflowError as error:

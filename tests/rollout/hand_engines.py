@@ -96,7 +96,7 @@ def ask(
 ) -> asyncio.Task[EngineResponse]:
     return asyncio.create_task(
         router.generate(
-            name, [1] * 10, TEN, home=home or StickyRoute(), deadline_seconds=seconds, **kind
+            name, [1] * 10, TEN, route=home or StickyRoute(), deadline_seconds=seconds, **kind
         )
     )
 

@@ -122,7 +122,7 @@ async def test_a_turn_that_is_generated_is_dropped_and_its_tokens_are_counted(
     await house.prepare("team")
     await house.open_step(queries=1, group_size=1)
     [policy] = [p for p in house.service._jobs.all()[0].policies.values() if p.name == "small"]
-    policy.router._places._may_serve = lambda engine: False  # the second turn waits for an engine
+    policy.router._may_serve = lambda engine: False  # the second turn waits for an engine
     running = asyncio.create_task(house.run(training(1, 1)))
     await until(lambda: policy.router.waiting == 1)
     await abort(house, "q0-s0-t0")

@@ -87,7 +87,7 @@ class FleetMachine(RuleBasedStateMachine):
     def choose(self, data: st.DataObject, work: Work, classes: list[str]) -> None:
         home = data.draw(st.none() | st.sampled_from([*sorted(self.model), "gone"]))
         chosen = self.fleet.choose(
-            work, lambda name: self.model[name].serves, home=home, classes=classes
+            work, lambda name: self.model[name].serves, previous=home, classes=classes
         )
         open_ = {n for n, m in self.model.items() if m.serves and len(m.costs) < m.limit}
         assert (chosen is None) == (not open_)
@@ -109,7 +109,7 @@ class FleetMachine(RuleBasedStateMachine):
     def sums_are_right(self) -> None:
         assert self.fleet.places == sum(engine.limit for engine in self.model.values())
         for name, engine in self.model.items():
-            assert self.fleet.outstanding(name) == pytest.approx(sum(engine.costs), abs=1e-6)
+            assert self.fleet._members[name].outstanding == pytest.approx(sum(engine.costs), abs=1e-6)
             assert self.fleet.has_room(name) == (len(engine.costs) < engine.limit)
 
 
@@ -140,11 +140,11 @@ def test_property_of_a_whole_run_no_engine_gets_far_ahead(turns: list[tuple[int,
         fleet.add(name, limit=1000)
     home: dict[int, str] = {}
     for conversation, tokens in turns:
-        chosen = fleet.choose(Work(tokens, 0), everyone, home=home.get(conversation))
+        chosen = fleet.choose(Work(tokens, 0), everyone, previous=home.get(conversation))
         assert chosen is not None
         home[conversation] = chosen
         fleet.give(chosen, Work(tokens, 0))
-        load = [fleet.outstanding(name) for name in names]
+        load = [fleet._members[name].outstanding for name in names]
         assert max(load) <= 1.5 * min(load) + STAY_SLACK_TOKENS + 3000
 
 
@@ -191,9 +191,9 @@ def test_static_policies_know_no_load(policy: Policy) -> None:
     assert not any(fleet.has_room(f"e{n}") for n in range(3))
     # Full or not, a conversation goes back to its engine; when that is gone, to another.
     for key, home in first.items():
-        assert fleet.choose(TURN, everyone, key=key, home=home) == home
+        assert fleet.choose(TURN, everyone, key=key, previous=home) == home
         others = set(first.values()) - {home}
-        assert fleet.choose(TURN, others.__contains__, key=key, home=home) in others
+        assert fleet.choose(TURN, others.__contains__, key=key, previous=home) in others
     if policy == "round_robin":
         assert set(Counter(first.values()).values()) == {10}
 

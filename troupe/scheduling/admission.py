@@ -1,7 +1,8 @@
-"""Admission: which queries a step consists of, and when a step and a trajectory may start.
+"""Admission: which queries a step consists of, and when a step, a query and a trajectory may start.
 
-Everything here is a function of its arguments, so that a restarted orchestrator plans the very
-same step, and the simulator the same as both.
+`holding_back` decides when a step may open, from the committed weight versions; `too_old` whether a
+query that was carried over still obeys the staleness bound. All functions are pure, so that a
+restarted orchestrator plans the same step again, and the simulator plans it alike.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class RolloutWorker:
-    """A rollout worker that can take work: trajectories that it runs now."""
+    """A rollout worker that accepts work. `running`: trajectories that it runs now."""
 
     worker_id: str
     running: int = 0
@@ -24,11 +25,11 @@ class RolloutWorker:
 def spread_queries(
     sizes: Sequence[int], workers: Sequence[RolloutWorker], *, turn: int = 0
 ) -> tuple[str, ...]:
-    """For each group of trajectories (by its size, in order) the worker that runs it.
+    """The worker of each group of trajectories, given the groups' sizes in order.
 
-    Each group goes whole to the worker with the fewest trajectories, so that engines share the
-    prefix of its members. Among equals the first in an order rotated by `turn` wins, so that over
-    many calls none is favoured. Raises ValueError when there is no worker.
+    A group goes whole to the worker with the fewest trajectories, because its members share a
+    cached prompt. Ties are broken in an order rotated by `turn`, so that no worker is favoured over
+    many calls. Raises ValueError without workers.
     """
     if not workers:
         raise ValueError("no rollout worker to place queries on")
@@ -47,8 +48,8 @@ def spread_queries(
 
 @dataclass(frozen=True)
 class QueryProgress:
-    """One query of a step. `settled`: all its trajectories have ended and none of its rows waits
-    for anything; `kept` of its rows were not dropped."""
+    """Progress of one query of a step. `complete`: its group is; `settled`: all its trajectories
+    have ended and none of its rows waits for a column; `kept`: rows that were not dropped."""
 
     query_id: str
     complete: bool
@@ -58,7 +59,8 @@ class QueryProgress:
 
 @dataclass(frozen=True)
 class RosterMove:
-    """`add` fresh queries; those that `leave`; whether nobody joins or leaves from then on."""
+    """A change of a step's roster: `add` fresh queries, remove those in `leave`; with `close` the
+    roster is final."""
 
     add: int = 0
     leave: tuple[str, ...] = ()
@@ -74,11 +76,11 @@ def next_move(
     may_close: bool = True,
     first_k: bool = False,
 ) -> RosterMove:
-    """What to change about a roster that holds `queries` now.
+    """The next change of a roster that now holds `queries`.
 
-    The step wants `wanted` queries and runs `spare` more; with `first_k` it closes as soon as so
-    many are there, and the others leave. Each query that is settled with no row kept is replaced
-    by a fresh one, at most `max_refills` times; 0: never, and such a query counts like any other.
+    The step wants `wanted` queries and runs `spare` more. With `first_k` it closes as soon as
+    `wanted` are there, and the others leave. A query that is settled without a row is replaced by a
+    fresh one, at most `max_refills` times; with 0 it counts like any other.
     """
     replaced = [q for q in queries if q.settled and not q.kept] if max_refills else []
     refills = min(len(replaced), max_refills)
@@ -104,8 +106,8 @@ _SEED_BITS: Final = 63
 
 @dataclass(frozen=True)
 class QueryPlan:
-    """One query and the trajectories to run on it. `index` counts over the split without end:
-    who loads the tasks takes it modulo their number."""
+    """One query with the trajectories to run on it. `index` counts over the split without end; the
+    loader of the tasks takes it modulo their number."""
 
     query_id: str
     index: int
@@ -116,19 +118,19 @@ class QueryPlan:
 def plan_queries(
     indexes: Iterable[int], *, job_seed: int, group_size: int, step: int | None
 ) -> tuple[QueryPlan, ...]:
-    """The queries at `indexes` of the training split, counted without end.
+    """The queries at `indexes` of the training split.
 
-    `step` is the one that they belong to; None where they may be carried from step to step: then
-    their trajectories are not named after one.
+    `step` is the step that they belong to; None if they may be carried from step to step: then the
+    trajectory ids do not contain it.
     """
     _require(group_size >= 1, "group_size", group_size)
     _require(step is None or step >= 0, "step", step or 0)
-    home = "" if step is None else f"-s{step}"
+    suffix = "" if step is None else f"-s{step}"
     return tuple(
         QueryPlan(
             query_id=f"q{index}",
             index=index,
-            trajectory_ids=tuple(f"q{index}{home}-t{n}" for n in range(group_size)),
+            trajectory_ids=tuple(f"q{index}{suffix}-t{n}" for n in range(group_size)),
             seeds=tuple(seed_of(job_seed, "train", index, n) for n in range(group_size)),
         )
         for index in indexes
@@ -136,7 +138,7 @@ def plan_queries(
 
 
 def index_of(query_id: str) -> int:
-    """Which item of the training split a query of `plan_queries` is."""
+    """The index in the training split of a query id of `plan_queries`. Raises ValueError."""
     if not (query_id.startswith("q") and query_id[1:].isdecimal()):
         raise ValueError(f"query_id = {query_id} was not planned here")
     return int(query_id[1:])
@@ -145,8 +147,8 @@ def index_of(query_id: str) -> int:
 def plan_evaluation(*, job_seed: int, step: int, queries: int) -> tuple[QueryPlan, ...]:
     """The first `queries` of the held-out split, one trajectory each.
 
-    Queries and seeds are the same at every step, so that evaluations compare; the trajectory ids
-    are not, so that each evaluation can be looked at.
+    Queries and seeds are equal at every step, so that evaluations compare; trajectory ids are not,
+    so that each evaluation can be inspected.
     """
     _require(step >= 0, "step", step)
     _require(queries >= 0, "queries", queries)
@@ -173,9 +175,9 @@ def holding_back(
 ) -> tuple[str, ...]:
     """The policies whose commits are missing before step `step` may open, sorted.
 
-    `committed` says of each trained policy how many of its steps are committed and served by the
-    engines, `alpha` its staleness bound (0 where none is named: the on-policy modes). A trajectory
-    of step s then starts with a version of at least s - alpha steps, and is trained by one of s.
+    `committed`: by trained policy the number of steps that are committed and whose weights the
+    engines serve; `alpha`: its staleness bound (missing: 0, the on-policy modes). A trajectory of
+    step s then starts with a version of at least s - alpha steps, and step s trains it.
     """
     for policy, bound in alpha.items():
         _require(bound >= 0, f"alpha of {policy}", bound)
@@ -192,11 +194,12 @@ def too_old(
     versions: Mapping[str, int],
     alpha: Mapping[str, int],
 ) -> bool:
-    """Whether what a query's trajectories `started` with (policy -> version) may be more than
-    `alpha` versions old when step `step` is trained.
+    """Whether a query's trajectories may be more than `alpha` versions old when step `step` trains
+    them.
 
-    `versions` are those after the steps that are `committed`; every step in between may raise them
-    by one. A policy that has not spoken yet is no hindrance.
+    `started`: the version that each policy began with; policies without a turn are missing.
+    `versions` are those after the `committed` steps; every step in between may raise a version by
+    one.
     """
     return any(
         versions[policy] + max(0, step - committed[policy]) - version > alpha.get(policy, 0)
@@ -206,11 +209,11 @@ def too_old(
 
 
 def next_wave(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
-    """How many of the waiting groups of trajectories, first come first served, may start now.
+    """How many of the waiting groups of trajectories, in order, may start now.
 
-    `sizes` are the trajectories per waiting group, `limit` bounds those in flight. A group starts
-    as a whole: its members share a prompt that engines cache. A group larger than `limit` starts
-    alone, since otherwise it never would.
+    `sizes`: trajectories per waiting group; `limit` bounds those in flight. A group starts as a
+    whole, because its members share a cached prompt. A group larger than `limit` starts alone:
+    otherwise it would never start.
     """
     _require(in_flight >= 0, "in_flight", in_flight)
     _require(limit >= 1, "limit", limit)

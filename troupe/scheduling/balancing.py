@@ -1,16 +1,16 @@
 """Which engines move from idle policies to busy ones.
 
 The pressure of a policy is its backlog per engine. Where the pressures of two policies differ by
-more than a threshold, engines of the one go to the other (FlexMARL, inter-agent load balancing;
-there: 5 turns per instance). When, how many and which are ours:
+more than a threshold, engines of the one move to the other (FlexMARL, inter-agent load balancing;
+there: 5 turns per instance). The paper leaves open when, how many and which; these are our rules:
 
-- a difference must last: a burst that is over when the engine arrives is not worth its way;
-- a move must lower the difference, and may turn it around by so little only that noise of the size
-  of the hysteresis does not ask for the way back;
-- a policy that took an engine gives none for a while, and one that gave takes none.
+- A difference must last: a burst that is over when the engine arrives is not worth the move.
+- A move must lower the difference. It may reverse it only by so little that noise of the size of
+  the hysteresis does not cause the opposite move.
+- A policy that took an engine gives none for a while, and one that gave takes none.
 
 Under constant backlogs every move lowers the greater of two pressures and raises none above it: the
-pressures, sorted, fall in lexicographic order, so there is an end to it.
+sorted pressures fall in lexicographic order, so moves end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-# A pair whose moves keep failing rests this many cool-downs at most.
+# A pair whose moves keep failing rests for this many cool-downs at most.
 _MAX_REST = 32
 Pair = tuple[str, str]
 
@@ -40,8 +40,8 @@ class BalancingRules:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A policy's backlog (turns waiting and in flight, or their outstanding tokens), and how many
-    serving engines it must keep."""
+    """A policy's backlog (turns waiting and in flight, or their outstanding tokens) and the number
+    of serving engines that it must keep."""
 
     policy: str
     backlog: float
@@ -50,9 +50,10 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class EngineAssignment:
-    """One engine: whom it serves or, while it moves, whom it will serve.
+    """One engine and the policy that it serves or, while it moves, will serve.
 
-    `serving`: it takes turns now. `work` decides which engine of a policy goes: the one with least.
+    `serving`: it takes turns now. `work` decides which engine of a policy moves: the one with
+    least.
     """
 
     engine_id: str
@@ -64,8 +65,8 @@ class EngineAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Engine `engine_id` goes from policy `source` to `target`; `before` and `after` are the
-    difference of their pressures now and as predicted."""
+    """Engine `engine_id` moves from policy `source` to `target`. `before` and `after`: the
+    difference of their pressures now, and as predicted."""
 
     engine_id: str
     source: str
@@ -76,28 +77,28 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one decision leaves to the next. Times are the caller's."""
+    """State that one decision passes to the next. Times are the caller's, in seconds."""
 
     since: Mapping[Pair, float] = field(default_factory=dict)
-    """By (source, target): since when they differ by more than the threshold."""
+    """By (source, target): since when their difference has exceeded the threshold."""
     gave: Mapping[str, float] = field(default_factory=dict)
-    """By policy: when it gave an engine last."""
+    """By policy: when it last gave an engine."""
     took: Mapping[str, float] = field(default_factory=dict)
-    """By policy: when it took an engine last."""
+    """By policy: when it last took an engine."""
     failures: Mapping[Pair, tuple[int, float]] = field(default_factory=dict)
-    """By (source, target): how many moves failed since one succeeded, and when the last did."""
+    """By (source, target): failed moves since the last success, and when the last one failed."""
 
 
 def pressure(backlog: float, engines: int) -> float:
-    """Backlog per engine; infinite where there is work and nobody to do it."""
+    """Backlog per engine; infinite when there is work and no engine."""
     if engines:
         return backlog / engines
     return math.inf if backlog > 0 else 0.0
 
 
-def disparity(demands: Sequence[Demand], seats: Sequence[EngineAssignment]) -> float:
+def disparity(demands: Sequence[Demand], assignments: Sequence[EngineAssignment]) -> float:
     """The greatest difference of two pressures; 0 for fewer than two policies."""
-    engines = _counts(demands, seats)
+    engines = _counts(demands, assignments)
     pressures = [pressure(one.backlog, engines[one.policy]) for one in demands]
     return max(pressures) - min(pressures) if len(pressures) > 1 else 0.0
 
@@ -106,20 +107,20 @@ def decide(
     rules: BalancingRules,
     memory: Memory,
     demands: Sequence[Demand],
-    seats: Sequence[EngineAssignment],
+    assignments: Sequence[EngineAssignment],
     now: float,
     *,
     barred: Collection[Pair] = (),
 ) -> tuple[list[Move], Memory]:
-    """The engines to move now, and what to remember.
+    """The moves that are due now, and the memory for the next decision.
 
-    `seats` are engines that could serve any of the policies of `demands`; those of other policies
-    are ignored. No engine leaves for a policy that it may not serve (`barred` pairs of source and
-    target), none that moves already, and none that its policy needs to keep `minimum` serving.
+    `assignments`: engines that could serve any of the policies in `demands`; engines of other
+    policies are ignored. `barred` pairs of source and target never move. An engine that moves
+    already, or that its policy needs to keep `minimum` serving, stays.
     """
     backlogs = {one.policy: one.backlog for one in demands}
-    engines = _counts(demands, seats)
-    idle = {one.policy: _idle(one, seats) for one in demands}
+    engines = _counts(demands, assignments)
+    idle = {one.policy: _idle(one, assignments) for one in demands}
     since: dict[Pair, float] = {}
     for source in backlogs:
         for target in backlogs:
@@ -138,7 +139,7 @@ def decide(
     while True:
         chosen: Move | None = None
         for source, target in ripe:
-            # Within one decision, too, nobody both gives and takes.
+            # Also within one decision no policy both gives and takes.
             if not idle[source] or took.get(source) == now or gave.get(target) == now:
                 continue
             found = _judge(rules, backlogs, engines, source, target)
@@ -154,39 +155,42 @@ def decide(
 
 
 def succeeded(memory: Memory, source: str, target: str) -> Memory:
-    """An engine has arrived."""
+    """The memory after a move that arrived."""
     failures = {pair: one for pair, one in memory.failures.items() if pair != (source, target)}
     return replace(memory, failures=failures)
 
 
 def failed(memory: Memory, source: str, target: str, now: float) -> Memory:
-    """A move did not succeed: the pair rests for a cool-down, then for two, four, ..."""
+    """The memory after a move that failed: the pair rests for one cool-down, then for two, four,
+    ..."""
     count = memory.failures.get((source, target), (0, 0.0))[0] + 1
     return replace(memory, failures={**memory.failures, (source, target): (count, now)})
 
 
-def _counts(demands: Sequence[Demand], seats: Sequence[EngineAssignment]) -> dict[str, int]:
+def _counts(demands: Sequence[Demand], assignments: Sequence[EngineAssignment]) -> dict[str, int]:
     """By policy: engines that serve it or are on their way to it."""
     counts = {one.policy: 0 for one in demands}
-    for seat in seats:
-        if seat.policy in counts and (seat.serving or seat.moving):
-            counts[seat.policy] += 1
+    for engine in assignments:
+        if engine.policy in counts and (engine.serving or engine.moving):
+            counts[engine.policy] += 1
     return counts
 
 
-def _idle(demand: Demand, seats: Sequence[EngineAssignment]) -> list[str]:
-    """The engines that the policy could give, least work first."""
+def _idle(demand: Demand, assignments: Sequence[EngineAssignment]) -> list[str]:
+    """Engines that the policy could give, least work first."""
     here = [
-        seat for seat in seats if seat.policy == demand.policy and seat.serving and not seat.moving
+        engine
+        for engine in assignments
+        if engine.policy == demand.policy and engine.serving and not engine.moving
     ]
-    here.sort(key=lambda seat: (seat.work, seat.engine_id))
-    return [seat.engine_id for seat in here[: max(0, len(here) - max(1, demand.minimum))]]
+    here.sort(key=lambda engine: (engine.work, engine.engine_id))
+    return [engine.engine_id for engine in here[: max(0, len(here) - max(1, demand.minimum))]]
 
 
 def _gap(
     backlogs: Mapping[str, float], engines: Mapping[str, int], source: str, target: str
 ) -> float:
-    """How much more `target` has to do per engine than `source`; NaN when both are without."""
+    """Pressure of `target` minus pressure of `source`; NaN when both are infinite."""
     return pressure(backlogs[target], engines[target]) - pressure(backlogs[source], engines[source])
 
 

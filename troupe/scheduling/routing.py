@@ -1,10 +1,12 @@
-"""Which engine of a policy serves a turn.
+"""Which engine of a policy serves a turn, which waiting turn goes first, and how many turns an
+engine runs at once.
 
-`least_work`: sticky by conversation, because the engine that served it holds its prefix; else least
-outstanding work, counted in tokens because answers differ 5-9x in length and weighed by what an
-engine reads and draws per second where that is known; ties rotated, because fresh engines all look
-alike and the first of them would get everything. The other two know no load and are there to be
-compared with: `round_robin` gives conversations out in turn, `random_hash` by their id.
+`least_work` routes a conversation to the engine that served it before, because that engine holds
+its prefix; otherwise to the engine with the least outstanding work. Work is counted in tokens,
+because responses differ 5-9x in length, and weighted by the engine's tokens per second where they
+are known. Ties rotate, because fresh engines are all equal and the first would get everything.
+`round_robin` and `random_hash` ignore load and are baselines: they assign conversations in turn, or
+by a hash of their id.
 """
 
 from __future__ import annotations
@@ -15,19 +17,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
+T = TypeVar("T")
 Policy = Literal["least_work", "round_robin", "random_hash"]
 
-# A conversation that moves is read again from its beginning. Staying pays while the wait that it
-# costs is shorter than that: up to half more work than the least loaded engine has, and for short
-# queues up to about the prompt of a long conversation. The same holds for a turn that would leave
-# the device class that fits it.
+# A conversation that moves to another engine is read again from its beginning. Staying pays while
+# the extra wait is shorter than that: up to half more work than the least loaded engine has, plus
+# about the prompt of a long conversation. The same holds for a turn that would leave its fitting
+# device class.
 STAY_RATIO: Final = 1.5
 STAY_SLACK_TOKENS: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a turn costs: prompt tokens to read, response tokens that are expected."""
+    """Cost of a turn: prompt tokens to read and expected response tokens."""
 
     prompt_tokens: float
     response_tokens: float
@@ -35,13 +38,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens per second that an engine reads, and draws for all its turns together."""
+    """Tokens per second of one engine: prompt tokens, and response tokens over all its turns."""
 
     prefill: float
     decode: float
 
     def seconds(self, work: Work) -> float:
-        """Time of the engine that `work` takes."""
+        """Engine time of `work` in seconds."""
         return work.prompt_tokens / self.prefill + work.response_tokens / self.decode
 
 
@@ -53,7 +56,7 @@ class _Member:
     limit: int
     in_flight: int = 0
     outstanding: float = 0.0
-    # Grows with every change: older entries of the heap are out of date.
+    # Changes with every update of the engine; heap entries with another stamp are outdated.
     stamp: int = 0
 
     @property
@@ -62,10 +65,11 @@ class _Member:
 
 
 class Fleet:
-    """The engines of one policy and what was given to each.
+    """The engines of one policy with the turns that each was given.
 
-    A choice costs O(device classes + log engines), amortised. Outstanding work is in tokens: where
-    rates are known, in tokens that an average engine of the fleet would have drawn meanwhile.
+    `choose` costs O(device classes + log engines), amortised. Outstanding work is in tokens; where
+    rates are known, in tokens that an average engine of the fleet would have drawn in the same
+    time.
     """
 
     def __init__(self, policy: Policy = "least_work", *, sticky: bool = True) -> None:
@@ -75,24 +79,21 @@ class Fleet:
         self._order: list[str] = []
         self._next = 0
         self._changes = 0
-        # Per device class: (work, turns, change, id). The oldest change first rotates ties.
+        # Per device class: (work, turns, stamp, id). The oldest stamp first rotates ties.
         self._heaps: dict[str, list[tuple[float, int, int, str]]] = {}
-        # Members that did not serve when they were looked at.
+        # Engines that did not serve when they were last looked at.
         self._aside: set[str] = set()
         self._drawn_per_second = 1.0
         self._places = 0
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     @property
     def places(self) -> int:
-        """Turns that all engines may have at once."""
+        """Sum of the engines' limits."""
         return self._places
 
     @property
     def rates(self) -> dict[str, Rates]:
-        """What engines of each device class do per second on average; classes of unknown rates are
+        """Average rates of the engines of each device class; classes without known rates are
         missing."""
         known: dict[str, list[Rates]] = {}
         for member in self._members.values():
@@ -114,7 +115,7 @@ class Fleet:
         device_class: str = "",
         rates: Rates | None = None,
     ) -> None:
-        """An engine that may have `limit` turns at once. Raises `ValueError` for a known id."""
+        """Add an engine that may run `limit` turns at once. Raises `ValueError` for a known id."""
         if engine_id in self._members:
             raise ValueError(f"engine_id = {engine_id} is in the fleet already")
         member = _Member(engine_id, device_class, rates, limit)
@@ -132,7 +133,7 @@ class Fleet:
         self._weigh()
 
     def set_limit(self, engine_id: str, limit: int) -> None:
-        """From now on the engine may have `limit` turns; it may have more until they end."""
+        """Change the engine's limit; turns beyond a lower one run to their end."""
         member = self._members[engine_id]
         if member.limit != limit:
             self._places += limit - member.limit
@@ -144,7 +145,7 @@ class Fleet:
         return self._members[engine_id].has_room
 
     def look_again(self) -> None:
-        """Engines that did not serve may serve now."""
+        """Reconsider engines that did not serve when they were last looked at."""
         for engine_id in self._aside:
             self._changed(self._members[engine_id])
         self._aside.clear()
@@ -154,22 +155,21 @@ class Fleet:
         work: Work,
         serves: Callable[[str], bool],
         *,
-        home: str | None = None,
+        previous: str | None = None,
         classes: Sequence[str] = (),
         key: str = "",
     ) -> str | None:
-        """The engine for a turn, or None: the turn waits for the first that has room.
+        """The engine for a turn; None if none that serves has room, so that the turn must wait.
 
-        `home` is the engine that served the conversation before, `classes` are device classes that
-        fit it, the best first, `key` names the conversation. Under `least_work` the engine has
-        room; the others choose without looking, and the turn waits for the engine if it has none.
+        `previous` is the engine that served the conversation before, `classes` are fitting device
+        classes, best first, `key` names the conversation. With `least_work` the chosen engine has
+        room; the static policies choose regardless of room, and the turn waits for that engine.
         """
-        if self._sticky and home in self._members and serves(home):
-            at_home = self._members[home]
-        else:
-            at_home = None
+        sticky = None
+        if self._sticky and previous in self._members and serves(previous):
+            sticky = self._members[previous]
         if self._policy != "least_work":
-            return at_home.engine_id if at_home else self._blindly(key, serves)
+            return sticky.engine_id if sticky else self._choose_static(key, serves)
         tops = {name: self._least(name, serves) for name in self._heaps}
         if not any(tops.values()) and self._aside:
             self.look_again()
@@ -183,12 +183,12 @@ class Fleet:
             if fitting is not None and not self._leaves(fitting, best, work):
                 best = fitting
                 break
-        if at_home and at_home.has_room and not self._leaves(at_home, best, work):
-            best = at_home
+        if sticky and sticky.has_room and not self._leaves(sticky, best, work):
+            best = sticky
         return best.engine_id
 
     def give(self, engine_id: str, work: Work) -> float:
-        """A turn goes to the engine; returns what it adds to its outstanding work."""
+        """Assign a turn to the engine; returns the cost that it adds to the outstanding work."""
         member = self._members[engine_id]
         cost = self._cost(member, work)
         member.in_flight += 1
@@ -197,18 +197,14 @@ class Fleet:
         return cost
 
     def take_back(self, engine_id: str, cost: float) -> None:
-        """A turn that added `cost` has left the engine. Raises `KeyError`."""
+        """Remove a turn that added `cost`. Raises `KeyError`."""
         member = self._members[engine_id]
         member.in_flight -= 1
-        # Sums of fractions never come back to zero exactly, and ties would be none.
+        # A sum of fractions never returns to exactly zero, so ties would be lost.
         member.outstanding = member.outstanding - cost if member.in_flight else 0.0
         self._changed(member)
 
-    def outstanding(self, engine_id: str) -> float:
-        """Work that the engine has, in tokens."""
-        return self._members[engine_id].outstanding
-
-    def _blindly(self, key: str, serves: Callable[[str], bool]) -> str | None:
+    def _choose_static(self, key: str, serves: Callable[[str], bool]) -> str | None:
         count = len(self._order)
         start = self._next if self._policy == "round_robin" else zlib.crc32(key.encode())
         for step in range(count):
@@ -233,7 +229,7 @@ class Fleet:
     def _changed(self, member: _Member) -> None:
         self._changes += 1
         member.stamp = self._changes
-        if not member.has_room:  # its entry comes when it has
+        if not member.has_room:  # its entry is added when it has room
             return
         heap = self._heaps.setdefault(member.device_class, [])
         heapq.heappush(heap, (member.outstanding, member.in_flight, member.stamp, member.engine_id))
@@ -262,15 +258,16 @@ class Fleet:
 
 
 def overloaded(tokens: float, least_tokens: float) -> bool:
-    """Whether an engine has so much more to do than the least loaded that turns move away."""
+    """Whether an engine has so much more work than the least loaded one that conversations move
+    away."""
     return tokens > STAY_RATIO * least_tokens + STAY_SLACK_TOKENS
 
 
-# Weight of the newest turn in what a kind of turn is like.
+# Weight of the newest turn in the averages of its kind.
 _NEWEST: Final = 0.05
 # Turns of a kind that are seen before anything is inferred from them.
 SEEN: Final = 8
-# A class is preferred when a kind of turn gains at least this much there over the worst class.
+# A class is preferred when a kind of turn gains at least this factor over the worst class.
 LEAST_AFFINITY_GAIN: Final = 1.1
 
 
@@ -288,42 +285,39 @@ class _Profile:
 
 
 class Profiles:
-    """What turns of one policy are like, by kind: (domain, agent)."""
+    """Average token counts of one policy's turns, by kind: (domain, agent)."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str], _Profile] = {}
         self._all = _Profile()
 
     def observe(self, kind: tuple[str, str], read_tokens: int, response_tokens: int) -> None:
-        """A turn ended: prompt tokens that were not in a cache, and response tokens."""
+        """Record a finished turn: prompt tokens that no cache held, and response tokens."""
         self._kinds.setdefault(kind, _Profile()).add(read_tokens, response_tokens)
         self._all.add(read_tokens, response_tokens)
 
     def expected(self, kind: tuple[str, str], prompt_tokens: int, max_new_tokens: int) -> Work:
-        """What a turn will cost: its response is as long as those of its kind were."""
+        """Expected cost of a turn: its response is as long as the average of its kind."""
         profile = self._kinds.get(kind)
         if profile is None or profile.seen < SEEN:
             return Work(prompt_tokens, max_new_tokens)
         return Work(prompt_tokens, min(profile.response, max_new_tokens))
 
     def fitting(self, kind: tuple[str, str], rates: Mapping[str, Rates]) -> str | None:
-        """The class where turns of this kind gain most over the average turn; None when too little
-        is known, or it makes no difference.
+        """The device class on which this kind of turn gains most over the average turn; None when
+        too little is known or the gain is below `LEAST_AFFINITY_GAIN`.
 
-        Not the class where they are fastest: where one class is faster at everything, every kind
-        would want it, and the other would idle (comparative advantage).
+        Not the class on which it is fastest: if one class were faster at everything, every kind
+        would want it and the other would idle (comparative advantage).
         """
         profile = self._kinds.get(kind)
         if profile is None or profile.seen < SEEN or len(rates) < 2:
             return None
-        own, usual = _work(profile), _work(self._all)
+        own = Work(profile.prompt, profile.response)
+        usual = Work(self._all.prompt, self._all.response)
         cost = {name: r.seconds(own) / (r.seconds(usual) or 1.0) for name, r in rates.items()}
         best = min(cost, key=lambda name: (cost[name], name))
         return best if max(cost.values()) >= LEAST_AFFINITY_GAIN * cost[best] else None
-
-
-def _work(profile: _Profile) -> Work:
-    return Work(profile.prompt, profile.response)
 
 
 def classes_for(
@@ -335,22 +329,20 @@ def classes_for(
     default: str,
     inferred: str | None,
 ) -> tuple[str, ...]:
-    """Device classes for a turn, the best first: declared by domain, by agent, inferred; then the
-    default pool."""
+    """Device classes for a turn, best first: declared for its domain, for its agent, or inferred;
+    then the default class."""
     declared = by_domain.get(domain) if domain else None
     fitting = declared or by_agent.get(agent) or inferred
     return tuple(dict.fromkeys(name for name in (fitting, default) if name))
 
 
-T = TypeVar("T")
-
-# Further trajectories do not make a turn wait longer.
+# Trajectories beyond this number do not lower a turn's priority further.
 MOST_LEFT: Final = 16
 
 
 @dataclass(eq=False, slots=True)
 class WaitingTurn(Generic[T]):
-    """A turn that waits. `since`: turns that had been served when it came."""
+    """A queued turn. `since`: number of turns that had been served when it arrived."""
 
     item: T
     group: str
@@ -362,23 +354,24 @@ class WaitingTurn(Generic[T]):
 
 
 class TurnQueue(Generic[T]):
-    """Turns by urgency. All operations cost O(log turns), `regroup` that per turn of the group."""
+    """Turns by priority: the one whose group has the fewest trajectories left goes first.
+    Operations cost O(log turns); `regroup` that much per turn of the group."""
 
     def __init__(self, *, priority: bool = True) -> None:
-        """Without `priority`: first come, first served."""
+        """Without `priority` turns are served in order of arrival."""
         self._priority = priority
         self._heap: list[tuple[int, int, WaitingTurn[T]]] = []
         self._groups: dict[str, set[WaitingTurn[T]]] = {}
         self._count = 0
         self._waiting = 0
         self.served = 0
-        """Turns that left by `pop`: the clock of this queue."""
+        """Number of turns that left by `pop`: the clock of this queue."""
 
     def __len__(self) -> int:
         return self._waiting
 
     def __iter__(self) -> Iterator[T]:
-        """Those that wait, in no order."""
+        """The waiting turns, in no order."""
         return (entry.item for key, _, entry in self._heap if entry.waits and key == entry.key)
 
     def push(
@@ -390,9 +383,9 @@ class TurnQueue(Generic[T]):
         places: int = 1,
         since: int | None = None,
     ) -> WaitingTurn[T]:
-        """`item` waits. `left`: trajectories of its group that have not ended; `places`: turns that
-        all engines may have at once; `since`: the clock when the turn first came, if it was served
-        already and comes back."""
+        """Queue `item`. `left`: trajectories of its group that have not ended; `places`: turns that
+        all engines may run at once; `since`: the clock at the first arrival, for a turn that comes
+        back."""
         self._count += 1
         entry = WaitingTurn(
             item,
@@ -409,8 +402,8 @@ class TurnQueue(Generic[T]):
         return entry
 
     def regroup(self, group: str, left: int) -> None:
-        """Of `group` only `left` trajectories are left: its turns become more urgent, never
-        less."""
+        """Raise the priority of a group's turns, since only `left` of its trajectories remain.
+        Priority never falls."""
         for entry in self._groups.get(group, ()):
             key = self._key(entry, left)
             if key < entry.key:
@@ -418,7 +411,7 @@ class TurnQueue(Generic[T]):
                 self._put(entry)
 
     def peek(self) -> T | None:
-        """The most urgent turn; None when nothing waits."""
+        """The turn that is served next; None when the queue is empty."""
         while self._heap:
             key, _, entry = self._heap[0]
             if entry.waits and key == entry.key:
@@ -427,7 +420,7 @@ class TurnQueue(Generic[T]):
         return None
 
     def pop(self) -> T:
-        """Take the most urgent turn away: it is served. Raises `IndexError`."""
+        """Remove and return the turn that is served next. Raises `IndexError`."""
         item = self.peek()
         if item is None:
             raise IndexError("nothing waits")
@@ -437,7 +430,7 @@ class TurnQueue(Generic[T]):
         return item
 
     def remove(self, entry: WaitingTurn[T]) -> None:
-        """Somebody waits no more. Repeatable."""
+        """Remove a cancelled turn. Repeatable."""
         if entry.waits:
             self._leave(entry)
             if len(self._heap) > 2 * self._waiting + 64:
@@ -460,20 +453,25 @@ class TurnQueue(Generic[T]):
         heapq.heappush(self._heap, (entry.key, entry.number, entry))
 
 
-# A further 1 % of turns must raise throughput by this part of a percent.
+# A further 1 % of turns must raise throughput by at least this part of 1 %.
 LEAST_CONCURRENCY_GAIN: Final = 0.03
-# Of the weight of earlier observations, what is left after a window.
+# Weight of earlier observations that remains after a window.
 MEMORY: Final = 0.8
-# Below this spread of n (its standard deviation over its mean) its effect on t is unknown.
+# Below this relative standard deviation of n its effect on t cannot be estimated.
 LEAST_SPREAD: Final = 0.05
 STEP_UP: Final = 0.125
 STEP_DOWN: Final = 0.8
-# Turns that must end before the limit changes, besides as many as the limit.
+# Turns that must end between two changes of the limit, or as many as the limit if that is more.
 WINDOW_TURNS: Final = 16
 
 
 class AdaptiveLimit:
-    """The limit of one engine, in [1, `most`]. It begins at the top: too few turns cost at once."""
+    """How many turns one engine should run at once, in [1, `most`], learned from its speed.
+
+    Fits seconds per token t against the number of turns n beside it (least squares, t = base +
+    slope n) and stops where a further turn hardly raises throughput n / t. Starts at `most`,
+    because too few turns cost throughput at once.
+    """
 
     def __init__(self, most: int) -> None:
         if most < 1:
@@ -482,19 +480,17 @@ class AdaptiveLimit:
         self._limit = float(most)
         self._ended = 0
         self._reached = False
-        # Sums over turns, weighted by their tokens: 1, n, t, n n, n t.
+        # Token-weighted sums over turns: 1, n, t, n n, n t.
         self._sums = [0.0] * 5
 
     @property
     def now(self) -> int:
-        """Turns that the engine may have."""
+        """The current limit."""
         return max(1, min(self._most, int(self._limit)))
 
     def ended(self, in_flight: float, seconds: float, tokens: int) -> None:
-        """A turn was drawn: `tokens` in `seconds`, beside `in_flight` turns, itself included.
-
-        Turns that drew nothing say nothing.
-        """
+        """Record a turn: `tokens` drawn in `seconds`, with `in_flight` turns on the engine, itself
+        included. Turns without tokens are ignored."""
         if tokens < 1 or seconds <= 0 or in_flight < 1:
             return
         n, t = in_flight, seconds / tokens
@@ -508,8 +504,8 @@ class AdaptiveLimit:
             self._sums = [MEMORY * value for value in self._sums]
 
     def best(self) -> float | None:
-        """Turns beyond which throughput hardly grows; infinite when no end is in sight, 0 when it
-        falls already, None when too little is known."""
+        """Number of turns beyond which throughput hardly grows; infinite when no such point is in
+        sight, 0 when throughput falls already, None when too little is known."""
         weight, n, t, nn, nt = self._sums
         if not weight:
             return None
@@ -526,7 +522,7 @@ class AdaptiveLimit:
     def _adapt(self) -> None:
         best = self.best()
         if best is None or best >= self._limit:
-            if self._reached:  # unless more are wanted, more are not tried
+            if self._reached:  # a limit that was not reached is not raised
                 self._limit = min(self._most, self._limit + max(1.0, STEP_UP * self._limit))
         else:
             self._limit = max(1.0, best, STEP_DOWN * self._limit)

@@ -1,8 +1,9 @@
-"""Engines of one job that go from one policy to another.
+"""Moves engines of one job from one policy to another.
 
-Out of the router -> drained -> (the other policy's, or made anew for it) -> weights loaded and
-verified -> into the other router. All the time an engine is listed with exactly one policy; what
-fails on the way leads back to where it came from, and its keeper there brings it up.
+An engine leaves its policy's router, is drained, is assigned to the other policy (or made anew for
+it), loads and verifies that policy's weights, and enters the other router. It is listed with
+exactly one policy all the time. A failed move leads back to the first policy, whose keeper brings
+the engine up.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from troupe.v1 import common_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-# Versions that may come, one after another, while an engine loads.
+# Updates that an arriving engine may need, because newer versions appear while it loads.
 _UPDATES = 10
 
-Remake = Callable[[str, str], ServingEngine]
+RemakeEngine = Callable[[str, str], ServingEngine]
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What a move was. `seconds` from the last turn that the engine could take to the first; of
-    these `drain_seconds` until its turns had ended, `handed_back` of which went on elsewhere."""
+    """Result of a move. `seconds`: from the last moment at which the engine could take a turn to
+    the first one after; `drain_seconds` of them until its turns had ended, `handed_back` of which
+    continued elsewhere."""
 
     source: str
     seconds: float = 0.0
@@ -43,10 +45,12 @@ class Moved:
 
 
 class EngineMoves:
-    """Carries out what the orchestrator decides (`troupe.scheduling.balancing`)."""
+    """Carries out the moves that the orchestrator decides (`troupe.scheduling.balancing`)."""
 
-    def __init__(self, spec: JobSpec, policies: Mapping[str, ServedPolicy], remake: Remake) -> None:
-        """`remake(engine_id, policy)` makes an engine anew, for another policy; not started."""
+    def __init__(
+        self, spec: JobSpec, policies: Mapping[str, ServedPolicy], remake: RemakeEngine
+    ) -> None:
+        """`remake(engine_id, policy)` makes an engine anew for another policy, not started."""
         self._spec = spec
         self._policies = policies
         self._remake = remake
@@ -56,23 +60,23 @@ class EngineMoves:
     async def move(
         self, engine_id: str, target: ServedPolicy, *, drain_seconds: float | None = None
     ) -> Moved:
-        """Have the engine serve `target`. Harmless when it does already, or is on its way.
+        """Make the engine serve `target`. Harmless when it does already, or is on its way.
 
-        Goes on to its end when the caller is cancelled. Raises `NotFound`, `FailedPrecondition` of
-        kind `engine_moving` (elsewhere), `engine_not_movable`, `engine_not_serving` or
-        `policy_at_minimum`, and what the engine raises that does not come up with `target`: it is
-        back where it was then, and brought up there.
+        The move completes even when the caller is cancelled. Raises `NotFound`;
+        `FailedPrecondition` of kind `engine_moving` (to another policy), `engine_not_movable`,
+        `engine_not_serving` or `policy_at_minimum`; and what the engine raises that does not come
+        up with `target`: then it is back with its policy and brought up there.
         """
         if engine_id not in self._running:
-            source = self._holder(engine_id)
+            source = self._policy_of(engine_id)
             if source is target:
                 return Moved(source.name)
             self._check(engine_id, source, target)
-            # From here to the first await nothing can come between.
+            # No await from here to `part_with`: the checks still hold.
             engine = source.part_with(engine_id)
             seconds = self._spec.balancing.drain_seconds if drain_seconds is None else drain_seconds
             task = asyncio.create_task(
-                self._carry(engine, source, target, seconds), name=f"move-{engine_id}"
+                self._run_move(engine, source, target, seconds), name=f"move-{engine_id}"
             )
             self._running[engine_id] = (target.name, task)
             task.add_done_callback(lambda _: self._running.pop(engine_id, None))
@@ -95,7 +99,7 @@ class EngineMoves:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _holder(self, engine_id: str) -> ServedPolicy:
+    def _policy_of(self, engine_id: str) -> ServedPolicy:
         for policy in self._policies.values():
             if policy.keeper(engine_id) is not None:
                 return policy
@@ -141,7 +145,7 @@ class EngineMoves:
                 remedy="Lower balancing.minimum, or take an engine of another policy.",
             )
 
-    async def _carry(
+    async def _run_move(
         self,
         engine: ServingEngine,
         source: ServedPolicy,
@@ -153,7 +157,7 @@ class EngineMoves:
         rebuilt = exchange(policies[source.name], policies[target.name]) == "rebuild"
         handed_back = 0
         try:
-            if engine.state != pb.ENGINE_STATE_DEAD:  # it died just now: its turns have left
+            if engine.state != pb.ENGINE_STATE_DEAD:  # it died just now, and its turns have left
                 handed_back = await engine.drain(
                     f"goes to policy '{target.name}'", deadline_seconds=drain_seconds
                 )
@@ -161,7 +165,7 @@ class EngineMoves:
             engine = await self._convert(engine, target, rebuilt)
             keeper = target.adopt(engine)
             source.forget(engine.engine_id)
-            await self._arrive(keeper)
+            await self._reach_target(keeper)
             target.open_to_turns(engine.engine_id)
         except Exception as error:
             log.warning(
@@ -187,8 +191,8 @@ class EngineMoves:
         # In a thread: it may import an engine's libraries.
         return await asyncio.to_thread(self._remake, engine.engine_id, policy.name)
 
-    async def _arrive(self, keeper: EngineKeeper) -> None:
-        for _ in range(_UPDATES):  # newer versions may come meanwhile
+    async def _reach_target(self, keeper: EngineKeeper) -> None:
+        for _ in range(_UPDATES):  # newer versions may appear meanwhile
             await keeper.reach_target()
             if keeper.serves_target:
                 return
@@ -201,12 +205,12 @@ class EngineMoves:
     async def _take_back(
         self, engine: ServingEngine, source: ServedPolicy, target: ServedPolicy, rebuilt: bool
     ) -> None:
-        # Listed with the policy that has it until it is the other's again.
+        # It stays listed with the policy that has it until the other lists it again.
         target.set_aside(engine.engine_id)
         try:
             back = await self._convert(engine, source, rebuilt)
         except Exception as error:
-            # It is in no state to be handed over: what comes back is an engine all the same.
+            # It is in no state to be assigned: make it anew for its former policy.
             log.warning("an engine is made anew", engine=engine.engine_id, reason=str(error))
             back = await self._convert(engine, source, rebuilt=True)
         target.forget(back.engine_id)

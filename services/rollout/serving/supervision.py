@@ -1,7 +1,7 @@
-"""Keeps one engine alive and at its policy's weights.
+"""Keeps one engine running and at its policy's target weights.
 
-An engine that died is started again with growing pauses, comes up STALE, gets the policy's target
-version, is verified, and only then serves: the same road as at its first start.
+A dead engine is restarted with growing pauses. It comes up STALE, loads the policy's target version
+and serves only after that is verified: the same path as at its first start.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import structlog
 
 from services.rollout.engines.base import ServingEngine
-from services.rollout.serving.weight_fetch import WeightFetcher, gone
+from services.rollout.serving.weight_versions import TargetVersion, WeightFetcher, weights_gone
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.transfer import Corrupt, KeyNotFound
 from troupe.v1 import common_pb2 as pb
@@ -22,37 +21,25 @@ from troupe.v1 import rollout_pb2 as rollout
 
 log = structlog.get_logger(__name__)
 
-# Often enough to notice a hung engine within a few turns, seldom enough to cost nothing.
+# Short enough to notice a hung engine within a few turns; a probe costs next to nothing.
 PROBE_SECONDS = 1.0
-# A probe that takes this long counts as missed, whatever the engine thinks.
+# A probe that takes longer counts as missed.
 PROBE_TIMEOUT_SECONDS = 20.0
-# The first restart is immediate, since most deaths are single accidents; then the pauses double.
+# The first restart is immediate, since most deaths are single accidents; later pauses double.
 RESTART_PAUSE_SECONDS = 0.5
 RESTART_PAUSE_SECONDS_MAX = 30.0
 
 _DOWN = (pb.ENGINE_STATE_STARTING, pb.ENGINE_STATE_DEAD)
 
 
-@dataclass(slots=True)
-class Target:
-    """The weights that all engines of a policy should serve.
-
-    While they are being rolled out (`rolling`) engines that still have the former version go on
-    serving; afterwards an engine that missed the update serves nothing until it has caught up.
-    """
-
-    ref: pb.WeightsRef
-    rolling: bool = False
-
-
 class EngineKeeper:
-    """Probes, restarts and updates one engine. Everything that changes it goes through here."""
+    """Probes, restarts and updates one engine. All changes to the engine go through its keeper."""
 
     def __init__(
         self,
         engine: ServingEngine,
-        target: Target,
-        arrivals: WeightFetcher,
+        target: TargetVersion,
+        fetcher: WeightFetcher,
         *,
         start_timeout: float,
         on_change: Callable[[], None],
@@ -61,7 +48,7 @@ class EngineKeeper:
         """`on_change` is called whenever the engine may have begun to serve."""
         self.engine = engine
         self._target = target
-        self._arrivals = arrivals
+        self._fetcher = fetcher
         self._start_timeout = start_timeout
         self._on_change = on_change
         self._probe_seconds = probe_seconds
@@ -77,19 +64,13 @@ class EngineKeeper:
 
     @property
     def serves_target(self) -> bool:
-        """Whether the engine takes turns with the weights that it should have."""
-        ref = self._target.ref
-        return self.engine.state == pb.ENGINE_STATE_HEALTHY and (
-            self.engine.version,
-            self.engine.checksum,
-        ) == (ref.version, ref.checksum)
+        """Whether the engine serves the policy's target version."""
+        return self._target.is_served_by(self.engine)
 
     @property
     def may_serve(self) -> bool:
         """Whether turns may go to the engine now."""
-        if self._target.rolling:
-            return self.engine.state == pb.ENGINE_STATE_HEALTHY
-        return self.serves_target
+        return self._target.admits(self.engine)
 
     @property
     def is_down(self) -> bool:
@@ -97,11 +78,11 @@ class EngineKeeper:
         return self.engine.state in _DOWN
 
     async def reach_target(self) -> float:
-        """Start the engine if it is down, update it if it is not at the target.
+        """Start the engine if it is down, and update it if it does not serve the target.
 
-        Returns the seconds in which it could not serve because of the update. Repeating is
-        harmless; a retired keeper does nothing. Raises what the engine raises, or `Unavailable`
-        when it did not start in time.
+        Returns the seconds in which the update kept it from serving. Repeatable; does nothing after
+        `retire`. Raises what the engine raises, `Unavailable` when it does not start in time, and
+        `NotFound` (`weights_not_found`) when the target cannot be fetched.
         """
         async with self._lock:
             engine = self.engine
@@ -120,45 +101,42 @@ class EngineKeeper:
                     ) from error
             if self.serves_target:
                 return 0.0
-            # The reference is read once: a target that moves meanwhile gets an update of its own.
+            # Read once: if the target moves meanwhile, its own update follows.
             ref = self._target.ref
-            await self._arrivals.bring(ref)
-            exposed = await self._load(ref)
+            await self._fetcher.fetch(ref)
+            with _missing_as_gone(ref):
+                exposed = await self.engine.update_weights(ref, self._fetcher.transfer)
         self._on_change()
         return exposed
 
-    async def accepts_target(self) -> None:
-        """Raise `WeightsRefused` when the target cannot fit the engine; changes nothing."""
+    async def check_target(self) -> None:
+        """Raise `WeightsRefused` when the target cannot fit the engine's model; changes nothing."""
         if self.is_down or self.serves_target:
             return
         ref = self._target.ref
-        await self._arrivals.bring(ref)
-        with _published_again(ref):
-            await self.engine.accepts(ref, self._arrivals.transfer)
-
-    async def _load(self, ref: pb.WeightsRef) -> float:
-        with _published_again(ref):
-            return await self.engine.update_weights(ref, self._arrivals.transfer)
+        await self._fetcher.fetch(ref)
+        with _missing_as_gone(ref):
+            await self.engine.accepts(ref, self._fetcher.transfer)
 
     def watch(self) -> None:
-        """Begin to look after the engine."""
+        """Start the task that probes the engine and brings it back."""
         if self._watch is None and not self._retired:
             self._watch = asyncio.create_task(
-                self._look_after(), name=f"watch-{self.engine.engine_id}"
+                self._watch_engine(), name=f"watch-{self.engine.engine_id}"
             )
 
     def nudge(self) -> None:
-        """Look at the engine now: it failed a turn."""
+        """Probe the engine now, because it failed a turn or an update."""
         self._nudge.set()
 
     def retire(self) -> None:
-        """Touch the engine no more: it leaves the policy. Repeatable."""
+        """Stop changing the engine, which leaves the policy. Repeatable."""
         self._retired = True
         if self._watch is not None:
             self._watch.cancel()
 
     async def stop(self, reason: str, drain_seconds: float) -> None:
-        """Stop watching; let the engine end its turns, within `drain_seconds`, and stop it."""
+        """Retire, let the engine finish its turns within `drain_seconds`, and stop it."""
         self.retire()
         if self._watch is not None:
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -167,7 +145,7 @@ class EngineKeeper:
         await self.engine.stop()
 
     def status(self, job_id: str, worker_id: str) -> rollout.EngineStatus:
-        """What the engine is and does now."""
+        """The engine's state and load, as heartbeats and ListEngines report them."""
         engine, load = self.engine, self.engine.load()
         return rollout.EngineStatus(
             engine_id=engine.engine_id,
@@ -189,7 +167,7 @@ class EngineKeeper:
             decode_tokens_per_second=engine.device.decode_tokens_per_second,
         )
 
-    async def _look_after(self) -> None:
+    async def _watch_engine(self) -> None:
         pause = 0.0
         while True:
             try:
@@ -201,14 +179,15 @@ class EngineKeeper:
             try:
                 pause = await self._inspect(pause)
             except Exception:
-                # The watch outlives its own faults: without it a dead engine stays dead.
+                # The task must survive its own faults: otherwise a dead engine would stay dead.
                 log.exception("looking after an engine failed", engine=self.engine.engine_id)
                 pause = RESTART_PAUSE_SECONDS_MAX
 
     async def _inspect(self, pause: float) -> float:
-        """Probe once and mend what is broken; returns the pause before the next try, 0 if well."""
+        """Probe once and repair the engine; returns the pause before the next try, 0 if it is
+        well."""
         if self._lock.locked():
-            return pause  # starting or updating: whoever does it reports on it
+            return pause  # a start or an update is running and reports its own failure
         engine = self.engine
         before = engine.state
         try:
@@ -238,10 +217,10 @@ class EngineKeeper:
 
 
 @contextmanager
-def _published_again(ref: pb.WeightsRef) -> Iterator[None]:
-    """Weights that are gone after all (a host's memory was cleared) have to be published again by
-    who trained them: this kind of error says so."""
+def _missing_as_gone(ref: pb.WeightsRef) -> Iterator[None]:
+    """Turns the errors of weights that have left this host's memory since they were fetched into
+    the one that makes their trainer publish them again."""
     try:
         yield
     except (KeyNotFound, Corrupt) as error:
-        raise gone(ref, error) from error
+        raise weights_gone(ref, error) from error
