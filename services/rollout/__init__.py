@@ -1,1 +1,2 @@
-"""Runs workflows, routes their turns to engines, keeps engines at the right weights."""
+"""The rollout service: runs workflows, routes their turns to engines, keeps engines at the target
+weights."""

@@ -1,4 +1,4 @@
-"""`python -m services.rollout`: serve until SIGTERM."""
+"""`python -m services.rollout`: serves until SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.rollout.settings import RolloutSettings
 
 
 def make(settings: RolloutSettings, telemetry: Telemetry) -> ServiceDefinition:
-    """The service; imported here, after the chassis has set the thread budget."""
+    """The service. Imported here, after the chassis has set the number of threads."""
     from services.rollout.server import RolloutService
 
     return RolloutService(settings, telemetry)
@@ -22,12 +22,12 @@ def make(settings: RolloutSettings, telemetry: Telemetry) -> ServiceDefinition:
 
 def main() -> int:
     """Serve; returns the exit status."""
-    with contextlib.suppress(ImportError):  # worth a few tenths of a millisecond per turn
+    with contextlib.suppress(ImportError):  # saves some tenths of a millisecond per turn
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     keep_freed_memory()
-    gc.disable()  # until the libraries are in: see `warmup`
+    gc.disable()  # enabled again after the libraries are imported: see `warm_up`
     return run(make, RolloutSettings)
 
 

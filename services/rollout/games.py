@@ -1,4 +1,5 @@
-"""What the players of a game are asked in every information state: the DescribeGame call."""
+"""The questions that a game's players are asked in every information state: the DescribeGame
+call."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.environments import GameWorkflow
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
-from troupe.workflow.environments.episode import Seating, job_rules
+from troupe.workflow.environments.episode import job_rules
 
 
 def describe(workflow: Any, spec: JobSpec, game: str) -> pb.DescribeGameResponse:
-    """How `workflow` plays OpenSpiel's `game` with the agents of `spec`. Walks its tree: slow.
+    """How `workflow` plays OpenSpiel's `game` with the agents of `spec`. Slow: walks the game tree.
 
-    Raises FailedPrecondition of kind "game_not_enumerable", naming `population.game`: a workflow of
-    something else, a game that is another one, is unknown, or whose tree is too large.
+    Raises FailedPrecondition of kind "game_not_enumerable", field `population.game`: the workflow
+    plays something else, the game is unknown, or its tree is too large.
     """
-    # Those that walk trees are of few jobs.
+    # Imported here: few jobs enumerate games.
     from troupe.populations.enumerated import questions
 
     if not isinstance(workflow, GameWorkflow):
@@ -48,9 +49,9 @@ def describe(workflow: Any, spec: JobSpec, game: str) -> pb.DescribeGameResponse
         raise not_enumerable(error.message, game, error.remedy or "") from error
     except TroupeError:
         raise
-    except Exception as error:  # of OpenSpiel, or of whoever describes its states
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise not_enumerable(told, game, "Remove the field: matches fill the table") from error
+    except Exception as error:  # of OpenSpiel, or of code that describes its states
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise not_enumerable(reason, game, "Remove the field: matches fill the table") from error
     properties = environment.properties
     return pb.DescribeGameResponse(
         questions=[
@@ -70,14 +71,14 @@ def describe(workflow: Any, spec: JobSpec, game: str) -> pb.DescribeGameResponse
 
 
 def not_enumerable(message: str, game: str, remedy: str) -> FailedPrecondition:
-    """Exact values cannot be had."""
+    """The error for a game whose exact values cannot be computed."""
     return FailedPrecondition(
         message, kind="game_not_enumerable", field="population.game", value=game, remedy=remedy
     )
 
 
 def _identity(game: Any) -> tuple[str, dict[str, Any]]:
-    """Parameters that are left out are the same as their defaults."""
+    """Name and parameters of a game, with omitted parameters at their defaults."""
     kind = game.get_type()
     return kind.short_name, {**kind.parameter_specification, **game.get_parameters()}
 
@@ -85,12 +86,8 @@ def _identity(game: Any) -> tuple[str, dict[str, Any]]:
 def _seatings(
     workflow: GameWorkflow, environment: OpenSpiel, agents: list[str]
 ) -> list[tuple[str, ...]]:
-    """Who sits where, by seat; all that are different. Raises `SeatingError`."""
+    """All distinct assignments of agents to seats, in order of the seats. Raises `SeatingError`."""
     seats = environment.properties.seats
     arrangements = range(factorial(len(seats)) if workflow.permutes else 1)
     found = [workflow.seating(seats, agents, number) for number in arrangements]
-    return list(dict.fromkeys(tuple(_held(one, seats)) for one in found))
-
-
-def _held(seating: Seating, seats: tuple[str, ...]) -> list[str]:
-    return [seating.agent_of[seat] for seat in seats]
+    return list(dict.fromkeys(tuple(one.agent_of[seat] for seat in seats) for one in found))

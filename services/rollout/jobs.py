@@ -21,11 +21,8 @@ class JobTable:
         self.before_release: Callable[[str], Awaitable[None]] | None = None
         """Called with the id of a job before its engines stop."""
         self._jobs: dict[str, PreparedJob] = {}
-        # While somebody has or waits for them: there have been many jobs.
+        # Kept only while they are held or waited for: there may have been many jobs.
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
-
-    def __len__(self) -> int:
-        return len(self._jobs)
 
     def all(self) -> list[PreparedJob]:
         """Every prepared job."""
@@ -49,16 +46,16 @@ class JobTable:
     ) -> PreparedJob:
         """Load the job's code and start its engines at `weights`.
 
-        Idempotent: for a job that is prepared with the same specification only its weights move.
-        Raises `InvalidArgument` and `FailedPrecondition` naming the field of the job at fault, and
-        what an engine raises that does not come up; nothing is left running then.
+        Idempotent: a job that is prepared with the same specification only gets the weights. Raises
+        `InvalidArgument` and `FailedPrecondition` naming the field at fault, and the error of an
+        engine that does not start; nothing keeps running then.
         """
         spec = parse_spec(spec_json)
         refs = by_policy(spec, weights)
         async with self._locks.setdefault(job_id, asyncio.Lock()):
             known = self._jobs.get(job_id)
             if known is not None and known.spec == spec:
-                await self._bring_to(known, refs)
+                await self._update_weights(known, refs)
                 return known
             if known is not None:
                 await self._release(job_id, "the job's specification has changed")
@@ -66,22 +63,20 @@ class JobTable:
             self._jobs[job_id] = job
             return job
 
-    async def release(self, job_id: str) -> None:
-        """Stop the job's engines and forget it; unknown jobs are released already."""
+    async def release(self, job_id: str, *, collect: bool = True) -> None:
+        """Stop the job's engines and forget it; without effect for an unknown job. `collect`: also
+        free its memory (`settle`)."""
         async with self._locks.setdefault(job_id, asyncio.Lock()):
-            if await self._release(job_id, "the job was released"):
+            if await self._release(job_id, "the job was released") and collect:
                 settle()
 
     async def close(self) -> None:
-        """Release every job, for good: what they leave goes with the process."""
-        await asyncio.gather(*(self._close(job_id) for job_id in list(self._jobs)))
-
-    async def _close(self, job_id: str) -> None:
-        async with self._locks.setdefault(job_id, asyncio.Lock()):
-            await self._release(job_id, "the job was released")
+        """Release every job, before the process ends."""
+        jobs = list(self._jobs)
+        await asyncio.gather(*(self.release(job_id, collect=False) for job_id in jobs))
 
     async def _release(self, job_id: str, reason: str) -> bool:
-        """Whether there was something to release."""
+        """Whether the job was known."""
         job = self._jobs.pop(job_id, None)
         if job is None:
             return False
@@ -93,11 +88,11 @@ class JobTable:
             await asyncio.to_thread(job.arena.close)
         return True
 
-    async def _bring_to(self, job: PreparedJob, refs: Mapping[str, pb.WeightsRef]) -> None:
+    async def _update_weights(self, job: PreparedJob, refs: Mapping[str, pb.WeightsRef]) -> None:
         async def one(name: str, ref: pb.WeightsRef) -> None:
             policy = job.policies[name]
             if ref.version < policy.weights.version:
-                # The orchestrator keeps the ledger: an older version here is a resumed job's.
+                # The orchestrator keeps the weight versions: an older one belongs to a resumed job.
                 policy.retarget(ref)
             await policy.update(ref)
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told about rollout. Names are in docs/operating.md."""
+"""Prometheus metrics of the rollout service. Names are in docs/operating.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from troupe.workflow.environments.host import COUNTERS, Counters
 
 
 class EnvironmentCollector(Collector):
-    """Reads the library's counters when it is scraped: it knows no metrics, and we no games."""
+    """Exports the environment library's counters when scraped; the library itself knows no
+    Prometheus."""
 
     def __init__(self, counters: Counters = COUNTERS) -> None:
         self._counters = counters
@@ -38,7 +39,7 @@ class EnvironmentCollector(Collector):
 
 @dataclass(frozen=True)
 class _PolicyMeters:
-    """The labelled children of one policy of one job."""
+    """The labelled metrics of one policy of one job."""
 
     turns: Counter
     prompt: Counter
@@ -49,7 +50,7 @@ class _PolicyMeters:
 
 
 class RolloutMetrics:
-    """Counters that move at the end of a trajectory; gauges that are read when scraped."""
+    """Counters that are updated when a trajectory ends, and gauges that are read when scraped."""
 
     def __init__(self, telemetry: Telemetry, jobs: JobTable, runner: Runner) -> None:
         self._trajectories = telemetry.counter(
@@ -82,12 +83,12 @@ class RolloutMetrics:
         )
         self._moves = telemetry.histogram(
             "troupe_rollout_engine_move_seconds",
-            "Time in which an engine served nobody while it changed its policy.",
+            "Time in which an engine did not serve while it changed its policy.",
             ["job_id", "source", "target"],
         )
         self._breaks = telemetry.counter(
             "troupe_rollout_prefix_breaks",
-            "Turns whose history was not what their agent had said, and was tokenised anew.",
+            "Turns whose history differed from what their agent had said, and was tokenised anew.",
             ["job_id"],
         )
         self._endpoint = telemetry.counter(
@@ -108,7 +109,7 @@ class RolloutMetrics:
         self._known: dict[tuple[str, str], _PolicyMeters] = {}
         self._retries = telemetry.counter(
             "troupe_rollout_trajectory_retries",
-            "Attempts at trajectories that their environment failed and that were made again.",
+            "Attempts at trajectories that failed in their environment and were repeated.",
             ["job_id"],
         )
         in_flight = telemetry.gauge("troupe_rollout_in_flight", "Trajectories in flight.")
@@ -121,7 +122,7 @@ class RolloutMetrics:
     def ended(self, job_id: str, event: pb.TrajectoryEvent) -> None:
         """Count a trajectory and its turns."""
         state = common.TrajectoryState.Name(event.state).removeprefix("TRAJECTORY_STATE_")
-        # The kind in front of the colon: the text behind it would make a series per trajectory.
+        # Only the kind before the colon: the message would make a series per trajectory.
         kind = event.reason.partition(":")[0]
         self._trajectories.labels(job_id, state, kind).inc()
         self._seconds.labels(job_id).observe(event.seconds)
@@ -137,8 +138,8 @@ class RolloutMetrics:
             meters.queued.observe(turn.queue_seconds)
             meters.generated.observe(turn.generate_seconds)
 
-    def asked(self, call: str, status: int) -> None:
-        """Count an answer of the endpoint."""
+    def endpoint_answered(self, call: str, status: int) -> None:
+        """Count a response of the endpoint."""
         self._endpoint.labels(call, str(status)).inc()
 
     def _count_losses(self, job_id: str) -> None:
@@ -156,7 +157,8 @@ class RolloutMetrics:
     def updated(
         self, job_id: str, policy: str, exposed_seconds: float, transfer_seconds: float
     ) -> None:
-        """Count a weight update: what engines could not serve, and what came before that."""
+        """Count a weight update: seconds that engines did not serve, and seconds of the
+        transfer."""
         self._exposed.labels(job_id, policy).inc(exposed_seconds)
         self._transfer.labels(job_id, policy).inc(transfer_seconds)
 
@@ -166,7 +168,7 @@ class RolloutMetrics:
             self._moves.labels(job_id, source, target).observe(seconds)
 
     def _meters(self, job_id: str, policy: str) -> _PolicyMeters:
-        # Looking up a labelled child costs more than counting on it.
+        # Cached: looking up a labelled metric costs more than counting on it.
         known = self._known.get((job_id, policy))
         if known is None:
             labels = (job_id, policy)

@@ -16,7 +16,7 @@ from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import JobFunctions
 from services.rollout.serving.engine_moves import EngineMoves
 from services.rollout.serving.policy import ServedPolicy
-from services.rollout.trajectories.concurrency import Gate
+from services.rollout.trajectories.concurrency import ConcurrencyGate
 from services.rollout.trajectories.queries import QuerySource
 from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job
 from troupe.job.balancing import engine_count
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 def devices_of(policy: PolicySpec, own: Device) -> list[Device]:
-    """One per engine of the policy on this worker, in order of their replica numbers.
+    """One device per engine of the policy on this worker, in order of their replica numbers.
 
-    Those of `engine.pools` where there are pools; else every engine is on `own`, this worker's.
+    Those of `engine.pools` where there are pools; else `own`, this worker's, for every engine.
     """
     engine = policy.engine
     if not engine.pools:
@@ -61,7 +61,7 @@ def devices_of(policy: PolicySpec, own: Device) -> list[Device]:
 
 
 def _modelled(device: Device, simulated: SimulatedSpec, running: int) -> Device:
-    """A simulated engine does what its cost model says: its rates need no measuring."""
+    """A simulated engine's rates follow from its cost model and need no measurement."""
     pace = simulated.of_class(device.device_class)
     step = pace.decode_seconds + pace.decode_seconds_per_turn * running
     if not device.device_class or not step:
@@ -69,26 +69,26 @@ def _modelled(device: Device, simulated: SimulatedSpec, running: int) -> Device:
     return Device(device.device_class, pace.prefill_tokens_per_second, running / step)
 
 
-# By Python's own thresholds some of what waiting trajectories hold is walked every 700 objects, and
-# all of it every other step of 256 trajectories, for a tenth of a second and more in which no turn
-# goes on. What trajectories leave is nearly all freed without the collector, so it need not even
-# begin while those of a step come: at 10,000 it took 6 % of the process' time, when turns waited.
+# Thresholds of the garbage collector. With Python's defaults the objects of waiting trajectories
+# are walked every 700 allocations, all of them every other step of 256 trajectories, for a tenth of
+# a second and more in which no turn advances. Nearly all objects of trajectories are freed without
+# the collector, so it need not start during a step: at 10,000 it took 6 % of the process' time.
 _THRESHOLDS: Final = (300_000, 20, 50)
 
 
 def collect_seldom() -> None:
-    """Exempt what is there from collections, and begin with them: few, of many objects."""
+    """Exempt all existing objects from garbage collection, and enable it with high thresholds."""
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
     gc.enable()
 
 
 def settle() -> None:
-    """Collect everything that nobody refers to, then exempt the rest from collections to come.
+    """Collect all garbage, then exempt the remaining objects from later collections.
 
-    With torch and transformers a full collection stops the process for a quarter of a second;
-    better once per job than again and again during its trajectories. The models of a released job
-    are cycles: without thawing first they would stay for good.
+    With torch and transformers a full collection stops the process for a quarter of a second: it
+    runs once per job instead of during trajectories. Models of a released job are cycles;
+    unfreezing first lets them be collected.
     """
     gc.unfreeze()
     gc.collect()
@@ -99,8 +99,6 @@ log = structlog.get_logger(__name__)
 
 
 class EngineFactory(Protocol):
-    """Makes an engine that has not been started (`engines.factory.make_engine`)."""
-
     def __call__(
         self,
         engine_id: str,
@@ -113,8 +111,8 @@ class EngineFactory(Protocol):
 
 
 @dataclass(frozen=True)
-class _Play:
-    """What trajectories play: a workflow on queries, or an environment."""
+class _JobCode:
+    """What trajectories play: a workflow on queries, or an environment of networks."""
 
     workflow: Workflow | None = None
     queries: QuerySource | None = None
@@ -124,7 +122,7 @@ class _Play:
 
 
 class Preparation:
-    """What it takes to prepare jobs on this worker."""
+    """Prepares jobs on this worker."""
 
     def __init__(
         self,
@@ -135,8 +133,8 @@ class Preparation:
         device: Device | None = None,
         threads: int = 1,
     ) -> None:
-        """`device`: what engines of this worker run on, where the job does not say so. `threads`:
-        in how many at once networks play."""
+        """`device`: what engines here run on, where the job does not name it. `threads`: number of
+        threads in which networks play."""
         self._transfer = transfer
         self._rewards = rewards
         self._worker_id = worker_id
@@ -149,11 +147,11 @@ class Preparation:
     ) -> PreparedJob:
         """A job whose engines serve `refs`.
 
-        Raises `TroupeError` naming the field of the job at fault, or what an engine raised that
-        did not come up; nothing is left running then.
+        Raises `TroupeError` naming the field of the job at fault, or the error of an engine that
+        does not start; nothing keeps running then.
         """
-        # What is quick to check comes first: an engine may take minutes to start.
-        play = await self._play(spec)
+        # Quick checks first: an engine may take minutes to start.
+        play = await self._load_code(spec)
         try:
             return await self._make(job_id, spec, refs, play)
         except BaseException:
@@ -162,13 +160,13 @@ class Preparation:
             raise
 
     async def _make(
-        self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef], play: _Play
+        self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef], play: _JobCode
     ) -> PreparedJob:
         functions = JobFunctions(self._rewards, job_id, spec)
         await functions.announce()
         policies = {}
         for name, policy in spec.policies.items():
-            # In a thread: it imports an engine's libraries, which takes seconds.
+            # In a thread: importing an engine's libraries takes seconds.
             engines = await asyncio.to_thread(self._engines, job_id, name, spec, play.arena)
             policies[name] = ServedPolicy(
                 name,
@@ -187,7 +185,7 @@ class Preparation:
             for outcome in outcomes:
                 if isinstance(outcome, BaseException):
                     raise outcome
-        except BaseException:  # a cancelled preparation, too, leaves no engine behind
+        except BaseException:  # also a cancelled preparation leaves no engine running
             await asyncio.gather(*(p.release("preparation failed") for p in policies.values()))
             raise
         settle()
@@ -201,8 +199,8 @@ class Preparation:
             functions=functions,
             policies=policies,
             roles=play.roles,
-            gate=Gate(
-                # One more than play at once stores what it played.
+            gate=ConcurrencyGate(
+                # One more than can play at once: it stores its rows meanwhile.
                 min(spec.limits.max_concurrent_trajectories, self._threads + 1)
                 if play.arena
                 else spec.limits.max_concurrent_trajectories,
@@ -212,7 +210,7 @@ class Preparation:
             transfer=self._transfer,
         )
 
-    async def _play(self, spec: JobSpec) -> _Play:
+    async def _load_code(self, spec: JobSpec) -> _JobCode:
         """The job's code. Raises `InvalidArgument` naming the field at fault."""
         if spec.environment is not None:
             return await asyncio.to_thread(_open_arena, spec, self._threads)
@@ -232,7 +230,7 @@ class Preparation:
                 await queries.load("held_out")
         except EntrypointError as error:
             raise as_invalid_argument(error) from error
-        return _Play(workflow, queries, roles, languages)
+        return _JobCode(workflow, queries, roles, languages)
 
     def _engines(
         self, job_id: str, name: str, spec: JobSpec, arena: Arena | None
@@ -245,8 +243,8 @@ class Preparation:
     def _engine(
         self, spec: JobSpec, arena: Arena | None, engine_id: str, name: str
     ) -> ServingEngine:
-        """One engine for a policy. It keeps its id and its number when it is made anew for another
-        policy."""
+        """One engine for a policy. It keeps its id and replica number when it is made anew for
+        another policy."""
         if arena is not None:
             return arena.engine(engine_id, name)
         *_, first, number = engine_id.removesuffix(f"@{self._worker_id}").split(".")
@@ -257,21 +255,21 @@ class Preparation:
             replica=int(number),
             deterministic=spec.pipeline.deterministic,
         )
-        # It stays on its hardware, which the policy that it began with names.
+        # It stays on its device, which follows from the policy that it started with.
         engine.device = devices_of(spec.policies[first], self._device)[int(number)]
         return engine
 
 
-def _open_arena(spec: JobSpec, places: int) -> _Play:
-    # Imports torch, which takes seconds.
+def _open_arena(spec: JobSpec, places: int) -> _JobCode:
+    # Imported here: torch takes seconds to import.
     from services.rollout.networks.arena import Arena
 
-    return _Play(arena=Arena.open(spec, places))
+    return _JobCode(arena=Arena.open(spec, places))
 
 
 def _resumes(spec: JobSpec, policy: PolicySpec) -> bool:
-    """Whether turns may consist of what several engines drew. Not where the same bits are promised;
-    nor where all of a turn must be of one version, which the next engine may not have."""
+    """Whether a turn may consist of what several engines drew. Not in deterministic jobs, nor where
+    all of a turn must be of one version, which the next engine may not have."""
     keeps = policy.engine.in_flight == "keep"
     return keeps and not spec.pipeline.deterministic
 

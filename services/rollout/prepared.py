@@ -11,7 +11,7 @@ from services.rollout.rewards import JobFunctions
 from services.rollout.serving.engine_moves import EngineMoves
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.router import PolicyRouter
-from services.rollout.trajectories.concurrency import Gate
+from services.rollout.trajectories.concurrency import ConcurrencyGate
 from services.rollout.trajectories.lockstep import Lockstep
 from services.rollout.trajectories.queries import QuerySource
 from troupe.job import JobSpec
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class OpenGroups:
-    """Trajectories of each query that have not ended here. A group runs on one worker."""
+    """Counts the trajectories of each query that have not ended. A group runs on one worker."""
 
     def __init__(self, routers: Iterable[PolicyRouter]) -> None:
-        """`routers` are told when a group becomes smaller."""
+        """`routers` raise the priority of a group's turns when it becomes smaller."""
         self._routers = list(routers)
         self._left: Counter[str] = Counter()
         self._begun: Counter[str] = Counter()
@@ -40,16 +40,16 @@ class OpenGroups:
         return self._left[query_id]
 
     def waiters(self, query_id: str) -> int:
-        """Trajectories that wait for what one of the query's does next."""
+        """Trajectories that wait for the next action of one of the query's trajectories."""
         return group_waiters(self._begun[query_id], self._left[query_id])
 
     def begin(self, query_id: str) -> None:
-        """A trajectory is to run."""
+        """Count a trajectory that starts."""
         self._begun[query_id] += 1
         self._left[query_id] += 1
 
     def end(self, query_id: str) -> None:
-        """A trajectory has ended, however."""
+        """Count a trajectory that has ended in any way."""
         left = self._left[query_id] = self._left[query_id] - 1
         if left <= 0:
             del self._left[query_id], self._begun[query_id]
@@ -60,7 +60,7 @@ class OpenGroups:
 
 @dataclass(frozen=True)
 class Cast:
-    """Agents and the served policies behind them."""
+    """The policy behind each agent, with the agents' roles."""
 
     policy_of: Mapping[str, ServedPolicy]
     roles: Mapping[str, Role]
@@ -77,28 +77,28 @@ class Casts:
         roles: Mapping[str, Role],
         check_cast: Callable[[Mapping[str, str], str], None] | None = None,
     ) -> None:
-        """`roles`: of the agents as the job has them; networks have none. `check_cast` (cast,
-        field) raises what keeps a network from playing an agent."""
+        """`roles`: those of the agents in the job; empty for networks. `check_cast(cast, field)`
+        raises if a network cannot play an agent."""
         self._check_cast = check_cast
         self._spec = spec
         self._policies = policies
         own = {name: policies[agent.policy] for name, agent in spec.agents.items()}
-        self.own = Cast(own, roles, self._evaluating(roles))
+        self.own = Cast(own, roles, self._evaluation_roles(roles))
         self._known: dict[frozenset[tuple[str, str]], Cast] = {}
 
     def of(self, named: Mapping[str, str], field: str = "ticket.cast") -> Cast:
-        """The job's own, but for the agents that are `named` with their policy.
+        """The job's own cast, with the policies of the agents in `named` replaced.
 
-        Raises `InvalidArgument` naming an agent or policy that there is not, or that do not fit.
+        Raises `InvalidArgument` for an unknown agent or policy, or a network that does not fit.
         """
         if not named:
             return self.own
         key = frozenset(named.items())
         if key not in self._known:
-            self._known[key] = self._made(named, field)
+            self._known[key] = self._make(named, field)
         return self._known[key]
 
-    def _made(self, named: Mapping[str, str], field: str) -> Cast:
+    def _make(self, named: Mapping[str, str], field: str) -> Cast:
         for what, names, known in (
             ("an agent", named, self._spec.agents),
             ("a policy", named.values(), self._policies),
@@ -119,9 +119,9 @@ class Casts:
             for name, policy in named.items():
                 roles[name] = role_of(self._spec, name, languages, policy)
         policy_of = {**self.own.policy_of, **{n: self._policies[p] for n, p in named.items()}}
-        return Cast(policy_of, roles, self._evaluating(roles))
+        return Cast(policy_of, roles, self._evaluation_roles(roles))
 
-    def _evaluating(self, roles: Mapping[str, Role]) -> Mapping[str, Role]:
+    def _evaluation_roles(self, roles: Mapping[str, Role]) -> Mapping[str, Role]:
         temperature = self._spec.evaluation.temperature
         if temperature is None:
             return roles
@@ -139,22 +139,22 @@ class PreparedJob:
     spec: JobSpec
     workflow: Workflow | None
     queries: QuerySource | None
-    """Both None where networks play in `arena`."""
+    """None, like `workflow`, where networks play in `arena`."""
     arena: Arena | None
     functions: JobFunctions
     policies: Mapping[str, ServedPolicy]
     roles: Mapping[str, Role]
-    gate: Gate
+    gate: ConcurrencyGate
     moves: EngineMoves
     transfer: Transfer
     casts: Casts = field(init=False)
-    """Who plays whom."""
+    """Which policy plays which agent."""
     lockstep: Lockstep | None = field(init=False)
-    """Where trajectories wait for each other, in a job that says so."""
+    """The barrier of `pipeline.rollout: batch`; else None."""
     trained: frozenset[str] = field(init=False)
-    """Names of the policies that are trained."""
+    """Names of the trained policies."""
     groups: OpenGroups = field(init=False)
-    """How far the queries are."""
+    """Open trajectories by query."""
 
     def __post_init__(self) -> None:
         derived = {

@@ -1,13 +1,11 @@
-"""The reward service as rollout uses it: tools during a trajectory, rewards at its end."""
+"""The reward service as rollout uses it: tools during a trajectory, reward functions at its end."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
-import random
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +18,7 @@ from troupe.functions.declaration import definition
 from troupe.functions.describing import IMPORT_SECONDS, Described
 from troupe.job import FunctionSpec, JobSpec
 from troupe.outcomes import NotJsonError, parse_json
-from troupe.rpc import RetryPolicy
+from troupe.rpc import Attempts, RetryPolicy
 from troupe.rpc.errors import (
     DeadlineExceeded,
     Internal,
@@ -36,22 +34,47 @@ from troupe.workflow import ToolError, scoring
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
-# How long a call waits for others. A message on its way costs about half a millisecond of both
-# sides' time, so this much more is not noticed.
-_WAIT_SECONDS: Final = 0.002
-_MOST: Final = 256
-_MOST_BYTES: Final = 4 * 2**20
-# Calls of functions that take longer than this go alone.
+log = structlog.get_logger(__name__)
+
+_CANCEL_SECONDS: Final = 2.0
+_CLOSE_SECONDS: Final = 30.0
+_ANNOUNCE_SECONDS = 2.0
+_DESCRIBE_SECONDS: Final = IMPORT_SECONDS + 30.0
+
+# The function of the reward service that describes functions, and its priority: no job can begin
+# before it has answered, and its calls are short.
+_NAME: Final = "troupe/describe"
+_ENTRYPOINT: Final = "troupe.functions.describing:describe"
+_PRIORITY: Final = 1_000_000
+
+# Restarts of the service between a registration and the call that needs it.
+_DESCRIBE_AGAIN: Final = RetryPolicy(max_attempts=5, initial_backoff=0.0)
+# Calls of a function that the service does not answer: as long as the caller's time allows.
+_CALL_AGAIN: Final = RetryPolicy(max_attempts=None)
+# Calls of a deployed function that the service does not know (any more): some ten seconds.
+_DEPLOYED_AGAIN: Final = RetryPolicy(max_attempts=9)
+# After so many deaths of a worker process the reward function itself is taken to be the cause; and
+# after so many internal errors a call is not taken to fail for a lost connection any more.
+LIVES: Final = 3
+
+# How long a call waits for others. A message costs about half a millisecond on both sides, so this
+# delay is not noticed.
+_BATCH_SECONDS: Final = 0.002
+_BATCH_CALLS: Final = 256
+_BATCH_BYTES: Final = 4 * 2**20
+# The event loop keeps only weak references to tasks.
+_background: set[asyncio.Task[None]] = set()
+# Functions that take longer than this are not batched.
 _SHORT_SECONDS: Final = 0.05
-# What one more run says of how long they take.
-_SHARE: Final = 0.1
+# Weight of the newest run in the average duration of a function.
+_NEWEST_WEIGHT: Final = 0.1
 
 _Key = tuple[str, str, str, int, float]
 
 
 @dataclass(eq=False)
 class _Batch:
-    """Calls of one function that wait to be sent."""
+    """Calls of one function that wait to be sent in one message."""
 
     timer: asyncio.TimerHandle
     calls: list[tuple[pb.InvokeRequest, float, asyncio.Future[pb.InvokeResponse]]] = field(
@@ -61,12 +84,12 @@ class _Batch:
 
 
 class Coalescer:
-    """`Invoke` as callers know it, through `InvokeBatch` where that pays."""
+    """Sends calls of short functions together (`InvokeBatch`), all others by `Invoke`."""
 
     def __init__(self, stub: RewardAsyncStub) -> None:
         self._stub = stub
         self._batches: dict[_Key, _Batch] = {}
-        # How long calls of a function take, by its key.
+        # Average seconds of a call, by function.
         self._seconds: dict[_Key, float] = {}
         self._sent: set[asyncio.Task[None]] = set()
 
@@ -80,11 +103,11 @@ class Coalescer:
         answer: asyncio.Future[pb.InvokeResponse] = asyncio.get_running_loop().create_future()
         batch = self._batches.get(key)
         if batch is None:
-            timer = asyncio.get_running_loop().call_later(_WAIT_SECONDS, self._send, key)
+            timer = asyncio.get_running_loop().call_later(_BATCH_SECONDS, self._send, key)
             batch = self._batches[key] = _Batch(timer)
         batch.calls.append((request, timeout, answer))
         batch.size += len(request.arguments_json)
-        if len(batch.calls) >= _MOST or batch.size >= _MOST_BYTES:
+        if len(batch.calls) >= _BATCH_CALLS or batch.size >= _BATCH_BYTES:
             self._send(key)
         response = await answer
         if response.error.kind == pb.InvocationError.KIND_BAD_ARGUMENTS:
@@ -99,7 +122,7 @@ class Coalescer:
         task.add_done_callback(self._sent.discard)
 
     async def _answer(self, key: _Key, batch: _Batch) -> None:
-        # Those who have left meanwhile want nothing any more.
+        # Calls that were cancelled meanwhile are left out.
         calls = [call for call in batch.calls if not call[2].done()]
         if not calls:
             return
@@ -126,7 +149,7 @@ class Coalescer:
             timeout = max(timeout for _, timeout, _ in calls)
             reply = await self._stub.InvokeBatch(request, timeout=timeout)
         except InvalidArgument:
-            # One of them, or their number: each hears of its own fault.
+            # One of the calls, or their number, is refused: each gets its own answer.
             await asyncio.gather(*(self._answer_alone(*call) for call in calls))
             return
         except Exception as error:
@@ -134,16 +157,17 @@ class Coalescer:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        crowded_out = []
+        too_large = []
         for call, response in zip(calls, reply.responses, strict=True):
             if response.error.kind == pb.InvocationError.KIND_RESULT_TOO_LARGE:
-                crowded_out.append(call)
+                too_large.append(call)
                 continue
             self._learn(key, response)
             if not call[2].done():
                 call[2].set_result(response)
-        # The service keeps what its answer had no room for; one after another, for they are large.
-        for call in crowded_out:
+        # The service keeps results that its answer had no room for. One after another: they are
+        # large.
+        for call in too_large:
             await self._answer_alone(*call)
 
     async def _answer_alone(
@@ -164,21 +188,11 @@ class Coalescer:
     def _learn(self, key: _Key, response: pb.InvokeResponse) -> None:
         seconds = response.run_seconds - response.cold_start_seconds
         known = self._seconds.get(key, seconds)
-        self._seconds[key] = known + _SHARE * (seconds - known)
-
-
-log = structlog.get_logger(__name__)
-
-_NAME: Final = "troupe/describe"
-_ENTRYPOINT: Final = "troupe.functions.describing:describe"
-# Nothing of a job begins before; it is short beside what waits.
-_PRIORITY: Final = 1_000_000
-# Of the service, between that it is told of a function and that it is asked for it.
-_RESTARTS: Final = 4
+        self._seconds[key] = known + _NEWEST_WEIGHT * (seconds - known)
 
 
 async def register_describer(stub: RewardAsyncStub) -> None:
-    """Make the function known that describes others. Raises `TroupeError`."""
+    """Register the function that describes others. Raises `TroupeError`."""
     costs = {"cores": 0, "memory_mib": 0, "timeout_seconds": IMPORT_SECONDS + 10}
     spec = to_spec(_NAME, __version__, _ENTRYPOINT, costs)
     await stub.RegisterFunction(
@@ -187,24 +201,27 @@ async def register_describer(stub: RewardAsyncStub) -> None:
 
 
 async def describe(stub: RewardAsyncStub, entrypoints: Collection[str]) -> dict[str, Described]:
-    """What they declare, by entrypoint; of one that cannot be described, nothing: its first call
-    says why. Raises `TroupeError` when the service cannot be asked."""
-    for left in reversed(range(_RESTARTS + 1)):
+    """The declarations of `entrypoints`. One that cannot be described has an empty one: its first
+    call reports why. Raises `TroupeError` when the service cannot be reached."""
+    attempts = Attempts(_DESCRIBE_AGAIN, retryable=_is_forgotten)
+    while True:
         await register_describer(stub)
         try:
             found = await asyncio.gather(*(_describe(stub, one) for one in entrypoints))
-        except NotFound as error:
-            # A service that was restarted since has forgotten it.
-            if error.kind != "function_not_found" or not left:
-                raise
+        except NotFound as error:  # the service was restarted since
+            await attempts.failed(error)
             log.info("the reward service forgot its functions", error=error.message)
-            continue
-        return dict(zip(entrypoints, found, strict=True))
-    raise AssertionError("the last round returns or raises")
+        else:
+            return dict(zip(entrypoints, found, strict=True))
+
+
+def _is_forgotten(error: Exception) -> bool:
+    return isinstance(error, NotFound) and error.kind == "function_not_found"
 
 
 async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Described]:
-    """What is known of the functions of the service, by name and version. Raises `TroupeError`."""
+    """The declarations of all functions that the service knows, by name and version. Raises
+    `TroupeError`."""
     reply = await stub.ListFunctions(pb.ListFunctionsRequest())
     return {
         (spec.name, spec.version): Described(
@@ -239,22 +256,12 @@ async def _describe(stub: RewardAsyncStub, entrypoint: str) -> Described:
         return Described(entrypoint)
     try:
         return Described(**parse_json(response.result_json))
-    except (NotJsonError, TypeError) as error:  # of an imported module that answers for us
+    except (NotJsonError, TypeError) as error:  # an imported module that replaced the describer
         log.warning("a function is described as nothing", entrypoint=entrypoint, error=str(error))
         return Described(entrypoint)
 
 
-_CANCEL_SECONDS = 2.0
-_CLOSE_SECONDS = 30.0
-_ANNOUNCE_SECONDS = 2.0
-_DESCRIBE_SECONDS = IMPORT_SECONDS + 30.0
-# Looks for a deployed function that the service does not know (any more): some ten seconds.
-_FORGOTTEN = 8
-# A reward function whose worker process dies this often kills it by itself; and a call that the
-# service fails this often does not only fail because its connection was cut.
-LIVES = 3
-_BACKOFF = RetryPolicy()
-_REMEDIES = {
+_REMEDIES: Final = {
     pb.InvocationError.KIND_NOT_IMPORTABLE: "Make it importable where the reward service runs: "
     "the directory that holds it on PYTHONPATH, the function at the module's top level.",
     pb.InvocationError.KIND_TIMEOUT: "Raise its `timeout_seconds`, or make it faster.",
@@ -271,18 +278,18 @@ _REMEDIES = {
 
 @dataclass
 class TrajectorySandboxes:
-    """What the stateful functions of one trajectory keep at the reward service."""
+    """The sandboxes of one trajectory's stateful functions at the reward service."""
 
     ids: set[str] = field(default_factory=set)
-    # A call may have opened one, and nobody heard of it again.
-    unheard: bool = False
+    # Whether a call without a known answer may have opened one.
+    uncertain: bool = False
 
-    async def hear(self, answer: Awaitable[pb.InvokeResponse]) -> pb.InvokeResponse:
-        """The answer, and what it says of a sandbox."""
+    async def record(self, answer: Awaitable[pb.InvokeResponse]) -> pb.InvokeResponse:
+        """Await a response and record which sandbox it opened or lost."""
         try:
             response = await answer
         except BaseException:
-            self.unheard = True
+            self.uncertain = True
             raise
         if response.error.kind == pb.InvocationError.KIND_SANDBOX_GONE:
             self.ids.discard(response.sandbox)
@@ -292,25 +299,25 @@ class TrajectorySandboxes:
 
 
 class JobFunctions:
-    """Tools and rewards of one job, by name. Registered anew whenever the service forgot them."""
+    """Tools and reward functions of one job, by name. Registered again whenever the service
+    restarts."""
 
     def __init__(self, stub: RewardAsyncStub, job_id: str, spec: JobSpec) -> None:
         self._stub = stub
         self._coalescer = Coalescer(stub)
         self._job_id = job_id
-        # A tool and a reward may have the same name; they are different functions.
+        # A tool and a reward may have the same name.
         self._functions: dict[str, FunctionSpec] = {
             **{f"tools/{name}": function for name, function in spec.tools.items()},
             **{f"rewards/{name}": function for name, function in spec.rewards.items()},
         }
         self._described: dict[str, Described] = {}
         self._registering: asyncio.Task[None] | None = None
-        self._jitter = random.Random()
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """The job's tools as OpenAI's API describes tools to models; those that nobody has
-        described yet are not among them."""
+        """The job's tools in the form of OpenAI's API; tools without a known declaration are
+        missing."""
         return [
             definition(
                 name.removeprefix("tools/"),
@@ -323,10 +330,10 @@ class JobFunctions:
         ]
 
     async def announce(self) -> None:
-        """Register early, so that a bad function is known before anything runs.
+        """Register early, so that a faulty function is reported before anything runs.
 
-        A service that is away is told later, by the first call; a job without functions needs
-        none. Raises `TroupeError`.
+        If the service is unreachable the first call registers; a job without functions needs none.
+        Raises `TroupeError`.
         """
         if not self._functions:
             return
@@ -339,8 +346,8 @@ class JobFunctions:
             log.info("the reward service is away", job_id=self._job_id)
 
     async def register(self) -> None:
-        """Make the functions known to the reward service, with what the job says of them and what
-        they declare. Raises `TroupeError`."""
+        """Register the functions with their costs: the job's, else those that they declare. Raises
+        `TroupeError`."""
         own = {n: f.entrypoint for n, f in self._functions.items() if f.entrypoint is not None}
         missing = sorted({e for name, e in own.items() if name not in self._described})
         if missing:
@@ -371,7 +378,7 @@ class JobFunctions:
         return self._functions[name].version or (declared.version if declared else "1")
 
     def _key(self, name: str) -> tuple[str, str]:
-        """Name and version that the reward service knows it by."""
+        """Name and version by which the reward service knows the function."""
         if self._functions[name].function is not None:
             return self._functions[name].deployed
         return f"{self._job_id}/{name}", self._version(name)
@@ -383,33 +390,32 @@ class JobFunctions:
         *,
         trajectory_id: str,
         timeout: float,
-        had: TrajectorySandboxes,
+        sandboxes: TrajectorySandboxes,
         waiters: int = 1,
         query_id: str = "",
         expected_seconds: float = 0.0,
     ) -> str:
-        """Result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds; `had` is kept
-        up to date with the sandboxes that the trajectory has; `waiters` trajectories wait for it.
-        `expected_seconds`: how long its workflow thinks that it takes; 0: it did not say.
+        """The result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds.
 
-        A reward service that is away, restarts, or dies during the call costs time only: the call
-        is repeated until it is answered. Raises `ToolError`. Cancelling the task cancels the
-        invocation.
+        `sandboxes` is kept up to date; `waiters`: trajectories that wait for this call;
+        `expected_seconds`: the workflow's estimate, 0 for none. The call is repeated while the
+        reward service is unreachable, restarts, or dies. Raises `ToolError`. Cancelling the task
+        cancels the invocation.
         """
         request = pb.InvokeRequest(
-            arguments_json=self._with_own(name, arguments_json),
+            arguments_json=self._with_job_arguments(name, arguments_json),
             job_id=self._job_id,
             trajectory_id=trajectory_id,
-            sandboxes=sorted(had.ids),
+            sandboxes=sorted(sandboxes.ids),
             waiters=waiters,
             query_id=query_id,
             expected_seconds=expected_seconds,
         )
         try:
             async with asyncio.timeout(timeout):
-                response = await had.hear(self._until_answered(name, request, timeout))
+                response = await sandboxes.record(self._until_answered(name, request, timeout))
         except (TimeoutError, DeadlineExceeded) as error:
-            self._cancel_later(request.invocation_id)
+            _in_background(self._cancel(request.invocation_id))
             raise ToolError(
                 f"{name} gave no result within {timeout:.1f} s, queueing included",
                 kind="deadline",
@@ -417,7 +423,7 @@ class JobFunctions:
                 remedy="Raise limits.trajectory_seconds, or give the reward service more workers.",
             ) from error
         except asyncio.CancelledError:
-            self._cancel_later(request.invocation_id)
+            _in_background(self._cancel(request.invocation_id))
             raise
         except TroupeError as error:
             raise ToolError(
@@ -442,45 +448,50 @@ class JobFunctions:
     async def _until_answered(
         self, name: str, request: pb.InvokeRequest, timeout: float
     ) -> pb.InvokeResponse:
-        """The answer of the function itself, good or bad."""
-        # Reward functions are declared stateless. A tool whose worker died may have done its deed.
+        """The response of the function itself, result or error."""
+        # Reward functions are declared stateless. A tool whose worker died may have had its effect.
         lives = LIVES if name.startswith("rewards/") else 1
-        forgotten = 0
-        for attempt in itertools.count(1):
-            # The service may remember how a former invocation ended: as broken as we saw it.
+        broken = Attempts(_CALL_AGAIN, retryable=lambda error: True)
+        unknown = Attempts(_DEPLOYED_AGAIN, retryable=lambda error: True)
+        while True:
+            # A new id: the service may remember how the former invocation ended.
             request.invocation_id = new_id("invoke")
             request.name, request.version = self._key(name)
             try:
                 response = await self._invoke(name, request, timeout)
             except NotFound as error:
                 if self._functions[name].function is not None:
-                    # The orchestrator brings deployed functions back after a restart.
-                    forgotten += 1
-                    if forgotten > _FORGOTTEN:
-                        raise
-                    await asyncio.sleep(_BACKOFF.backoff(forgotten, error, self._jitter))
+                    # The orchestrator registers deployed functions again after a restart.
+                    await unknown.failed(error)
                     continue
-                await self._register_anew()
+                try:
+                    await self._register_anew()
+                except Unavailable as again:  # restarted once more
+                    await broken.failed(again)
                 continue
             except (Unavailable, Internal) as error:
                 lives -= isinstance(error, Internal)
                 if lives == 0:
                     raise
-                log.info("an invocation broke", name=name, attempt=attempt, error=str(error))
-                await asyncio.sleep(_BACKOFF.backoff(attempt, error, self._jitter))
+                log.info(
+                    "an invocation broke",
+                    name=name,
+                    attempt=broken.failures + 1,
+                    error=str(error),
+                )
+                await broken.failed(error)
                 continue
             kind = response.error.kind if response.HasField("error") else None
             if kind == pb.InvocationError.KIND_WORKER_DIED:
                 lives -= 1
                 if lives > 0:
                     continue
-            # Cancelled by whoever stopped the service or lost our connection: we have not.
+            # Cancelled at the service (it stopped, or lost our connection), not by us: call again.
             if kind != pb.InvocationError.KIND_CANCELLED:
                 return response
-        raise AssertionError("the count has no end")
 
-    def _with_own(self, name: str, arguments_json: str) -> str:
-        """The arguments with those that the job gives to every call."""
+    def _with_job_arguments(self, name: str, arguments_json: str) -> str:
+        """The arguments, with those that the job gives to every call."""
         own = self._functions[name].arguments
         return json.dumps({**json.loads(arguments_json), **own}) if own else arguments_json
 
@@ -492,20 +503,15 @@ class JobFunctions:
         return await self._stub.Invoke(request, timeout=timeout)
 
     async def _register_anew(self) -> None:
-        """The service was restarted. Of all the calls that notice, one registers."""
+        """Register after a restart of the service, once for all calls that notice it."""
         if self._registering is None or self._registering.done():
             log.info("the reward service forgot the functions", job_id=self._job_id)
             self._registering = asyncio.create_task(self.register())
-        try:
-            await asyncio.shield(self._registering)
-        except Unavailable as broken:  # it was restarted again
-            await asyncio.sleep(_BACKOFF.backoff(1, broken, self._jitter))
+        await asyncio.shield(self._registering)
 
     def close_later(self, trajectory_id: str) -> None:
         """End the sandboxes of a trajectory that has ended."""
-        task = asyncio.create_task(self._close(trajectory_id))
-        _background.add(task)
-        task.add_done_callback(_background.discard)
+        _in_background(self._close(trajectory_id))
 
     async def _close(self, trajectory_id: str) -> None:
         request = pb.CloseTrajectoryRequest(
@@ -514,13 +520,8 @@ class JobFunctions:
         try:
             await self._stub.CloseTrajectory(request, timeout=_CLOSE_SECONDS)
         except Exception as error:  # also a channel that is closed already
-            # It ends when it was idle for long enough, then.
+            # The sandboxes end when they have been idle for long enough.
             log.debug("a trajectory was not closed", error=str(error))
-
-    def _cancel_later(self, invocation_id: str) -> None:
-        task = asyncio.create_task(self._cancel(invocation_id))
-        _background.add(task)
-        task.add_done_callback(_background.discard)
 
     async def _cancel(self, invocation_id: str) -> None:
         try:
@@ -528,12 +529,14 @@ class JobFunctions:
                 pb.CancelInvocationRequest(invocation_id=invocation_id), timeout=_CANCEL_SECONDS
             )
         except Exception as error:  # also a channel that is closed already
-            # It ends at its own timeout, then.
+            # The invocation ends at its own timeout.
             log.debug("an invocation was not cancelled", error=str(error))
 
 
-# The event loop keeps only weak references to tasks.
-_background: set[asyncio.Task[None]] = set()
+def _in_background(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+    _background.add(task)
+    task.add_done_callback(_background.discard)
 
 
 class TrajectoryTools:
@@ -547,17 +550,17 @@ class TrajectoryTools:
         waiters: Callable[[], int] = lambda: 1,
         query_id: str = "",
     ) -> None:
-        """`waiters`: how many trajectories wait for what this one does, whenever it is asked."""
+        """`waiters`: how many trajectories wait for this one now."""
         self._functions = functions
         self._waiters = waiters
         self._trajectory_id = trajectory_id
         self._clock = clock
         self._query_id = query_id
-        self._had = TrajectorySandboxes()
+        self._sandboxes = TrajectorySandboxes()
 
     def close(self) -> None:
-        """The trajectory has ended: what its stateful functions kept goes."""
-        if self._had.ids or self._had.unheard:
+        """Release the sandboxes of the trajectory, which has ended."""
+        if self._sandboxes.ids or self._sandboxes.uncertain:
             self._functions.close_later(self._trajectory_id)
 
     async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
@@ -565,7 +568,7 @@ class TrajectoryTools:
         return await self._call(f"tools/{name}", arguments_json, expected_seconds)
 
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a reward function; its JSON value. Raises `ToolError`."""
+        """Call a reward function; returns its JSON value. Raises `ToolError`."""
         answer = await self._call(f"rewards/{name}", scoring.as_arguments(arguments))
         try:
             return parse_json(answer)
@@ -578,13 +581,13 @@ class TrajectoryTools:
 
     async def _call(self, name: str, arguments_json: str, expected_seconds: float = 0.0) -> str:
         left = self._clock.bound(math.inf)
-        with self._clock.elsewhere():
+        with self._clock.outside():
             return await self._functions.call(
                 name,
                 arguments_json,
                 trajectory_id=self._trajectory_id,
                 timeout=max(left, 0.001),
-                had=self._had,
+                sandboxes=self._sandboxes,
                 waiters=self._waiters(),
                 query_id=self._query_id,
                 expected_seconds=expected_seconds,

@@ -22,7 +22,7 @@ from troupe.workflow import WorkflowError
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.messages import parse_messages
 
-# A request with more would keep its engine for long, and others waiting.
+# Larger requests would occupy an engine for long while others wait.
 MAX_TOKENS: Final = 1 << 20
 _RETRY_SECONDS: Final = 0.05
 
@@ -30,14 +30,15 @@ _RETRY_SECONDS: Final = 0.05
 async def score(
     job: PreparedJob, policy: ServedPolicy, request: pb.ScoreRequest
 ) -> pb.ScoreResponse:
-    """Log-probs of continuations by one served version of `policy`, in `limits.turn_seconds`.
+    """Log-probs of continuations under one served version of `policy`, within
+    `limits.turn_seconds`.
 
-    An engine that is lost under way is replaced by another one. Raises `InvalidArgument` naming the
-    prompt at fault, `FailedPrecondition` (another version is served, or an engine that cannot) and
+    A lost engine is replaced by another. Raises `InvalidArgument` naming the prompt at fault,
+    `FailedPrecondition` (another version is served, or the engine cannot score) and
     `DeadlineExceeded`.
     """
     role = next((role for role in job.roles.values() if role.policy == policy.name), None)
-    temperature = (role.sampling.temperature if role else 1.0) or 1.0  # greedy ones count as 1
+    temperature = (role.sampling.temperature if role else 1.0) or 1.0  # greedy sampling counts as 1
     if request.HasField("temperature"):
         temperature = request.temperature
     if not 0.0 < temperature < float("inf"):
@@ -46,8 +47,8 @@ async def score(
         )
     chat, system = policy.language.chat, role.system_prompt if role else None
     prompts = [_prompt(chat, system, at, one) for at, one in enumerate(request.prompts)]
-    asked = [one for some in prompts for one in some]
-    tokens = sum(len(one.prompt_ids) + len(one.ids) for one in asked)
+    requests = [one for continuations in prompts for one in continuations]
+    tokens = sum(len(one.prompt_ids) + len(one.ids) for one in requests)
     if tokens > MAX_TOKENS:
         raise InvalidArgument(
             f"they have {tokens} tokens, one call scores up to {MAX_TOKENS}",
@@ -56,37 +57,38 @@ async def score(
             remedy="Ask in several calls; each answer says which version it is of.",
         )
     wanted = request.version if request.HasField("version") else None
-    scored = await _scored(policy, asked, temperature, wanted, job.spec.limits.turn_seconds)
+    scored = await _score(policy, requests, temperature, wanted, job.spec.limits.turn_seconds)
     rows = iter(scored.logprobs)
     return pb.ScoreResponse(
         prompts=[
             pb.ScoredPrompt(
-                input_ids=some[0].prompt_ids,
-                continuations=[_continuation(one.ids, next(rows)) for one in some],
+                input_ids=continuations[0].prompt_ids,
+                continuations=[_continuation(one.ids, next(rows)) for one in continuations],
             )
-            for some in prompts
+            for continuations in prompts
         ],
         version=scored.version,
         checksum=scored.checksum,
     )
 
 
-async def _scored(
+async def _score(
     policy: ServedPolicy,
-    asked: Sequence[ScoreRequest],
+    requests: Sequence[ScoreRequest],
     temperature: float,
     version: int | None,
     seconds: float,
 ) -> Scored:
     deadline = time.monotonic() + seconds
     lost: Unavailable | None = None
+    # Waits for an engine that serves the version; each round may use another one.
     while (left := deadline - time.monotonic()) > 0:
         check_version(policy, version)
         engine = _least_busy(policy.serving_engines, version)
         if engine is not None:
             try:
-                scored = await engine.score(asked, temperature, deadline_seconds=left)
-            except Unavailable as error:  # died, is being updated, leaves
+                scored = await engine.score(requests, temperature, deadline_seconds=left)
+            except Unavailable as error:  # the engine died, updates, or leaves
                 lost = error
             else:
                 if version in (None, scored.version):
@@ -103,7 +105,8 @@ async def _scored(
 
 
 def check_version(policy: ServedPolicy, version: int | None) -> None:
-    """Raises FailedPrecondition of kind "version_not_served" for another one; None: any will do."""
+    """Raises FailedPrecondition of kind "version_not_served" unless `version` is the target; None
+    means any."""
     if version is not None and policy.weights.version != version:
         raise FailedPrecondition(
             f"policy '{policy.name}' is at version {policy.weights.version}",
@@ -122,7 +125,7 @@ def _least_busy(engines: Sequence[ServingEngine], version: int | None) -> Servin
 def _prompt(
     chat: ChatTokenizer, system: str | None, at: int, prompt: pb.ScorePrompt
 ) -> list[ScoreRequest]:
-    """The continuations of one prompt, as ids."""
+    """The continuations of one prompt as token ids."""
     field = f"prompts.{at}"
     if bool(prompt.messages) == bool(prompt.input_ids):
         raise InvalidArgument(
@@ -131,7 +134,7 @@ def _prompt(
             remedy="Send chat messages, or token ids of the policy's tokenizer.",
         )
     if not prompt.continuations:
-        raise InvalidArgument("nothing is asked about it", field=f"{field}.continuations")
+        raise InvalidArgument("nothing is requests about it", field=f"{field}.continuations")
     ids = tuple(prompt.input_ids) or _chat_ids(chat, system, field, prompt.messages)
     return [
         ScoreRequest(ids, _ids(chat, f"{field}.continuations.{number}", one))

@@ -1,4 +1,5 @@
-"""The Rollout service over gRPC: validate, translate, call."""
+"""The Rollout service over gRPC: validates requests, translates them, calls the parts of the
+service."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import importlib
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import structlog
@@ -40,17 +41,24 @@ from troupe.states import TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import orchestrator_pb2, reward_pb2_grpc, rollout_pb2_grpc
 from troupe.v1 import rollout_pb2 as pb
-from troupe.workflow import InvalidMessagesError, WorkflowError
+from troupe.workflow import WorkflowError
 from troupe.workflow.languages import IMPORTING
 from troupe.workflow.messages import parse_messages
+
+log = structlog.get_logger(__name__)
+
+# Modules of transformers that its Auto classes would import with the first model only.
+_MODULES: Final = ("modeling_utils", "modeling_layers", "activations", "masking_utils")
+# Ends of trajectories must survive a restart of the store: only the deadline ends the attempts.
+_STORE_RETRY: Final = RetryPolicy(max_attempts=None)
 
 
 async def generate(
     job: PreparedJob, policy: ServedPolicy, request: pb.GenerateRequest
 ) -> pb.GenerateResponse:
-    """One response of `policy` to messages or ids, within `limits.turn_seconds`.
+    """One response of `policy` to messages or token ids, within `limits.turn_seconds`.
 
-    What the request leaves open is as the first agent of the policy samples in training. Raises
+    Sampling that the request leaves open is that of the policy's first agent. Raises
     `InvalidArgument`, `DeadlineExceeded`, `FailedPrecondition`.
     """
     if bool(request.messages) == bool(request.input_ids):
@@ -60,7 +68,7 @@ async def generate(
             remedy="Send chat messages, or token ids of the policy's tokenizer.",
         )
     chat, roles = policy.language.chat, job.roles.values()
-    # One that only tickets name samples as the first agent does.
+    # A policy that only tickets name samples as the first agent does.
     role = next((role for role in roles if role.policy == policy.name), next(iter(roles)))
     try:
         if request.messages:
@@ -96,7 +104,7 @@ async def generate(
 
 
 def _given(sampling: common.SamplingParams) -> dict[str, object]:
-    """The fields that were set, repeated ones as tuples."""
+    """The fields that are set, repeated ones as tuples."""
     return {
         field.name: tuple(value) if field.is_repeated else value
         for field, value in sampling.ListFields()
@@ -104,26 +112,17 @@ def _given(sampling: common.SamplingParams) -> dict[str, object]:
 
 
 def _to_rpc(error: WorkflowError) -> TroupeError:
-    cls: type[TroupeError] = InvalidArgument
-    if error.kind == "deadline":
-        cls = DeadlineExceeded
-    elif error.kind == "job_released":
-        cls = FailedPrecondition
-    elif isinstance(error, InvalidMessagesError):
-        cls = InvalidArgument
-    return cls(
+    kinds: dict[str, type[TroupeError]] = {
+        "deadline": DeadlineExceeded,
+        "job_released": FailedPrecondition,
+    }
+    return kinds.get(error.kind, InvalidArgument)(
         error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
     )
 
 
-log = structlog.get_logger(__name__)
-
-# The Auto classes import next to nothing by themselves: the rest would come with the first model.
-_MODULES = ("modeling_utils", "modeling_layers", "activations", "masking_utils")
-
-
 def warm_up() -> None:
-    """Import in a thread of its own, which nobody has to wait for. Repeatable."""
+    """Import the engines' libraries in a background thread. Repeatable."""
     threading.Thread(target=_import, name="warm-up", daemon=True).start()
 
 
@@ -137,19 +136,15 @@ def _import() -> None:
             with contextlib.suppress(ImportError):  # another release: it comes with the model
                 importlib.import_module(f"transformers.{name}")
         importlib.import_module("services.rollout.engines.embedded")
-    except Exception as error:  # who needs it will say so
+    except Exception as error:  # the engine that needs them reports it
         log.warning("libraries cannot be imported", error=str(error))
     finally:
-        if not gc.isenabled():  # turned off by `__main__`: collecting takes a fifth of an import
+        if not gc.isenabled():  # disabled by `__main__`: collections take a fifth of an import
             collect_seldom()
 
 
-# Endings must outlive a restart of the store: the deadline ends the attempts, not their number.
-_PATIENT = RetryPolicy(max_attempts=1_000_000)
-
-
 class RolloutService(rollout_pb2_grpc.RolloutServicer):
-    """Wires the nouns of this service together and answers for them."""
+    """Connects the parts of the service and answers its RPCs."""
 
     name = "troupe.v1.Rollout"
 
@@ -162,7 +157,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     ) -> None:
         """`make` makes engines; by default those of `services.rollout.engines`."""
         self._worker_id = settings.worker_id
-        client = settings.client(retry=_PATIENT)
+        client = settings.client(retry=_STORE_RETRY)
         self._store = connect(settings.experience_store_address, client)
         self._reward = connect(settings.reward_address, client)
         self._transfer = HostTransfer(settings, telemetry)
@@ -188,7 +183,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             settings.endpoint_port,
             url=settings.endpoint_url,
             max_body=settings.endpoint_body_mib << 20,
-            count=lambda call, status: self._metrics.asked(call, status),
+            count=lambda call, status: self._metrics.endpoint_answered(call, status),
         )
         self._runner = Runner(
             TrajectoryLog(ExperienceWriter(self._store, client.retry)),
@@ -204,20 +199,21 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)
 
     async def start(self) -> None:
-        """Begin to tell the orchestrator that this worker is here."""
+        """Start background work and report this worker to the orchestrator."""
         self._watchdog.start()
         warm_up()
-        if self._fixed_port:  # one that is taken must be known now, not by the first trajectory
+        # a port that is taken must be known now, not with the first trajectory
+        if self._fixed_port:
             self._endpoints.listen()
         await self._transfer.start()
         await self._heartbeat.start()
 
     async def leave(self) -> None:
-        """No new trajectories: those in flight may end, until their streams are cut."""
+        """Accept no new trajectories; those in flight may end until their streams are cut."""
         await self._heartbeat.leave()
 
     async def stop(self, grace: float) -> None:
-        """End trajectories and engines; say good-bye."""
+        """End trajectories and engines, and report that the worker leaves."""
         self._watchdog.stop()
         await self._heartbeat.stop()
         await self._runner.stop()
@@ -230,7 +226,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def PrepareJob(
         self, request: pb.PrepareJobRequest, context: Any
     ) -> pb.PrepareJobResponse:
-        """Launch a job's engines at the given versions."""
+        """Start a job's engines at the given versions."""
         _require("job_id", request.job_id)
         job = await self._jobs.prepare(request.job_id, request.spec_json, request.weights)
         return pb.PrepareJobResponse(engines=job.statuses(self._worker_id))
@@ -251,11 +247,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             endings_only=request.endings_only,
             ahead=request.ahead,
         )
-        # A client may vanish while nothing of this generator runs.
+        # The client may disconnect while this generator is not running.
         context.add_done_callback(lambda _: listener.close())
         async for events in listener.bundles():
             for event in events:
-                # Whoever asks for it without `ahead` hears of it, too.
+                # A call without `ahead` reports it, too.
                 if is_terminal(TRAJECTORY, event.state) and not request.ahead:
                     self._metrics.ended(request.job_id, event)
             for message in messages(events) if request.together else events:
@@ -264,7 +260,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def AbortTrajectories(
         self, request: pb.AbortTrajectoriesRequest, context: Any
     ) -> pb.AbortTrajectoriesResponse:
-        """End trajectories as ABORTED; answers before the store has been told."""
+        """End trajectories as ABORTED; answers before the store knows."""
         _require("job_id", request.job_id)
         aborted = self._runner.abort(
             request.job_id, request.trajectory_ids, request.reason or "aborted"
@@ -277,12 +273,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """Bring a policy's engines to a version."""
         job = self._jobs.get(request.weights.job_id)
         policy = job.policy(request.weights.policy)
-        # Not one that is repeated: the engines may still be on their way to it.
+        # Not for a repeated version: the engines may still be on their way to it.
         newer = request.weights.version > policy.weights.version
         transfer = await policy.prefetch(request.weights)
         exposed = await policy.update(request.weights)
         if newer:
-            self._runner.updated(job.job_id, policy.name)
+            self._runner.policy_updated(job.job_id, policy.name)
         self._metrics.updated(job.job_id, policy.name, exposed, transfer)
         return pb.UpdateWeightsResponse(
             engines=policy.statuses(job.job_id, self._worker_id),
@@ -291,7 +287,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
-        """One response of a policy to messages or ids."""
+        """One response of a policy to messages or token ids."""
         job = self._jobs.get(request.job_id)
         return await generate(job, job.policy(request.policy), request)
 
@@ -303,16 +299,16 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def DescribeGame(
         self, request: pb.DescribeGameRequest, context: Any
     ) -> pb.DescribeGameResponse:
-        """What a job's players are asked in every information state."""
+        """The questions that a job's players are asked in every information state."""
         job = self._jobs.get(request.job_id)
         if job.arena is not None:
-            from services.rollout.networks import behaviour  # torch is there already
+            from services.rollout.networks import behaviour  # torch is imported already
 
             return await asyncio.to_thread(behaviour.describe, job.arena, request.game)
         return await asyncio.to_thread(describe, job.workflow, job.spec, request.game)
 
     async def Behave(self, request: pb.BehaveRequest, context: Any) -> pb.BehaveResponse:
-        """What a network does in every information state of a job's game."""
+        """The action probabilities of a network in every information state of a job's game."""
         job = self._jobs.get(request.job_id)
         policy = job.policy(request.policy)
         if job.arena is None:
@@ -339,7 +335,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def MoveEngine(
         self, request: pb.MoveEngineRequest, context: Any
     ) -> pb.MoveEngineResponse:
-        """Take an engine from its policy to another."""
+        """Move an engine from its policy to another."""
         _require("engine_id", request.engine_id)
         job = self._jobs.get(request.job_id)
         target = job.policy(request.policy)
@@ -353,7 +349,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self._metrics.moved(job.job_id, moved.source, target.name, moved.seconds)
         keeper = target.keeper(request.engine_id)
         return pb.MoveEngineResponse(
-            # Gone on already, at the word of somebody else.
+            # None if another caller has moved it on meanwhile.
             engine=None if keeper is None else keeper.status(job.job_id, self._worker_id),
             source=moved.source,
             seconds=moved.seconds,

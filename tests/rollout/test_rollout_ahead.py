@@ -112,9 +112,9 @@ async def test_what_nobody_asks_for_leaves_no_trace(house: House) -> None:
 
 async def test_a_clock_stands_still_for_branches_too() -> None:
     clock = TrajectoryClock(0.2, longest=0.2, patient=False)
-    with clock.still():
+    with clock.paused():
         await asyncio.sleep(0.15)
-        with clock.still():
+        with clock.paused():
             await asyncio.sleep(0.15)
         assert clock.left > 0.1
         assert clock.bound(60) == pytest.approx(clock.left, abs=0.01)

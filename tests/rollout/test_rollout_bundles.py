@@ -36,7 +36,7 @@ def test_property_messages_hold_all_events_in_order(sizes: list[int]) -> None:
     most = 256
     given = [event(number, size) for number, size in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_MOST_BYTES", most)
+        patch.setattr(runner, "_MAX_MESSAGE_BYTES", most)
         found = [split(message) for message in runner.messages(given)]
     assert [one for message in found for one in message] == given
     for message, following in pairwise(found):
@@ -59,7 +59,7 @@ async def test_what_was_heard_before_a_trajectory_was_lost_is_told_first() -> No
     runner = Left()
     listener = TrajectoryListener(runner, "job", {"0", "1", "2"}, endings_only=True)  # type: ignore[arg-type]
     for news in (event(0), event(1), Unavailable("the store is away"), event(2)):
-        listener.hear(news)
+        listener.deliver(news)
     told = listener.bundles()
     async with asyncio.timeout(5):
         assert [one.trajectory_id for one in await anext(told)] == ["0", "1"]

@@ -235,7 +235,7 @@ async def test_models_are_told_of_declared_and_of_deployed_tools(
         '{"words": "a", "limit": 2}',
         trajectory_id="t",
         timeout=60,
-        had=rewards.TrajectorySandboxes(),
+        sandboxes=rewards.TrajectorySandboxes(),
     )
     assert json.loads(called) == ["a", "a"]
     listed = (await stub.ListFunctions(pb.ListFunctionsRequest())).functions

@@ -8,11 +8,11 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.trajectories.concurrency import Gate
+from services.rollout.trajectories.concurrency import ConcurrencyGate
 
 
 async def test_the_gate_is_fair_and_bounded() -> None:
-    gate = Gate(2)
+    gate = ConcurrencyGate(2)
     order: list[int] = []
 
     async def pass_through(n: int) -> None:
@@ -32,7 +32,7 @@ async def test_the_gate_is_fair_and_bounded() -> None:
 @given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 3))
 @settings(max_examples=30, deadline=None)
 def test_property_one_query_at_a_time(queries: list[int], limit: int) -> None:
-    gate = Gate(limit, one_query=True)
+    gate = ConcurrencyGate(limit, one_query=True)
     inside: Counter[int] = Counter()
     passed: list[int] = []
 
@@ -54,7 +54,7 @@ def test_property_one_query_at_a_time(queries: list[int], limit: int) -> None:
 
 
 async def test_the_first_go_on_before_the_last_have_entered() -> None:
-    gate = Gate(64)
+    gate = ConcurrencyGate(64)
     entered: list[int] = []
     went_on: list[int] = []
 

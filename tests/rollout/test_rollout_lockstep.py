@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.trajectories.clock import TrajectoryClock
-from services.rollout.trajectories.lockstep import BarrierSeat, Lockstep
+from services.rollout.trajectories.lockstep import BarrierMember, Lockstep
 from troupe.workflow.backend import EndpointOptions
 
 
@@ -21,7 +21,7 @@ class World:
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int]] = []
 
-    async def call(self, seat: BarrierSeat, name: str, number: int, passes: int) -> None:
+    async def call(self, seat: BarrierMember, name: str, number: int, passes: int) -> None:
         async with seat.call():
             self.events.append(("begin", name, number))
             for _ in range(passes):
@@ -41,15 +41,15 @@ def test_nobody_begins_a_call_while_another_has_one(plans: list[list[int]]) -> N
     async def play() -> World:
         world, lockstep = World(), Lockstep()
 
-        async def one(seat: BarrierSeat, name: str, calls: Sequence[int]) -> None:
+        async def one(seat: BarrierMember, name: str, calls: Sequence[int]) -> None:
             for number, passes in enumerate(calls):
                 await world.call(seat, name, number, passes)
             lockstep.leave(seat)
 
         # All are there before the first of them calls.
-        seats = [lockstep.seat(clock()) for _ in plans]
+        seats = [lockstep.member(clock()) for _ in plans]
         for seat in seats:
-            lockstep.come(seat)
+            lockstep.join(seat)
         async with asyncio.timeout(10):
             await asyncio.gather(*(one(seats[n], f"t{n}", c) for n, c in enumerate(plans)))
         return world
@@ -68,13 +68,13 @@ async def test_branches_of_a_trajectory_wait_for_each_other() -> None:
     other = asyncio.Event()
 
     async def slow() -> None:
-        with lockstep.seat(clock()) as seat:
+        with lockstep.member(clock()) as seat:
             await other.wait()
             await world.call(seat, "slow", 0, 0)
 
     waiting = asyncio.create_task(slow())
     await asyncio.sleep(0)
-    with lockstep.seat(clock()) as seat:
+    with lockstep.member(clock()) as seat:
         branches = [asyncio.create_task(world.call(seat, "b", n, n)) for n in range(3)]
         await asyncio.sleep(0.01)
         assert world.events == [], "nobody goes on without the slow one"
@@ -90,7 +90,7 @@ async def test_who_ends_holds_nobody_up(how: str) -> None:
     lockstep = Lockstep()
 
     async def gone() -> None:
-        with lockstep.seat(clock()) as seat:
+        with lockstep.member(clock()) as seat:
             if how == "cancelled":
                 async with seat.call():
                     await asyncio.sleep(3600)
@@ -99,7 +99,7 @@ async def test_who_ends_holds_nobody_up(how: str) -> None:
                 raise ValueError
 
     async def stays() -> None:
-        with lockstep.seat(clock()) as seat:
+        with lockstep.member(clock()) as seat:
             for _ in range(2):
                 async with seat.call():
                     pass
@@ -119,7 +119,7 @@ async def test_who_ends_holds_nobody_up(how: str) -> None:
 async def test_waiting_for_others_is_not_the_workflows_own_time() -> None:
     patient = TrajectoryClock(0.05, longest=60, patient=True)
     lockstep = Lockstep()
-    with lockstep.seat(clock()) as other, lockstep.seat(patient) as seat:
+    with lockstep.member(clock()) as other, lockstep.member(patient) as seat:
 
         async def late() -> None:
             await asyncio.sleep(0.15)
@@ -150,7 +150,7 @@ class _Engine:
 
 async def test_engines_and_tools_are_as_before() -> None:
     engine: Any = _Engine()
-    with Lockstep().seat(clock()) as seat:
+    with Lockstep().member(clock()) as seat:
         backend: Any = seat.backend(engine)
         assert await backend.generate("solver", [1], None) == "generated"
         assert await seat.tools(engine).invoke("add", "{}") == "invoked"

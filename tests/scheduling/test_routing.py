@@ -109,7 +109,9 @@ class FleetMachine(RuleBasedStateMachine):
     def sums_are_right(self) -> None:
         assert self.fleet.places == sum(engine.limit for engine in self.model.values())
         for name, engine in self.model.items():
-            assert self.fleet._members[name].outstanding == pytest.approx(sum(engine.costs), abs=1e-6)
+            assert self.fleet._members[name].outstanding == pytest.approx(
+                sum(engine.costs), abs=1e-6
+            )
             assert self.fleet.has_room(name) == (len(engine.costs) < engine.limit)
 
 

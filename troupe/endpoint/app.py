@@ -1,4 +1,4 @@
-"""The HTTP side: routes, bodies, streams, and clients that go away."""
+"""OpenAI's API over HTTP: routes, request bodies, streams, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from troupe.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
-from troupe.endpoint.errors import ApiError, no_such_place, of_workflow
+from troupe.endpoint.errors import ApiError, of_workflow, unknown_address
 from troupe.endpoint.openai_forms import (
     ChatAnswer,
     ChatRequest,
@@ -38,21 +38,12 @@ log = structlog.get_logger(__name__)
 Turns = Coroutine[Any, Any, list[Reply]]
 Answer = ChatAnswer | TextAnswer
 Written = TypeVar("Written")
+Find = Callable[[str, str], tuple[Agent, EndpointOptions] | None]
 
 
-class Door(Protocol):
-    """One agent of one running trajectory."""
-
-    @property
-    def agent(self) -> Agent: ...
-
-    @property
-    def options(self) -> EndpointOptions: ...
-
-
-# Answers of more tokens are written in a thread: the event loop has others to serve meanwhile.
+# Replies with more tokens are serialized in a thread, to keep the event loop free.
 _TOKENS_WRITTEN_AT_ONCE: Final = 8192
-# What OpenAI and others serve below a base URL, and this endpoint does not.
+# Other APIs that OpenAI and others serve below a base URL.
 _OTHER_APIS: Final = {
     "responses": "the Responses API",
     "embeddings": "embeddings",
@@ -72,37 +63,38 @@ _OTHER_APIS: Final = {
     "rerank": "reranking",
     "tokenize": "tokenisation",
 }
+_METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _SERVED: Final = "POST /chat/completions, POST /completions, GET /models, GET /models/{id}"
 
 
 def create_app(
-    find: Callable[[str, str], Door | None],
+    find: Find,
     count: Callable[[str, int], None],
     *,
     max_body: int,
     keep_alive: float,
 ) -> Starlette:
-    """The application. `find(token, agent)` knows who is served; `count(call, status)` is told of
-    every answer; `max_body` is in bytes, `keep_alive` in seconds between a stream's comments."""
+    """The application. `find(token, agent)` returns the addressed agent and its options;
+    `count(call, status)` is called for every response; `max_body`: bytes; `keep_alive`: seconds
+    between a stream's comments."""
 
     bodies = BodyReader(max_body)
-    warned = _Warned()
+    warnings = _SamplingWarnings()
 
     async def body(request: Request) -> Any:
         return check_object(await _read_json(request, bodies))
 
     async def chat(request: Request) -> Response:
-        door = _door(find, request)
-        agent = door.agent
-        asked = ChatRequest.of(await body(request), lenient=door.options.lenient)
-        warned.of_sampling(door, asked)
+        agent, options = _addressed(find, request)
+        asked = ChatRequest.of(await body(request), lenient=options.lenient)
+        warnings.of_sampling(agent, options, asked)
         turns = agent.chat(
             asked.conversation(agent.role.system_prompt),
             n=asked.n or 1,
             tools=asked.tools,
             tool_choice="none" if asked.tool_choice == "none" else "auto",
             chat_template_kwargs=asked.template_options,
-            **asked.sampling(agent, by_client=door.options.sampling == "client"),
+            **asked.sampling(agent, by_client=options.sampling == "client"),
         )
         answer = ChatAnswer(
             asked.model or agent.name,
@@ -114,11 +106,10 @@ def create_app(
         return await _answer(request, asked, turns, answer, keep_alive)
 
     async def complete(request: Request) -> Response:
-        door = _door(find, request)
-        agent = door.agent
-        asked = CompletionRequest.of(await body(request), lenient=door.options.lenient)
-        warned.of_sampling(door, asked)
-        sampling = asked.sampling(agent, by_client=door.options.sampling == "client")
+        agent, options = _addressed(find, request)
+        asked = CompletionRequest.of(await body(request), lenient=options.lenient)
+        warnings.of_sampling(agent, options, asked)
+        sampling = asked.sampling(agent, by_client=options.sampling == "client")
         turns = _complete_all(agent, asked.prompts, asked.n or 1, sampling)
         answer = TextAnswer(
             asked.model or agent.name,
@@ -129,17 +120,17 @@ def create_app(
         return await _answer(request, asked, turns, answer, keep_alive)
 
     async def models(request: Request) -> Response:
-        name = _door(find, request).agent.name
-        return JSONResponse({"object": "list", "data": [_model(name)]})
+        agent, _ = _addressed(find, request)
+        return JSONResponse({"object": "list", "data": [_model(agent.name)]})
 
     async def model(request: Request) -> Response:
-        _door(find, request)
+        _addressed(find, request)
         return JSONResponse(_model(request.path_params["id"]))
 
     async def elsewhere(request: Request) -> Response:
         error = _not_served(request.method, request.path_params["path"])
-        if error.status != 405:  # which says nothing about the address
-            _door(find, request)
+        if error.status != 405:  # a 405 reveals nothing about the address
+            _addressed(find, request)
         raise error
 
     def route(
@@ -162,25 +153,22 @@ def create_app(
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
 
 
-_METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
-
-
 def _complete_all(
     agent: Agent, prompts: Sequence[str | list[int]], n: int, sampling: Mapping[str, Any]
 ) -> Turns:
-    """n continuations of each prompt, one prompt's after another's; all or none."""
+    """n continuations of each prompt, in the order of the prompts; all or none."""
     tokenizer = agent.role.tokenizer
-    asking = [
+    calls = [
         agent.generate(tokenizer.encode(p) if isinstance(p, str) else p, n=n, **sampling)
         for p in prompts
     ]
 
     async def complete() -> list[Reply]:
-        if len(asking) == 1:
-            return await asking[0]
+        if len(calls) == 1:
+            return await calls[0]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one) for one in asking]
+                tasks = [group.create_task(one) for one in calls]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [reply for task in tasks for reply in task.result()]
@@ -188,21 +176,23 @@ def _complete_all(
     return complete()
 
 
-class _Warned:
-    """Tells once what clients ask for and do not get."""
+class _SamplingWarnings:
+    """Logs once which sampling parameters of clients are not followed."""
 
     def __init__(self) -> None:
-        self._told: WeakKeyDictionary[ChatTokenizer, set[tuple[str, str]]] = WeakKeyDictionary()
+        self._logged: WeakKeyDictionary[ChatTokenizer, set[tuple[str, str]]] = WeakKeyDictionary()
 
-    def of_sampling(self, door: Door, asked: ChatRequest | CompletionRequest) -> None:
-        """A client wants tokens to be drawn otherwise than its agent's policy is trained for."""
-        if door.options.sampling == "client":
+    def of_sampling(
+        self, agent: Agent, options: EndpointOptions, asked: ChatRequest | CompletionRequest
+    ) -> None:
+        """Log parameters of a request that differ from those that the agent is trained with."""
+        if options.sampling == "client":
             return
-        role = door.agent.role
-        told = self._told.setdefault(role.tokenizer, set())
-        for name, value in asked.other_drawing(door.agent).items():
-            if (role.name, name) not in told:
-                told.add((role.name, name))
+        role = agent.role
+        logged = self._logged.setdefault(role.tokenizer, set())
+        for name, value in asked.other_drawing(agent).items():
+            if (role.name, name) not in logged:
+                logged.add((role.name, name))
                 log.warning(
                     "a client's sampling is not followed",
                     agent=role.name,
@@ -218,7 +208,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _not_served(method: str, path: str) -> ApiError:
-    """Says which API is not there, or how the path of one that is there is written."""
+    """The error for an API that is not served, or for a served one with a wrong path or method."""
     parts = [part for part in path.split("/") if part]
     while parts[:1] == ["v1"]:
         parts.pop(0)
@@ -247,25 +237,25 @@ async def _guarded(call: Callable[[Request], Awaitable[Response]], request: Requ
     except WorkflowError as error:
         return of_workflow(error).response()
     except ClientDisconnect:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
     except Exception:
-        # Not the path: it holds the address, which is a secret, and what the client wrote.
+        # Without the path, which contains the secret address and the client's text.
         log.exception("the endpoint failed", call=call.__name__)
         return _internal().response()
 
 
-def _door(find: Callable[[str, str], Door | None], request: Request) -> Door:
-    door = find(request.path_params["token"], request.path_params["agent"])
-    if door is None:
-        raise no_such_place()
-    return door
+def _addressed(find: Find, request: Request) -> tuple[Agent, EndpointOptions]:
+    found = find(request.path_params["token"], request.path_params["agent"])
+    if found is None:
+        raise unknown_address()
+    return found
 
 
 async def _read_json(request: Request, bodies: BodyReader) -> Any:
     try:
         async with bodies.read(request.scope["headers"], request.receive) as read:
             value = json.loads(read)
-            if b"\\ud" in read.lower():  # half a character, perhaps, which no tokenizer takes
+            if b"\\ud" in read.lower():  # perhaps half a surrogate pair, which no tokenizer takes
                 json.dumps(value, ensure_ascii=False).encode()
             return value
     except BodyTooSlow as error:
@@ -290,7 +280,7 @@ async def _answer(
     answer: Answer,
     keep_alive: float,
 ) -> Response:
-    """The replies, or a stream of them; a client that goes away takes its turns with it."""
+    """The response, or a stream. Its turns are cancelled when the client disconnects."""
     pending = _Pending(request, turns)
     streams = bool(asked.stream)
     handed_over = False
@@ -314,7 +304,7 @@ async def _answer(
 async def _stream(
     pending: _Pending, answer: Answer, keep_alive: float, *, with_usage: bool
 ) -> AsyncIterator[str]:
-    """Engines answer with whole responses: until then comments keep the connection open."""
+    """Server-sent events. Comments keep the connection open until the turns are complete."""
     try:
         # One interval has passed before the stream began.
         while not await pending.wait(0):
@@ -337,46 +327,47 @@ async def _stream(
 
 
 async def _written(write: Callable[[list[Reply]], Written], replies: list[Reply]) -> Written:
-    """The replies as a client reads them."""
+    """`write(replies)`, in a thread for long replies."""
     if sum(len(reply.token_ids) for reply in replies) <= _TOKENS_WRITTEN_AT_ONCE:
         return write(replies)
     return await asyncio.to_thread(write, replies)
 
 
 class _Pending:
-    """Turns that are being generated for a client that may go away."""
+    """Turns that are generated for a client that may disconnect."""
 
     def __init__(self, request: Request, turns: Turns) -> None:
         self._turns = asyncio.ensure_future(turns)
-        self._gone = asyncio.ensure_future(_gone(request))
+        self._disconnected = asyncio.ensure_future(_disconnected(request))
 
     async def wait(self, seconds: float | None) -> bool:
         """Whether the turns have ended, after at most `seconds`. Their own deadline bounds them.
 
         Raises `ClientDisconnect`.
         """
-        both = {self._turns, self._gone}
+        both = {self._turns, self._disconnected}
         await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if not self._turns.done() and self._gone.done():
+        if not self._turns.done() and self._disconnected.done():
             raise ClientDisconnect
         return self._turns.done()
 
     def replies(self) -> list[Reply]:
-        """What came. Raises `WorkflowError`, and `ApiError` when the trajectory ended meanwhile."""
+        """The replies. Raises `WorkflowError`, and `ApiError` when the trajectory ended
+        meanwhile."""
         if self._turns.cancelled():
-            raise no_such_place()
+            raise unknown_address()
         return self._turns.result()
 
     def close(self) -> None:
-        """Abort what is left. Repeatable."""
-        self._gone.cancel()
+        """Cancel the turns that are left. Repeatable."""
+        self._disconnected.cancel()
         if not self._turns.done():
             self._turns.cancel()
-        # An error that nobody waits for any more.
+        # Retrieve the error of turns that have no reader any more.
         self._turns.add_done_callback(lambda t: t.cancelled() or t.exception())
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Returns when the client has closed the connection."""
     with contextlib.suppress(RuntimeError):
         while (await request.receive())["type"] != "http.disconnect":
@@ -388,7 +379,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if status == 405:
         message = f"{request.method} is not for this path. See docs/openai.md."
         return ApiError(status, message, code="method_not_allowed").response()
-    return no_such_place().response()
+    return unknown_address().response()
 
 
 def _internal() -> ApiError:

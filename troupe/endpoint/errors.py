@@ -1,4 +1,4 @@
-"""Errors in the shape of OpenAI's API, whatever raised them."""
+"""Errors in the shape of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from starlette.responses import JSONResponse
 
 from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError
 
-# Which of our kinds are the caller's doing, and what OpenAI's clients know them as.
+# Kinds of failed turns that mean that the trajectory has ended.
 _GONE = frozenset({"trajectory_ended", "job_released"})
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """A response that reports an error."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """The body that OpenAI's clients read."""
         error = {
             "message": self.message,
             "type": self.type,
@@ -43,17 +43,17 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """The HTTP response. Clients are told not to repeat it: what could be has been, here."""
+        """The HTTP response. It tells clients not to retry: Troupe has retried already."""
         return JSONResponse(self.body, self.status, headers={"x-should-retry": "false"})
 
 
 def refused(message: str, param: str, remedy: str, *, code: str = "unsupported_value") -> ApiError:
-    """A 400 that names the field and what to do about it."""
+    """A 400 that names the field and the remedy."""
     return ApiError(400, f"{message}. {remedy}", code=code, param=param)
 
 
-def no_such_place() -> ApiError:
-    """A 404 that says the same of a wrong address, an unknown agent and a trajectory that ended."""
+def unknown_address() -> ApiError:
+    """The same 404 for a wrong address, an unknown agent and a trajectory that has ended."""
     return ApiError(
         404,
         "no agent is served here: its trajectory has ended, or the address is wrong. Ask the "
@@ -63,13 +63,13 @@ def no_such_place() -> ApiError:
 
 
 def of_workflow(error: WorkflowError) -> ApiError:
-    """What a turn's failure looks like from outside."""
+    """The response to a failed turn."""
     if isinstance(error, ContextOverflowError):
         return ApiError(400, str(error), code="context_length_exceeded", param="messages")
     if not isinstance(error, TurnError):
         return ApiError(400, str(error), code=error.kind, param=error.field)
     if error.kind in _GONE:
-        return no_such_place()
+        return unknown_address()
     if error.kind == "bad_turn":
         return ApiError(400, str(error), code=error.kind, param=error.field)
     late = error.kind == "deadline"

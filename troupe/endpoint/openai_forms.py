@@ -1,4 +1,5 @@
-"""Requests as clients send them, checked, in the words of `Agent.chat` and `Agent.generate`."""
+"""Requests and responses of OpenAI's API: request bodies checked and translated for `Agent.chat`
+and `Agent.generate`, replies as completions and as stream chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from troupe.workflow.messages import Reply
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What one chat completion has in common in all its forms."""
+    """Writes the replies to one chat completion request, whole or as a stream."""
 
     model: str
     tokenizer: ChatTokenizer
@@ -32,7 +33,7 @@ class ChatAnswer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The response of a request that does not stream."""
+        """The body of a response that is not a stream."""
         answer = self._frame("chat.completion")
         answer["choices"] = [
             {**self._choice(index, reply), "message": {**_message(reply), "refusal": None}}
@@ -44,19 +45,20 @@ class ChatAnswer:
         return answer
 
     def chunks(self, replies: Sequence[Reply], *, with_usage: bool) -> Iterator[str]:
-        """The events of a stream, its end included."""
+        """The events of a stream, including its end."""
         for index, reply in enumerate(replies):
             choice = self._choice(index, reply)
             reason, unmet = choice.pop("finish_reason"), choice.pop("unmet", None)
             for number, delta in enumerate(_deltas(reply)):
-                # What belongs to the whole reply goes with its beginning.
+                # Fields of the whole reply go with its first part.
                 own = choice if number == 0 else {"index": index, "logprobs": None}
                 part = {**own, "delta": delta, "finish_reason": None}
                 yield self._chunk([part], with_usage, replies if number == 0 else ())
             end: dict[str, Any] = {"index": index, "delta": {}, "finish_reason": reason}
             yield self._chunk([end if unmet is None else {**end, "unmet": unmet}], with_usage)
         if with_usage:
-            yield event({**self._frame("chat.completion.chunk"), "choices": [], **_usage(replies)})
+            frame = self._frame("chat.completion.chunk")
+            yield event({**frame, "choices": [], "usage": usage(replies)})
         yield "data: [DONE]\n\n"
 
     def _chunk(
@@ -85,7 +87,7 @@ class ChatAnswer:
         return choice
 
     def _logprobs(self, reply: Reply) -> list[dict[str, Any]]:
-        """Every token that was sampled, the stop token and those of calls included."""
+        """An entry per sampled token, including the stop token and those of tool calls."""
         entries = []
         for token_id, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
             token = self.tokenizer.transcript((token_id,))
@@ -102,7 +104,7 @@ class ChatAnswer:
 
 @dataclass(frozen=True)
 class TextAnswer:
-    """The same for a plain completion."""
+    """Writes the replies to one plain completion request, whole or as a stream."""
 
     model: str
     tokenizer: ChatTokenizer
@@ -112,18 +114,18 @@ class TextAnswer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The response of a request that does not stream."""
+        """The body of a response that is not a stream."""
         answer = self._frame([self._choice(i, reply) for i, reply in enumerate(replies)])
         if self.token_ids:
             answer["prompt_token_ids"] = list(replies[0].prompt_ids)
         return {**answer, "usage": usage(replies)}
 
     def chunks(self, replies: Sequence[Reply], *, with_usage: bool) -> Iterator[str]:
-        """The events of a stream, its end included."""
+        """The events of a stream, including its end."""
         for index, reply in enumerate(replies):
             yield event(self._frame([self._choice(index, reply)]))
         if with_usage:
-            yield event({**self._frame([]), **_usage(replies)})
+            yield event({**self._frame([]), "usage": usage(replies)})
         yield "data: [DONE]\n\n"
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -155,7 +157,7 @@ class TextAnswer:
 
 
 def usage(replies: Sequence[Reply]) -> dict[str, int]:
-    """Tokens of each prompt, once, and of all responses."""
+    """Token counts: each distinct prompt once, and all responses."""
     prompts = {id(reply.prompt_ids): len(reply.prompt_ids) for reply in replies}
     prompt = sum(prompts.values())
     response = sum(len(reply.token_ids) for reply in replies)
@@ -168,7 +170,7 @@ def usage(replies: Sequence[Reply]) -> dict[str, int]:
 
 def event(data: dict[str, Any]) -> str:
     """One server-sent event."""
-    # In ASCII: some clients take U+2028 or U+0085 for the end of a line.
+    # ASCII: some clients take U+2028 or U+0085 for the end of a line.
     return f"data: {json.dumps(data)}\n\n"
 
 
@@ -180,8 +182,8 @@ def _message(reply: Reply) -> dict[str, Any]:
 
 
 def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
-    """The reply in parts: what it thought, its text, and each call by itself, for some clients look
-    at the first thing that they find in a part."""
+    """The parts of a streamed reply: reasoning, text, and each tool call by itself, since some
+    clients read only the first entry of a part."""
     yield {"role": "assistant", "content": ""}
     if reply.reasoning_content:
         yield {"reasoning_content": reply.reasoning_content}
@@ -191,10 +193,6 @@ def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
         yield {"tool_calls": [{"index": number, **call.message}]}
 
 
-def _usage(replies: Sequence[Reply]) -> dict[str, Any]:
-    return {"usage": usage(replies)}
-
-
 _ROLES: Final = {
     "system": "system",
     "developer": "system",
@@ -202,18 +200,18 @@ _ROLES: Final = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_MOST_STOPS: Final = 32
-_MOST_TOKENS: Final = 2**31 - 1
-_MOST_CHOICES: Final = 128
+_MAX_STOPS: Final = 32
+_MAX_TOKENS: Final = 2**31 - 1
+_MAX_CHOICES: Final = 128
 
 
 def _unset(value: Any) -> bool:
     return not value
 
 
-# What would change which tokens are drawn, or what the model reads, and is not done here: with the
-# values that ask for nothing.
-_NEVER: Final[Mapping[str, Callable[[Any], bool]]] = {
+# Fields that would change which tokens are drawn or what the model reads, and are not supported,
+# with a test for values that request nothing.
+_UNSUPPORTED: Final[Mapping[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
         (
             "logit_bias",
@@ -247,12 +245,12 @@ _NEVER: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 
 class _FailFast(FailFast):
-    """Has a hash, without which it can stand in no union."""
+    """`FailFast` with a hash, which a union member needs."""
 
     __hash__ = object.__hash__
 
 
-# Of a million wrong items the first is named: a list of all errors would fill the memory.
+# Stops at the first invalid item: a list of a million errors would fill the memory.
 _FIRST: Final = _FailFast()
 
 
@@ -263,12 +261,12 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """What both calls take. Fields that are not here are ignored, unless they mean something."""
+    """Fields of both requests. Others are ignored, unless `_UNSUPPORTED` lists them."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
     model: str = ""
-    n: int | None = Field(default=None, ge=1, le=_MOST_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = None
@@ -278,14 +276,14 @@ class _Request(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """An extension that vLLM has too: the ids of prompt and response."""
+    """An extension that vLLM has, too: the ids of prompt and response."""
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, lenient: bool) -> Self:
         """The request in `body`. Raises `ApiError` naming the field at fault."""
-        for name, asks_nothing in _NEVER.items():
+        for name, asks_nothing in _UNSUPPORTED.items():
             if name in body and not asks_nothing(body[name]):
-                raise _impossible(name, body[name], "Leave it out.")
+                raise _unsupported(name, body[name], "Leave it out.")
         try:
             asked = cls.model_validate(body)
         except ValidationError as error:
@@ -301,30 +299,30 @@ class _Request(BaseModel):
         return asked
 
     def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
-        """What no type says. Raises `ApiError`."""
-        if isinstance(self.stop, list) and len(self.stop) > _MOST_STOPS:
+        """Checks beyond types. Raises `ApiError`."""
+        if isinstance(self.stop, list) and len(self.stop) > _MAX_STOPS:
             raise refused(
                 f"`stop` has {len(self.stop)} strings",
                 "stop",
-                f"Send {_MOST_STOPS} at most.",
+                f"Send {_MAX_STOPS} at most.",
                 code="invalid_value",
             )
 
     @property
-    def most_tokens(self) -> int | None:
-        """Longest response, where the request says."""
+    def token_limit(self) -> int | None:
+        """Maximum response tokens, if the request sets them."""
         return self.max_tokens
 
     def sampling(self, agent: Agent, *, by_client: bool) -> dict[str, Any]:
-        """What the request overrides of the agent's sampling; how tokens are drawn only
-        `by_client`, and a seed mixed with the trajectory's."""
+        """Overrides of the agent's sampling: temperature, top_p and top_k only `by_client`; a seed
+        is mixed with the trajectory's."""
         drawing = {name: value for name, value in self._drawing.items() if value is not None}
-        agent.role.sampling.override(drawing)  # it must be right also where it is not followed
+        agent.role.sampling.override(drawing)  # checked even if it is not followed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        most = self.most_tokens
+        most = self.token_limit
         given = {
             **(drawing if by_client else {}),
-            "max_new_tokens": None if most is None else min(most, _MOST_TOKENS),
+            "max_new_tokens": None if most is None else min(most, _MAX_TOKENS),
             "stop_strings": tuple(filter(None, stop)) or None,
             "seed": None if self.seed is None else agent.mix_seed(self.seed),
         }
@@ -335,7 +333,8 @@ class _Request(BaseModel):
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
     def other_drawing(self, agent: Agent) -> dict[str, Any]:
-        """What the request says of how tokens are drawn, and the agent's sampling does not."""
+        """The request's temperature, top_p and top_k where they differ from the agent's
+        sampling."""
         own = agent.role.sampling
         return {
             name: value
@@ -359,21 +358,21 @@ class ChatRequest(_Request):
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    """As some servers have it: short for the template's argument of this name."""
+    """An extension of some servers: short for the chat template's argument of this name."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
 
     @property
-    def most_tokens(self) -> int | None:
-        """The newer of the two names counts."""
+    def token_limit(self) -> int | None:
+        """`max_completion_tokens`, which replaces `max_tokens` in OpenAI's API."""
         return self.max_completion_tokens or self.max_tokens
 
     def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
-        """As the base class; promises are refused unless the endpoint is `lenient`."""
+        """Also refuses promises (`promises.py`), unless the endpoint is `lenient`."""
         super().check(body, lenient=lenient)
-        name = self.promises.to_lenient_only
+        name = self.promises.needs_lenient
         if name and not lenient:
-            raise _impossible(
+            raise _unsupported(
                 name,
                 body[name],
                 "Open the endpoint with `lenient=True` to tell it to the model and leave it to it.",
@@ -381,7 +380,7 @@ class ChatRequest(_Request):
 
     @cached_property
     def promises(self) -> Promises:
-        """What the replies are to keep. Raises `ApiError`."""
+        """What the replies must satisfy. Raises `ApiError`."""
         return promises_of(
             tools=self.tools,
             tool_choice=self.tool_choice,
@@ -398,8 +397,8 @@ class ChatRequest(_Request):
         return options or None
 
     def conversation(self, system_prompt: str | None) -> list[dict[str, Any]]:
-        """The messages with the roles that templates know; what they promise stands in the system
-        message, else in one with the agent's own `system_prompt`. Raises `ApiError`."""
+        """The messages with the roles that chat templates know. Promises are added to the system
+        message, or to a new one with the agent's own `system_prompt`. Raises `ApiError`."""
         conversation: list[dict[str, Any]] = []
         for index, message in enumerate(self.messages):
             role = message.get("role")
@@ -410,16 +409,16 @@ class ChatRequest(_Request):
                     f"Known: {', '.join(_ROLES)}.",
                 )
             conversation.append({**message, "role": _ROLES[role]})
-        if told := self.promises.instruction:
+        if instruction := self.promises.instruction:
             if conversation[0]["role"] != "system":
                 conversation.insert(0, {"role": "system", "content": system_prompt or ""})
             first = conversation[0]
-            first["content"] = _extended(first.get("content"), told)
+            first["content"] = _extended(first.get("content"), instruction)
         return conversation
 
 
 class CompletionRequest(_Request):
-    """`POST /v1/completions`: a continuation of plain text, or of token ids."""
+    """`POST /v1/completions`: continues plain text or token ids."""
 
     prompt: (
         str
@@ -433,11 +432,11 @@ class CompletionRequest(_Request):
         """As the base class; there must be something to continue, and not too much of it."""
         super().check(body, lenient=lenient)
         count = len(self.prompts) * (self.n or 1)
-        if count > _MOST_CHOICES:
+        if count > _MAX_CHOICES:
             raise refused(
                 f"`prompt` and `n` ask for {count} completions",
                 "prompt",
-                f"Ask for {_MOST_CHOICES} at most.",
+                f"Ask for {_MAX_CHOICES} at most.",
                 code="invalid_value",
             )
         if not all(self.prompts):
@@ -447,7 +446,7 @@ class CompletionRequest(_Request):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Texts or token ids, each to be continued by itself."""
+        """Texts or lists of token ids, each continued by itself."""
         given = self.prompt
         if isinstance(given, str) or not given or isinstance(given[0], int):
             return [cast("str | list[int]", given)]
@@ -455,18 +454,18 @@ class CompletionRequest(_Request):
 
 
 def check_object(body: Any) -> Mapping[str, Any]:
-    """The body as the JSON object that it must be. Raises `ApiError`."""
+    """The body, checked to be a JSON object. Raises `ApiError`."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object.", code="invalid_json")
     return body
 
 
-def _impossible(name: str, value: Any, remedy: str) -> ApiError:
+def _unsupported(name: str, value: Any, remedy: str) -> ApiError:
     return refused(f"`{name}` = {_shown(value)} cannot be done here", name, remedy)
 
 
 def _extended(content: Any, text: str) -> Any:
-    """The content of a message with a further text behind it."""
+    """The content of a message with `text` appended."""
     if isinstance(content, list):
         return [*content, {"type": "text", "text": f"\n{text}"}]
     return f"{content}\n\n{text}" if isinstance(content, str) and content else text

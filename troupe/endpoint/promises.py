@@ -1,8 +1,8 @@
-"""What a request asks of the reply that only constrained decoding could keep.
+"""Requirements of a request that only constrained decoding could enforce: promises.
 
 `tool_choice: required`, `parallel_tool_calls: false`, a JSON schema: constrained decoding would
-train the policy on tokens that it did not choose. They are told to the model instead, in its system
-prompt, and a reply that does not keep them says so.
+train the policy on tokens that it did not choose. The model gets them as an instruction in its
+system prompt instead, and replies that break them are reported (`unmet`).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from troupe.endpoint.errors import ApiError, refused
 from troupe.model_text import read_json
 from troupe.workflow.messages import Reply
 
-# Comparisons of a part of a reply with a part of a schema.
-_MOST_STEPS: Final = 200_000
+# Bound on comparisons of a part of a value with a part of a schema.
+_MAX_STEPS: Final = 200_000
 _SHOWN: Final = 80
 _NOT_JSON: Final = object()
 
 
 @dataclass(frozen=True)
 class Promises:
-    """What the replies to one request are to keep; empty where it asks for nothing."""
+    """Requirements of the replies to one request; empty if it has none."""
 
     tool_choice: str = ""
     """`required`, or the name of the function that must be called."""
     named: bool = False
-    """`tool_choice` is a name."""
+    """Whether `tool_choice` is a name."""
     one_call: bool = False
     """At most one call may be made."""
     offered: bool = False
-    """There are tools."""
+    """Whether the request has tools."""
     object_only: bool = False
     """The content must be a JSON object."""
     schema: Any = None
@@ -44,11 +44,11 @@ class Promises:
     """JSON schemas of the arguments of `strict` tools, by name."""
 
     def __bool__(self) -> bool:
-        return bool(self.to_lenient_only or self.arguments)
+        return bool(self.needs_lenient or self.arguments)
 
     @property
-    def to_lenient_only(self) -> str:
-        """The first field that is left to the model only where that is wanted; empty: none."""
+    def needs_lenient(self) -> str:
+        """The first field that needs a lenient endpoint; empty: none."""
         if self.tool_choice:
             return "tool_choice"
         if self.one_call:
@@ -57,7 +57,8 @@ class Promises:
 
     @property
     def instruction(self) -> str:
-        """The promises in words, for the model; empty where its template tells it all."""
+        """The promises as an instruction to the model; empty where the chat template tells it
+        all."""
         lines = []
         if self.named:
             lines.append(f"Reply by calling the tool `{self.tool_choice}`.")
@@ -75,7 +76,7 @@ class Promises:
         return "\n".join(lines)
 
     def unmet(self, reply: Reply) -> list[dict[str, str]]:
-        """What the reply does not keep, as {param, message}."""
+        """The promises that the reply breaks, as {param, message}."""
         return [{"param": param, "message": message} for param, message in self._unmet(reply)]
 
     def _unmet(self, reply: Reply) -> Iterator[tuple[str, str]]:
@@ -108,7 +109,7 @@ def promises_of(
     parallel_tool_calls: bool | None,
     response_format: Mapping[str, Any] | None,
 ) -> Promises:
-    """The promises of a request. Raises `ApiError` where what it asks for cannot be meant."""
+    """The promises of a request. Raises `ApiError` for invalid ones."""
     functions = [f for f in (tool.get("function") for tool in tools or ()) if isinstance(f, dict)]
     choice, named = _choice(tool_choice, [str(function.get("name")) for function in functions])
     schema, has_schema, object_only = _format(response_format)
@@ -174,20 +175,20 @@ def _invalid(param: str, message: str, inside: str = "") -> ApiError:
 
 
 def mismatch(value: Any, schema: Any) -> str:
-    """How `value` fails to match a JSON schema, as the end of a sentence; empty: it does match.
+    """How `value` fails to match a JSON schema, as the end of a sentence; empty if it matches.
 
-    Knows types, `enum`, `const`, objects, arrays, bounds, `anyOf`, `oneOf` (as anyOf), `allOf`,
-    `not` and references inside of the schema. Patterns and formats are not looked at: what a client
-    sends may take for ever on what a model says.
+    Supports types, `enum`, `const`, objects, arrays, bounds, `anyOf`, `oneOf` (as anyOf), `allOf`,
+    `not` and references inside the schema. Patterns and formats are ignored: a client's pattern may
+    take unbounded time on a model's text.
     """
     try:
         return _Check(schema).of(value, schema, "")
-    except (_TooMuch, RecursionError):
+    except (_TooLarge, RecursionError):
         return " cannot be checked: value and schema are too large"
 
 
-class _TooMuch(Exception):
-    """The check takes too long."""
+class _TooLarge(Exception):
+    """The check exceeds `_MAX_STEPS`."""
 
 
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
@@ -217,17 +218,19 @@ _SIZES: Final[Mapping[str, tuple[type[str | list[Any] | dict[str, Any]], _Holds]
 
 
 class _Check:
+    """Checks one value against one schema."""
+
     def __init__(self, root: Any) -> None:
         self._root = root
         self._steps = 0
-        # A reference that leads back to itself at the same value adds nothing.
+        # By schema and value: a reference that leads back to itself at the same value adds nothing.
         self._done: dict[tuple[int, int], str] = {}
 
     def of(self, value: Any, schema: Any, at: str) -> str:
-        """How `value`, which stands at `at`, fails to match."""
+        """How `value`, found at path `at`, fails to match."""
         self._steps += 1
-        if self._steps > _MOST_STEPS:
-            raise _TooMuch
+        if self._steps > _MAX_STEPS:
+            raise _TooLarge
         if schema is False:
             return f"{at} should not be there"
         if not isinstance(schema, dict):
@@ -299,7 +302,7 @@ class _Check:
 
     def _resolve(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
-            return True  # elsewhere: nothing is fetched
+            return True  # outside the schema: nothing is fetched
         found = self._root
         for part in filter(None, reference[1:].split("/")):
             name = part.replace("~1", "/").replace("~0", "~")

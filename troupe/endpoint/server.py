@@ -1,4 +1,4 @@
-"""Serves OpenAI's API on a port of the rollout worker, one address per trajectory and agent."""
+"""The HTTP server of OpenAI's API on a rollout worker: one address per trajectory and agent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextvars import Context
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -24,22 +23,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# 192 bits: an address is as good as a password, and lives as long as a trajectory.
+# 192 bits: an address is as good as a password, valid as long as its trajectory.
 _TOKEN_BYTES: Final = 24
 _BACKLOG: Final = 2048
 _STOP_SECONDS: Final = 3.0
 _CLIENTS: Final = ("httpx", "httpx2", "openai")
 
 
-@dataclass(frozen=True)
-class Doorway:
-    """One agent of one trajectory, and what its clients may decide."""
-
-    agent: Agent
-    options: EndpointOptions
-
-
-class Doors:
+class TrajectoryEndpoints:
     """The addresses of one trajectory's agents, until it ends."""
 
     def __init__(self, server: EndpointServer) -> None:
@@ -47,21 +38,21 @@ class Doors:
         self._open: dict[tuple[str, EndpointOptions], tuple[str, Endpoint]] = {}
 
     def open(self, agent: Agent, options: EndpointOptions) -> Endpoint:
-        """The address for `agent`, always the same for the same options. Raises `TroupeError`."""
+        """The address for `agent`, the same for the same options. Raises `TroupeError`."""
         key = agent.name, options
         if key not in self._open:
             self._open[key] = self._server.open(agent, options)
         return self._open[key][1]
 
     def close(self) -> None:
-        """End them all. Repeatable."""
+        """Close them all. Repeatable."""
         while self._open:
             _, (token, _) = self._open.popitem()
             self._server.close(token)
 
 
 class EndpointServer:
-    """Listens from the first endpoint on (with a fixed port: from `listen`) until `stop`."""
+    """Listens from the first endpoint (with a fixed port: from `listen`) until `stop`."""
 
     def __init__(
         self,
@@ -73,21 +64,22 @@ class EndpointServer:
         keep_alive: float = 5.0,
         count: Callable[[str, int], None] = lambda call, status: None,
     ) -> None:
-        """`url`: how clients reach this server, where it is not `http://host:port`; `max_body`: in
-        bytes; `keep_alive`: seconds after which a stream says that its turn is still generated;
-        `count(call, status)` is told of every answer."""
+        """`url`: how clients reach this server if not at `http://host:port`; `max_body`: bytes;
+        `keep_alive`: seconds between a stream's comments while its turn is generated; `count(call,
+        status)` is called for every response."""
         self._host, self._port, self._url = host, port, url
         self._max_body, self._keep_alive = max_body, keep_alive
         self._count = count
-        self._doors: dict[str, Doorway] = {}
+        # By token: an agent of a running trajectory, and what its clients may decide.
+        self._open: dict[str, tuple[Agent, EndpointOptions]] = {}
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        return len(self._doors)
+        return len(self._open)
 
     def listen(self) -> None:
-        """Take the port. Repeatable. Raises `TroupeError` when it cannot be had."""
+        """Bind the port. Repeatable. Raises `TroupeError` when it is not available."""
         if self._serving is not None:
             return
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -98,12 +90,12 @@ class EndpointServer:
         except OSError as error:
             raise port_error(self._host, self._port, "TROUPE_ENDPOINT_PORT", error) from error
         self._port = listener.getsockname()[1]
-        # Agents' clients run in this process, or in one that it starts.
+        # Clients run in this process, or in a child process: they must not use a proxy.
         bypass_proxy([self.address])
-        for client in _CLIENTS:  # they would write the addresses, which are secrets, into the log
+        for client in _CLIENTS:  # they would log the addresses, which are secrets
             logging.getLogger(client).setLevel(logging.WARNING)
-        # Clients may connect from now on, and wait until it serves. In no context: that of the
-        # workflow that asked first is not the one of all who come.
+        # Clients that connect before it serves wait. The task has an empty context, not that of the
+        # workflow that asked first.
         self._serving = asyncio.get_running_loop().create_task(
             self._serve(listener), name="endpoint", context=Context()
         )
@@ -111,15 +103,15 @@ class EndpointServer:
     def open(
         self, agent: Agent, options: EndpointOptions = ENDPOINT_OPTIONS
     ) -> tuple[str, Endpoint]:
-        """An address for `agent`, and the key that closes it. Raises `TroupeError`."""
+        """A new address for `agent`, and the token that closes it. Raises `TroupeError`."""
         self.listen()
         token = secrets.token_urlsafe(_TOKEN_BYTES)
-        self._doors[token] = Doorway(agent, options)
+        self._open[token] = (agent, options)
         return token, Endpoint(f"{self.address}/t/{token}/{agent.name}/v1", "troupe", agent.name)
 
     def close(self, token: str) -> None:
-        """Whoever uses this address from now on is told that there is nothing. Repeatable."""
-        self._doors.pop(token, None)
+        """Answer requests to this address with 404 from now on. Repeatable."""
+        self._open.pop(token, None)
 
     @property
     def address(self) -> str:
@@ -130,8 +122,8 @@ class EndpointServer:
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     async def stop(self) -> None:
-        """End all connections. Repeatable."""
-        self._doors.clear()
+        """Close all connections. Repeatable."""
+        self._open.clear()
         serving = self._serving
         if serving is None:
             return
@@ -141,13 +133,13 @@ class EndpointServer:
         serving.cancel()
         await asyncio.wait({serving}, timeout=_STOP_SECONDS)
 
-    def _find(self, token: str, agent: str) -> Doorway | None:
-        door = self._doors.get(token)
-        return door if door is not None and door.agent.name == agent else None
+    def _find(self, token: str, agent: str) -> tuple[Agent, EndpointOptions] | None:
+        found = self._open.get(token)
+        return found if found is not None and found[0].name == agent else None
 
     async def _serve(self, listener: socket.socket) -> None:
         try:
-            # Most workers never serve this: the libraries are imported when one does.
+            # In a thread, and only when needed: most workers never import these libraries.
             self._server = await asyncio.to_thread(self._make_server)
             await self._server.serve(sockets=[listener])
         except Exception:
@@ -163,7 +155,7 @@ class EndpointServer:
         class Server(uvicorn.Server):
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
-                yield  # the chassis has them
+                yield  # the chassis handles signals
 
         app = create_app(
             self._find, self._count, max_body=self._max_body, keep_alive=self._keep_alive

@@ -116,7 +116,7 @@ class EpisodeRunner(RunningTrajectory):
         limits = job.spec.limits
 
         async def play() -> Any:
-            with clock.elsewhere():
+            with clock.outside():
                 served = {
                     policy: await served_now(job.policies[policy], clock.bound(limits.turn_seconds))
                     for policy, _ in seating

@@ -1,4 +1,4 @@
-"""How long a trajectory may take, and what of it counts."""
+"""The deadline of a trajectory, and which of its time counts towards it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class _Pause:
-    """Time that passes while at least one branch is in it, `without` what another one takes."""
+    """Stopwatch of the time in which at least one branch is inside, less the time of `without`."""
 
     def __init__(self, time: Callable[[], float], without: _Pause | None = None) -> None:
         self._time, self._without = time, without
@@ -16,12 +16,12 @@ class _Pause:
         self._since = self._over = 0.0
 
     def now(self) -> float:
-        """The time by which it is measured."""
+        """The clock that it measures by, in seconds."""
         return self._time() - (self._without.total if self._without else 0.0)
 
     @property
     def on(self) -> bool:
-        """Whether a branch is in it."""
+        """Whether a branch is inside."""
         return self._inside > 0
 
     @property
@@ -43,11 +43,11 @@ class _Pause:
 
 
 class TrajectoryClock:
-    """Runs from its making to a deadline. All times are the event loop's, in seconds.
+    """A deadline `seconds` after its creation. All times are the event loop's, in seconds.
 
-    In a deterministic job it is `patient`: it stands still while the trajectory is with an engine
-    or with the reward service, since how long those take, or are away, must not decide how the
-    trajectory ends. What is left is the workflow's own time. `longest` bounds all of it.
+    In a deterministic job the clock is `patient`: it stops while the trajectory waits for an engine
+    or the reward service, since how long those take must not decide how the trajectory ends. Only
+    the workflow's own time counts then. `longest` bounds all of it.
     """
 
     def __init__(self, seconds: float, *, longest: float, patient: bool) -> None:
@@ -56,28 +56,29 @@ class TrajectoryClock:
         self._seconds = seconds
         self._longest = max(seconds, longest)
         self._patient = patient
-        self._still = _Pause(time)
-        self._away = _Pause(time, without=self._still)
+        self._paused = _Pause(time)
+        self._outside = _Pause(time, without=self._paused)
 
-    def still(self) -> AbstractContextManager[None]:
-        """Nothing counts, to no limit; branches may be at once."""
-        return self._still()
+    def paused(self) -> AbstractContextManager[None]:
+        """Context in which no time counts towards any limit; branches may overlap."""
+        return self._paused()
 
     @property
     def left(self) -> float:
-        """Seconds until the trajectory is late, as it looks now; at most 0 when it is."""
-        now = self._away.now()  # without what was `still`
+        """Seconds until the deadline by what counts so far; at most 0 when it has passed."""
+        now = self._outside.now()  # less what was paused
         end = self._longest
-        if not self._away.on:
-            end = min(end, self._seconds + self._away.total)
+        if not self._outside.on:
+            end = min(end, self._seconds + self._outside.total)
         return self.began + end - now
 
     def bound(self, seconds: float) -> float:
-        """How long one wait for the infrastructure may take, whose own limit is `seconds`."""
+        """How long one wait for an engine or the reward service may take, given its own limit
+        `seconds`."""
         if self._patient:
-            return self.began + self._longest - self._away.now()
+            return self.began + self._longest - self._outside.now()
         return min(seconds, self.left)
 
-    def elsewhere(self) -> AbstractContextManager[None]:
-        """The trajectory is with an engine or the reward service; branches may be at once."""
-        return self._away() if self._patient else nullcontext()
+    def outside(self) -> AbstractContextManager[None]:
+        """Context of a wait for an engine or the reward service; branches may overlap."""
+        return self._outside() if self._patient else nullcontext()

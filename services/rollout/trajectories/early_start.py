@@ -1,4 +1,4 @@
-"""What a trajectory that was begun ahead of its step may not do yet."""
+"""Trajectories that begin before their step is open (`pipeline.early_start`)."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from contextlib import nullcontext
 from services.rollout.trajectories.clock import TrajectoryClock
 
 
-class Ahead:
-    """Where a trajectory waits until its step is open: before it ends, and before a turn whose
-    policy has not got its new weights.
+class EarlyStartGate:
+    """Holds an early trajectory back until its step is open: before its end, and before each turn
+    whose policy does not have its new weights yet.
 
-    It may load its query, reset environments and call tools: nothing of that depends on weights.
-    Its clock stands still while it waits.
+    The trajectory may load its query, reset environments and call tools, because none of that
+    depends on weights. Its clock stops while it waits.
     """
 
-    def __init__(self, ahead: bool) -> None:
-        self._over = not ahead
-        # By policy; with an empty name that of the end.
+    def __init__(self, early: bool) -> None:
+        self._step_open = not early
+        # By policy; the empty name is for the end of the trajectory.
         self._open: dict[str, asyncio.Event] = {}
         self._since: float | None = None
-        # Seconds that it waited, from the first time until its step was open.
+        # Seconds from the first wait until the step was open.
         self.seconds = 0.0
 
     @property
     def waits(self) -> bool:
-        """Whether its step is not open yet."""
-        return not self._over
+        """Whether the trajectory's step is not open yet."""
+        return not self._step_open
 
-    def release(self, policy: str) -> None:
-        """The policy has the weights that the step before made."""
-        self._of(policy).set()
+    def policy_updated(self, policy: str) -> None:
+        """Allow turns of a policy: its engines have the weights of the previous step."""
+        self._event(policy).set()
 
-    def end(self) -> None:
-        """Its step is open. Repeatable."""
+    def open_step(self) -> None:
+        """Allow everything: the step is open. Repeatable."""
         if self._since is not None and self.waits:
             self.seconds = time.monotonic() - self._since
-        self._over = True
+        self._step_open = True
         for event in self._open.values():
             event.set()
 
     async def wait(self, policy: str = "", clock: TrajectoryClock | None = None) -> None:
-        """Return once its step is open, or a turn of `policy` may be drawn before."""
-        if self._over:
+        """Wait until the step is open or, for a turn, until `policy` is updated."""
+        if self._step_open:
             return
         self._since = self._since or time.monotonic()
-        with clock.still() if clock is not None else nullcontext():
-            await self._of(policy).wait()
+        with clock.paused() if clock is not None else nullcontext():
+            await self._event(policy).wait()
 
-    def _of(self, policy: str) -> asyncio.Event:
+    def _event(self, policy: str) -> asyncio.Event:
         return self._open.setdefault(policy, asyncio.Event())

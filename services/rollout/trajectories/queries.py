@@ -1,4 +1,5 @@
-"""The queries of a job, by split and index, without holding up the event loop."""
+"""The queries of a job by split and index, made in threads so that the event loop is not
+blocked."""
 
 from __future__ import annotations
 
@@ -14,29 +15,29 @@ from troupe.outcomes import NotJsonError, described, json_text, type_name
 from troupe.user_code import call_in_thread
 from troupe.workflow import Tasks, WorkflowError, load_counted_tasks
 
-# A step's queries come once per trajectory of their group: they are asked for once.
+# Cached items. The trajectories of a group ask for the same item, which is made once.
 _KEPT = 2048
-# Further items that are waited for are made in the same thread as long as that is all it takes:
-# to begin a thread for each would take longer, next to an engine that computes.
+# Time in which one thread makes further requested items: starting a thread for each would take
+# longer, beside an engine that computes.
 _TOGETHER_SECONDS = 0.005
 
 
 class QuerySource:
-    """Loads splits when first needed. Items are made in a thread, one at a time."""
+    """Loads a split when it is first needed. Items are made one at a time, in a thread."""
 
     def __init__(self, spec: TasksSpec) -> None:
         self._spec = spec
         self._splits: dict[str, Tasks] = {}
-        # As they said when they were made; they may say something else, or raise, later.
+        # Lengths when the splits were loaded: user code may report another one, or raise, later.
         self._lengths: dict[str, int] = {}
         self._items: OrderedDict[tuple[str, int], Mapping[str, Any]] = OrderedDict()
-        # Items that are waited for, and by how many.
+        # Requested items, with the number of waiting callers.
         self._wanted: Counter[tuple[str, int]] = Counter()
-        # The tasks are the user's code: nobody promised that it is thread-safe.
+        # Tasks are user code and need not be thread-safe.
         self._lock = asyncio.Lock()
 
     async def load(self, split: str) -> int:
-        """Make the split; returns its length. Raises `EntrypointError`."""
+        """Load the split; returns its length. Raises `EntrypointError`."""
         async with self._lock:
             await self._tasks(split)
             return self._lengths[split]
@@ -56,7 +57,9 @@ class QuerySource:
         try:
             async with self._lock:
                 if key not in self._items:
-                    self._keep(await call_in_thread(self._made, tasks, key, list(self._wanted)))
+                    self._keep(
+                        await call_in_thread(self._make_items, tasks, key, list(self._wanted))
+                    )
                 return self._items[key]
         finally:
             self._wanted[key] -= 1
@@ -65,14 +68,15 @@ class QuerySource:
 
     def _keep(self, made: Mapping[tuple[str, int], Mapping[str, Any]]) -> None:
         self._items |= made
-        # The one that was asked for is the last: what was made with it may be too much.
+        # The requested item is the last: the others may be evicted.
         while len(self._items) > _KEPT:
             self._items.popitem(last=False)
 
-    def _made(
+    def _make_items(
         self, tasks: Tasks, key: tuple[str, int], wanted: Iterable[tuple[str, int]]
     ) -> dict[tuple[str, int], Mapping[str, Any]]:
-        """The item `key`, behind others of its split that are made in no time. In a thread."""
+        """Make item `key` and, while that is quick, other requested items of its split. Runs in a
+        thread."""
         until = time.monotonic() + _TOGETHER_SECONDS
         made = {}
         item = self._item(tasks, *key)
@@ -80,7 +84,7 @@ class QuerySource:
             if time.monotonic() > until:
                 break
             if split == key[0] and (split, index) != key and (split, index) not in self._items:
-                with contextlib.suppress(WorkflowError):  # who waits for it will hear
+                with contextlib.suppress(WorkflowError):  # its own caller gets the error
                     made[split, index] = self._item(tasks, split, index)
         made[key] = item
         return made
@@ -97,7 +101,7 @@ class QuerySource:
         where = f"{split}[{index}] of {self._spec.source}"
         try:
             item = tasks[index]
-            # A copy: a mapping of the user's own may raise whenever it is read.
+            # A copy: a mapping of user code may raise whenever it is read.
             data = dict(item) if isinstance(item, Mapping) else None
         except BaseException as error:
             raise _bad_task(f"{where} raised {described(error)}") from error

@@ -1,4 +1,9 @@
-"""What is kept of a trajectory's turns: rows for the store, a transcript for people."""
+"""What is stored of a trajectory: its turns as samples for the trainer, a transcript for people,
+its end.
+
+The chain of one sample: `EngineResponse` (engine) -> `Reply` and `TurnRecord` (workflow) ->
+`SampleRow` (what the algorithm needs of a turn) -> `Sample` in an `AppendTrajectoryRequest` (wire).
+"""
 
 from __future__ import annotations
 
@@ -17,42 +22,44 @@ from troupe.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, Res
 from troupe.rpc.ids import new_id
 from troupe.tensors import to_proto
 from troupe.transfer import Transfer
-from troupe.v1 import common_pb2 as common
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store
-from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import TurnRecord
 from troupe.workflow.samples import SampleRow
 
-# Larger values would fill the store's memory, which is Redis', with what is read once.
+log = structlog.get_logger(__name__)
+
+State: TypeAlias = pb.TrajectoryState.ValueType
+# Larger columns go through transfer: in a row they would fill Redis' memory with values that are
+# read once.
 INLINE_BYTES: Final = 256 * 1024
 
 
 @dataclass
 class LargeColumns:
-    """Columns of one trajectory. Those that are too large for a row wait here to be `put`."""
+    """Columns of one trajectory that are too large for a row, until they are `put` into
+    transfer."""
 
     transfer: Transfer
     job_id: str
     large: dict[str, Any] = field(default_factory=dict)
-    """Arrays by the key that a row refers to."""
+    """Arrays by the transfer key that a row refers to."""
 
     def columns_of(self, sample_id: str, values: Mapping[str, Any]) -> dict[str, store.Column]:
-        """The columns of one sample as messages."""
+        """The columns of one sample as messages; large ones become references."""
         return {name: self._column(sample_id, name, value) for name, value in values.items()}
 
     async def put(self) -> None:
-        """Make the large values readable, before anybody can know their keys.
+        """Publish the large values, before any reader can know their keys.
 
-        Raises `TransferError`. Putting a trajectory's values again, as when it is run again,
-        replaces them.
+        Raises `TransferError`. Repeatable: a trajectory that runs again replaces its values.
         """
         for key, value in self.large.items():
             await asyncio.to_thread(self.transfer.set, key, {"value": _as_tensor(value)})
 
     async def discard(self) -> None:
-        """Nobody will read the large values."""
+        """Delete the large values of a trajectory that was not stored."""
         await asyncio.to_thread(self._delete, list(self.large))
 
     def _delete(self, keys: Iterable[str]) -> None:
@@ -75,17 +82,10 @@ def _as_tensor(value: Any) -> Any:
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
-log = structlog.get_logger(__name__)
-
-State: TypeAlias = common.TrajectoryState.ValueType
-_FAILED = common.TRAJECTORY_STATE_FAILED
-_ABORTED = common.TRAJECTORY_STATE_ABORTED
-
-
 @dataclass(frozen=True)
 class RowDestination:
-    """Where a trajectory's ending goes. `seconds`: how long the store may keep us waiting: it may
-    be restarting, or full until a step is committed."""
+    """The place in the store of a trajectory's end. `seconds`: how long an append may take, since
+    the store may be restarting, or full until a step is committed."""
 
     job_id: str
     step: int
@@ -96,8 +96,8 @@ class RowDestination:
 
 @dataclass(frozen=True)
 class End:
-    """How a trajectory ended, and why. `group_complete`: its group has all its members, and the
-    redundant trajectories of its query were ended. `repeated`: it had ended before."""
+    """How the store ended a trajectory, and why. `group_complete`: its group has all its members,
+    and redundant trajectories of its query were ended. `repeated`: it had ended before."""
 
     state: State
     reason: str = ""
@@ -106,25 +106,24 @@ class End:
 
 
 class TrajectoryLog:
-    """Writes endings; those of about the same time travel together (troupe.experience). The store
-    keeps the first one of a trajectory.
+    """Writes the ends of trajectories to the store, which keeps the first one of each. Concurrent
+    ones share a message (troupe.experience).
 
-    All raise `TroupeError` when the store could not be asked within `RowDestination.seconds`, or
-    does not know the step.
+    All methods raise `TroupeError` when the store did not answer within `RowDestination.seconds`,
+    or does not know the step.
     """
 
     def __init__(self, writer: ExperienceWriter) -> None:
         self._writer = writer
 
-    async def complete(self, at: RowDestination, samples: Sequence[store_pb.Sample]) -> End:
-        """Store the rows of a completed trajectory, all or none.
+    async def complete(self, at: RowDestination, samples: Sequence[store.Sample]) -> End:
+        """Store all rows of a completed trajectory, or none.
 
-        Rows that the store can never take (larger than a message or a row may be) end it as
-        FAILED. One whose query has left its step, or has a complete group without it, ends as
-        ABORTED.
+        Rows that the store can never take (larger than a message or a row may be) end it as FAILED.
+        It ends as ABORTED if its query has left the step, or if its group was complete without it.
         """
         try:
-            return await self._end(at, common.TRAJECTORY_STATE_COMPLETED, "", samples)
+            return await self._end(at, pb.TRAJECTORY_STATE_COMPLETED, "", samples)
         except (ResourceExhausted, InvalidArgument) as error:
             if error.kind not in ("message_too_large", "row_too_large"):
                 raise
@@ -132,22 +131,22 @@ class TrajectoryLog:
 
     async def fail(self, at: RowDestination, reason: str) -> End:
         """Store that the trajectory has no rows, and why."""
-        return await self._end(at, _FAILED, reason)
+        return await self._end(at, pb.TRAJECTORY_STATE_FAILED, reason)
 
     async def abort(self, at: RowDestination, reason: str) -> bool:
-        """Store that the trajectory was aborted. False when it had ended already, by itself."""
+        """Store that the trajectory was aborted. False when it had already ended."""
         try:
-            return not (await self._end(at, _ABORTED, reason)).repeated
+            return not (await self._end(at, pb.TRAJECTORY_STATE_ABORTED, reason)).repeated
         except (FailedPrecondition, NotFound) as error:
-            # Who drops a query, or a whole job, does so before he aborts what runs of it.
+            # The orchestrator drops a query, or a whole job, before it aborts the trajectories.
             log.info("nothing to abort in the store", error=str(error))
             return True
 
     async def _end(
-        self, at: RowDestination, state: State, reason: str, samples: Sequence[store_pb.Sample] = ()
+        self, at: RowDestination, state: State, reason: str, samples: Sequence[store.Sample] = ()
     ) -> End:
         response = await self._writer.append(
-            store_pb.AppendTrajectoryRequest(
+            store.AppendTrajectoryRequest(
                 request_id=new_id("append"),
                 job_id=at.job_id,
                 step=at.step,
@@ -163,8 +162,8 @@ class TrajectoryLog:
             log.info("its query was carried over", asked=at.step, step=response.step)
         if response.drop_reason:
             # Its query has left the step, or its group was complete without it.
-            reason = reason if state == _ABORTED else response.drop_reason
-            return End(_ABORTED, reason, response.group_complete)
+            reason = reason if state == pb.TRAJECTORY_STATE_ABORTED else response.drop_reason
+            return End(pb.TRAJECTORY_STATE_ABORTED, reason, response.group_complete)
         if not response.accepted:
             log.info("the trajectory had ended before")
         return End(state, reason, response.group_complete, repeated=not response.accepted)
@@ -173,11 +172,11 @@ class TrajectoryLog:
 def samples_of(
     rows: Sequence[SampleRow], *, ticket: rollout.Ticket, shelf: LargeColumns
 ) -> list[store.Sample]:
-    """The rows of a trajectory as messages. Columns too large for a row are left on `shelf`."""
+    """The rows of a trajectory as messages. Columns too large for a row are added to `shelf`."""
     samples = []
     for row in rows:
         turn, reply = row.turn, row.turn.reply
-        assert reply is not None  # it would be no row
+        assert reply is not None  # rows are made of answered turns
         columns = dict(reply.columns)
         if row.context is not None:
             columns[TEAM_COLUMN] = np.array(row.context, np.int32)
@@ -208,7 +207,7 @@ def samples_of(
 
 
 def transcript_of(turns: Sequence[TurnRecord]) -> list[rollout.Turn]:
-    """The turns as events carry them."""
+    """The turns as trajectory events carry them."""
     shown = []
     for turn in turns:
         reply, generation = turn.reply, turn.generation

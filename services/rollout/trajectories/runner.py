@@ -1,4 +1,5 @@
-"""Runs trajectories for whoever asks for them, each once, and ends those that nobody asks for."""
+"""Runs the trajectories that callers request, each once, and cancels those that nobody listens to
+any more."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Final
 import structlog
 
 from services.rollout.prepared import PreparedJob
-from services.rollout.trajectories.early_start import Ahead
+from services.rollout.trajectories.early_start import EarlyStartGate
 from services.rollout.trajectories.records import TrajectoryLog
 from services.rollout.trajectories.trajectory import RunningTrajectory
 from troupe.endpoint.server import EndpointServer
@@ -19,24 +20,23 @@ from troupe.rpc.errors import Internal, TroupeError, Unavailable
 from troupe.states import TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
-from troupe.v1 import rollout_pb2 as rollout_pb
 from troupe.wire import repeated
 
-# Of one message, unless a single event is longer: far below what gRPC takes, and who listens can
-# begin with the first while the next is on its way.
-_MOST_BYTES: Final = 2**20
+log = structlog.get_logger(__name__)
+
+# Size of one message, unless a single event is larger: far below gRPC's limit, so that the client
+# can process the first while the next is on its way.
+_MAX_MESSAGE_BYTES: Final = 2**20
 
 
-def messages(events: Sequence[rollout_pb.TrajectoryEvent]) -> Iterator[bytes]:
-    """Serialized `TrajectoryEvent`s that hold `events` in their order, as few as may be.
-
-    The events stay as they are: other streams send them, too.
-    """
+def messages(events: Sequence[rollout.TrajectoryEvent]) -> Iterator[bytes]:
+    """Serialized `TrajectoryEvent`s that contain `events` in order, in as few messages as possible.
+    The events are not changed: other streams send them, too."""
     parts: list[bytes] = []
     size = 0
     for event in events:
         part = event.SerializeToString()
-        if parts and size + len(part) > _MOST_BYTES:
+        if parts and size + len(part) > _MAX_MESSAGE_BYTES:
             yield _joined(parts)
             parts, size = [], 0
         parts.append(part)
@@ -47,19 +47,16 @@ def messages(events: Sequence[rollout_pb.TrajectoryEvent]) -> Iterator[bytes]:
 
 def _joined(parts: Sequence[bytes]) -> bytes:
     first, *others = parts
-    return b"".join((first, *repeated(rollout_pb.TrajectoryEvent.TOGETHER_FIELD_NUMBER, others)))
+    return b"".join((first, *repeated(rollout.TrajectoryEvent.TOGETHER_FIELD_NUMBER, others)))
 
 
-log = structlog.get_logger(__name__)
-
-_News = rollout.TrajectoryEvent | Exception
+_Update = rollout.TrajectoryEvent | Exception
 
 
 class TrajectoryListener:
-    """Hears of a set of trajectories until all have ended, or until it is closed.
+    """Receives the events of a set of trajectories until all have ended, or until it is closed.
 
-    Closed early, it leaves the trajectories that have not ended to whoever else listens; those
-    of nobody are cancelled and leave no trace.
+    A trajectory whose last listener is closed early is cancelled and leaves no trace.
     """
 
     def __init__(
@@ -69,33 +66,38 @@ class TrajectoryListener:
         self._endings_only = endings_only
         self._job_id = job_id
         self._left = trajectory_ids
-        self._news: asyncio.Queue[_News] = asyncio.Queue()
+        self._updates: asyncio.Queue[_Update] = asyncio.Queue()
 
-    def hear(self, news: _News, *, joins: bool = False) -> None:
-        """Take an event, or the error that lost a trajectory. `joins`: it happened before."""
-        if self._endings_only and not isinstance(news, Exception) and not _matters(news, joins):
+    def deliver(self, update: _Update, *, replayed: bool = False) -> None:
+        """Queue an event, or the error that lost a trajectory. `replayed`: it happened before this
+        listener joined."""
+        if (
+            self._endings_only
+            and not isinstance(update, Exception)
+            and not _is_reported(update, replayed)
+        ):
             return
-        self._news.put_nowait(news)
+        self._updates.put_nowait(update)
 
     async def bundles(self) -> AsyncIterator[list[rollout.TrajectoryEvent]]:
-        """Events as they happen, those that are there at the same time together; in order, never
-        none. Raises `TroupeError` when endings cannot be stored, after what happened before.
-        """
+        """Lists of the events that are available at the same time, in order, never empty. Raises
+        `TroupeError` when a trajectory was lost (its end cannot be stored), after the events before
+        it."""
         try:
             while self._left:
-                news = await self._news.get()
+                update = await self._updates.get()
                 bundle = []
-                while not isinstance(news, Exception):
-                    if is_terminal(TRAJECTORY, news.state):
-                        self._left.discard(news.trajectory_id)
-                    bundle.append(news)
-                    if self._news.empty():
+                while not isinstance(update, Exception):
+                    if is_terminal(TRAJECTORY, update.state):
+                        self._left.discard(update.trajectory_id)
+                    bundle.append(update)
+                    if self._updates.empty():
                         break
-                    news = self._news.get_nowait()
+                    update = self._updates.get_nowait()
                 if bundle:
                     yield bundle
-                if isinstance(news, Exception):
-                    raise news
+                if isinstance(update, Exception):
+                    raise update
         finally:
             self.close()
 
@@ -108,25 +110,26 @@ class TrajectoryListener:
 
 @dataclass(eq=False)
 class _Running:
-    """A trajectory in flight with those who want to hear of it."""
+    """A trajectory in flight with its listeners."""
 
-    ahead: Ahead
+    early_start: EarlyStartGate
     task: asyncio.Task[None] = field(init=False)
     listeners: set[TrajectoryListener] = field(default_factory=set)
     newest: rollout.TrajectoryEvent | None = None
     aborted: str = ""
-    """Why, once it is to be aborted."""
+    """The reason of an abort; empty: not aborted."""
 
     def cancel(self) -> None:
-        """Cancel its task once that has begun, which it does in this turn of the event loop or the
-        next: none of a task that is cancelled before runs, and nobody would hear of its end."""
+        """Cancel its task after the task has started, in this or the next event-loop iteration: a
+        task that is cancelled before it starts runs no handler, and no listener would get its
+        end."""
         asyncio.get_running_loop().call_soon(self.task.cancel)
 
-    def publish(self, news: _News) -> None:
-        if isinstance(news, rollout.TrajectoryEvent):
-            self.newest = news
+    def publish(self, update: _Update) -> None:
+        if isinstance(update, rollout.TrajectoryEvent):
+            self.newest = update
         for listener in self.listeners:
-            listener.hear(news)
+            listener.deliver(update)
 
 
 class Runner:
@@ -142,7 +145,7 @@ class Runner:
         return len(self._running)
 
     def count(self, job_id: str) -> int:
-        """Trajectories of a job in flight."""
+        """Number of a job's trajectories in flight."""
         return sum(job == job_id for job, _ in self._running)
 
     def listen(
@@ -154,11 +157,11 @@ class Runner:
         endings_only: bool = False,
         ahead: bool = False,
     ) -> TrajectoryListener:
-        """Run the tickets; the listener hears of all of them.
+        """Run the tickets; returns a listener to all of them.
 
-        A trajectory that runs already is joined, not run twice. `endings_only`: of moves that end
-        none the listener hears only where they tell which versions a trajectory began with.
-        `ahead`: they wait, before a turn and before they end, for a call without it.
+        A trajectory that runs already is joined, not run twice. `endings_only`: besides endings,
+        the listener gets only events that report start versions. `ahead`: the trajectories start
+        early; before a turn and before their end they wait for a call without it.
         """
         ids = {ticket.trajectory_id for ticket in tickets}
         listener = TrajectoryListener(self, job.job_id, ids, endings_only=endings_only)
@@ -168,52 +171,54 @@ class Runner:
             if running is None:
                 running = self._start(key, job, step, ticket, ahead)
             elif not ahead:
-                running.ahead.end()
+                running.early_start.open_step()
             running.listeners.add(listener)
             if running.newest is not None:
-                listener.hear(running.newest, joins=True)
+                listener.deliver(running.newest, replayed=True)
         return listener
 
-    def updated(self, job_id: str, policy: str) -> None:
-        """All engines of the policy serve its newest weights."""
+    def policy_updated(self, job_id: str, policy: str) -> None:
+        """Let early trajectories draw turns of a policy whose engines have its newest weights."""
         for (job, _), running in self._running.items():
             if job == job_id:
-                running.ahead.release(policy)
+                running.early_start.policy_updated(policy)
 
     def abort(self, job_id: str, trajectory_ids: Iterable[str], reason: str) -> list[str]:
-        """End trajectories as ABORTED, those that wait for a place included; which ones ran here.
+        """End trajectories as ABORTED, also those that wait for admission; returns the ids that ran
+        here.
 
-        Returns before they have ended: their listeners hear of it. Repeatable.
+        Returns before they have ended; listeners get the end. Repeatable.
         """
-        found = []
+        aborted_ids = []
         for trajectory_id in trajectory_ids:
             running = self._running.get((job_id, trajectory_id))
-            if running is None or running.ahead.waits:  # of the latter the store knows nothing yet
+            # an early trajectory is unknown to the store
+            if running is None or running.early_start.waits:
                 continue
-            found.append(trajectory_id)
+            aborted_ids.append(trajectory_id)
             if not running.aborted:
                 running.aborted = reason
                 running.cancel()
-        return found
+        return aborted_ids
 
     async def cancel(self, job_id: str) -> None:
-        """End the trajectories of a job, as if nobody had asked for them."""
+        """Cancel the trajectories of a job; nothing of them is stored."""
         await self._cancel([r for (job, _), r in self._running.items() if job == job_id])
 
     async def stop(self) -> None:
-        """Cancel everything that runs and wait until it has ended."""
+        """Cancel all trajectories and wait until they have ended."""
         await self._cancel(list(self._running.values()))
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
     def leave(self, key: tuple[str, str], listener: TrajectoryListener) -> None:
-        """`listener` goes; a trajectory that nobody listens to is cancelled."""
+        """Remove `listener` from a trajectory, which is cancelled if it has no other."""
         running = self._running.get(key)
         if running is None or listener not in running.listeners:
             return
         running.listeners.discard(listener)
         if running.listeners:
             return
-        # From now on the id is free: another call may run the trajectory while this one ends.
+        # The id is free from now on: another call may run the trajectory while this one ends.
         del self._running[key]
         running.task.cancel()
         self._leaving.add(running.task)
@@ -227,19 +232,19 @@ class Runner:
         ticket: rollout.Ticket,
         ahead: bool,
     ) -> _Running:
-        running = _Running(Ahead(ahead))
-        trajectory = _kind(job)(
-            job, ticket, step, self._store, running.publish, self._endpoints, running.ahead
+        running = _Running(EarlyStartGate(ahead))
+        trajectory = _trajectory_class(job)(
+            job, ticket, step, self._store, running.publish, self._endpoints, running.early_start
         )
         running.task = asyncio.create_task(
-            self._live(key, running, trajectory), name=f"trajectory-{ticket.trajectory_id}"
+            self._supervise(key, running, trajectory), name=f"trajectory-{ticket.trajectory_id}"
         )
         self._running[key] = running
         job.groups.begin(ticket.query_id)
         running.task.add_done_callback(lambda _: job.groups.end(ticket.query_id))
         return running
 
-    async def _live(
+    async def _supervise(
         self, key: tuple[str, str], running: _Running, trajectory: RunningTrajectory
     ) -> None:
         try:
@@ -248,7 +253,7 @@ class Runner:
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 assert task is not None
-                # Cancelled for both reasons, it is not to be stored.
+                # Also cancelled for another reason, it must not be stored.
                 if not running.aborted or task.uncancel():
                     raise
                 await trajectory.abort(running.aborted)
@@ -258,13 +263,13 @@ class Runner:
             )
             raise
         except Exception as error:
-            # The store or Troupe itself failed: the listener's call fails, so that the
-            # trajectory is given to somebody again.
+            # The store or Troupe itself failed: the listener's call fails, and the trajectory is
+            # assigned again.
             known = isinstance(error, TroupeError)
             log.error("a trajectory was lost", error=described(error), exc_info=not known)
             running.publish(error)
         except BaseException as error:
-            # Nobody would hear of its end otherwise: their call would last as long as the step.
+            # Without an event the listeners' calls would last as long as the step.
             log.exception("a trajectory was lost")
             running.publish(Internal(described(error), kind="trajectory_lost"))
             raise
@@ -272,23 +277,24 @@ class Runner:
             if self._running.get(key) is running:
                 del self._running[key]
 
-    async def _cancel(self, doomed: Sequence[_Running]) -> None:
-        for running in doomed:
+    async def _cancel(self, cancelled: Sequence[_Running]) -> None:
+        for running in cancelled:
             running.cancel()
-        await asyncio.gather(*(r.task for r in doomed), return_exceptions=True)
+        await asyncio.gather(*(r.task for r in cancelled), return_exceptions=True)
 
 
-def _kind(job: PreparedJob) -> type[RunningTrajectory]:
+def _trajectory_class(job: PreparedJob) -> type[RunningTrajectory]:
     if job.arena is None:
         return RunningTrajectory
-    # Where there is an arena torch has been imported, which takes seconds.
+    # Imported here: torch takes seconds to import, and is imported already where there is an arena.
     from services.rollout.networks.episodes import EpisodeRunner
 
     return EpisodeRunner
 
 
-def _matters(event: rollout.TrajectoryEvent, joins: bool) -> bool:
-    """Whether it is an ending, or the first to tell a listener of versions."""
+def _is_reported(event: rollout.TrajectoryEvent, replayed: bool) -> bool:
+    """Whether an `endings_only` listener gets the event: an ending, or its first one with start
+    versions."""
     if is_terminal(TRAJECTORY, event.state):
         return True
-    return bool(event.start_versions) and (joins or event.state == pb.TRAJECTORY_STATE_RUNNING)
+    return bool(event.start_versions) and (replayed or event.state == pb.TRAJECTORY_STATE_RUNNING)

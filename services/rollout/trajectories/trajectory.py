@@ -1,10 +1,9 @@
-"""One trajectory: one run of the workflow on one query, with its own task and deadline."""
+"""One trajectory: one run of the workflow on one query, as a task with a deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,14 +17,14 @@ from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import TrajectoryTools
 from services.rollout.trajectories import records
 from services.rollout.trajectories.clock import TrajectoryClock
-from services.rollout.trajectories.early_start import Ahead
+from services.rollout.trajectories.early_start import EarlyStartGate
 from services.rollout.trajectories.records import End, LargeColumns, RowDestination, TrajectoryLog
 from services.rollout.trajectories.turn_backend import TurnBackend
 from services.rollout.trajectories.watchdog import IN_WORKFLOW, WorkflowBlockedError, blocked_note
 from troupe.endpoint.server import EndpointServer
 from troupe.outcomes import described, safe_text
-from troupe.rpc import RetryPolicy
-from troupe.rpc.errors import Internal, InvalidArgument, TroupeError, Unavailable
+from troupe.rpc import Attempts, RetryPolicy
+from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
 from troupe.states import TRAJECTORY, UNUSED_ENDPOINT, check, is_terminal
 from troupe.user_code import await_contained
 from troupe.v1 import common_pb2 as pb
@@ -47,9 +46,15 @@ from troupe.workflow.samples import metrics_of, rows_of
 
 log = structlog.get_logger(__name__)
 
-# A workflow that does not end when it is cancelled is closed, and then left behind.
+Emit = Callable[[rollout.TrajectoryEvent], None]
+
+# The metric of a trajectory that counts its restarts.
+RETRIES: Final = "environment_retries"
+_REASON_LIMIT: Final = 1000
+_DOMAIN_LIMIT: Final = 200
+# A workflow that does not end so long after its cancellation is closed, and then abandoned.
 GRACE_SECONDS: Final = 2.0
-# Faults of the job's own code or configuration: the next trajectory would end the same way.
+# Faults of the job's own code or configuration: the next trajectory would fail the same way.
 FATAL: Final = frozenset(
     {
         "chat_template",
@@ -72,7 +77,7 @@ abandoned: set[asyncio.Future[Any]] = set()
 async def call_workflow(
     workflow: Workflow, trajectory_id: str, query: Query, agents: Agents, tools: Tools
 ) -> Any:
-    """Run the user's function; whatever it raises becomes a `WorkflowError`."""
+    """Run the workflow function; whatever it raises becomes a `WorkflowError`."""
     IN_WORKFLOW.set(trajectory_id)
     agents.enter()
     try:
@@ -90,18 +95,18 @@ async def call_workflow(
             raise
         raise failure_of(error) from error
     except BaseException as error:
-        if _is_the_worlds(error):
+        if _explains_itself(error):
             raise
         raise failure_of(error) from error
 
 
-def _is_the_worlds(error: BaseException) -> bool:
-    """Whether it says itself why a trajectory failed: it is Troupe's, and no fault of the
-    workflow's code, or one that the next trajectory would meet, too."""
+def _explains_itself(error: BaseException) -> bool:
+    """Whether `error` is raised by Troupe and names the reason of the failure itself: an engine's,
+    tool's or environment's fault, or one of `FATAL`."""
     if not is_own(error):
         return False
     assert isinstance(error, WorkflowError)
-    # The workflow did not catch what the world did to it.
+    # The workflow did not catch the fault of its tool or environment.
     if isinstance(error, ToolError):
         error.kind = f"tool_{error.kind}"
     elif isinstance(error, EnvironmentFault):
@@ -110,10 +115,10 @@ def _is_the_worlds(error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException) -> WorkflowError:
-    """Why a trajectory failed that raised `error`: any exception, also one whose class or text is
-    the user's own."""
+    """The `WorkflowError` for any exception of user code, also one whose class or text is the
+    user's own."""
     frames = traceback.extract_tb(error.__traceback__)
-    # The innermost frame outside of Troupe is where its author has to look.
+    # The innermost frame outside of Troupe is where the author has to look.
     own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]
     at = f" ({own[0].filename.rsplit('/', 1)[-1]}:{own[0].lineno} in {own[0].name})" if own else ""
     return WorkflowError(f"{described(error)}{at}", kind="workflow_raised")
@@ -122,8 +127,8 @@ def failure_of(error: BaseException) -> WorkflowError:
 async def bounded(
     work: Awaitable[Any], clock: TrajectoryClock, late: Callable[[], WorkflowError]
 ) -> Any:
-    """Result of `work`. When `clock` has run out raises `late()`, which is asked before anything is
-    cancelled; also when `work` refuses to be: then it is left behind."""
+    """The result of `work`. When `clock` runs out, raises `late()`, which is called before `work`
+    is cancelled; also when `work` ignores the cancellation: then it is abandoned."""
     task = asyncio.ensure_future(await_contained(work))
     error: WorkflowError | None = None
     try:
@@ -131,33 +136,33 @@ async def bounded(
             await asyncio.wait({task}, timeout=max(0.0, clock.left))
             if task.done():
                 break
-            if clock.left <= 0:  # a clock may have stood still
+            if clock.left <= 0:  # the clock may have been paused
                 error = late()
                 break
     finally:
         if not task.done():
             task.cancel()
-            await _let_go(task)
+            await _end_cancelled(task)
     try:
         if error is not None:
             raise error
-        if task.cancelled():  # by itself: we have not
+        if task.cancelled():  # by itself, not by us
             message = "CancelledError: the workflow cancelled itself"
             raise WorkflowError(message, kind="workflow_raised")
         return task.result()
     finally:
-        # What is raised refers to this frame; the other way round, too, and all that was said would
-        # be there until the collector comes.
+        # The raised error refers to this frame: without this they would be a cycle that keeps the
+        # trajectory's data until the next garbage collection.
         del task, error
 
 
-async def _let_go(task: asyncio.Future[Any]) -> None:
-    """Wait for a cancelled task a little; one that does not end is closed where it stands."""
+async def _end_cancelled(task: asyncio.Future[Any]) -> None:
+    """Wait briefly for a cancelled task; close the coroutine of one that does not end."""
     await asyncio.wait({task}, timeout=GRACE_SECONDS)
     if not task.done():
         log.warning("a workflow does not end when cancelled")
         assert isinstance(task, asyncio.Task)
-        with contextlib.suppress(Exception):  # it refuses even this; or said so
+        with contextlib.suppress(Exception):  # its code may raise here, too
             task.get_coro().close()
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_SECONDS)
@@ -170,55 +175,47 @@ async def _let_go(task: asyncio.Future[Any]) -> None:
     task.add_done_callback(abandoned.discard)
 
 
-_BACKOFF: Final = RetryPolicy(initial_backoff=0.2, max_backoff=5.0)
-# Name of the trajectory's metric that counts them.
-RETRIES: Final = "environment_retries"
-
-
 class TrajectoryAttempts:
-    """The attempts of one trajectory, `limits.trajectory_retries` after the first, all of them by
-    one clock. Each has the trajectory's seed, so that it differs only in what the world does."""
+    """The attempts at one trajectory: it restarts after a fault of its environment.
+
+    `limits.trajectory_retries` restarts, all within one clock. Each attempt has the trajectory's
+    seed, so that it differs only in what the environment does.
+    """
 
     def __init__(self, retries: int, clock: TrajectoryClock, seed: int) -> None:
-        self._left = retries
+        self._retries = retries
         self._clock = clock
-        self._jitter = random.Random(seed)
+        backoff = RetryPolicy(None, initial_backoff=0.2, max_backoff=5.0, seed=seed)
+        self._failed = Attempts(backoff, retryable=lambda error: True)
         self.made = 0
-        """Attempts that failed and were followed by another."""
+        """Number of restarts."""
 
     async def again(self, error: WorkflowError) -> bool:
-        """Pause before the next attempt. There is none when `error` is not the environment's, and
-        when attempts or time are spent; then it says how often it was tried."""
+        """Wait before the next attempt. False when `error` is not the environment's, or when
+        restarts or time are spent; its message then says how often it was tried."""
         if not is_environments(error):
             return False
-        pause = _BACKOFF.backoff(self.made + 1, Unavailable(error.message), self._jitter)
-        if self._left == 0 or pause >= self._clock.left:
+        pause = self._failed.next_delay(error)
+        if self.made == self._retries or pause >= self._clock.left:
             if self.made:
                 error.message += f" (tried {self.made + 1} times)"
             return False
-        self._left -= 1
         self.made += 1
         log.info("a trajectory begins anew", attempt=self.made + 1, reason=str(error))
-        with self._clock.elsewhere():
+        with self._clock.outside():
             await asyncio.sleep(pause)
         return True
 
 
 def is_environments(error: WorkflowError) -> bool:
-    """Whether the world that a workflow acts in failed it, and not the workflow itself, nor what
-    every attempt would meet again."""
+    """Whether an environment or tool failed the workflow, with an error that another attempt may
+    avoid."""
     return isinstance(error, ToolError | EnvironmentFault) and error.kind not in FATAL
 
 
-Emit = Callable[[rollout.TrajectoryEvent], None]
-
-_REASON_LIMIT = 1000
-_DOMAIN_LIMIT = 200
-
-
 class RunningTrajectory:
-    """Runs once. Whatever the workflow does, it ends: completed, failed or aborted for a reason, or
-    cancelled from outside, in which case nothing of it is stored and it may be run again."""
+    """One run. It ends as completed, failed or aborted with a reason; or it is cancelled from
+    outside, and then nothing of it is stored and it may run again."""
 
     def __init__(
         self,
@@ -228,14 +225,14 @@ class RunningTrajectory:
         store: TrajectoryLog,
         emit: Emit,
         endpoints: EndpointServer,
-        ahead: Ahead,
+        early_start: EarlyStartGate,
     ) -> None:
-        """`ahead`: what its turns and its end wait for."""
+        """`early_start`: what its turns and its end wait for."""
         self._job = job
-        self._ahead = ahead
+        self._early_start = early_start
         self._ticket = ticket
         self._store = store
-        self._place = RowDestination(
+        self._destination = RowDestination(
             job.job_id,
             step,
             ticket.query_id,
@@ -249,11 +246,11 @@ class RunningTrajectory:
         self._rewards: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._shelf = LargeColumns(job.transfer, job.job_id)
-        # What is said of one that completes.
+        # Reason of a trajectory that completes.
         self._note = ""
         self._began: float | None = None
         self._start_versions: dict[str, int] = {}
-        # The end that was sent to the store; whether it came through is known when it answers.
+        # The end sent to the store; whether it was stored is known when the store answers.
         self._sent: tuple[pb.TrajectoryState.ValueType, str] | None = None
         self._group_complete = False
 
@@ -270,22 +267,24 @@ class RunningTrajectory:
             problem = None
             try:
                 samples = await self._play()
-                await self._ahead.wait()
+                await self._early_start.wait()
             except WorkflowError as error:
-                await self._ahead.wait()
+                await self._early_start.wait()
                 state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_FAILED
                 reason = f"{safe_text(error.kind, 60)}: {safe_text(error.message, _REASON_LIMIT)}"
                 problem = _problem(error) if error.kind in FATAL else None
                 log.info("a trajectory failed", reason=reason)
                 if self._stored:
                     self._sent = state, reason
-                    state, reason = self._ended(await self._store.fail(self._place, reason))
+                    state, reason = self._ended(await self._store.fail(self._destination, reason))
             else:
                 state, reason = pb.TRAJECTORY_STATE_COMPLETED, self._note
                 if self._stored:
                     await self._shelf.put()
                     self._sent = state, reason
-                    state, reason = self._ended(await self._store.complete(self._place, samples))
+                    state, reason = self._ended(
+                        await self._store.complete(self._destination, samples)
+                    )
                     if state == pb.TRAJECTORY_STATE_ABORTED:
                         await self._shelf.discard()
                     elif state == pb.TRAJECTORY_STATE_COMPLETED:
@@ -294,11 +293,11 @@ class RunningTrajectory:
             self._emit(self._event(reason=reason, problem=problem))
 
     async def abort(self, reason: str) -> None:
-        """Store and report that it was aborted, after `run` was cancelled. Raises `TroupeError`."""
+        """Store and report an abort, after `run` was cancelled. Raises `TroupeError`."""
         log.info("a trajectory was aborted", reason=reason)
         state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_ABORTED
-        if self._stored and not await self._store.abort(self._place, reason) and self._sent:
-            # It was cancelled while it waited to hear that its end was stored.
+        if self._stored and not await self._store.abort(self._destination, reason) and self._sent:
+            # It was cancelled while it waited for the store's answer about its end.
             state, reason = self._sent
         if state == pb.TRAJECTORY_STATE_ABORTED:
             await self._shelf.discard()
@@ -314,7 +313,8 @@ class RunningTrajectory:
         return self._ticket.purpose == rollout.Ticket.PURPOSE_TRAIN
 
     async def _play(self) -> list[Any]:
-        """Rows of the trajectory. Raises `WorkflowError`: it failed, `kind` and message say why."""
+        """The rows of the trajectory. Raises `WorkflowError` with kind and message of the
+        failure."""
         limits = self._job.spec.limits
         clock = TrajectoryClock(
             limits.trajectory_seconds,
@@ -330,7 +330,8 @@ class RunningTrajectory:
                     raise
             except TroupeError:
                 raise
-            except Exception as error:  # what was played made our own code fail: not the next one's
+            # the played data made our own code fail: a fault of this trajectory only
+            except Exception as error:
                 log.exception("a trajectory failed outside of its workflow")
                 raise failure_of(error) from error
             finally:
@@ -338,12 +339,12 @@ class RunningTrajectory:
                     self._metrics = self._metrics | {RETRIES: float(attempts.made)}
 
     async def _attempt(self, clock: TrajectoryClock, number: int) -> list[Any]:
-        """Rows of one attempt, of which the first has `number` 0."""
+        """The rows of attempt `number`, counted from 0."""
         job, ticket = self._job, self._ticket
         limits = job.spec.limits
         evaluating = ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
-        # Engines may still be ending the turns of the attempt before, and the reward service its
-        # sandboxes.
+        # A name of its own: engines may still be ending turns of the attempt before, and the reward
+        # service its sandboxes.
         name = f"{ticket.trajectory_id}~{number}" if number else ticket.trajectory_id
         cast = job.casts.of(ticket.cast)
         backend = TurnBackend(
@@ -351,17 +352,17 @@ class RunningTrajectory:
             cast.policy_of,
             turn_seconds=limits.turn_seconds,
             clock=clock,
-            began=self._turn_began,
+            turn_began=self._turn_began,
             endpoints=self._endpoints,
             query_id=ticket.query_id,
             left=job.groups.left,
-            ahead=self._ahead,
+            early_start=self._early_start,
         )
         roles = cast.evaluation_roles if evaluating else cast.roles
         waiters = partial(job.groups.waiters, ticket.query_id)
         tools = TrajectoryTools(job.functions, name, clock, waiters, ticket.query_id)
-        seat = None if job.lockstep is None or not self._stored else job.lockstep.seat(clock)
-        agents = Agents(roles, seat.backend(backend) if seat else backend, seed=ticket.seed)
+        barrier = None if job.lockstep is None or not self._stored else job.lockstep.member(clock)
+        agents = Agents(roles, barrier.backend(backend) if barrier else backend, seed=ticket.seed)
         waits_for = "its query"
 
         async def play() -> Any:
@@ -373,7 +374,9 @@ class RunningTrajectory:
             backend.domain = safe_text(data.get("domain", ""), _DOMAIN_LIMIT)
             waits_for = "the workflow"
             toolbox = Tools(
-                job.spec.tools, seat.tools(tools) if seat else tools, job.functions.definitions
+                job.spec.tools,
+                barrier.tools(tools) if barrier else tools,
+                job.functions.definitions,
             )
             given = await call_workflow(job.workflow, ticket.trajectory_id, query, agents, toolbox)
             return query, given
@@ -385,12 +388,12 @@ class RunningTrajectory:
             )
             if pending := backend.pending:
                 message += f", which was waiting for {', '.join(pending)}"
-            elif seat and seat.waiting:
+            elif barrier and barrier.waiting:
                 message += ", which was waiting for other trajectories (pipeline.rollout: batch)"
             return WorkflowError(message + blocked_note(clock.began), kind="deadline")
 
         try:
-            with seat or nullcontext():
+            with barrier or nullcontext():
                 query, given = await bounded(play(), clock, late)
             self._turns = agents.close()
             self._metrics = query.metrics
@@ -412,7 +415,7 @@ class RunningTrajectory:
         scoring.check_complete(total, self._turns, job.trained)
         self._rewards = scoring.with_turn_rewards(total, self._turns)
         if backend.opened_endpoint and total and not self._turns:
-            # A framework's cache answered, or another model did: nothing here can be trained on.
+            # A cache answered, or another model did: nothing here can be trained on.
             self._metrics = self._metrics | {UNUSED_ENDPOINT: 1.0}
         if not self._stored:
             return []
@@ -428,31 +431,32 @@ class RunningTrajectory:
         return records.samples_of(rows, ticket=ticket, shelf=self._shelf)
 
     def _note_unawaited(self, agents: Agents) -> None:
-        """Whether such a turn ends in time to count is chance. Raises `WorkflowError` where chance
-        was ruled out."""
+        """Report turns that the workflow never awaited: whether they end in time to count is
+        chance. Raises `WorkflowError` in a deterministic job."""
         self._note = ""
         if not (left := agents.unawaited):
             return
         whose = ", ".join(f"{count} of {name}" for name, count in sorted(left.items()))
-        said = f"{left.total()} turns were asked for and never awaited ({whose})"
+        text = f"{left.total()} turns were asked for and never awaited ({whose})"
         self._metrics = self._metrics | agents.unawaited_metric
         if self._job.spec.pipeline.deterministic:
             raise WorkflowError(
-                f"{said}, and what a step consists of would depend on time "
+                f"{text}, and what a step consists of would depend on time "
                 "(pipeline.deterministic)",
                 kind="turn_not_awaited",
                 field="workflow",
                 remedy="Await every `chat` and `generate`, and every task that calls one.",
             )
-        log.warning("a workflow does not await its turns", said=said)
-        self._note = f"turn_not_awaited: {said}"
+        log.warning("a workflow does not await its turns", turns=text)
+        self._note = f"turn_not_awaited: {text}"
 
     def _move(self, target: pb.TrajectoryState.ValueType) -> None:
         check(TRAJECTORY, self.state, target)
         self.state = target
 
     def _turn_began(self, policy: str, version: int) -> None:
-        """Note the oldest version of each policy; whoever bounds staleness hears of it at once."""
+        """Record the oldest version of each policy, and report it at once where staleness is
+        bounded."""
         known = self._start_versions.get(policy)
         if known is not None and known <= version:
             return
@@ -476,7 +480,7 @@ class RunningTrajectory:
             began = self._began
             event.seconds = 0.0
             if began is not None:
-                event.seconds = time.monotonic() - began - self._ahead.seconds
+                event.seconds = time.monotonic() - began - self._early_start.seconds
             event.rewards.update(self._rewards)
             event.metrics.update(metrics_of(self._turns))
             event.metrics.update(self._metrics)

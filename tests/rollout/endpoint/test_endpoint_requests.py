@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from tests.rollout.endpoint.stage import ADD, TOOLED, calls
 from tests.workflow.stage import Script, make_agents, make_chat
 from troupe.endpoint.promises import mismatch
-from troupe.endpoint.server import Doors, EndpointServer
+from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints
 from troupe.workflow import Agents
 from troupe.workflow.backend import ENDPOINT_OPTIONS, EndpointOptions
 from troupe.workflow.samples import metrics_of
@@ -62,7 +62,7 @@ async def served(
     )
     server = EndpointServer(**more)
     agents = make_agents(script, CHAT, seed=seed)
-    doors = Doors(server)
+    doors = TrajectoryEndpoints(server)
     try:
         one = Served(agents, doors.open(agents["solver"], options).base_url, script)
         async with one.http:

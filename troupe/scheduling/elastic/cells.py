@@ -1,10 +1,10 @@
-"""Where models go on the GPUs of a host, and which of those that are there make room.
+"""Where models go on the GPUs of a host, and which resident models are evicted for them.
 
-Devices form *cells* of 1, 2, 4, 8 neighbours, halves of one another (ARL-Tangram, section 3: GPUs
-near each other stay together). A model takes one cell as a whole. `place` finds, for several models
-at once, cells such that what is evicted is worth least, and of these the placement that leaves the
-largest cells whole: a dynamic programme over the tree of cells. The paper names the programme and
-does not give it; this one is ours.
+Devices form *cells* of 1, 2, 4 or 8 neighbours, each half of the next size (ARL-Tangram, section 3:
+GPUs near each other stay together). A model takes one cell as a whole. `place` finds cells for
+several models at once such that the evicted models are worth least and, among equals, the largest
+cells stay free: a dynamic programme over the tree of cells. The paper names the programme without
+giving it; this one is ours.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class DeviceCell:
 
     @property
     def devices(self) -> range:
-        """The devices in it."""
+        """Its devices."""
         return range(self.first, self.first + self.size)
 
     def holds(self, other: DeviceCell) -> bool:
-        """Whether `other` is part of it, or all of it."""
+        """Whether `other` is part of it, or equal."""
         return self.first <= other.first and other.first + other.size <= self.first + self.size
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """A model that is on `cell`. `worth` is what its eviction costs, None: it must stay."""
+    """A resident model. `worth`: the cost of its eviction; None: it must stay."""
 
     cell: DeviceCell
     worth: int | None = 0
@@ -48,7 +48,8 @@ class PlacedModel:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`cells[i]` is for the i-th model asked for; `evicted` are the names of those that go."""
+    """`cells[i]` is for the i-th requested model; `evicted` are the names of the models to
+    remove."""
 
     cells: tuple[DeviceCell, ...]
     evicted: frozenset[str] = frozenset()
@@ -56,7 +57,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A model that is to be placed: on any cell of `size`, or on `home` only."""
+    """A model to place: on any cell of `size`, or on `home` only."""
 
     size: int
     home: DeviceCell | None = None
@@ -73,10 +74,10 @@ Counts: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """One way to fill a cell: what it costs, what stays whole, who goes, what is used."""
+    """One way to fill a cell: its cost, what stays free, which models go, which cells are used."""
 
     worth: int
-    # Sum of the squares of the sizes of the largest free cells; negative, since least is best.
+    # Negative sum of the squared sizes of the largest free cells, since less is better.
     whole: int
     empty: bool = False
     evicted: frozenset[str] = frozenset()
@@ -93,11 +94,11 @@ _Options: TypeAlias = dict[Counts, _Option]
 def place(
     devices: int, residents: Mapping[str, PlacedModel], wishes: Sequence[Wish]
 ) -> Placement | None:
-    """Cells for all of `wishes` on a host of so many devices, or None where there are none.
+    """Cells for all of `wishes` on a host with `devices` devices; None if there are none.
 
-    Cells are disjoint, of each other and of those of residents that stay. Least sum of `worth`
-    evicted, then most left whole (largest sum of squared sizes of free cells). Raises ValueError
-    for residents that overlap or a cell outside.
+    Cells are disjoint from each other and from those of residents that stay. Minimises the sum of
+    evicted `worth`, then maximises the sum of squared sizes of free cells. Raises ValueError for
+    residents that overlap or lie outside.
     """
     homes = [wish.home for wish in wishes if wish.home is not None]
     if any(one.holds(other) for one, other in permutations(homes, 2)):
@@ -117,7 +118,7 @@ def place(
 
 
 def roots(devices: int) -> list[DeviceCell]:
-    """The largest cells of a host: of eight devices, and smaller ones of what is left."""
+    """The largest cells of a host: of eight devices, and smaller ones for the rest."""
     cells, first = [], 0
     for size in reversed(SIZES):
         while devices - first >= size:
@@ -127,12 +128,12 @@ def roots(devices: int) -> list[DeviceCell]:
 
 
 def fits(devices: int, wish: Wish) -> bool:
-    """Whether it could be placed on a host that is empty."""
+    """Whether the model could be placed on an empty host."""
     return place(devices, {}, [wish]) is not None
 
 
 class _Tree:
-    """The programme: for each cell, every useful way to place models in it."""
+    """The dynamic programme: for each cell, every useful way to place models in it."""
 
     def __init__(
         self, devices: int, residents: Mapping[str, PlacedModel], wishes: Sequence[Wish]
@@ -145,7 +146,7 @@ class _Tree:
         self.asked = tuple(sum(wish.size == size for wish in wishes) for size in SIZES)
 
     def options(self, cell: DeviceCell) -> _Options:
-        """By how many cells of each size are used in `cell`."""
+        """Best option by the number of used cells of each size."""
         resident = self._residents.get(cell)
         if resident is None:
             return self._inside(cell)
@@ -167,7 +168,7 @@ class _Tree:
         return kept
 
     def _inside(self, cell: DeviceCell) -> _Options:
-        """Without a resident that has just this cell."""
+        """Options without a resident of exactly this cell."""
         if cell not in self.homes:
             parts: _Options = {}
             if cell.size > 1:
@@ -183,18 +184,18 @@ class _Tree:
         else:
             parts = {}
         whole = tuple(int(size == cell.size) for size in SIZES)
-        if self.asked[SIZES.index(cell.size)] and not self._houses(cell):
+        if self.asked[SIZES.index(cell.size)] and not self._contains_home(cell):
             worth, evicted = self._cleared(cell)
             if worth is not None:
                 _keep(parts, whole, _Option(worth, 0, False, evicted, (cell,)))
         return parts
 
-    def _houses(self, cell: DeviceCell) -> bool:
-        """Whether a smaller part of it is somebody's only place."""
+    def _contains_home(self, cell: DeviceCell) -> bool:
+        """Whether a smaller part of the cell is the home of a requested model."""
         return any(cell.holds(home) and home != cell for home in self.homes)
 
     def _cleared(self, cell: DeviceCell) -> tuple[int | None, frozenset[str]]:
-        """What it costs that nobody is in it (None: somebody must stay), and who goes."""
+        """Cost of emptying the cell (None: a model must stay), and the evicted models."""
         inside = [
             resident
             for other, resident in self._residents.items()
@@ -209,7 +210,7 @@ class _Tree:
 
 
 def _joined(left: _Options, right: _Options) -> _Options:
-    """Both halves side by side."""
+    """Combinations of both halves."""
     joined: _Options = {}
     for ours, option in left.items():
         for theirs, other in right.items():
@@ -228,7 +229,7 @@ def _joined(left: _Options, right: _Options) -> _Options:
 
 
 def _keep(options: _Options, counts: Counts, option: _Option) -> None:
-    """The better of the two."""
+    """Keep the better option."""
     known = options.get(counts)
     if known is None or option.rank < known.rank:
         options[counts] = option
@@ -236,8 +237,8 @@ def _keep(options: _Options, counts: Counts, option: _Option) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model service as the scheduler sees it. `last` is when it was used last (any clock);
-    `running` its calls now, of at most `concurrency`."""
+    """A model service as the scheduler sees it. `last`: time of its last use (any clock);
+    `running`: its current calls, of at most `concurrency`."""
 
     name: str
     size: int
@@ -249,14 +250,14 @@ class Model:
 
     @property
     def wish(self) -> Wish:
-        """What it needs to be resident."""
+        """What it needs to become resident."""
         return Wish(self.size, self.home)
 
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """`room`: how many more calls each model may begin now. `cells`: where those go that are not
-    there yet, once `evicted` are gone."""
+    """`room`: further calls that each model may begin now. `cells`: where models go that are not
+    resident yet, once `evicted` are gone."""
 
     room: Mapping[str, int]
     cells: Mapping[str, DeviceCell]
@@ -264,12 +265,12 @@ class CellPlan:
 
 
 def plan(devices: int, models: Collection[Model], wanted: Sequence[str]) -> CellPlan:
-    """Which of the models that calls wait for (`wanted`, in the order of the queue, each once)
-    are or can be resident now.
+    """Which of the models that calls wait for (`wanted`, in queue order, each once) are or can
+    become resident now.
 
     The least recently used are evicted: rather any number of older ones than one younger. A model
-    for which there is no room yet closes the cell that will be its own: what is there takes no
-    further calls, so it comes free, and what is wanted after it goes elsewhere or waits.
+    without room yet reserves a cell: its residents get no further calls, so it becomes free, and
+    later wishes go elsewhere or wait.
     """
     known = {model.name: model for model in models}
     by_age = sorted(models, key=lambda model: (model.last, model.name))
@@ -294,7 +295,7 @@ class _Draft:
         self._models = [model for model in models if model.cell is not None]
         self._staying = {model.name for model in models if model.running}
         self._seen: set[str] = set()
-        # Cells of those for which there is no room yet.
+        # Cells reserved for models without room yet.
         self._reserved: list[DeviceCell] = []
         self.closed: set[str] = set()
         self.placed: list[str] = []
@@ -302,7 +303,7 @@ class _Draft:
         self.found = Placement(())
 
     def add(self, model: Model) -> None:
-        """A call waits for it."""
+        """Add a model that a call waits for."""
         self._seen.add(model.name)
         if model.name in self.closed:
             return
@@ -310,7 +311,7 @@ class _Draft:
             self._staying.add(model.name)
             if model.name in self.found.evicted:
                 other = self._place(self._wishes)
-                if other is None:  # what was wanted before it takes its place
+                if other is None:  # an earlier wish takes its cell
                     self._staying.discard(model.name)
                 else:
                     self.found = other
@@ -319,7 +320,7 @@ class _Draft:
         if (found := self._place(wishes)) is not None:
             self.placed, self._wishes, self.found = [*self.placed, model.name], wishes, found
             return
-        # Later: where those that stay are least in its way.
+        # Reserve a cell: where the models that stay are least in its way.
         settled = [Wish(cell.size, cell) for cell in self.found.cells]
         if (later := self._place([*settled, model.wish], later=True)) is None:
             return
@@ -335,7 +336,7 @@ class _Draft:
         for model in self._models:
             assert model.cell is not None
             if any(cell.holds(model.cell) for cell in self._reserved):
-                continue  # it only leaves that cell to who waits for it
+                continue  # it leaves that cell for the model that waits
             worth: int | None = self._worth[model.name]
             if model.name in self.closed:
                 worth = None
@@ -350,5 +351,5 @@ class _Draft:
 
 
 def meet(one: DeviceCell | None, other: DeviceCell | None) -> bool:
-    """Whether they have devices in common; no cell has none."""
+    """Whether two cells share devices; None shares none."""
     return one is not None and other is not None and (one.holds(other) or other.holds(one))

@@ -1,4 +1,5 @@
-"""How much faster a function runs with more of a resource: learned from the runs that it had."""
+"""Speed-up curves: the duration of a function by its number of units of a resource, learned from
+its runs."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from functools import lru_cache
 
 from troupe.scheduling.elastic.decision import Elastic
 
-# Below this variance of 1/m, relative to its squared mean, the runs say nothing about the shape:
-# they had all the same level. Runs at another level are forgotten after some hundred.
+# Below this variance of 1/m, relative to its squared mean, the runs had one level and say nothing
+# about the shape. Runs at another level are forgotten after about a hundred.
 _SPREAD = 1e-3
-# Of so many calls of a function whose runs say nothing about the shape one tries another level,
+# While the shape is unknown, one in so many calls explores another level,
 _EVERY = 8
-# (multiplicative hashing: a function may only ever have every second call),
+# chosen by multiplicative hashing, since a function may only ever see every second call,
 _MIXER = 2654435761
-# which has so many times fewer units, or more where there are no fewer.
+# with at least so many times fewer units, or more units if there are no fewer.
 _APART = 4
 
 
@@ -23,11 +24,10 @@ _APART = 4
 class SpeedUp:
     """`seconds(m) = serial + parallel / m` for one version of a function (Amdahl 1967).
 
-    It is ARL-Tangram's `T1 / (E(m) m)` with `E(m) = (serial + parallel) / (m serial + parallel)`,
-    which is within 0 .. 1 by itself. Before there are runs at two levels the shape is the declared
-    one (`parallel_fraction`), and only its scale follows the runs; then it is learned, as far as
-    runs differ by more than their noise. Older runs count less: with a weight of `memory` per run
-    that came after.
+    Equals ARL-Tangram's `T1 / (E(m) m)` with `E(m) = (serial + parallel) / (m serial + parallel)`,
+    which is always within 0 .. 1. Before there are runs at two levels, the shape is the declared
+    `parallel_fraction` and only the scale follows the runs; later the shape is learned, as far as
+    runs differ by more than their noise. A run's weight decays by `memory` with every later run.
     """
 
     parallel_fraction: float = 0.0
@@ -50,7 +50,7 @@ class SpeedUp:
             raise ValueError(f"memory = {self.memory} is not within (0, 1]")
 
     def observed(self, level: int, seconds: float) -> SpeedUp:
-        """With one more run: it took `seconds` with `level` units. Raises ValueError."""
+        """The curve with one more run: `seconds` with `level` units. Raises ValueError."""
         if level < 1 or not 0 <= seconds < float("inf"):
             raise ValueError(f"no run of {seconds} s with {level} units")
         x, keep = 1.0 / level, self.memory
@@ -66,46 +66,46 @@ class SpeedUp:
 
     @property
     def explored(self) -> bool:
-        """Whether the runs had levels that differ enough to tell the shape."""
+        """Whether the runs had levels that differ enough to determine the shape."""
         squared = self._x * self._x
         return self._n * self._xx - squared > _SPREAD * squared
 
     def offered(self, levels: Sequence[int], nth: int = 0) -> tuple[int, ...]:
         """Those of `levels` (ascending) that the next run may have; `nth` counts the calls.
 
-        All; but where runs had one level only, what is known of the others is a declaration that
-        decides for that level again. Then one call in `_EVERY` tries another: not the herd that
-        waits behind it, and not the most distant level, where it would take for ever.
+        All of them, unless all runs had one level: then the other levels are known only by a
+        declaration, which would choose that level again. So one call in `_EVERY` explores another
+        level: not every waiting call, and not the most distant level, which could take very long.
         """
         if not self._n or self.explored or (nth * _MIXER >> 16) % _EVERY:
             return tuple(levels)
         seen = round(self._n / self._x, 6)
         lower = max((m for m in levels if m <= seen / _APART), default=levels[0])
         higher = min((m for m in levels if m >= seen * _APART), default=levels[-1])
-        # Fewer cores are no loss to others; where there are none fewer, more.
+        # Fewer cores take nothing from others; more only where there are no fewer.
         return (lower if lower <= seen / 2 or higher <= seen else higher,)
 
     @property
     def line(self) -> tuple[float, float]:
         """(serial, parallel) in seconds, neither negative.
 
-        Least squares over the runs, as far as they tell: calls of one function differ by more than
-        a few cores change them, so what is within their noise is rather what was declared.
+        Least squares over the runs, blended with the declared shape by how far the fit exceeds the
+        noise: durations of one function differ by more than a few cores change them.
         """
         fraction = self.parallel_fraction
         if not self._n:
             return self.seconds_at_one * (1 - fraction), self.seconds_at_one * fraction
-        # The declared shape 1 - f + f/m, scaled: least squares too.
+        # The declared shape 1 - f + f/m, scaled by least squares.
         inner = (1 - fraction) * self._y + fraction * self._xy
         square = (1 - fraction) ** 2 * self._n + fraction**2 * self._xx
         at_one = inner / (square + 2 * fraction * (1 - fraction) * self._x)
         declared = at_one * (1 - fraction), at_one * fraction
-        if not self.explored or self._n <= 2:  # any two runs are on a line
+        if not self.explored or self._n <= 2:  # any two runs lie on a line
             return declared
         spread = self._xx - self._x * self._x / self._n
         slope = (self._xy - self._y * self._x / self._n) / spread
         residual = max(0.0, self._yy - self._y * self._y / self._n - slope * slope * spread)
-        # The standard error of the slope, squared, beside how far it is from the declared one.
+        # Squared standard error of the slope, against the squared distance from the declared one.
         doubt = residual / (self._n - 2) / spread
         apart = (slope - declared[1]) ** 2
         trust = apart / (apart + doubt) if apart + doubt > 0 else 1.0
@@ -117,7 +117,7 @@ class SpeedUp:
 
     def _fitted(self, parallel: float) -> tuple[float, float]:
         serial = (self._y - parallel * self._x) / self._n
-        if parallel < 0:  # more made it slower: nothing to be gained
+        if parallel < 0:  # more units made it slower
             return self._y / self._n, 0.0
         if serial < 0:
             return 0.0, self._xy / self._xx
@@ -131,8 +131,8 @@ class SpeedUp:
     def elastic(
         self, resource: str, levels: tuple[int, ...], nth: int = 0, *, lowest: float = 0.0
     ) -> Elastic:
-        """What the `nth` call can do with `resource`: all of `levels`, or what it is to try.
-        `lowest`: seconds that this one is known to take at the lowest of `levels`; 0: as others."""
+        """The `Elastic` of the `nth` call: all of `levels`, or the one to explore. `lowest`: known
+        seconds of this call at the lowest level; 0: as others."""
         known = _elastic(self, resource, self.offered(levels, nth))
         if not lowest:
             return known
@@ -142,5 +142,5 @@ class SpeedUp:
 
 @lru_cache(maxsize=1024)
 def _elastic(curve: SpeedUp, resource: str, levels: tuple[int, ...]) -> Elastic:
-    # All that wait for a function share one: it is looked at in every decision.
+    # Shared by all waiting calls of a function, since every decision looks at it.
     return Elastic(resource, levels, curve.seconds(levels))

@@ -1,14 +1,14 @@
-"""Which actions start now, and with how much: elastic scheduling of single actions.
+"""Which actions start now, and with how much of a resource: elastic scheduling of single actions.
 
 ARL-Tangram (arXiv 2603.13019), section 3, minimises the sum of action completion times (waiting
 plus running). Actions start in the order of the queue: what waits for a resource is not overtaken
 by what would take any of its resources. Of those that could start, the last ones are held back
-while the others, with their share, gain more than they and all behind them lose.
+while the others gain more from their share than they and all behind them lose.
 
-Decided here, where the paper is silent: the greedy loop stops at the first action that is better
-not held back, ours looks at all of the last `depth`, which costs one table for all of them; nobody
-is held back for units that then lie idle; and the first action of a resource always starts, so
-that the system never stands still.
+Where the paper is silent: its greedy loop stops at the first action that is better not held back,
+ours considers all of the last `depth`, which costs one table for all of them; no action is held
+back for units that would then idle; and the first action of a resource always starts, so that the
+system never stalls.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Amounts = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """The one resource that an action can use more or less of.
+    """The one resource of which an action can use more or less.
 
-    `seconds[i]` is how long it takes with `levels[i]` units; levels ascend, seconds are positive.
+    `seconds[i]` is its duration with `levels[i]` units; levels ascend, seconds are positive.
     """
 
     resource: str
@@ -49,20 +49,19 @@ class Elastic:
             raise ValueError(f"{self.resource}: not every time of {self.seconds} is positive")
 
     def within(self, units: int) -> int:
-        """Index of the highest level of at most `units`; the lowest where none is."""
+        """Index of the highest level of at most `units`; the lowest if there is none."""
         return max(0, bisect.bisect_right(self.levels, units) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action that waits. Times are seconds on the caller's clock.
+    """A waiting action. Times are seconds on the caller's clock.
 
-    `needs` are the amounts that it takes whatever it is given of `elastic`, whose resource is not
-    among them. `seconds` is its duration when nothing of it is elastic. `waiters` is how many
-    trajectories cannot go on without it, and `place` where a discipline puts it (`order`); None:
-    where its arrival does. Both only matter to `turn`. `function` is what hosts are warm for,
-    and `host` the only one where it can run (its sandbox with files is there); both only matter to
-    `decide_over`.
+    `needs`: fixed amounts, without the resource of `elastic`. `seconds`: its duration if nothing is
+    elastic. `waiters`: trajectories that cannot continue without it; `place`: its sort key from a
+    discipline (`order`), None for its arrival; both matter only to `turn`. `function`: what hosts
+    are warm for; `host`: the only host where it can run (its sandbox with files is there); both
+    matter only to `decide_over`.
     """
 
     action_id: str
@@ -75,7 +74,7 @@ class Action:
     host: str | None = None
     place: float | None = None
     least: Amounts = field(init=False, repr=False, compare=False)
-    """The smallest vector of resources with which it can run."""
+    """The least resources with which it can run."""
     kind: str = field(init=False, repr=False, compare=False)
     """Equal for actions that fit in the same places."""
 
@@ -92,7 +91,7 @@ class Action:
         object.__setattr__(self, "kind", repr((self.host, vector)))
 
     def on(self, resource: str) -> Elastic | None:
-        """What it does with `resource`, be that elastic or one fixed level; None: it needs none."""
+        """Its use of `resource`, elastic or as one fixed level; None: none."""
         if self.elastic is not None and self.elastic.resource == resource:
             return self.elastic
         amount = self.least.get(resource, 0)
@@ -104,7 +103,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """An action that runs: what it holds, and when it is expected to end."""
+    """A running action: what it holds, and when it is expected to end."""
 
     holds: Amounts
     ends: float
@@ -120,7 +119,7 @@ class Grant:
 
 
 def turn(action: Action) -> tuple[float, str]:
-    """Sorts a queue: by `place`, else by arrival (`troupe.scheduling.elastic.order`)."""
+    """Sort key of a queue: `place`, else arrival (`troupe.scheduling.elastic.order`)."""
     place = action.place
     if place is None:
         place = order.first_come(action.since, action.waiters)
@@ -128,28 +127,28 @@ def turn(action: Action) -> tuple[float, str]:
 
 
 def lacking(action: Action, capacity: Amounts) -> str | None:
-    """The resource of which there will never be enough for `action`, if there is one."""
+    """The resource of which `capacity` is too small for `action`; None if it fits."""
     return next((r for r, need in action.least.items() if need > capacity.get(r, 0)), None)
 
 
 Row: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-# Gains that grow by no more than this part of a duration grow by rounding.
+# Relative tolerance for rounding when gains are compared.
 _ROUNDING: Final = 1e-9
 
 
 class Split(Protocol):
-    """What every prefix gets. Answers are exact."""
+    """Optimal levels of every prefix of a list of elastic actions."""
 
     def seconds(self, count: int, spare: int) -> float:
         """Least sum of durations of the first `count` actions with `spare` units."""
 
     def levels(self, count: int, spare: int) -> list[int]:
-        """The levels that take `seconds(count, spare)`, in the order of the actions."""
+        """The levels that achieve `seconds(count, spare)`, in the order of the actions."""
 
 
 def best_split(options: Sequence[Elastic], spare: int) -> Split:
-    """By gains where that is exact, else by the table. `spare` (units) is the most that will be
+    """`Gains` where that is exact, else `AllocationTable`. `spare` (units): the most that will be
     asked for. Raises ValueError when negative."""
     if spare < 0:
         raise ValueError(f"the actions need {-spare} units more than there are")
@@ -162,15 +161,15 @@ def best_split(options: Sequence[Elastic], spare: int) -> Split:
 
 
 class Gains:
-    """Where each further unit gains less than the one before, and levels have no gaps: the units
-    go wherever they gain most. `O(units log units)` for all actions together."""
+    """For convex curves without gaps, where each further unit gains less: units go wherever they
+    gain most. `O(units log units)` for all actions together."""
 
     def __init__(self, options: Sequence[Elastic], gains: Sequence[Row]) -> None:
-        """`gains[i][j]`: seconds that unit j above the lowest level saves action i."""
+        """`gains[i][j]`: seconds that unit j above the lowest level saves for action i."""
         self._lowest = [option.levels[0] for option in options]
         self._slowest = [0.0, *accumulate(option.seconds[0] for option in options)]
         flat = np.concatenate([*gains, np.zeros(0)])
-        # Of equal ones, those of the first in the queue first.
+        # Of equal gains, those of the first action in the queue come first.
         order = np.argsort(-flat, kind="stable")
         self._gains = flat[order]
         self._owners = np.repeat(np.arange(len(gains)), [len(gain) for gain in gains])[order]
@@ -193,10 +192,10 @@ class AllocationTable:
     in `O(actions x levels x spare)`. One pass serves all prefixes."""
 
     def __init__(self, options: Sequence[Elastic], spare: int) -> None:
-        """`spare` (units) is the most that will be asked for."""
+        """`spare` (units): the most that will be asked for."""
         # rows[i][s]: least seconds of the first i actions with s spare units.
         self._rows: list[Row] = [np.zeros(spare + 1)]
-        # choices[i][s]: the units above its lowest level that action i has then.
+        # choices[i][s]: units above its lowest level that action i gets then.
         self._choices: list[Row] = []
         self._lowest = [option.levels[0] for option in options]
         places = np.arange(spare + 1)
@@ -225,7 +224,8 @@ class AllocationTable:
 
 
 def _extras(option: Elastic, spare: int) -> tuple[Row, Row]:
-    """Units above the lowest level, and seconds: of levels that are faster than all below them."""
+    """Units above the lowest level, and seconds, of the levels that are faster than all below
+    them."""
     extras, seconds = [0], [option.seconds[0]]
     for level, time in zip(option.levels, option.seconds, strict=True):
         if level - option.levels[0] <= spare and time < seconds[-1]:
@@ -235,8 +235,8 @@ def _extras(option: Elastic, spare: int) -> tuple[Row, Row]:
 
 
 def _gains(option: Elastic, spare: int) -> Row | None:
-    """Seconds that each unit above the lowest level saves; None where a later one saves more than
-    one before it, or where levels have gaps."""
+    """Seconds that each unit above the lowest level saves; None if a later unit saves more than an
+    earlier one, or levels have gaps."""
     levels = option.levels[: spare + 1]
     if levels[-1] - levels[0] != len(levels) - 1:
         return None
@@ -254,14 +254,14 @@ def waiting_seconds(
     *,
     beyond: int = 0,
 ) -> float:
-    """Sum of the times, from now on, at which `waiting` end, in seconds.
+    """Sum of the times, from now, at which `waiting` end, in seconds.
 
-    A heap of completion times plays the queue in its order (ARL-Tangram, section 3). Each begins
-    when its lowest level is free, and gets an even share of what is free then among all that still
-    wait: alone it gets all that it can use, in a crowd its lowest level. (The paper does not say
-    what its estimate gives them.) `free` units are there now, `releases` come after so many
-    seconds. `beyond` more actions wait behind `waiting`: they end one after another at the pace
-    at which those did. An action that never gets its units ends with the last release.
+    A heap of completion times simulates the queue in its order (ARL-Tangram, section 3). Each
+    action begins when its lowest level is free, with an even share of what is free then among all
+    that still wait. (The paper does not say what its estimate gives them.) `free` units are
+    available now, `releases` (seconds, units) later. `beyond` more actions wait behind `waiting`
+    and end one after another at their pace. An action that never gets its units ends with the last
+    release.
     """
     heap = list(releases)
     heapq.heapify(heap)
@@ -285,7 +285,7 @@ def waiting_seconds(
     return total
 
 
-# So many times the horizon of those that wait are looked at for actions that want a resource.
+# So many times the horizon of waiting actions are searched for ones that want a resource.
 _SEEN: Final = 8
 
 
@@ -293,9 +293,9 @@ _SEEN: Final = 8
 class DecisionBounds:
     """Bounds of one decision's work.
 
-    `depth`: how many of the actions that fit may be held back. `horizon`: of how many of those
-    that wait the ends are estimated one by one. `cold_seconds`: what an action is expected to take
-    longer on a host where its function never ran (`hosts`).
+    `depth`: how many of the fitting actions may be held back. `horizon`: for how many waiting
+    actions ends are estimated one by one. `cold_seconds`: extra time on a host where the function
+    never ran (`hosts`).
     """
 
     depth: int = 8
@@ -320,14 +320,14 @@ def decide(
 ) -> list[Grant]:
     """The actions of `queue` to start now, in its order (`turn` sorts it).
 
-    `free` are the units of each resource that nobody holds; `now` and `Running.ends` are on one
-    clock. No resource is ever given out beyond what is free. Whatever waits on shares a resource
-    with something before it that waits too, or does not fit.
+    `free`: unheld units of each resource; `now` and `Running.ends` are on one clock. Nothing is
+    granted beyond what is free. An action that keeps waiting shares a resource with an earlier one
+    that waits too, or does not fit.
 
-    An action that lacks nothing but `quotas` (limits of a function or of an interface outside)
-    lets others pass on everything else, since cores that lie idle bring no quota back. One that
-    lacks anything else keeps all that it needs from those behind it, or it might wait for ever for
-    the one thing and then for the other.
+    An action that lacks only `quotas` (limits of a function or of an external interface) lets
+    others use everything else, since idle cores do not restore a quota. One that lacks anything
+    else reserves all that it needs, or it might wait for ever for one resource and then for the
+    other.
     """
     fitting, waiting = _fitting(queue, free, frozenset(quotas))
     left = dict(free)
@@ -352,8 +352,8 @@ def split(
 ) -> dict[str, int]:
     """Levels, by action id, of the elastic ones of `fitting` that start.
 
-    `left` are the units of one host when each of `fitting` has its lowest level, and in the end
-    what nobody got. `waiting` are behind them.
+    `left`: units of one host when each of `fitting` has its lowest level; reduced to what remains.
+    `waiting` are behind them.
     """
     levels: dict[str, int] = {}
     ends: list[Running] | None = None
@@ -381,14 +381,14 @@ def _fitting(
     blocked: set[str] = {resource for resource, amount in free.items() if amount <= 0}
     fitting: list[Action] = []
     waiting: list[Action] = []
-    # What found nothing: the same once more finds nothing either, and blocks nothing new.
+    # Kinds that did not fit: equal actions do not fit either, and block nothing new.
     settled: set[str] = set()
     for place, action in enumerate(queue):
         if action.kind in settled:
             waiting.append(action)
             continue
         if len(blocked) >= len(left):
-            # Nobody can pass; what needs no resource at all would, and there is no such thing.
+            # No later action can start: every action needs some resource.
             waiting += queue[place:]
             break
         least = action.least
@@ -418,7 +418,7 @@ def _share(
     lowest = [option.levels[0] for option in options]
     fewest = max(1, len(members) - rules.depth)
     split = best_split(options, units - sum(lowest[:fewest]))
-    # The first of those that wait stand for all; most of them may want none of it.
+    # The first waiting actions stand for all; most of them may not want the resource.
     ahead = islice(waiting, _SEEN * rules.horizon)
     behind = (option for a in ahead if (option := a.on(resource)) is not None)
     queued = list(islice(behind, rules.horizon))
@@ -429,14 +429,14 @@ def _share(
         chosen = split.levels(count, spare)
         idle = units - sum(chosen)
         if count < len(members) and idle >= lowest[count]:
-            continue  # held back, and nobody gains what it would have taken
+            continue  # held back without benefit to another action
         starting = list(zip(options[:count], chosen, strict=True))
         ends = [(o.seconds[o.within(level)], level) for o, level in starting]
         tail = [*options[count:], *queued]
         objective = split.seconds(count, spare) + waiting_seconds(
             tail, idle, [*releases, *ends], beyond=max(0, beyond)
         )
-        # Equal objectives: rather start it.
+        # At equal objectives start it.
         if best is None or objective < best[0] * (1 - 1e-12):
             best = (objective, count, chosen)
     assert best is not None  # there is at least one member
@@ -445,7 +445,7 @@ def _share(
 
 
 def grant(action: Action, level: int | None) -> Grant:
-    """`action` with `level` units of what it is elastic in."""
+    """`action` with `level` units of its elastic resource."""
     holds, seconds = dict(action.needs), action.seconds
     if action.elastic is not None and level is not None:
         holds[action.elastic.resource] = level

@@ -1,12 +1,12 @@
-"""How long one call takes beside others of its function: learned from the calls that it is like.
+"""How long one call takes compared with others of its function, learned from related calls.
 
-Calls of one function differ by far more than a scheduler can put up with, but not by chance alone:
-trajectories of one query run the same tests, one trajectory repeats itself, and the same call (the
-same arguments, for the same query) takes nearly the same each time. How much each of these tells is
-learned as well: where calls of a query are no more alike than any two, the query says nothing.
+Durations of one function differ much, but not by chance alone: trajectories of one query run the
+same tests, one trajectory repeats itself, and equal calls (same arguments, same query) take nearly
+the same time. How much each relation tells is learned, too: where calls of a query are no more
+alike than any two, the query is ignored.
 
-These are nested random effects on the logarithm of seconds, estimated by hierarchical credibility
-(Bühlmann 1967, Jewell 1975): what is alike by its mean, weighted with n / (n + within / between).
+Nested random effects on the logarithm of seconds, estimated by hierarchical credibility (Bühlmann
+1967, Jewell 1975): the mean of related calls counts with weight n / (n + within / between).
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-# Queries that are remembered, which come again an epoch later; and trajectories, and arguments,
-# which come again soon or never. The longest unheard of are forgotten.
+# Number of remembered queries, which return an epoch later, and of trajectories and arguments,
+# which return soon or never. The least recently seen are forgotten.
 _QUERIES: Final = 4096
 _OTHERS: Final = 1024
-# Older calls count less than the last so many: of a function, and of one key of it.
+# Effective number of remembered calls: of a function, and of one key.
 _MEMORY: Final = 1024.0
 _KEY_MEMORY: Final = 32.0
-# Calls are taken to be no more alike for having a key in common, as surely as if so many pairs of
-# them had been seen to be.
+# Prior against similarity: counts like so many observed pairs that are no more alike than any.
 _DOUBT: Final = 4.0
-# What a clock can still tell from nothing.
+# Shortest duration that a clock can measure.
 _LEAST_SECONDS: Final = 1e-6
 
 
 class Kin(NamedTuple):
-    """What a call has in common with others; empty: nothing is known of it.
+    """What a call has in common with others; empty fields: unknown.
 
     `content` stands for its arguments.
     """
@@ -43,7 +42,7 @@ class Kin(NamedTuple):
 
 @dataclass(slots=True)
 class _Mean:
-    """Of the calls of one key; `last` is the last of them, `of` whose it was."""
+    """Mean over the calls of one key; `last` is the newest value, `of` its call."""
 
     count: float
     mean: float
@@ -52,16 +51,16 @@ class _Mean:
 
 
 class _Level:
-    """Calls by one kind of key, and how far those of one key are apart."""
+    """Calls grouped by one kind of key, and the variance within a group."""
 
     def __init__(self, keys: int) -> None:
         self._keys = keys
         self._means: OrderedDict[object, _Mean] = OrderedDict()
         self._pairs, self._squares = 0.0, 0.0
 
-    def observed(self, key: object, value: float, of: Kin, *, apart: bool) -> None:
-        """One more call of `key`. `apart`: two of one trajectory, or with the same arguments, do
-        not tell how alike those are that only have `key` in common."""
+    def observed(self, key: object, value: float, of: Kin, *, independent_only: bool) -> None:
+        """Add a call of `key`. `independent_only`: two calls of one trajectory, or with the same
+        arguments, do not tell how alike calls are that only share `key`."""
         known = self._means.get(key)
         if known is None:
             self._means[key] = _Mean(1.0, value, value, of)
@@ -69,8 +68,8 @@ class _Level:
                 self._means.popitem(last=False)
             return
         self._means.move_to_end(key)
-        if not apart or _strangers(known.of, of):
-            # Half the squared difference of two is their variance.
+        if not independent_only or _independent(known.of, of):
+            # Half the squared difference of two values is their variance.
             self._squares += (value - known.last) ** 2 / 2
             self._pairs += 1.0
             if self._pairs > _MEMORY:
@@ -79,10 +78,10 @@ class _Level:
         known.mean += (value - known.mean) / known.count
         known.last, known.of = value, of
 
-    def told(self, key: object, among: float, prior: float) -> tuple[float, float, float]:
-        """What the mean of `key` says of its next call, of which `prior` was expected with a
-        variance of `among`: the correction, the variance that it explains, and what is left
-        for others to explain among calls of one key."""
+    def estimate(self, key: object, among: float, prior: float) -> tuple[float, float, float]:
+        """What the mean of `key` says about its next call, given the expectation `prior` with
+        variance `among`: the correction, the variance that it explains, and the variance that
+        remains within the key."""
         within = min(among, (self._squares + _DOUBT * among) / (self._pairs + _DOUBT))
         between = among - within
         known = self._means.get(key)
@@ -93,12 +92,12 @@ class _Level:
 
 
 class Durations:
-    """Of the calls of one function: seconds as a multiple of what others take, or of what was
-    declared of each."""
+    """Durations of one function's calls, as multiples of the mean or of each call's declared
+    seconds."""
 
     def __init__(self) -> None:
         self._count, self._mean, self._variance = 0.0, 0.0, 0.0
-        # Seconds that calls took on average, and that were declared of them.
+        # Mean actual and declared seconds.
         self._took, self._declared = 0.0, 1.0
         self._queries = _Level(_QUERIES)
         self._contents, self._trajectories = _Level(_OTHERS), _Level(_OTHERS)
@@ -110,8 +109,8 @@ class Durations:
         *,
         declared: float = 1.0,
     ) -> None:
-        """A call took so many times what was taken for one, or the `declared` seconds. Raises
-        ValueError."""
+        """Add a call that took `multiple` times what was expected, or times its `declared` seconds.
+        Raises ValueError."""
         if not (multiple >= 0 and math.isfinite(multiple)):
             raise ValueError(f"a call took {multiple} times what was expected")
         value = math.log(max(_LEAST_SECONDS, multiple))
@@ -122,40 +121,42 @@ class Durations:
         self._mean += step * away
         self._variance = (1 - step) * (self._variance + step * away * away)
         if kin.query:
-            self._queries.observed(kin.query, value, kin, apart=True)
+            self._queries.observed(kin.query, value, kin, independent_only=True)
         if kin.content:
-            self._contents.observed((kin.query, kin.content), value, kin, apart=False)
+            self._contents.observed((kin.query, kin.content), value, kin, independent_only=False)
         if kin.trajectory:
-            self._trajectories.observed(kin.trajectory, value, kin, apart=False)
+            self._trajectories.observed(kin.trajectory, value, kin, independent_only=False)
 
     def scale(self) -> float:
-        """Seconds that calls took for each second that was declared; 1 before there are any.
+        """Actual seconds per declared second over all calls; 1 before there are any.
 
-        Of all calls together: the mean of their ratios would be whatever the one says of which
-        next to nothing was declared.
+        The ratio of the sums: the mean of the ratios would be dominated by a call with almost
+        nothing declared.
         """
         return max(_LEAST_SECONDS, self._took / self._declared) if self._count else 1.0
 
     def factor(self, kin: Kin) -> float:
-        """How much longer (less than 1: shorter) a call is expected to take than the mean one."""
+        """Expected duration of a call relative to the mean call."""
         if self._count < 2:
             return 1.0
-        among, apart, explained = self._variance, 0.0, 0.0
+        among, by_query, explained = self._variance, 0.0, 0.0
         if kin.query:
-            apart, explained, among = self._queries.told(kin.query, among, self._mean)
-        # Either is nested in the query; which tells more decides.
-        told = [(0.0, 0.0, among)]
+            by_query, explained, among = self._queries.estimate(kin.query, among, self._mean)
+        # Both are nested in the query; the one that explains more is used.
+        options = [(0.0, 0.0, among)]
         if kin.content:
             key = (kin.query, kin.content)
-            told.append(self._contents.told(key, among, self._mean + apart))
+            options.append(self._contents.estimate(key, among, self._mean + by_query))
         if kin.trajectory:
-            told.append(self._trajectories.told(kin.trajectory, among, self._mean + apart))
-        nearer, more, _ = max(told, key=lambda one: one[1])
-        # What was explained no longer spreads the logarithm, which had raised the mean.
-        return math.exp(apart + nearer - (explained + more) / 2)
+            options.append(
+                self._trajectories.estimate(kin.trajectory, among, self._mean + by_query)
+            )
+        nearer, more, _ = max(options, key=lambda one: one[1])
+        # Explained variance no longer raises the mean of a log-normal.
+        return math.exp(by_query + nearer - (explained + more) / 2)
 
 
-def _strangers(one: Kin, other: Kin) -> bool:
-    """Whether they have neither the trajectory nor the arguments in common."""
+def _independent(one: Kin, other: Kin) -> bool:
+    """Whether two calls share neither trajectory nor arguments."""
     same_trajectory = one.trajectory == other.trajectory != ""
     return not same_trajectory and not (one.content == other.content != "")

@@ -4,15 +4,15 @@
     for grant in grants:
         start(grant.action, on=grant.host, with_=grant.holds)  # expected to take grant.seconds
 
-An action runs on one host as a whole; what belongs to no host (the quota of an interface outside)
-is `shared`. ARL-Tangram (section 3) describes one pool of cores and says nothing of hosts, so this
-is ours: every action goes, in the order of the queue, to the host where it is expected to end
-first, given an even share of that host and `DecisionBounds.cold_seconds` more where its function
-never ran; then the cores of each host are split as on one host. With one host it is `decide`.
+An action runs on one host as a whole; resources of no host (the quota of an external interface) are
+`shared`. ARL-Tangram (section 3) describes one pool of cores and no hosts, so this is ours: in the
+order of the queue every action goes to the host where it is expected to end first, given an even
+share of that host, plus `DecisionBounds.cold_seconds` where its function never ran; then the cores
+of each host are split as on one host. With one host the result is that of `decide`.
 
-Order: what fits nowhere *reserves* the host that lacks least for it. Nothing that needs any of the
-same resources starts there until it fits, so that what is reserved can only grow, and it starts
-however many small actions come after it. On other hosts they pass, since nothing there is its.
+Order: an action that fits nowhere *reserves* the host that lacks least for it. No later action that
+needs any of the same resources starts there until it fits, so that it starts eventually, however
+many small actions follow. On other hosts they pass, because nothing there is reserved.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ _RULES: Final = DecisionBounds()
 class Host:
     """One host as the scheduler sees it.
 
-    `free` are the units of each of its resources that nobody holds, and `running` what holds the
-    others. `functions` have run there and are warm. `near` are, of some resources, the most free
-    units that are close to each other (one NUMA node). `capacity` is free + held, which is what it
-    is taken for when it is not given.
+    `free`: unheld units of each resource; `running`: the holders of the others. `functions` have
+    run there and are warm. `near`: of some resources, the most free units that are close to each
+    other (one NUMA node). `capacity`: free + held, computed if not given.
     """
 
     name: str
@@ -78,12 +77,11 @@ class _PlannedHost:
     def __init__(self, index: int, host: Host) -> None:
         self.index, self.host = index, host
         self.left = dict(host.free)
-        # Resources of which nothing is to be had (-1), or which somebody waits for: its place in
-        # the queue.
+        # Blocked resources with the queue position that they are reserved for; -1: none are left.
         self.blocked = {resource: -1 for resource, amount in self.left.items() if amount <= 0}
         self.members: list[tuple[int, Action]] = []
-        # Of each elastic resource: units at the start less fixed shares, and who will split them.
-        self._crowd: dict[str, int] = {}
+        # By elastic resource: lowest levels of the actions placed here, which will share the rest.
+        self._sharers: dict[str, int] = {}
 
     @property
     def open(self) -> bool:
@@ -94,26 +92,26 @@ class _PlannedHost:
         return self.host.total()
 
     def block(self, resources: Iterable[str], order: int) -> None:
-        """Nobody behind gets any of these."""
+        """Reserve these resources against all later actions."""
         for resource in resources:
             self.blocked[resource] = min(order, self.blocked.get(resource, order))
             self.left.setdefault(resource, 0)
 
     def distance(self, needs: Amounts) -> tuple[bool, int, int]:
-        """Sorts the hosts on which `needs` do not fit: how far they are from it."""
+        """Sort key of hosts on which `needs` do not fit: how much is missing."""
         short = sum(max(0, need - self.left.get(r, 0)) for r, need in needs.items())
         return self.contested(needs), short, self.index
 
     def takes(self, action: Action) -> bool:
-        """Whether it may run here at all."""
+        """Whether the action may run here at all."""
         return action.host is None or action.host == self.host.name
 
     def contested(self, needs: Amounts) -> bool:
-        """Whether somebody waits for some of them already."""
+        """Whether some of `needs` are reserved already."""
         return not self.blocked.keys().isdisjoint(needs)
 
     def lacks(self, needs: Amounts, order: int) -> list[str]:
-        """Those of `needs` that are not to be had here, in that place in the queue."""
+        """Those of `needs` that are not available here to position `order` of the queue."""
         left, blocked = self.left, self.blocked
         return [
             r
@@ -124,8 +122,8 @@ class _PlannedHost:
     def expected(
         self, action: Action, needs: Amounts, rules: DecisionBounds
     ) -> tuple[float, bool, int]:
-        """Sorts the hosts on which `action` fits: seconds, whether it is split over nodes, and
-        the units (negative) of what there is most of."""
+        """Sort key of hosts on which `action` fits: seconds, whether it spans nodes, and (negative)
+        the units left."""
         cold = action.function and action.function not in self.host.functions
         seconds = rules.cold_seconds if cold else 0.0
         elastic = action.elastic
@@ -133,21 +131,21 @@ class _PlannedHost:
             seconds += action.seconds
             roomy = min((self.left[r] - need for r, need in needs.items()), default=0)
         else:
-            crowd = self._crowd.get(elastic.resource, 0)
-            roomy = (self.left[elastic.resource] + crowd) // (crowd + 1)
+            sharers = self._sharers.get(elastic.resource, 0)
+            roomy = (self.left[elastic.resource] + sharers) // (sharers + 1)
             seconds += elastic.seconds[elastic.within(roomy)]
         near = self.host.near
         far = bool(near) and any(near.get(r, need) < need for r, need in needs.items())
         return seconds, far, -roomy
 
     def put(self, order: int, action: Action, needs: Amounts) -> None:
-        """It starts here, at its lowest level at least."""
+        """Place the action here, at its lowest level at least."""
         self.members.append((order, action))
         for resource, need in needs.items():
             self.left[resource] -= need
         if action.elastic is not None:
             resource = action.elastic.resource
-            self._crowd[resource] = self._crowd.get(resource, 0) + action.elastic.levels[0]
+            self._sharers[resource] = self._sharers.get(resource, 0) + action.elastic.levels[0]
 
 
 def decide_over(
@@ -161,10 +159,10 @@ def decide_over(
 ) -> list[Placed]:
     """The actions of `queue` to start now, in its order (`turn` sorts it), each on one of `hosts`.
 
-    `shared` are the free units of what belongs to no host; a name is either there or on hosts.
-    `quotas` are as in `decide`, of either kind. An `Action.host` is the only one where it can run.
-    No resource of any host is ever given out beyond what is free. Raises ValueError for an action
-    that is elastic in what is shared.
+    `shared`: free units of resources that belong to no host; a name is either there or on hosts.
+    `quotas` are as in `decide`, of either kind. `Action.host` is the only host where an action can
+    run. Nothing is granted beyond what is free. Raises ValueError for an action that is elastic in
+    a shared resource.
     """
     for action in queue if shared else ():
         if action.elastic is not None and action.elastic.resource in shared:
@@ -178,9 +176,10 @@ def decide_over(
         if place.members:
             behind = waiting[place.index :: len(places)]
             started += _split(place, behind, now, rules, held)
-    # What a host keeps back, so that others there get more, may start where units lie idle.
+    # An action that a host holds back for the benefit of others may start on another with idle
+    # units.
     for order, action, keeper in sorted(held, key=lambda entry: entry[0]):
-        assert action.elastic is not None  # others are not kept back
+        assert action.elastic is not None  # only elastic actions are held back
         needs = {r: need for r, need in action.least.items() if r not in shared}
         fitting = [p for p in places if p.takes(action) and not p.lacks(needs, order)]
         found = _best(fitting, action, needs, rules)
@@ -191,17 +190,17 @@ def decide_over(
                 if resource in needs:
                     found.left[resource] -= amount
             started.append((order, Placed(action, granted.holds, granted.seconds, found.host.name)))
-        else:  # it is the next one there: what is kept back behind it does not overtake it
+        else:  # reserved: later held-back actions do not overtake it there
             keeper.block(needs, order)
     started.sort(key=lambda pair: pair[0])
     return [placed for _, placed in started]
 
 
 def nowhere(action: Action, hosts: Mapping[str, Amounts], shared: Amounts = _NOTHING) -> str | None:
-    """The resource for want of which `action` will never run, if there is one.
+    """The resource for lack of which `action` can never run; None if it can.
 
-    `hosts` are the capacities of hosts by name. Of the host that comes closest, the first that it
-    lacks; `"host"` where `Action.host` is none of them.
+    `hosts`: capacities by name. Of the closest host, the first that it lacks; `"host"` when
+    `Action.host` is unknown.
     """
     names = hosts if action.host is None else {action.host} & hosts.keys()
     if not names:
@@ -217,11 +216,10 @@ def _place(
     shared: dict[str, int],
     quotas: frozenset[str],
 ) -> list[Action]:
-    """Put what fits at its lowest level where it is best, in the order of the queue; returns what
-    has to wait."""
+    """Place what fits at its lowest level on its best host, in order; returns what has to wait."""
     blocked = {resource for resource, amount in shared.items() if amount <= 0}
     waiting: list[Action] = []
-    # What found nothing, and stands in nobody's way more than others before it do.
+    # Kinds that found no host and whose equals would block nothing more.
     settled: set[str] = set()
     roomy: dict[str, list[_PlannedHost]] = {}
     for order, action in enumerate(queue):
@@ -234,7 +232,7 @@ def _place(
         least = action.least
         missing = [r for r, n in least.items() if r in shared and (r in blocked or shared[r] < n)]
         needs = {r: n for r, n in least.items() if r not in shared} if shared else least
-        # Where there was no room for its kind there will be none.
+        # Hosts without room for a kind stay without.
         fitting = roomy.get(action.kind)
         if fitting is None:
             fitting = [place for place in places if place.takes(action)]
@@ -247,7 +245,7 @@ def _place(
                     shared[resource] -= need
             continue
         waiting.append(action)
-        if _stand(places, (order, action), needs, missing, blocked, quotas):
+        if _reserve(places, (order, action), needs, missing, blocked, quotas):
             settled.add(action.kind)
     return waiting
 
@@ -255,13 +253,13 @@ def _place(
 def _best(
     fitting: Sequence[_PlannedHost], action: Action, needs: Amounts, rules: DecisionBounds
 ) -> _PlannedHost | None:
-    """Where it is expected to end first; the first of equal ones."""
+    """The host on which the action is expected to end first; the first of equals."""
     if len(fitting) < 2:
         return fitting[0] if fitting else None
     return min(fitting, key=lambda place: place.expected(action, needs, rules))
 
 
-def _stand(
+def _reserve(
     places: Sequence[_PlannedHost],
     who: tuple[int, Action],
     needs: Amounts,
@@ -269,7 +267,8 @@ def _stand(
     blocked: set[str],
     quotas: frozenset[str],
 ) -> bool:
-    """Block what an action waits for; returns whether the same again would block nothing new."""
+    """Block what a waiting action needs; returns whether an equal action would block nothing
+    new."""
     order, action = who
     able = [place for place in places if place.takes(action)]
     for place in able:
@@ -279,12 +278,12 @@ def _stand(
             place.block(lacks, order)
             return True
     blocked.update(resource for resource in action.least if resource not in needs)
-    # Those that are large enough, or it would wait at a small one for ever.
+    # Only hosts that are large enough, or it would wait at a small one for ever.
     able = [p for p in able if all(p.total.get(r, 0) >= n for r, n in needs.items())] or able
     if not able:
         return True
-    # This key of the best host never grows from one decision to the next, since nothing starts
-    # there, and falls whenever something ends there: so the first in the queue starts in the end.
+    # The key of the best host never grows, since nothing starts there, and falls whenever something
+    # ends there: so the first of the queue starts eventually.
     best = min(able, key=lambda place: place.distance(needs))
     contested = best.contested(needs)
     best.block(needs, order)
@@ -298,7 +297,7 @@ def _split(
     rules: DecisionBounds,
     held: list[tuple[int, Action, _PlannedHost]],
 ) -> list[tuple[int, Placed]]:
-    """How much the members of `place` get; those that are kept back are added to `held`."""
+    """Grants for the members of a host; members that are held back are added to `held`."""
     levels = split(
         [action for _, action in place.members], place.left, place.host.running, behind, now, rules
     )

@@ -1,18 +1,17 @@
-"""In what order actions of one job and priority are looked at.
+"""The order in which actions of one job and priority are considered.
 
-`fcfs`: as they came, which is ARL-Tangram's order (arXiv 2603.13019, section 3). Its objective is
-the sum of action completion times, though, and of those FCFS is a poor order.
+`fcfs`: by arrival, which is ARL-Tangram's order (arXiv 2603.13019, section 3). Its objective,
+though, is the sum of action completion times, for which FCFS is a poor order.
 
-`shortest`: least expected work first. Where all trajectories of a step begin together, the times
-at which they end add up to what they think plus what their actions take, waits included: the sum
-of completion times of actions is least when that of trajectories is. On one machine the least sum
-has who serves what is shortest first, by the work that is left over the number that wait for it
-(Smith 1956; with preemption Schrage 1968). So an action's place is by what its *trajectory* is
-expected to have left, not by its own length: a short command of a trajectory that has hours before
-it helps nobody to end.
+`shortest`: least expected remaining work first. Where all trajectories of a step begin together,
+the sum of completion times of actions is least when that of trajectories is. On one machine the
+least sum results from serving the least work divided by the number of trajectories that wait for it
+(Smith 1956; with preemption Schrage 1968). So the key is what the action's *trajectory* is expected
+to have left, not the action's own length: a short command of a trajectory with hours left helps
+none to end.
 
-Nobody starves: an action counts as having come later than it did, by at most `patience` seconds
-however much is left, so that nothing which comes `patience` seconds after it passes it.
+No action starves: its key is its arrival plus at most `patience` seconds, however much is left, so
+that an action which arrives `patience` seconds later cannot pass it.
 """
 
 from __future__ import annotations
@@ -27,63 +26,63 @@ from troupe.scheduling.elastic.durations import Durations, Kin
 
 
 def head_start(waiters: int, *, doubling: float = 1.0, most: float = 10.0) -> float:
-    """Seconds by which an action counts as having come earlier than it did.
+    """Seconds by which an action's arrival is moved forward for its waiters.
 
-    Each doubling of its waiters is worth `doubling` seconds, all together at most `most`: nobody
-    is passed by what arrives more than `most` seconds later, so nobody starves.
+    `doubling` seconds per doubling of the waiters, at most `most`: an action that arrives more than
+    `most` seconds later cannot pass, so none starves.
     """
     return min(most, doubling * math.log2(max(1, waiters)))
 
 
 def group_waiters(begun: int, left: int) -> int:
     """Trajectories that wait for an action of one of a group, of which `begun` have begun and
-    `left` have not ended: a group is trained on as a whole, so those that have ended wait for the
-    others, and all of them for the last."""
+    `left` have not ended. A group is trained as a whole, so ended ones wait for the others, and all
+    for the last."""
     return 1 + max(0, begun - max(1, left))
 
 
 T = TypeVar("T")
 
-# Marks of sharers that are away are forgotten beyond so many.
+# Sharers beyond this number are forgotten while they have nothing waiting.
 _REMEMBERED = 1024
 
 
 class FairShares:
-    """The marks of all sharers. While two of them wait, what they were given by weight differs by
-    no more than one action of each."""
+    """Weighted fair queueing between sharers: while two of them wait, what they got by weight
+    differs by at most one action of each."""
 
     def __init__(self) -> None:
         self._marks: dict[str, float] = {}
         self._weights: dict[str, float] = {}
-        # The mark of whoever was served last: those who come start from it.
+        # Mark of the sharer that was served last: newcomers start from it.
         self._now = 0.0
 
     def enter(self, name: str, weight: float = 1.0) -> None:
-        """`name` waits for something again, with `weight` from now on. Raises ValueError."""
+        """`name` waits again, with `weight` from now on. Raises ValueError."""
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"{name}: weight = {weight} is not a positive number")
         self._marks[name] = max(self._marks.get(name, self._now), self._now)
         self._weights[name] = weight
         if len(self._marks) > _REMEMBERED:
-            # What is not ahead of the others has nothing to remember.
+            # A mark that is not ahead of the others carries no information.
             past = [key for key, mark in self._marks.items() if mark <= self._now and key != name]
             for key in past:
                 del self._marks[key]
                 self._weights.pop(key, None)
 
     def charge(self, name: str, cost: float) -> None:
-        """An action of `name` begins that takes `cost`."""
+        """An action of `name` begins that costs `cost`."""
         mark = self._marks.get(name, self._now)
         self._now = max(self._now, mark)
         self._marks[name] = mark + cost / self._weights.get(name, 1.0)
 
     def correct(self, name: str, difference: float) -> None:
-        """An action of `name` took so much more than was charged (or less, negative)."""
+        """An action of `name` cost `difference` more than was charged (negative: less)."""
         if name in self._marks:
             self._marks[name] += difference / self._weights.get(name, 1.0)
 
     def merge(self, queues: Mapping[str, Iterator[T]], cost: Callable[[T], float]) -> Iterator[T]:
-        """What waits, in the order in which it will be served, as if each were charged."""
+        """The waiting items of all queues in the order in which they will be served."""
         heap = [(self._marks.get(name, self._now), name) for name in queues]
         heapq.heapify(heap)
         while heap:
@@ -101,49 +100,49 @@ def workers_to_start(
 ) -> int:
     """How many of `startable` workers to start now, beside the `alive` ones.
 
-    `backlog_seconds` is the work of a single worker that waits or is left of what runs;
-    `waited_seconds` how long the first has waited that has no worker; `cold_seconds` how long a
-    worker takes to start.
+    `backlog_seconds`: waiting and running work in seconds of one worker; `waited_seconds`: how long
+    the first call without a worker has waited; `cold_seconds`: start time of a worker.
     """
     if startable <= 0:
         return 0
-    # Without any there is nobody to wait for.
+    # The first worker starts at once.
     least = int(alive == 0 or waited_seconds >= cold_seconds)
     worth = math.floor(min(backlog_seconds / max(cold_seconds, 1e-9), alive + startable)) - alive
     return min(startable, max(least, worth))
 
 
-# Trajectories of a job that are kept apart at once, and numbers of actions: those beyond share one.
+# Numbers of trajectories and of actions that are distinguished; those beyond share one.
 _TRAJECTORIES: Final = 65_536
 _STEPS: Final = 512
-# The share that ended at a number of actions counts like so many trajectories of the average share
-# more: few have come far.
+# Prior: the share that ended at a number of actions counts like so many trajectories of the average
+# share more, since few have come far.
 _DOUBT: Final = 4.0
-# After so many actions what was counted before counts half: policies learn to be longer.
+# After so many actions earlier counts are halved: policies learn to be longer.
 _MEMORY: Final = 16_384
-# The estimates are made anew when there is so much more to make them from.
+# Estimates are renewed when there is this fraction of new data.
 _NEWS: Final = 1 / 16
-# Functions whose share of a job's actions is counted; those beyond share one.
+# Functions whose work is counted separately; those beyond share one entry.
 _FUNCTIONS: Final = 64
 
 
 def _as_all(function: str) -> float:
-    """Nothing is known of a query: its calls are as all others."""
+    """The relative duration of a query's calls when nothing is known of the query."""
     return 1.0
 
 
 class Remaining:
-    """Of one job. Work is in core-seconds."""
+    """Estimates the remaining work of one job's trajectories, in core-seconds."""
 
     def __init__(self) -> None:
-        # Actions so far of each trajectory, without the last; the longest unheard of first.
+        # Actions so far of each trajectory, without the last; least recently seen first.
         self._steps: OrderedDict[str, int] = OrderedDict()
-        # By number of actions: trajectories of which is known how they went on, and that ended.
+        # By number of actions: trajectories whose continuation is known, and those of them that
+        # ended.
         self._decided = [0.0] * (_STEPS + 1)
         self._ended = [0.0] * (_STEPS + 1)
         self._news, self._total = 0.0, 0.0
         self._further: list[float] = []
-        # Work of actions, and of last ones, by function: sums and counts.
+        # Work of last (True) and other (False) actions by function: sums and counts.
         self._work: dict[bool, dict[str, tuple[float, float]]] = {False: {}, True: {}}
 
     def asked(
@@ -152,12 +151,14 @@ class Remaining:
         work: float,
         *,
         last: bool,
-        beside: Callable[[str], float] = _as_all,
+        relative: Callable[[str], float] = _as_all,
     ) -> float:
-        """What `trajectory` has left when it asks for an action of `work`, that one included.
+        """Work that `trajectory` has left when it requests an action of `work`, including that
+        action.
 
-        `last`: nothing is expected to follow; what follows all the same is a trajectory anew.
-        `beside`: how much longer calls of a function take for its query than for others.
+        `last`: no further action is expected; a later one starts the count anew.
+        `relative(function)`: expected duration of the query's calls of a function relative to
+        others'.
         """
         steps = self._steps.pop(trajectory, 0)
         self._decide(steps, ended=last)
@@ -166,11 +167,11 @@ class Remaining:
         self._steps[trajectory] = steps + 1
         if len(self._steps) > _TRAJECTORIES:
             self._steps.popitem(last=False)
-        each, end = self._mean(False, work, beside), self._mean(True, 0.0, beside)
+        each, end = self._mean(False, work, relative), self._mean(True, 0.0, relative)
         return work + self.further(steps + 1) * each + end
 
     def ran(self, work: float, *, last: bool, function: str = "") -> None:
-        """An action took so much."""
+        """Record the work of an action."""
         functions = self._work[last]
         if function not in functions and len(functions) >= _FUNCTIONS:
             function = ""
@@ -178,22 +179,22 @@ class Remaining:
         functions[function] = (total + work, count + 1.0)
 
     def closed(self, trajectory: str) -> None:
-        """It asks for nothing more, be it that its last action was told or not."""
+        """The trajectory requests nothing more, whether or not its last action was announced."""
         steps = self._steps.pop(trajectory, None)
         if steps is not None:
             self._decide(steps, ended=True)
 
     def further(self, steps: int) -> float:
-        """How many actions a trajectory that asked for so many is expected to ask for besides,
-        without the last."""
+        """Expected number of further actions, without the last, of a trajectory that has requested
+        `steps`."""
         if self._news > _NEWS * self._total or not self._further:
             self._estimate()
         return self._further[min(steps, len(self._further) - 1)]
 
-    def _mean(self, last: bool, unknown: float, beside: Callable[[str], float]) -> float:
+    def _mean(self, last: bool, unknown: float, relative: Callable[[str], float]) -> float:
         functions = self._work[last]
         count = sum(count for _, count in functions.values())
-        total = sum(total * beside(function) for function, (total, _) in functions.items())
+        total = sum(total * relative(function) for function, (total, _) in functions.items())
         return total / count if count else unknown
 
     def _decide(self, steps: int, *, ended: bool) -> None:
@@ -214,10 +215,10 @@ class Remaining:
     def _estimate(self) -> None:
         self._news = 0.0
         decided, ended = sum(self._decided[1:]), sum(self._ended[1:])
-        # One end more and two decisions more than there were (Laplace): never sure.
+        # One more end and two more decisions than were seen (Laplace): never certain.
         average = (ended + 1.0) / (decided + 2.0)
         longest = max((k for k in range(_STEPS + 1) if self._decided[k]), default=0)
-        # Beyond what was seen, the average share ends each time.
+        # Beyond the longest seen, the average share ends each time.
         following = (1.0 - average) / average
         further = [following]
         for k in range(longest, -1, -1):
@@ -230,31 +231,31 @@ class Remaining:
 Order: TypeAlias = Literal["shortest", "fcfs"]
 FCFS: Final = "fcfs"
 SHORTEST: Final = "shortest"
-# Half of what a trajectory may take by default.
+# Half of a trajectory's default time limit.
 PATIENCE: Final = 300.0
 
-# Jobs of which is remembered what they did; the longest unheard of are forgotten.
+# Jobs that are remembered; the least recently seen are forgotten.
 _JOBS: Final = 256
-# Functions of which is remembered how long their calls take: up to 2.7 MB each.
-# What is typical follows the last so many actions of a job.
+# The typical ratio follows about so many actions of a job.
 _TYPICAL: Final = 256.0
 
 
 def later(work: float, waiters: int = 1, *, typical: float, patience: float = PATIENCE) -> float:
-    """Seconds by which an action counts as having come later than it did: 0 .. `patience`.
+    """Seconds, in 0 .. `patience`, that are added to an action's arrival.
 
-    `work` is what is left behind it for whoever waits, in core-seconds, shared by `waiters`;
-    `typical` is halfway. It rises with work over waiters, so that what came together is in the
-    order of that ratio, whatever is typical.
+    `work`: core-seconds left behind it, shared by `waiters`; at `typical` work it is half of
+    `patience`. Rises with work over waiters, so actions that came together are ordered by that
+    ratio.
     """
     ratio = work / max(1, waiters)
     return patience * ratio / (ratio + typical) if ratio > 0 else 0.0
 
 
 class Discipline:
-    """Gives actions their places, and learns from what they took. No clock: `now` is the caller's.
+    """Assigns actions their places in the queue, and learns from their durations. No clock: `now`
+    is the caller's.
 
-    Places of one job and priority may be compared; between jobs turns are fair (`fair`).
+    Places are comparable within one job and priority; between jobs `FairShares` decides.
     """
 
     def __init__(self, order: Order = SHORTEST, *, patience: float = PATIENCE) -> None:
@@ -264,22 +265,21 @@ class Discipline:
         if not (patience > 0 and math.isfinite(patience)):
             raise ValueError(f"patience = {patience} is not a positive number of seconds")
         self.order, self._patience = order, patience
-        # With what is typical of a job: work over waiters.
+        # With the job's typical ratio of work to waiters.
         self._jobs: OrderedDict[str, tuple[Remaining, float]] = OrderedDict()
-        # By function: seconds of all calls, and of those whose seconds were declared (True) by
-        # what was declared of each.
+        # By function: seconds of all calls (False), and ratios to declared seconds (True).
         self._durations: OrderedDict[tuple[str, bool], Durations] = OrderedDict()
 
     def expected(self, function: str, kin: Kin, seconds: float, *, declared: float = 0.0) -> float:
-        """Seconds that a call takes that is like `kin`, where calls of `function` take `seconds` on
-        average; `declared` is what was said of this one, 0: nothing was."""
+        """Expected seconds of a call related to `kin`, where calls of `function` take `seconds` on
+        average; `declared`: the caller's estimate for this one, 0 for none."""
         known = self._durations.get((function, declared > 0))
         if known is None:
             return declared or seconds
         return known.factor(kin) * (declared * known.scale() if declared else seconds)
 
     def took(self, function: str, kin: Kin, seconds: float, *, declared: float = 0.0) -> None:
-        """A call took so many seconds, where `declared` were expected."""
+        """Record that a call took `seconds`, where `declared` were estimated."""
         self._durations_of(function, declared=False).observed(seconds, kin)
         if declared:
             durations = self._durations_of(function, declared=True)
@@ -304,11 +304,11 @@ class Discipline:
         last: bool = False,
         query: str = "",
     ) -> float:
-        """Sorts the action that `trajectory` asks for now; least first.
+        """Sort key of the action that `trajectory` requests now; least first.
 
-        `work`: core-seconds that the action itself is expected to take. `last`: its trajectory
-        needs nothing after it. One without a trajectory has nothing behind it either. What
-        trajectories of `query` took before says what this one will take.
+        `work`: expected core-seconds of the action itself. `last`: its trajectory needs nothing
+        after it; so does an action without a trajectory. Earlier trajectories of `query` inform the
+        estimate.
         """
         if self.order == FCFS:
             return first_come(now, waiters)
@@ -317,15 +317,16 @@ class Discipline:
         if trajectory:
             kin = Kin(query)
 
-            def beside(function: str) -> float:
+            def relative(function: str) -> float:
                 return self.expected(function, kin, 1.0) if query else 1.0
 
-            left = remaining.asked(trajectory, work, last=last, beside=beside)
+            left = remaining.asked(trajectory, work, last=last, relative=relative)
         if not math.isfinite(left):
-            # As late as can be; nothing is learned of it, or no place could be told any more.
+            # As late as possible; and nothing is learned of it, or no place could be computed any
+            # more.
             return now + self._patience
         ratio = left / max(1, waiters)
-        # The first is as typical as can be.
+        # The first action is typical by definition.
         typical = ratio if not typical else typical + (ratio - typical) / _TYPICAL
         self._jobs[job] = (remaining, typical)
         return now + later(left, waiters, typical=typical, patience=self._patience)
@@ -339,7 +340,7 @@ class Discipline:
         last: bool = False,
         function: str = "",
     ) -> None:
-        """An action, a call of `function`, took so much."""
+        """Record the core-seconds of an action, a call of `function`."""
         if self.order != FCFS and trajectory:
             self._of(job)[0].ran(core_seconds, last=last, function=function)
 
@@ -357,5 +358,5 @@ class Discipline:
 
 
 def first_come(since: float, waiters: int = 1) -> float:
-    """Sorts actions by when they came, earlier the more trajectories wait (`waiters`)."""
+    """Sort key by arrival, moved forward by `head_start` for the waiters."""
     return since - head_start(waiters)

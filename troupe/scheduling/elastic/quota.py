@@ -1,8 +1,8 @@
-"""What an interface outside allows: calls per second and calls at once, shared by many callers.
+"""Quotas of external interfaces: calls per second and concurrent calls, shared by many callers.
 
-A token bucket with a bound on what is in use, and a line of those that wait: who asks first is
-served first, whatever the others ask for, so nobody starves. Pure: `now` is the caller's, in
-seconds. `services/reward/quota/quota.lua` is the same arithmetic for callers on several hosts.
+A token bucket with a bound on units in use and a first-come-first-served line, so no caller
+starves. Pure: `now` is the caller's, in seconds. `services/reward/quota/quota.lua` is the same
+arithmetic for callers on several hosts.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A sum of many refills is not exactly what it should be.
+# Tolerance for the rounding of many refills.
 _EPSILON = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
-    """What an interface allows: `rate` units per second, `burst` of them at once after a pause,
-    and `concurrency` in use at a time. 0: no such limit."""
+    """Limits of an interface: `rate` units per second, a `burst` of units after a pause,
+    `concurrency` units in use at a time. 0: no such limit."""
 
     rate: float = 0.0
     burst: int = 1
@@ -43,8 +43,8 @@ class QuotaLimits:
 
 @dataclass(frozen=True, slots=True)
 class QuotaGrant:
-    """The first `granted` wishes are the asker's. It may ask for the next after `wait` seconds,
-    or when somebody gives back (infinite: only then)."""
+    """The first `granted` wishes are granted. The caller may ask for the next after `wait` seconds,
+    or when units are given back (infinite: only then)."""
 
     granted: int
     wait: float
@@ -60,7 +60,7 @@ class _UnitHold:
 
 @dataclass(slots=True)
 class _QueuePlace:
-    """A place in the line, by `turn`; lost after `until`. `units` is what it waits for."""
+    """A place in the line, ordered by `turn`, for `units`; lost after `until`."""
 
     turn: int
     until: float
@@ -71,10 +71,10 @@ class TokenBucket:
     """The state of one quota. Not thread-safe."""
 
     def __init__(self, limits: QuotaLimits, now: float) -> None:
-        """Full, and nothing in use."""
+        """Starts full, with nothing in use."""
         self.limits = limits
         self._tokens = float(limits.burst)
-        # Up to when tokens have been counted; in the future while the quota is shut.
+        # Time until which tokens have been refilled; in the future while the quota is shut.
         self._at = now
         self._shut = -math.inf
         self._holds: dict[str, _UnitHold] = {}
@@ -82,10 +82,10 @@ class TokenBucket:
         self._turns = 0
 
     def ask(self, holder: str, wishes: Sequence[int], now: float, patience: float) -> QuotaGrant:
-        """As many of `wishes`, units of one call each, as there are now, in their order.
+        """Grant as many of `wishes`, the units of one call each, as are available, in order.
 
-        None are granted while somebody who asked before waits. Without wishes a place in the line
-        is given up. What `holder` has and its place are forgotten when it is not heard of for
+        None are granted while an earlier caller waits. Without wishes the caller's place in the
+        line is given up. What `holder` has, and its place, are forgotten when it does not ask for
         `patience` seconds. Raises ValueError for a wish that can never be granted.
         """
         if wishes and max(wishes) > self.limits.most:
@@ -109,14 +109,14 @@ class TokenBucket:
         if granted == len(wishes):
             self._line.pop(holder, None)
             return QuotaGrant(granted, 0.0)
-        # Who got something goes behind those that came meanwhile.
+        # A caller that got something goes behind those that came meanwhile.
         units = wishes[granted]
         self._line[holder] = _QueuePlace(self._turns if granted else turn, now + patience, units)
         self._turns += 1
         return QuotaGrant(granted, self._wait(sum(ahead) + units, now))
 
     def give_back(self, holder: str, units: int, now: float, *, unused: int = 0) -> None:
-        """`units` are no longer in use; of these `unused` never were, and count as not taken."""
+        """Return `units`; `unused` of them were never used and are refilled."""
         self._pass(now)
         if hold := self._holds.get(holder):
             hold.units -= units
@@ -126,9 +126,9 @@ class TokenBucket:
             self._tokens = min(float(self.limits.burst), self._tokens + unused)
 
     def shut(self, until: float, now: float) -> None:
-        """Nobody gets anything before `until`: the interface said so (HTTP 429, Retry-After).
+        """Grant nothing before `until`, because the interface said so (HTTP 429, Retry-After).
 
-        It counts otherwise than we do, so what was saved up is gone.
+        Saved tokens are dropped: the interface counts differently.
         """
         self._pass(now)
         if until > max(self._shut, now):
@@ -136,11 +136,11 @@ class TokenBucket:
 
     @property
     def in_use(self) -> int:
-        """Units that somebody holds."""
+        """Units that are held."""
         return sum(hold.units for hold in self._holds.values())
 
     def _pass(self, now: float) -> None:
-        """Count what came in until `now`, and forget who was not heard of."""
+        """Refill until `now`, and forget holders that have not been heard of."""
         if now > self._at:
             gained = self._tokens + (now - self._at) * self.limits.rate
             self._tokens, self._at = min(float(self.limits.burst), gained), now
@@ -159,7 +159,8 @@ class TokenBucket:
         hold.units, hold.until = hold.units + units, until
 
     def _wait(self, units: int, now: float) -> float:
-        """Seconds until there could be tokens for `units`; infinite when a place is what lacks."""
+        """Seconds until there could be tokens for `units`; infinite when concurrency is the
+        limit."""
         shut = max(0.0, self._shut - now)
         lacking = units - self._tokens if self.limits.rate else 0.0
         if lacking > _EPSILON:

@@ -22,7 +22,7 @@ from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowErro
 from troupe.workflow.messages import Message
 
 if TYPE_CHECKING:
-    from troupe.endpoint.server import Doors, EndpointServer
+    from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class PolicyBackend:
         self._contexts = contexts or {}
         self.agents: Agents | None = None
         """The trajectory's agents; to be set before its first turn."""
-        self._endpoints: tuple[EndpointServer, Doors] | None = None
+        self._endpoints: tuple[EndpointServer, TrajectoryEndpoints] | None = None
 
     def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
         """An OpenAI-compatible endpoint of `agent` on loopback, until `close`.
@@ -160,10 +160,10 @@ class PolicyBackend:
                     remedy="pip install 'troupe[rollout]', or both by themselves.",
                 )
             # A heavy import, for the few workflows that use an endpoint.
-            from troupe.endpoint.server import Doors, EndpointServer
+            from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints
 
             server = EndpointServer()
-            self._endpoints = server, Doors(server)
+            self._endpoints = server, TrajectoryEndpoints(server)
         return self._endpoints[1].open(agent, options)
 
     async def close(self) -> None:
