@@ -131,7 +131,7 @@ class Casts:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PreparedJob:
     """A job whose engines run and whose code is loaded."""
 
@@ -157,19 +157,15 @@ class PreparedJob:
     """Open trajectories by query."""
 
     def __post_init__(self) -> None:
-        derived = {
-            "casts": Casts(
-                self.spec,
-                self.policies,
-                self.roles,
-                None if self.arena is None else self.arena.check_cast,
-            ),
-            "trained": frozenset(self.spec.trained_policies),
-            "groups": OpenGroups(policy.router for policy in self.policies.values()),
-            "lockstep": Lockstep() if self.spec.pipeline.rollout == "batch" else None,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        self.casts = Casts(
+            self.spec,
+            self.policies,
+            self.roles,
+            None if self.arena is None else self.arena.check_cast,
+        )
+        self.trained = frozenset(self.spec.trained_policies)
+        self.groups = OpenGroups(policy.router for policy in self.policies.values())
+        self.lockstep = Lockstep() if self.spec.pipeline.rollout == "batch" else None
 
     def policy(self, name: str) -> ServedPolicy:
         """A policy by name. Raises `InvalidArgument` naming the known ones."""

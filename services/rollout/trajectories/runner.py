@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 
 from services.rollout.prepared import PreparedJob
-from services.rollout.trajectories.early_start import EarlyStartGate
+from services.rollout.trajectories.concurrency import EarlyStartGate
 from services.rollout.trajectories.records import TrajectoryLog
 from services.rollout.trajectories.trajectory import RunningTrajectory
 from troupe.endpoint.server import EndpointServer

@@ -17,7 +17,7 @@ from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import TrajectoryTools
 from services.rollout.trajectories import records
 from services.rollout.trajectories.clock import TrajectoryClock
-from services.rollout.trajectories.early_start import EarlyStartGate
+from services.rollout.trajectories.concurrency import EarlyStartGate
 from services.rollout.trajectories.records import End, LargeColumns, RowDestination, TrajectoryLog
 from services.rollout.trajectories.turn_backend import TurnBackend
 from services.rollout.trajectories.watchdog import IN_WORKFLOW, WorkflowBlockedError, blocked_note

@@ -9,7 +9,7 @@ from services.rollout.engines.base import EngineResponse, SamplingParams
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.router import StickyRoute
 from services.rollout.trajectories.clock import TrajectoryClock
-from services.rollout.trajectories.early_start import EarlyStartGate
+from services.rollout.trajectories.concurrency import EarlyStartGate
 from services.rollout.trajectories.watchdog import blocked_note
 from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints
 from troupe.workflow import Agent, Endpoint, Sampling, TurnError
