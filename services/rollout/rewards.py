@@ -71,196 +71,6 @@ _NEWEST_WEIGHT: Final = 0.1
 
 _Key = tuple[str, str, str, int, float]
 
-
-@dataclass(eq=False)
-class _Batch:
-    """Calls of one function that wait to be sent in one message."""
-
-    timer: asyncio.TimerHandle
-    calls: list[tuple[pb.InvokeRequest, float, asyncio.Future[pb.InvokeResponse]]] = field(
-        default_factory=list
-    )
-    size: int = 0
-
-
-class Coalescer:
-    """Sends calls of short functions together (`InvokeBatch`), all others by `Invoke`."""
-
-    def __init__(self, stub: RewardAsyncStub) -> None:
-        self._stub = stub
-        self._batches: dict[_Key, _Batch] = {}
-        # Average seconds of a call, by function.
-        self._seconds: dict[_Key, float] = {}
-        self._sent: set[asyncio.Task[None]] = set()
-
-    async def invoke(self, request: pb.InvokeRequest, timeout: float) -> pb.InvokeResponse:
-        """The response within `timeout` seconds. Raises `TroupeError`, as `Invoke` does."""
-        key = (request.name, request.version, request.job_id, request.priority, request.weight)
-        if self._seconds.get(key, _SHORT_SECONDS) >= _SHORT_SECONDS:
-            response = await self._stub.Invoke(request, timeout=timeout)
-            self._learn(key, response)
-            return response
-        answer: asyncio.Future[pb.InvokeResponse] = asyncio.get_running_loop().create_future()
-        batch = self._batches.get(key)
-        if batch is None:
-            timer = asyncio.get_running_loop().call_later(_BATCH_SECONDS, self._send, key)
-            batch = self._batches[key] = _Batch(timer)
-        batch.calls.append((request, timeout, answer))
-        batch.size += len(request.arguments_json)
-        if len(batch.calls) >= _BATCH_CALLS or batch.size >= _BATCH_BYTES:
-            self._send(key)
-        response = await answer
-        if response.error.kind == pb.InvocationError.KIND_BAD_ARGUMENTS:
-            raise InvalidArgument(response.error.message, field="arguments_json")
-        return response
-
-    def _send(self, key: _Key) -> None:
-        batch = self._batches.pop(key)
-        batch.timer.cancel()
-        task = asyncio.create_task(self._answer(key, batch))
-        self._sent.add(task)
-        task.add_done_callback(self._sent.discard)
-
-    async def _answer(self, key: _Key, batch: _Batch) -> None:
-        # Calls that were cancelled meanwhile are left out.
-        calls = [call for call in batch.calls if not call[2].done()]
-        if not calls:
-            return
-        name, version, job_id, priority, weight = key
-        request = pb.InvokeBatchRequest(
-            name=name,
-            version=version,
-            job_id=job_id,
-            priority=priority,
-            weight=weight,
-            calls=[
-                pb.BatchCall(
-                    invocation_id=one.invocation_id,
-                    arguments_json=one.arguments_json,
-                    trajectory_id=one.trajectory_id,
-                    waiters=one.waiters,
-                    expected_seconds=one.expected_seconds,
-                    query_id=one.query_id,
-                )
-                for one, _, _ in calls
-            ],
-        )
-        try:
-            timeout = max(timeout for _, timeout, _ in calls)
-            reply = await self._stub.InvokeBatch(request, timeout=timeout)
-        except InvalidArgument:
-            # One of the calls, or their number, is refused: each gets its own answer.
-            await asyncio.gather(*(self._answer_alone(*call) for call in calls))
-            return
-        except Exception as error:
-            for _, _, answer in calls:
-                if not answer.done():
-                    answer.set_exception(error)
-            return
-        too_large = []
-        for call, response in zip(calls, reply.responses, strict=True):
-            if response.error.kind == pb.InvocationError.KIND_RESULT_TOO_LARGE:
-                too_large.append(call)
-                continue
-            self._learn(key, response)
-            if not call[2].done():
-                call[2].set_result(response)
-        # The service keeps results that its answer had no room for. One after another: they are
-        # large.
-        for call in too_large:
-            await self._answer_alone(*call)
-
-    async def _answer_alone(
-        self,
-        request: pb.InvokeRequest,
-        timeout: float,
-        answer: asyncio.Future[pb.InvokeResponse],
-    ) -> None:
-        try:
-            response = await self._stub.Invoke(request, timeout=timeout)
-        except Exception as error:
-            if not answer.done():
-                answer.set_exception(error)
-        else:
-            if not answer.done():
-                answer.set_result(response)
-
-    def _learn(self, key: _Key, response: pb.InvokeResponse) -> None:
-        seconds = response.run_seconds - response.cold_start_seconds
-        known = self._seconds.get(key, seconds)
-        self._seconds[key] = known + _NEWEST_WEIGHT * (seconds - known)
-
-
-async def register_describer(stub: RewardAsyncStub) -> None:
-    """Register the function that describes others. Raises `TroupeError`."""
-    costs = {"cores": 0, "memory_mib": 0, "timeout_seconds": IMPORT_SECONDS + 10}
-    spec = to_spec(_NAME, __version__, _ENTRYPOINT, costs)
-    await stub.RegisterFunction(
-        pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
-    )
-
-
-async def describe(stub: RewardAsyncStub, entrypoints: Collection[str]) -> dict[str, Described]:
-    """The declarations of `entrypoints`. One that cannot be described has an empty one: its first
-    call reports why. Raises `TroupeError` when the service cannot be reached."""
-    attempts = Attempts(_DESCRIBE_AGAIN, retryable=_is_forgotten)
-    while True:
-        await register_describer(stub)
-        try:
-            found = await asyncio.gather(*(_describe(stub, one) for one in entrypoints))
-        except NotFound as error:  # the service was restarted since
-            await attempts.failed(error)
-            log.info("the reward service forgot its functions", error=error.message)
-        else:
-            return dict(zip(entrypoints, found, strict=True))
-
-
-def _is_forgotten(error: Exception) -> bool:
-    return isinstance(error, NotFound) and error.kind == "function_not_found"
-
-
-async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Described]:
-    """The declarations of all functions that the service knows, by name and version. Raises
-    `TroupeError`."""
-    reply = await stub.ListFunctions(pb.ListFunctionsRequest())
-    return {
-        (spec.name, spec.version): Described(
-            spec.entrypoint,
-            spec.kind,
-            spec.name,
-            spec.version,
-            spec.description,
-            parameters=schema_of(spec),
-        )
-        for spec in (status.function for status in reply.functions)
-    }
-
-
-async def _describe(stub: RewardAsyncStub, entrypoint: str) -> Described:
-    response = await stub.Invoke(
-        pb.InvokeRequest(
-            invocation_id=new_id("describe"),
-            name=_NAME,
-            version=__version__,
-            arguments_json=json.dumps({"entrypoint": entrypoint}),
-            priority=_PRIORITY,
-        ),
-        timeout=2 * IMPORT_SECONDS,
-    )
-    if response.HasField("error"):
-        log.info(
-            "a function could not be described",
-            entrypoint=entrypoint,
-            error=response.error.message,
-        )
-        return Described(entrypoint)
-    try:
-        return Described(**parse_json(response.result_json))
-    except (NotJsonError, TypeError) as error:  # an imported module that replaced the describer
-        log.warning("a function is described as nothing", entrypoint=entrypoint, error=str(error))
-        return Described(entrypoint)
-
-
 _REMEDIES: Final = {
     pb.InvocationError.KIND_NOT_IMPORTABLE: "Make it importable where the reward service runs: "
     "the directory that holds it on PYTHONPATH, the function at the module's top level.",
@@ -274,6 +84,61 @@ _REMEDIES: Final = {
     "model (TROUPE_REWARD_MODELS).",
     pb.InvocationError.KIND_BAD_RESULT: "Return finite numbers, strings, lists and dicts of them.",
 }
+
+
+class TrajectoryTools:
+    """`troupe.workflow.ToolBackend` of one trajectory."""
+
+    def __init__(
+        self,
+        functions: JobFunctions,
+        trajectory_id: str,
+        clock: TrajectoryClock,
+        waiters: Callable[[], int] = lambda: 1,
+        query_id: str = "",
+    ) -> None:
+        """`waiters`: how many trajectories wait for this one now."""
+        self._functions = functions
+        self._waiters = waiters
+        self._trajectory_id = trajectory_id
+        self._clock = clock
+        self._query_id = query_id
+        self._sandboxes = TrajectorySandboxes()
+
+    def close(self) -> None:
+        """Release the sandboxes of the trajectory, which has ended."""
+        if self._sandboxes.ids or self._sandboxes.uncertain:
+            self._functions.close_later(self._trajectory_id)
+
+    async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
+        """Call a tool. Raises `ToolError`."""
+        return await self._call(f"tools/{name}", arguments_json, expected_seconds)
+
+    async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a reward function; returns its JSON value. Raises `ToolError`."""
+        answer = await self._call(f"rewards/{name}", scoring.as_arguments(arguments))
+        try:
+            return parse_json(answer)
+        except NotJsonError as error:
+            raise ToolError(
+                f"rewards/{name} answered what is no JSON: {error}",
+                kind="bad_result",
+                field=f"rewards.{name}",
+            ) from error
+
+    async def _call(self, name: str, arguments_json: str, expected_seconds: float = 0.0) -> str:
+        left = self._clock.bound(math.inf)
+        with self._clock.outside():
+            return await self._functions.call(
+                name,
+                arguments_json,
+                trajectory_id=self._trajectory_id,
+                timeout=max(left, 0.001),
+                sandboxes=self._sandboxes,
+                waiters=self._waiters(),
+                query_id=self._query_id,
+                expected_seconds=expected_seconds,
+            )
 
 
 @dataclass
@@ -539,56 +404,190 @@ def _in_background(work: Coroutine[Any, Any, None]) -> None:
     task.add_done_callback(_background.discard)
 
 
-class TrajectoryTools:
-    """`troupe.workflow.ToolBackend` of one trajectory."""
+@dataclass(eq=False)
+class _Batch:
+    """Calls of one function that wait to be sent in one message."""
 
-    def __init__(
-        self,
-        functions: JobFunctions,
-        trajectory_id: str,
-        clock: TrajectoryClock,
-        waiters: Callable[[], int] = lambda: 1,
-        query_id: str = "",
-    ) -> None:
-        """`waiters`: how many trajectories wait for this one now."""
-        self._functions = functions
-        self._waiters = waiters
-        self._trajectory_id = trajectory_id
-        self._clock = clock
-        self._query_id = query_id
-        self._sandboxes = TrajectorySandboxes()
+    timer: asyncio.TimerHandle
+    calls: list[tuple[pb.InvokeRequest, float, asyncio.Future[pb.InvokeResponse]]] = field(
+        default_factory=list
+    )
+    size: int = 0
 
-    def close(self) -> None:
-        """Release the sandboxes of the trajectory, which has ended."""
-        if self._sandboxes.ids or self._sandboxes.uncertain:
-            self._functions.close_later(self._trajectory_id)
 
-    async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
-        """Call a tool. Raises `ToolError`."""
-        return await self._call(f"tools/{name}", arguments_json, expected_seconds)
+class Coalescer:
+    """Sends calls of short functions together (`InvokeBatch`), all others by `Invoke`."""
 
-    async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a reward function; returns its JSON value. Raises `ToolError`."""
-        answer = await self._call(f"rewards/{name}", scoring.as_arguments(arguments))
+    def __init__(self, stub: RewardAsyncStub) -> None:
+        self._stub = stub
+        self._batches: dict[_Key, _Batch] = {}
+        # Average seconds of a call, by function.
+        self._seconds: dict[_Key, float] = {}
+        self._sent: set[asyncio.Task[None]] = set()
+
+    async def invoke(self, request: pb.InvokeRequest, timeout: float) -> pb.InvokeResponse:
+        """The response within `timeout` seconds. Raises `TroupeError`, as `Invoke` does."""
+        key = (request.name, request.version, request.job_id, request.priority, request.weight)
+        if self._seconds.get(key, _SHORT_SECONDS) >= _SHORT_SECONDS:
+            response = await self._stub.Invoke(request, timeout=timeout)
+            self._learn(key, response)
+            return response
+        answer: asyncio.Future[pb.InvokeResponse] = asyncio.get_running_loop().create_future()
+        batch = self._batches.get(key)
+        if batch is None:
+            timer = asyncio.get_running_loop().call_later(_BATCH_SECONDS, self._send, key)
+            batch = self._batches[key] = _Batch(timer)
+        batch.calls.append((request, timeout, answer))
+        batch.size += len(request.arguments_json)
+        if len(batch.calls) >= _BATCH_CALLS or batch.size >= _BATCH_BYTES:
+            self._send(key)
+        response = await answer
+        if response.error.kind == pb.InvocationError.KIND_BAD_ARGUMENTS:
+            raise InvalidArgument(response.error.message, field="arguments_json")
+        return response
+
+    def _send(self, key: _Key) -> None:
+        batch = self._batches.pop(key)
+        batch.timer.cancel()
+        task = asyncio.create_task(self._answer(key, batch))
+        self._sent.add(task)
+        task.add_done_callback(self._sent.discard)
+
+    async def _answer(self, key: _Key, batch: _Batch) -> None:
+        # Calls that were cancelled meanwhile are left out.
+        calls = [call for call in batch.calls if not call[2].done()]
+        if not calls:
+            return
+        name, version, job_id, priority, weight = key
+        request = pb.InvokeBatchRequest(
+            name=name,
+            version=version,
+            job_id=job_id,
+            priority=priority,
+            weight=weight,
+            calls=[
+                pb.BatchCall(
+                    invocation_id=one.invocation_id,
+                    arguments_json=one.arguments_json,
+                    trajectory_id=one.trajectory_id,
+                    waiters=one.waiters,
+                    expected_seconds=one.expected_seconds,
+                    query_id=one.query_id,
+                )
+                for one, _, _ in calls
+            ],
+        )
         try:
-            return parse_json(answer)
-        except NotJsonError as error:
-            raise ToolError(
-                f"rewards/{name} answered what is no JSON: {error}",
-                kind="bad_result",
-                field=f"rewards.{name}",
-            ) from error
+            timeout = max(timeout for _, timeout, _ in calls)
+            reply = await self._stub.InvokeBatch(request, timeout=timeout)
+        except InvalidArgument:
+            # One of the calls, or their number, is refused: each gets its own answer.
+            await asyncio.gather(*(self._answer_alone(*call) for call in calls))
+            return
+        except Exception as error:
+            for _, _, answer in calls:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        too_large = []
+        for call, response in zip(calls, reply.responses, strict=True):
+            if response.error.kind == pb.InvocationError.KIND_RESULT_TOO_LARGE:
+                too_large.append(call)
+                continue
+            self._learn(key, response)
+            if not call[2].done():
+                call[2].set_result(response)
+        # The service keeps results that its answer had no room for. One after another: they are
+        # large.
+        for call in too_large:
+            await self._answer_alone(*call)
 
-    async def _call(self, name: str, arguments_json: str, expected_seconds: float = 0.0) -> str:
-        left = self._clock.bound(math.inf)
-        with self._clock.outside():
-            return await self._functions.call(
-                name,
-                arguments_json,
-                trajectory_id=self._trajectory_id,
-                timeout=max(left, 0.001),
-                sandboxes=self._sandboxes,
-                waiters=self._waiters(),
-                query_id=self._query_id,
-                expected_seconds=expected_seconds,
-            )
+    async def _answer_alone(
+        self,
+        request: pb.InvokeRequest,
+        timeout: float,
+        answer: asyncio.Future[pb.InvokeResponse],
+    ) -> None:
+        try:
+            response = await self._stub.Invoke(request, timeout=timeout)
+        except Exception as error:
+            if not answer.done():
+                answer.set_exception(error)
+        else:
+            if not answer.done():
+                answer.set_result(response)
+
+    def _learn(self, key: _Key, response: pb.InvokeResponse) -> None:
+        seconds = response.run_seconds - response.cold_start_seconds
+        known = self._seconds.get(key, seconds)
+        self._seconds[key] = known + _NEWEST_WEIGHT * (seconds - known)
+
+
+async def register_describer(stub: RewardAsyncStub) -> None:
+    """Register the function that describes others. Raises `TroupeError`."""
+    costs = {"cores": 0, "memory_mib": 0, "timeout_seconds": IMPORT_SECONDS + 10}
+    spec = to_spec(_NAME, __version__, _ENTRYPOINT, costs)
+    await stub.RegisterFunction(
+        pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
+    )
+
+
+async def describe(stub: RewardAsyncStub, entrypoints: Collection[str]) -> dict[str, Described]:
+    """The declarations of `entrypoints`. One that cannot be described has an empty one: its first
+    call reports why. Raises `TroupeError` when the service cannot be reached."""
+    attempts = Attempts(_DESCRIBE_AGAIN, retryable=_is_forgotten)
+    while True:
+        await register_describer(stub)
+        try:
+            found = await asyncio.gather(*(_describe(stub, one) for one in entrypoints))
+        except NotFound as error:  # the service was restarted since
+            await attempts.failed(error)
+            log.info("the reward service forgot its functions", error=error.message)
+        else:
+            return dict(zip(entrypoints, found, strict=True))
+
+
+def _is_forgotten(error: Exception) -> bool:
+    return isinstance(error, NotFound) and error.kind == "function_not_found"
+
+
+async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Described]:
+    """The declarations of all functions that the service knows, by name and version. Raises
+    `TroupeError`."""
+    reply = await stub.ListFunctions(pb.ListFunctionsRequest())
+    return {
+        (spec.name, spec.version): Described(
+            spec.entrypoint,
+            spec.kind,
+            spec.name,
+            spec.version,
+            spec.description,
+            parameters=schema_of(spec),
+        )
+        for spec in (status.function for status in reply.functions)
+    }
+
+
+async def _describe(stub: RewardAsyncStub, entrypoint: str) -> Described:
+    response = await stub.Invoke(
+        pb.InvokeRequest(
+            invocation_id=new_id("describe"),
+            name=_NAME,
+            version=__version__,
+            arguments_json=json.dumps({"entrypoint": entrypoint}),
+            priority=_PRIORITY,
+        ),
+        timeout=2 * IMPORT_SECONDS,
+    )
+    if response.HasField("error"):
+        log.info(
+            "a function could not be described",
+            entrypoint=entrypoint,
+            error=response.error.message,
+        )
+        return Described(entrypoint)
+    try:
+        return Described(**parse_json(response.result_json))
+    except (NotJsonError, TypeError) as error:  # an imported module that replaced the describer
+        log.warning("a function is described as nothing", entrypoint=entrypoint, error=str(error))
+        return Described(entrypoint)

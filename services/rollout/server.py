@@ -53,96 +53,6 @@ _MODULES: Final = ("modeling_utils", "modeling_layers", "activations", "masking_
 _STORE_RETRY: Final = RetryPolicy(max_attempts=None)
 
 
-async def generate(
-    job: PreparedJob, policy: ServedPolicy, request: pb.GenerateRequest
-) -> pb.GenerateResponse:
-    """One response of `policy` to messages or token ids, within `limits.turn_seconds`.
-
-    Sampling that the request leaves open is that of the policy's first agent. Raises
-    `InvalidArgument`, `DeadlineExceeded`, `FailedPrecondition`.
-    """
-    if bool(request.messages) == bool(request.input_ids):
-        raise InvalidArgument(
-            "give exactly one of messages and input_ids",
-            field="messages",
-            remedy="Send chat messages, or token ids of the policy's tokenizer.",
-        )
-    chat, roles = policy.language.chat, job.roles.values()
-    # A policy that only tickets name samples as the first agent does.
-    role = next((role for role in roles if role.policy == policy.name), next(iter(roles)))
-    try:
-        if request.messages:
-            messages = parse_messages(
-                [{"role": m.role, "content": m.content} for m in request.messages],
-                role.system_prompt,
-            )
-            prompt_ids = chat.first_ids(messages)
-        else:
-            prompt_ids = tuple(request.input_ids)
-        sampling = role.sampling.override(_given(request.sampling))
-        generation = await policy.router.generate(
-            request.request_id or new_id("generate"),
-            list(prompt_ids),
-            SamplingParams.of(sampling),
-            route=StickyRoute(),
-            deadline_seconds=job.spec.limits.turn_seconds,
-        )
-    except WorkflowError as error:
-        raise _to_rpc(error) from error
-    stopped = generation.finish_reason == "stop"
-    return pb.GenerateResponse(
-        text=chat.text(generation.token_ids, stopped=stopped),
-        input_ids=prompt_ids,
-        output_ids=generation.token_ids,
-        logprobs=generation.logprobs,
-        versions=[
-            common.VersionSpan(version=span.version, start=span.start, end=span.end)
-            for span in generation.versions
-        ],
-        finish_reason=generation.finish_reason,
-    )
-
-
-def _given(sampling: common.SamplingParams) -> dict[str, object]:
-    """The fields that are set, repeated ones as tuples."""
-    return {
-        field.name: tuple(value) if field.is_repeated else value
-        for field, value in sampling.ListFields()
-    }
-
-
-def _to_rpc(error: WorkflowError) -> TroupeError:
-    kinds: dict[str, type[TroupeError]] = {
-        "deadline": DeadlineExceeded,
-        "job_released": FailedPrecondition,
-    }
-    return kinds.get(error.kind, InvalidArgument)(
-        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
-    )
-
-
-def warm_up() -> None:
-    """Import the engines' libraries in a background thread. Repeatable."""
-    threading.Thread(target=_import, name="warm-up", daemon=True).start()
-
-
-def _import() -> None:
-    try:
-        with IMPORTING:
-            transformers = importlib.import_module("transformers")
-        for name in ("AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"):
-            getattr(transformers, name)
-        for name in _MODULES:
-            with contextlib.suppress(ImportError):  # another release: it comes with the model
-                importlib.import_module(f"transformers.{name}")
-        importlib.import_module("services.rollout.engines.embedded")
-    except Exception as error:  # the engine that needs them reports it
-        log.warning("libraries cannot be imported", error=str(error))
-    finally:
-        if not gc.isenabled():  # disabled by `__main__`: collections take a fifth of an import
-            collect_seldom()
-
-
 class RolloutService(rollout_pb2_grpc.RolloutServicer):
     """Connects the parts of the service and answers its RPCs."""
 
@@ -401,3 +311,93 @@ def _check_ticket(field: str, ticket: pb.Ticket, seen: set[str]) -> None:
             "occurs twice", field=f"{field}.trajectory_id", value=ticket.trajectory_id
         )
     seen.add(ticket.trajectory_id)
+
+
+async def generate(
+    job: PreparedJob, policy: ServedPolicy, request: pb.GenerateRequest
+) -> pb.GenerateResponse:
+    """One response of `policy` to messages or token ids, within `limits.turn_seconds`.
+
+    Sampling that the request leaves open is that of the policy's first agent. Raises
+    `InvalidArgument`, `DeadlineExceeded`, `FailedPrecondition`.
+    """
+    if bool(request.messages) == bool(request.input_ids):
+        raise InvalidArgument(
+            "give exactly one of messages and input_ids",
+            field="messages",
+            remedy="Send chat messages, or token ids of the policy's tokenizer.",
+        )
+    chat, roles = policy.language.chat, job.roles.values()
+    # A policy that only tickets name samples as the first agent does.
+    role = next((role for role in roles if role.policy == policy.name), next(iter(roles)))
+    try:
+        if request.messages:
+            messages = parse_messages(
+                [{"role": m.role, "content": m.content} for m in request.messages],
+                role.system_prompt,
+            )
+            prompt_ids = chat.first_ids(messages)
+        else:
+            prompt_ids = tuple(request.input_ids)
+        sampling = role.sampling.override(_given(request.sampling))
+        generation = await policy.router.generate(
+            request.request_id or new_id("generate"),
+            list(prompt_ids),
+            SamplingParams.of(sampling),
+            route=StickyRoute(),
+            deadline_seconds=job.spec.limits.turn_seconds,
+        )
+    except WorkflowError as error:
+        raise _to_rpc(error) from error
+    stopped = generation.finish_reason == "stop"
+    return pb.GenerateResponse(
+        text=chat.text(generation.token_ids, stopped=stopped),
+        input_ids=prompt_ids,
+        output_ids=generation.token_ids,
+        logprobs=generation.logprobs,
+        versions=[
+            common.VersionSpan(version=span.version, start=span.start, end=span.end)
+            for span in generation.versions
+        ],
+        finish_reason=generation.finish_reason,
+    )
+
+
+def _given(sampling: common.SamplingParams) -> dict[str, object]:
+    """The fields that are set, repeated ones as tuples."""
+    return {
+        field.name: tuple(value) if field.is_repeated else value
+        for field, value in sampling.ListFields()
+    }
+
+
+def _to_rpc(error: WorkflowError) -> TroupeError:
+    kinds: dict[str, type[TroupeError]] = {
+        "deadline": DeadlineExceeded,
+        "job_released": FailedPrecondition,
+    }
+    return kinds.get(error.kind, InvalidArgument)(
+        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
+    )
+
+
+def warm_up() -> None:
+    """Import the engines' libraries in a background thread. Repeatable."""
+    threading.Thread(target=_import, name="warm-up", daemon=True).start()
+
+
+def _import() -> None:
+    try:
+        with IMPORTING:
+            transformers = importlib.import_module("transformers")
+        for name in ("AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"):
+            getattr(transformers, name)
+        for name in _MODULES:
+            with contextlib.suppress(ImportError):  # another release: it comes with the model
+                importlib.import_module(f"transformers.{name}")
+        importlib.import_module("services.rollout.engines.embedded")
+    except Exception as error:  # the engine that needs them reports it
+        log.warning("libraries cannot be imported", error=str(error))
+    finally:
+        if not gc.isenabled():  # disabled by `__main__`: collections take a fifth of an import
+            collect_seldom()

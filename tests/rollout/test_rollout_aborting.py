@@ -104,7 +104,7 @@ async def test_trajectories_that_wait_for_a_place_are_aborted_too(house: House) 
     await house.open_step()
     running = asyncio.create_task(house.run(training()))
     [job] = house.service._jobs.all()
-    await until(lambda: job.gate.inside == 1)
+    await until(lambda: job.gate._inside == 1)
     waiting = ["q1-s0-t0", "q1-s0-t1"]
     assert await abort(house, *waiting) == waiting
     await until(lambda: len(house.service._runner) == 2)

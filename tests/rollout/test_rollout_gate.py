@@ -17,7 +17,7 @@ async def test_the_gate_is_fair_and_bounded() -> None:
 
     async def pass_through(n: int) -> None:
         async with gate.enter(f"q{n}"):
-            assert gate.inside <= 2
+            assert gate._inside <= 2
             order.append(n)
             await asyncio.sleep(0.001)
 
@@ -26,7 +26,7 @@ async def test_the_gate_is_fair_and_bounded() -> None:
     tasks[3].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order == [0, 1, 2, 4, 5, 6, 7]
-    assert gate.inside == 0
+    assert gate._inside == 0
 
 
 @given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 3))
@@ -68,4 +68,4 @@ async def test_the_first_go_on_before_the_last_have_entered() -> None:
     assert entered == list(range(64))
     # Whoever asks for a turn does so while others have not even begun.
     assert went_on[0] < 32
-    assert gate.inside == 0
+    assert gate._inside == 0

@@ -112,9 +112,9 @@ async def test_serial_mode_plays_one_query_at_a_time(house: House) -> None:
     await house.open_step()
     running = asyncio.create_task(house.run(training()))
     [job] = house.service._jobs.all()
-    await until(lambda: job.gate.inside == 2)
+    await until(lambda: job.gate._inside == 2)
     await asyncio.sleep(0.05)
-    assert job.gate.inside == 2
+    assert job.gate._inside == 2
     go_on()
     assert {e.state for e in (await running).values()} == {COMPLETED}
 
@@ -123,9 +123,9 @@ async def test_at_most_so_many_trajectories_run_at_once(house: House) -> None:
     await house.prepare("waits", limits={"max_concurrent_trajectories": 3})
     running = asyncio.create_task(house.run(evaluation(5)))
     [job] = house.service._jobs.all()
-    await until(lambda: job.gate.inside == 3)
+    await until(lambda: job.gate._inside == 3)
     await asyncio.sleep(0.05)
-    assert job.gate.inside == 3
+    assert job.gate._inside == 3
     go_on()
     assert len(await running) == 5
 

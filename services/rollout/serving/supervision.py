@@ -43,7 +43,6 @@ class EngineKeeper:
         *,
         start_timeout: float,
         on_change: Callable[[], None],
-        probe_seconds: float = PROBE_SECONDS,
     ) -> None:
         """`on_change` is called whenever the engine may have begun to serve."""
         self.engine = engine
@@ -51,7 +50,6 @@ class EngineKeeper:
         self._fetcher = fetcher
         self._start_timeout = start_timeout
         self._on_change = on_change
-        self._probe_seconds = probe_seconds
         self._lock = asyncio.Lock()
         self._nudge = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
@@ -171,7 +169,7 @@ class EngineKeeper:
         pause = 0.0
         while True:
             try:
-                async with asyncio.timeout(pause or self._probe_seconds):
+                async with asyncio.timeout(pause or PROBE_SECONDS):
                     await self._nudge.wait()
             except TimeoutError:
                 pass

@@ -37,11 +37,6 @@ class ConcurrencyGate:
         # By query, longest waiting first. Without `one_query` all are under one name.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
-    @property
-    def inside(self) -> int:
-        """Number of running trajectories."""
-        return self._inside
-
     @asynccontextmanager
     async def enter(self, query_id: str) -> AsyncIterator[None]:
         """Wait for admission; the trajectory counts as running inside the context."""

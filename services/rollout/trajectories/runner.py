@@ -28,108 +28,7 @@ log = structlog.get_logger(__name__)
 # can process the first while the next is on its way.
 _MAX_MESSAGE_BYTES: Final = 2**20
 
-
-def messages(events: Sequence[rollout.TrajectoryEvent]) -> Iterator[bytes]:
-    """Serialized `TrajectoryEvent`s that contain `events` in order, in as few messages as possible.
-    The events are not changed: other streams send them, too."""
-    parts: list[bytes] = []
-    size = 0
-    for event in events:
-        part = event.SerializeToString()
-        if parts and size + len(part) > _MAX_MESSAGE_BYTES:
-            yield _joined(parts)
-            parts, size = [], 0
-        parts.append(part)
-        size += len(part)
-    if parts:
-        yield _joined(parts)
-
-
-def _joined(parts: Sequence[bytes]) -> bytes:
-    first, *others = parts
-    return b"".join((first, *repeated(rollout.TrajectoryEvent.TOGETHER_FIELD_NUMBER, others)))
-
-
 _Update = rollout.TrajectoryEvent | Exception
-
-
-class TrajectoryListener:
-    """Receives the events of a set of trajectories until all have ended, or until it is closed.
-
-    A trajectory whose last listener is closed early is cancelled and leaves no trace.
-    """
-
-    def __init__(
-        self, runner: Runner, job_id: str, trajectory_ids: set[str], *, endings_only: bool
-    ) -> None:
-        self._runner = runner
-        self._endings_only = endings_only
-        self._job_id = job_id
-        self._left = trajectory_ids
-        self._updates: asyncio.Queue[_Update] = asyncio.Queue()
-
-    def deliver(self, update: _Update, *, replayed: bool = False) -> None:
-        """Queue an event, or the error that lost a trajectory. `replayed`: it happened before this
-        listener joined."""
-        if (
-            self._endings_only
-            and not isinstance(update, Exception)
-            and not _is_reported(update, replayed)
-        ):
-            return
-        self._updates.put_nowait(update)
-
-    async def bundles(self) -> AsyncIterator[list[rollout.TrajectoryEvent]]:
-        """Lists of the events that are available at the same time, in order, never empty. Raises
-        `TroupeError` when a trajectory was lost (its end cannot be stored), after the events before
-        it."""
-        try:
-            while self._left:
-                update = await self._updates.get()
-                bundle = []
-                while not isinstance(update, Exception):
-                    if is_terminal(TRAJECTORY, update.state):
-                        self._left.discard(update.trajectory_id)
-                    bundle.append(update)
-                    if self._updates.empty():
-                        break
-                    update = self._updates.get_nowait()
-                if bundle:
-                    yield bundle
-                if isinstance(update, Exception):
-                    raise update
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Stop listening. Repeatable."""
-        left, self._left = self._left, set()
-        for trajectory_id in left:
-            self._runner.leave((self._job_id, trajectory_id), self)
-
-
-@dataclass(eq=False)
-class _Running:
-    """A trajectory in flight with its listeners."""
-
-    early_start: EarlyStartGate
-    task: asyncio.Task[None] = field(init=False)
-    listeners: set[TrajectoryListener] = field(default_factory=set)
-    newest: rollout.TrajectoryEvent | None = None
-    aborted: str = ""
-    """The reason of an abort; empty: not aborted."""
-
-    def cancel(self) -> None:
-        """Cancel its task after the task has started, in this or the next event-loop iteration: a
-        task that is cancelled before it starts runs no handler, and no listener would get its
-        end."""
-        asyncio.get_running_loop().call_soon(self.task.cancel)
-
-    def publish(self, update: _Update) -> None:
-        if isinstance(update, rollout.TrajectoryEvent):
-            self.newest = update
-        for listener in self.listeners:
-            listener.deliver(update)
 
 
 class Runner:
@@ -143,10 +42,6 @@ class Runner:
 
     def __len__(self) -> int:
         return len(self._running)
-
-    def count(self, job_id: str) -> int:
-        """Number of a job's trajectories in flight."""
-        return sum(job == job_id for job, _ in self._running)
 
     def listen(
         self,
@@ -283,6 +178,93 @@ class Runner:
         await asyncio.gather(*(r.task for r in cancelled), return_exceptions=True)
 
 
+class TrajectoryListener:
+    """Receives the events of a set of trajectories until all have ended, or until it is closed.
+
+    A trajectory whose last listener is closed early is cancelled and leaves no trace.
+    """
+
+    def __init__(
+        self, runner: Runner, job_id: str, trajectory_ids: set[str], *, endings_only: bool
+    ) -> None:
+        self._runner = runner
+        self._endings_only = endings_only
+        self._job_id = job_id
+        self._left = trajectory_ids
+        self._updates: asyncio.Queue[_Update] = asyncio.Queue()
+
+    def deliver(self, update: _Update, *, replayed: bool = False) -> None:
+        """Queue an event, or the error that lost a trajectory. `replayed`: it happened before this
+        listener joined."""
+        if (
+            self._endings_only
+            and not isinstance(update, Exception)
+            and not _is_reported(update, replayed)
+        ):
+            return
+        self._updates.put_nowait(update)
+
+    async def bundles(self) -> AsyncIterator[list[rollout.TrajectoryEvent]]:
+        """Lists of the events that are available at the same time, in order, never empty. Raises
+        `TroupeError` when a trajectory was lost (its end cannot be stored), after the events before
+        it."""
+        try:
+            while self._left:
+                update = await self._updates.get()
+                bundle = []
+                while not isinstance(update, Exception):
+                    if is_terminal(TRAJECTORY, update.state):
+                        self._left.discard(update.trajectory_id)
+                    bundle.append(update)
+                    if self._updates.empty():
+                        break
+                    update = self._updates.get_nowait()
+                if bundle:
+                    yield bundle
+                if isinstance(update, Exception):
+                    raise update
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop listening. Repeatable."""
+        left, self._left = self._left, set()
+        for trajectory_id in left:
+            self._runner.leave((self._job_id, trajectory_id), self)
+
+
+def _is_reported(event: rollout.TrajectoryEvent, replayed: bool) -> bool:
+    """Whether an `endings_only` listener gets the event: an ending, or its first one with start
+    versions."""
+    if is_terminal(TRAJECTORY, event.state):
+        return True
+    return bool(event.start_versions) and (replayed or event.state == pb.TRAJECTORY_STATE_RUNNING)
+
+
+@dataclass(eq=False)
+class _Running:
+    """A trajectory in flight with its listeners."""
+
+    early_start: EarlyStartGate
+    task: asyncio.Task[None] = field(init=False)
+    listeners: set[TrajectoryListener] = field(default_factory=set)
+    newest: rollout.TrajectoryEvent | None = None
+    aborted: str = ""
+    """The reason of an abort; empty: not aborted."""
+
+    def cancel(self) -> None:
+        """Cancel its task after the task has started, in this or the next event-loop iteration: a
+        task that is cancelled before it starts runs no handler, and no listener would get its
+        end."""
+        asyncio.get_running_loop().call_soon(self.task.cancel)
+
+    def publish(self, update: _Update) -> None:
+        if isinstance(update, rollout.TrajectoryEvent):
+            self.newest = update
+        for listener in self.listeners:
+            listener.deliver(update)
+
+
 def _trajectory_class(job: PreparedJob) -> type[RunningTrajectory]:
     if job.arena is None:
         return RunningTrajectory
@@ -292,9 +274,22 @@ def _trajectory_class(job: PreparedJob) -> type[RunningTrajectory]:
     return EpisodeRunner
 
 
-def _is_reported(event: rollout.TrajectoryEvent, replayed: bool) -> bool:
-    """Whether an `endings_only` listener gets the event: an ending, or its first one with start
-    versions."""
-    if is_terminal(TRAJECTORY, event.state):
-        return True
-    return bool(event.start_versions) and (replayed or event.state == pb.TRAJECTORY_STATE_RUNNING)
+def messages(events: Sequence[rollout.TrajectoryEvent]) -> Iterator[bytes]:
+    """Serialized `TrajectoryEvent`s that contain `events` in order, in as few messages as possible.
+    The events are not changed: other streams send them, too."""
+    parts: list[bytes] = []
+    size = 0
+    for event in events:
+        part = event.SerializeToString()
+        if parts and size + len(part) > _MAX_MESSAGE_BYTES:
+            yield _joined(parts)
+            parts, size = [], 0
+        parts.append(part)
+        size += len(part)
+    if parts:
+        yield _joined(parts)
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    first, *others = parts
+    return b"".join((first, *repeated(rollout.TrajectoryEvent.TOGETHER_FIELD_NUMBER, others)))

@@ -74,145 +74,6 @@ FATAL: Final = frozenset(
 abandoned: set[asyncio.Future[Any]] = set()
 
 
-async def call_workflow(
-    workflow: Workflow, trajectory_id: str, query: Query, agents: Agents, tools: Tools
-) -> Any:
-    """Run the workflow function; whatever it raises becomes a `WorkflowError`."""
-    IN_WORKFLOW.set(trajectory_id)
-    agents.enter()
-    try:
-        return await workflow(query, agents, tools)
-    except WorkflowBlockedError as error:
-        raise WorkflowError(
-            f"it {error}",
-            kind="workflow_blocked",
-            field="workflow",
-            remedy="Await instead of blocking; put heavy work into a tool or asyncio.to_thread.",
-        ) from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise failure_of(error) from error
-    except BaseException as error:
-        if _explains_itself(error):
-            raise
-        raise failure_of(error) from error
-
-
-def _explains_itself(error: BaseException) -> bool:
-    """Whether `error` is raised by Troupe and names the reason of the failure itself: an engine's,
-    tool's or environment's fault, or one of `FATAL`."""
-    if not is_own(error):
-        return False
-    assert isinstance(error, WorkflowError)
-    # The workflow did not catch the fault of its tool or environment.
-    if isinstance(error, ToolError):
-        error.kind = f"tool_{error.kind}"
-    elif isinstance(error, EnvironmentFault):
-        error.kind = f"environment_{error.reason}"
-    return isinstance(error, TurnError | ToolError | EnvironmentFault) or error.kind in FATAL
-
-
-def failure_of(error: BaseException) -> WorkflowError:
-    """The `WorkflowError` for any exception of user code, also one whose class or text is the
-    user's own."""
-    frames = traceback.extract_tb(error.__traceback__)
-    # The innermost frame outside of Troupe is where the author has to look.
-    own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]
-    at = f" ({own[0].filename.rsplit('/', 1)[-1]}:{own[0].lineno} in {own[0].name})" if own else ""
-    return WorkflowError(f"{described(error)}{at}", kind="workflow_raised")
-
-
-async def bounded(
-    work: Awaitable[Any], clock: TrajectoryClock, late: Callable[[], WorkflowError]
-) -> Any:
-    """The result of `work`. When `clock` runs out, raises `late()`, which is called before `work`
-    is cancelled; also when `work` ignores the cancellation: then it is abandoned."""
-    task = asyncio.ensure_future(await_contained(work))
-    error: WorkflowError | None = None
-    try:
-        while True:
-            await asyncio.wait({task}, timeout=max(0.0, clock.left))
-            if task.done():
-                break
-            if clock.left <= 0:  # the clock may have been paused
-                error = late()
-                break
-    finally:
-        if not task.done():
-            task.cancel()
-            await _end_cancelled(task)
-    try:
-        if error is not None:
-            raise error
-        if task.cancelled():  # by itself, not by us
-            message = "CancelledError: the workflow cancelled itself"
-            raise WorkflowError(message, kind="workflow_raised")
-        return task.result()
-    finally:
-        # The raised error refers to this frame: without this they would be a cycle that keeps the
-        # trajectory's data until the next garbage collection.
-        del task, error
-
-
-async def _end_cancelled(task: asyncio.Future[Any]) -> None:
-    """Wait briefly for a cancelled task; close the coroutine of one that does not end."""
-    await asyncio.wait({task}, timeout=GRACE_SECONDS)
-    if not task.done():
-        log.warning("a workflow does not end when cancelled")
-        assert isinstance(task, asyncio.Task)
-        with contextlib.suppress(Exception):  # its code may raise here, too
-            task.get_coro().close()
-        task.cancel()
-        await asyncio.wait({task}, timeout=GRACE_SECONDS)
-    if task.done():
-        if not task.cancelled():
-            task.exception()  # seen
-        return
-    log.error("a workflow catches everything that could end it; it is left behind")
-    abandoned.add(task)
-    task.add_done_callback(abandoned.discard)
-
-
-class TrajectoryAttempts:
-    """The attempts at one trajectory: it restarts after a fault of its environment.
-
-    `limits.trajectory_retries` restarts, all within one clock. Each attempt has the trajectory's
-    seed, so that it differs only in what the environment does.
-    """
-
-    def __init__(self, retries: int, clock: TrajectoryClock, seed: int) -> None:
-        self._retries = retries
-        self._clock = clock
-        backoff = RetryPolicy(None, initial_backoff=0.2, max_backoff=5.0, seed=seed)
-        self._failed = Attempts(backoff, retryable=lambda error: True)
-        self.made = 0
-        """Number of restarts."""
-
-    async def again(self, error: WorkflowError) -> bool:
-        """Wait before the next attempt. False when `error` is not the environment's, or when
-        restarts or time are spent; its message then says how often it was tried."""
-        if not is_environments(error):
-            return False
-        pause = self._failed.next_delay(error)
-        if self.made == self._retries or pause >= self._clock.left:
-            if self.made:
-                error.message += f" (tried {self.made + 1} times)"
-            return False
-        self.made += 1
-        log.info("a trajectory begins anew", attempt=self.made + 1, reason=str(error))
-        with self._clock.outside():
-            await asyncio.sleep(pause)
-        return True
-
-
-def is_environments(error: WorkflowError) -> bool:
-    """Whether an environment or tool failed the workflow, with an error that another attempt may
-    avoid."""
-    return isinstance(error, ToolError | EnvironmentFault) and error.kind not in FATAL
-
-
 class RunningTrajectory:
     """One run. It ends as completed, failed or aborted with a reason; or it is cancelled from
     outside, and then nothing of it is stored and it may run again."""
@@ -497,3 +358,142 @@ def _problem(error: WorkflowError) -> pb.Problem:
         value=error.value,
         remedy=error.remedy,
     ).to_problem()
+
+
+class TrajectoryAttempts:
+    """The attempts at one trajectory: it restarts after a fault of its environment.
+
+    `limits.trajectory_retries` restarts, all within one clock. Each attempt has the trajectory's
+    seed, so that it differs only in what the environment does.
+    """
+
+    def __init__(self, retries: int, clock: TrajectoryClock, seed: int) -> None:
+        self._retries = retries
+        self._clock = clock
+        backoff = RetryPolicy(None, initial_backoff=0.2, max_backoff=5.0, seed=seed)
+        self._failed = Attempts(backoff, retryable=lambda error: True)
+        self.made = 0
+        """Number of restarts."""
+
+    async def again(self, error: WorkflowError) -> bool:
+        """Wait before the next attempt. False when `error` is not the environment's, or when
+        restarts or time are spent; its message then says how often it was tried."""
+        if not is_environments(error):
+            return False
+        pause = self._failed.next_delay(error)
+        if self.made == self._retries or pause >= self._clock.left:
+            if self.made:
+                error.message += f" (tried {self.made + 1} times)"
+            return False
+        self.made += 1
+        log.info("a trajectory begins anew", attempt=self.made + 1, reason=str(error))
+        with self._clock.outside():
+            await asyncio.sleep(pause)
+        return True
+
+
+def is_environments(error: WorkflowError) -> bool:
+    """Whether an environment or tool failed the workflow, with an error that another attempt may
+    avoid."""
+    return isinstance(error, ToolError | EnvironmentFault) and error.kind not in FATAL
+
+
+async def call_workflow(
+    workflow: Workflow, trajectory_id: str, query: Query, agents: Agents, tools: Tools
+) -> Any:
+    """Run the workflow function; whatever it raises becomes a `WorkflowError`."""
+    IN_WORKFLOW.set(trajectory_id)
+    agents.enter()
+    try:
+        return await workflow(query, agents, tools)
+    except WorkflowBlockedError as error:
+        raise WorkflowError(
+            f"it {error}",
+            kind="workflow_blocked",
+            field="workflow",
+            remedy="Await instead of blocking; put heavy work into a tool or asyncio.to_thread.",
+        ) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise failure_of(error) from error
+    except BaseException as error:
+        if _explains_itself(error):
+            raise
+        raise failure_of(error) from error
+
+
+def _explains_itself(error: BaseException) -> bool:
+    """Whether `error` is raised by Troupe and names the reason of the failure itself: an engine's,
+    tool's or environment's fault, or one of `FATAL`."""
+    if not is_own(error):
+        return False
+    assert isinstance(error, WorkflowError)
+    # The workflow did not catch the fault of its tool or environment.
+    if isinstance(error, ToolError):
+        error.kind = f"tool_{error.kind}"
+    elif isinstance(error, EnvironmentFault):
+        error.kind = f"environment_{error.reason}"
+    return isinstance(error, TurnError | ToolError | EnvironmentFault) or error.kind in FATAL
+
+
+def failure_of(error: BaseException) -> WorkflowError:
+    """The `WorkflowError` for any exception of user code, also one whose class or text is the
+    user's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # The innermost frame outside of Troupe is where the author has to look.
+    own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]
+    at = f" ({own[0].filename.rsplit('/', 1)[-1]}:{own[0].lineno} in {own[0].name})" if own else ""
+    return WorkflowError(f"{described(error)}{at}", kind="workflow_raised")
+
+
+async def bounded(
+    work: Awaitable[Any], clock: TrajectoryClock, late: Callable[[], WorkflowError]
+) -> Any:
+    """The result of `work`. When `clock` runs out, raises `late()`, which is called before `work`
+    is cancelled; also when `work` ignores the cancellation: then it is abandoned."""
+    task = asyncio.ensure_future(await_contained(work))
+    error: WorkflowError | None = None
+    try:
+        while True:
+            await asyncio.wait({task}, timeout=max(0.0, clock.left))
+            if task.done():
+                break
+            if clock.left <= 0:  # the clock may have been paused
+                error = late()
+                break
+    finally:
+        if not task.done():
+            task.cancel()
+            await _end_cancelled(task)
+    try:
+        if error is not None:
+            raise error
+        if task.cancelled():  # by itself, not by us
+            message = "CancelledError: the workflow cancelled itself"
+            raise WorkflowError(message, kind="workflow_raised")
+        return task.result()
+    finally:
+        # The raised error refers to this frame: without this they would be a cycle that keeps the
+        # trajectory's data until the next garbage collection.
+        del task, error
+
+
+async def _end_cancelled(task: asyncio.Future[Any]) -> None:
+    """Wait briefly for a cancelled task; close the coroutine of one that does not end."""
+    await asyncio.wait({task}, timeout=GRACE_SECONDS)
+    if not task.done():
+        log.warning("a workflow does not end when cancelled")
+        assert isinstance(task, asyncio.Task)
+        with contextlib.suppress(Exception):  # its code may raise here, too
+            task.get_coro().close()
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_SECONDS)
+    if task.done():
+        if not task.cancelled():
+            task.exception()  # seen
+        return
+    log.error("a workflow catches everything that could end it; it is left behind")
+    abandoned.add(task)
+    task.add_done_callback(abandoned.discard)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from troupe.scheduling.elastic.decision import Elastic
 
+_LEAST_SECONDS = 1e-6
 # Below this variance of 1/m, relative to its squared mean, the runs had one level and say nothing
 # about the shape. Runs at another level are forgotten after about a hundred.
 _SPREAD = 1e-3
@@ -123,10 +124,10 @@ class SpeedUp:
             return 0.0, self._xy / self._xx
         return serial, parallel
 
-    def seconds(self, levels: Sequence[int], *, least: float = 1e-6) -> tuple[float, ...]:
-        """Expected duration at each of `levels`, at least `least`."""
+    def seconds(self, levels: Sequence[int]) -> tuple[float, ...]:
+        """Expected duration at each of `levels`, at least a microsecond."""
         serial, parallel = self.line
-        return tuple(max(least, serial + parallel / level) for level in levels)
+        return tuple(max(_LEAST_SECONDS, serial + parallel / level) for level in levels)
 
     def elastic(
         self, resource: str, levels: tuple[int, ...], nth: int = 0, *, lowest: float = 0.0
