@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from services.rollout.engines.base import (
-    EngineResponse,
     FinishReason,
     PromptTooLong,
     SamplingParams,
     ServingEngine,
     TurnDeadline,
-    VersionSpan,
 )
 from troupe.job import RoutingSpec
 from troupe.rpc.errors import AlreadyExists, NotFound, TroupeError, Unavailable
@@ -37,6 +35,7 @@ from troupe.scheduling.routing import (
 )
 from troupe.v1 import common_pb2 as pb
 from troupe.workflow import ContextOverflowError, TurnError
+from troupe.workflow.backend import GeneratedTurn, VersionSpan
 
 # Pauses before a turn is placed again after an engine returned nothing of it. They double, so that
 # an engine that refuses turns although it reports HEALTHY is not called in a tight loop.
@@ -160,7 +159,7 @@ class Continuation:
         self._prompt = list(prompt_ids)
         self._sampling = sampling
         self._resume = resume
-        self._pieces: list[EngineResponse] = []
+        self._pieces: list[GeneratedTurn] = []
         self.tokens = 0
         """Number of response tokens kept from lost engines."""
 
@@ -184,11 +183,11 @@ class Continuation:
         """Whether `max_new_tokens` is reached."""
         return self.tokens >= self._sampling.max_new_tokens
 
-    def ended_by(self, piece: EngineResponse) -> bool:
+    def ended_by(self, piece: GeneratedTurn) -> bool:
         """Whether `piece` of a lost engine contains the turn's last token."""
         return self._resume and piece.finish_reason != "abort"
 
-    def keep(self, piece: EngineResponse | None) -> int:
+    def keep(self, piece: GeneratedTurn | None) -> int:
         """Add the tokens of a lost engine; returns how many were kept."""
         if piece is None or not self._resume or not piece.token_ids:
             return 0
@@ -196,19 +195,19 @@ class Continuation:
         self.tokens += len(piece.token_ids)
         return len(piece.token_ids)
 
-    def whole(self, last: EngineResponse, waited: float) -> EngineResponse:
+    def whole(self, last: GeneratedTurn, waited: float) -> GeneratedTurn:
         """The finished turn. `waited`: seconds in the router's queue."""
         if not self._pieces:
             return replace(last, queue_seconds=last.queue_seconds + waited)
         return self._join([*self._pieces, last], last.finish_reason, waited)
 
-    def cut(self, waited: float) -> EngineResponse:
+    def cut(self, waited: float) -> GeneratedTurn:
         """The turn of the kept tokens alone, ended by length. There must be some."""
         return self._join(self._pieces, "length", waited)
 
     def _join(
-        self, pieces: Sequence[EngineResponse], reason: FinishReason, waited: float
-    ) -> EngineResponse:
+        self, pieces: Sequence[GeneratedTurn], reason: FinishReason, waited: float
+    ) -> GeneratedTurn:
         spans: list[VersionSpan] = []
         offset = 0
         for piece in pieces:
@@ -218,7 +217,7 @@ class Continuation:
                     start = spans.pop().start
                 spans.append(VersionSpan(span.version, start, end))
             offset += len(piece.token_ids)
-        return EngineResponse(
+        return GeneratedTurn(
             token_ids=[t for piece in pieces for t in piece.token_ids],
             logprobs=[p for piece in pieces for p in piece.logprobs],
             versions=spans,
@@ -367,7 +366,7 @@ class PolicyRouter:
         agent: str = "",
         group: str = "",
         left: int = 0,
-    ) -> EngineResponse:
+    ) -> GeneratedTurn:
         """One response from any engine; queueing and repetition count towards the deadline.
 
         `domain` and `agent` are the kind of turn, `group` is its query, `left` how many of the
@@ -394,7 +393,7 @@ class PolicyRouter:
             placed = time.monotonic()
             waited += placed - queued
             engine = placement.slot.engine
-            drawn: EngineResponse | None = None
+            drawn: GeneratedTurn | None = None
             try:
                 drawn = await engine.generate(
                     request_id if attempt == 0 else f"{request_id}~{attempt}",
@@ -456,7 +455,7 @@ class PolicyRouter:
         finally:
             turn.leave_queue()
 
-    def _release(self, placement: EnginePlacement, drawn: EngineResponse | None = None) -> None:
+    def _release(self, placement: EnginePlacement, drawn: GeneratedTurn | None = None) -> None:
         """Free the place of a turn whose engine drew `drawn`, and give it to the next turn."""
         slot = placement.slot
         beside = (placement.beside + slot.in_flight) / 2

@@ -1,8 +1,9 @@
 """What is stored of a trajectory: its turns as samples for the trainer, a transcript for people,
 its end.
 
-The chain of one sample: `EngineResponse` (engine) -> `Reply` and `TurnRecord` (workflow) ->
-`SampleRow` (what the algorithm needs of a turn) -> `Sample` in an `AppendTrajectoryRequest` (wire).
+The chain of one sample: `GeneratedTurn` (what an engine draws and a workflow reads) -> `TurnRecord`
+(with prompt and reply) -> `SampleRow` (what an algorithm needs of the turn) -> `Sample` in an
+`AppendTrajectoryRequest` (wire).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from services.rollout.engines.base import EngineResponse, SamplingParams
+from services.rollout.engines.base import SamplingParams
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.router import StickyRoute
 from services.rollout.trajectories.clock import TrajectoryClock
@@ -13,7 +13,7 @@ from services.rollout.trajectories.concurrency import EarlyStartGate
 from services.rollout.trajectories.watchdog import blocked_note
 from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints
 from troupe.workflow import Agent, Endpoint, Sampling, TurnError
-from troupe.workflow.backend import EndpointOptions
+from troupe.workflow.backend import EndpointOptions, GeneratedTurn
 
 
 class TurnBackend:
@@ -59,7 +59,7 @@ class TurnBackend:
 
     async def generate(
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
-    ) -> EngineResponse:
+    ) -> GeneratedTurn:
         """One turn, within the turn's and the trajectory's time. Raises `TurnError`."""
         policy = self._policies[agent]
         await self._early_start.wait(policy.name, self._clock)
