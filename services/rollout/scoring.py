@@ -134,7 +134,7 @@ def _prompt(
             remedy="Send chat messages, or token ids of the policy's tokenizer.",
         )
     if not prompt.continuations:
-        raise InvalidArgument("nothing is requests about it", field=f"{field}.continuations")
+        raise InvalidArgument("nothing is asked about it", field=f"{field}.continuations")
     ids = tuple(prompt.input_ids) or _chat_ids(chat, system, field, prompt.messages)
     return [
         ScoreRequest(ids, _ids(chat, f"{field}.continuations.{number}", one))
