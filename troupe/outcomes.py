@@ -93,8 +93,8 @@ def described(error: BaseException, limit: int = TEXT_CHARS) -> str:
     """Type and message of an exception; of a group, with those of its first members."""
     kind = type_name(error)
     if not _is_group(error):
-        said = safe_text(error, limit)
-        return _clipped(f"{kind}: {said}" if said else kind, limit)
+        message = safe_text(error, limit)
+        return _clipped(f"{kind}: {message}" if message else kind, limit)
     first = "; ".join(described(one, limit) for one in _leaves(error, _SHOWN_MEMBERS))
     message = safe_text(_GROUP.message.__get__(error), limit)
     return _clipped(f"{kind}: {message} ({first})", limit)
@@ -194,8 +194,9 @@ def json_text(
     except MemoryError:
         raise
     except BaseException as error:
-        said = safe_text(error, 500) if issubclass(type(error), (TypeError, ValueError)) else ""
-        raise NotJsonError(said or described(error, 500)) from None
+        plain = issubclass(type(error), (TypeError, ValueError))
+        message = safe_text(error, 500) if plain else ""
+        raise NotJsonError(message or described(error, 500)) from None
     if most_bytes is not None and len(text) > most_bytes:
         raise NotJsonError(f"{len(text):,} bytes of JSON; {most_bytes:,} at most")
     if _depth(text) > depth:

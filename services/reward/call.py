@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from services.reward.function import RegisteredFunction
     from services.reward.groups import CoreLease
 
-# A caller whose call waits for a quota is told why before it gives up: this much earlier, at most
-# this share of its time.
+# A call that waits for a quota fails with the reason this long before its caller's deadline, and at
+# most this share of the caller's time before.
 _NOTICE_SECONDS: Final = 1.0
 _NOTICE_SHARE: Final = 0.1
 _ERROR_KINDS: Final = {
@@ -120,7 +120,7 @@ class CallOutcome:
     seconds: float = 0.0
     error: pb.InvocationError | None = None
     cold_seconds: float = 0.0
-    # Id of the stateful sandbox in which the call ran, or which is gone.
+    # Id of the stateful sandbox in which the call ran, or which has ended.
     sandbox: str = ""
 
     @classmethod

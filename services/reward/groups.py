@@ -169,13 +169,6 @@ class ControlGroups:
         else:
             write(self._file(name, "freezer", "freezer.state"), "THAWED")
 
-    def members(self, name: str) -> list[int]:
-        """Ids of the group's processes."""
-        if name not in self._current:
-            raise FileNotFoundError(f"{name} is in no group")
-        paths = self._paths(self._current[name][0])
-        return [int(pid) for pid in _read(paths[0] / "cgroup.procs").split()]
-
     def forget(self, name: str) -> None:
         """Lift all limits from processes that end or have ended; the group is removed then."""
         if name in self._current:

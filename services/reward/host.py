@@ -251,7 +251,7 @@ class FunctionHost:
 
     async def _ready(self, models: ModelManager, name: str, cancelled: asyncio.Event) -> str:
         """URL of a model once it is on devices; "" once `cancelled`. Raises ModelUnavailable."""
-        # A move that was begun ends, whoever still waits: later calls count on its placement.
+        # A move is never cancelled: later calls rely on the placement.
         loading = asyncio.create_task(models.ready(name))
         self._loading.add(loading)
         loading.add_done_callback(self._loaded)

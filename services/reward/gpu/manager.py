@@ -62,7 +62,7 @@ class ModelSettings(BaseModel):
     `python -m sglang.launch_server --enable-memory-saver ...`. `{port}` and `{gpus}` are filled
     in; it finds its devices in CUDA_VISIBLE_DEVICES."""
     url: str = ""
-    """The same, started by somebody else on `devices`."""
+    """Address of such a program that runs already, on `devices`."""
     devices: tuple[int, ...] = ()
     """With `url`: where it is; neighbours, as a cell of `gpus` devices."""
     gpus: int = Field(default=1, ge=1)
@@ -297,7 +297,7 @@ class ModelService:
         """Start or restore it on `cell`. Raises `ModelUnavailable`."""
         began = time.perf_counter()
         if self._process is not None and self._process.returncode is not None:
-            log.warning("a model's process is gone", model=self.name, rc=self._process.returncode)
+            log.warning("a model's process has ended", model=self.name, rc=self._process.returncode)
             await self.end()
         if not self._url:
             await self._start(cell)
@@ -318,12 +318,12 @@ class ModelService:
 
     async def sleep(self) -> None:
         """Release its devices. A process that fails to is ended. Raises `ModelUnavailable` for a
-        model that is not ours to end."""
+        model that others started."""
         body: dict[str, Any] = {} if not self.stays else {"tags": list(_TAGS)}
         try:
-            await self._post("/release_memory_occupation", body, "did not let go")
+            await self._post("/release_memory_occupation", body, "did not release its devices")
         except ModelUnavailable as error:
-            if self._process is None:  # not ours to end
+            if self._process is None:  # it was started by others
                 raise
             log.warning("a model is ended", model=self.name, why=str(error))
             await self.end()

@@ -59,7 +59,7 @@ class RemoteRun:
     calls: Sequence[FunctionCall]
     outcomes: asyncio.Queue[tuple[int, CallOutcome] | None] = field(default_factory=asyncio.Queue)
     answered: set[int] = field(default_factory=set)
-    # Indices of the calls that the host was told not to begin.
+    # Indices of the calls that the host has been sent a HostDrop for.
     dropped: set[int] = field(default_factory=set)
 
     @property
@@ -74,7 +74,8 @@ class HostLink:
 
     def __init__(self, offer: pb.HostOffer, sources: Sources) -> None:
         self.offer = offer
-        self.heard = time.monotonic()
+        # When the last message came.
+        self.last_message = time.monotonic()
         self.draining = False
         self.processes = 0
         self.residents: Sequence[pb.ModelResidence] = ()
@@ -102,7 +103,7 @@ class HostLink:
     async def commands(self, patience: float) -> AsyncIterator[pb.HostCommand]:
         """Commands to send to the host, until it is lost or was silent for `patience` seconds."""
         while not self._lost:
-            left = self.heard + patience - time.monotonic()
+            left = self.last_message + patience - time.monotonic()
             if left <= 0:
                 self.lose(f"was not heard of for {patience:g} s")
                 return
@@ -166,7 +167,7 @@ class HostLink:
 
     def receive(self, message: pb.HostMessage) -> None:
         """Handle a message from the host."""
-        self.heard = time.monotonic()
+        self.last_message = time.monotonic()
         what = message.WhichOneof("message")
         if what == "beat":
             beat = message.beat
@@ -329,7 +330,7 @@ class AttachedHosts:
             patience = self._beat_seconds * _BEATS_MISSED
             async for command in link.commands(patience):
                 yield command
-            if time.monotonic() - link.heard >= patience:
+            if time.monotonic() - link.last_message >= patience:
                 raise Unavailable(f"host {name} was not heard of for {patience:g} s")
         finally:
             reader.cancel()
@@ -345,7 +346,7 @@ class AttachedHosts:
                 invocations=link.invocations,
                 draining=link.draining,
                 residents=link.residents,
-                seconds_since_heard=now - link.heard,
+                seconds_since_heard=now - link.last_message,
             )
             for link in self._links.values()
         ]

@@ -24,7 +24,7 @@ log = structlog.get_logger("troupe.reward")
 
 # Prefix of the resource names of quotas.
 QUOTA: Final = "quota:"
-# A service that is not heard of for so long counts as dead, with its calls.
+# A service that is silent for so long counts as dead, with its calls.
 _PATIENCE_SECONDS: Final = 15.0
 # How often a bucket is asked again: other services give units back without notice.
 _LOOK_SECONDS: Final = 0.1

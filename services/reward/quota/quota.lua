@@ -1,8 +1,8 @@
--- One quota that callers on several hosts share: `troupe.scheduling.elastic.quota.Bucket`, with
--- Redis' clock. Change both.
+-- The token bucket of one quota that several hosts share, by Redis' clock. The same arithmetic as
+-- `troupe.scheduling.elastic.quota.TokenBucket`: change both.
 -- KEYS bucket. ARGV what, holder, rate, burst, concurrency, patience, now ('': Redis' clock), ...
 --   ask: wishes in units. give_back: units, unused. shut: seconds.
--- Returns granted and the wait in seconds (-1: until somebody gives back).
+-- Returns granted and the wait in seconds (-1: until units are given back).
 -- Fields of the hash: tokens, at, shut, turns; h:<holder> = "units until"; l:<holder> = "turn until units".
 local what, holder = ARGV[1], ARGV[2]
 local rate, burst, concurrency = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])

@@ -130,7 +130,7 @@ class SandboxManager:
         # MiB, and a future that is set when they are granted; first come, first served.
         self._line: list[tuple[int, asyncio.Future[None]]] = []
         self._ending: set[asyncio.Task[None]] = set()
-        # Of sandboxes that are open or ending: these take room until they are gone.
+        # Of open sandboxes and of ending ones, which take room until their processes have ended.
         self._count = 0
         self._memory = 0
 

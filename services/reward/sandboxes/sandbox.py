@@ -28,7 +28,7 @@ _MAX_FRAME_BYTES: Final = 48 << 20
 # Kept of the standard error of the first process: parts, and bytes of each.
 _PRINTED_PARTS: Final = 8
 _PART_BYTES: Final = 4 << 10
-# How long a call that was told to end may take to; then the whole sandbox is ended.
+# How long a call may take to end after a `kill` request; then the whole sandbox is ended.
 _KILL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 5.0
 
@@ -84,7 +84,7 @@ class SandboxBackend:
         raise NotImplementedError
 
     async def ended(self) -> None:
-        """Remove what is left of it once its process is gone."""
+        """Remove what is left of it once its process has ended."""
         raise NotImplementedError
 
 
