@@ -37,7 +37,7 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from benchmarks.command import finish
-from services.rollout.engines.base import EngineResponse, SamplingParams
+from services.rollout.engines.requests import EngineResponse, SamplingParams
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import skeleton
 from services.rollout.serving.policy import ServedPolicy

@@ -1,8 +1,7 @@
-"""An engine that is not there: it answers after the time that a cost model gives.
+"""`SimulatedEngine`: an engine without a model that answers after the time of a cost model.
 
-States, versions, weight updates and checksums are those of every engine; only the model is
-missing. Time comes from `SimulatedBatch`; one timer per engine, set to the next
-turn's end, drives it.
+States, versions, weight updates and checksums are those of every engine. Time comes from
+`SimulatedBatch`; one timer per engine, set to the end of the next turn, drives it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from services.rollout.engines.base import EngineLoad, EngineResponse, Memory, WeightsRefused
-from services.rollout.engines.front import EngineFront, EngineTurn, Tensors
+from services.rollout.engines.base import ServingEngine, Tensors
+from services.rollout.engines.errors import WeightsRefused
+from services.rollout.engines.requests import EngineLoad, EngineResponse, Memory
+from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import load_config, stop_ids
 from testbed.timeline import Timeline, TimelineSpan
 from troupe.job import PolicySpec, SimulatedSpec
@@ -27,7 +28,7 @@ from troupe.v1 import common_pb2 as pb
 
 @dataclass(frozen=True)
 class Response:
-    """What a turn will have drawn when it ends: token ids and natural log-probs, equally many."""
+    """The full response of a turn: token ids and natural log-probs, equally many."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -36,7 +37,7 @@ class Response:
         return len(self.token_ids)
 
     def after(self, drawn: int) -> Response:
-        """What is left of it after `drawn` tokens."""
+        """The rest after `drawn` tokens."""
         return Response(self.token_ids[drawn:], self.logprobs[drawn:]) if drawn else self
 
 
@@ -70,16 +71,18 @@ def draw_response(
 
 @dataclass(order=True)
 class _SimulatedTurn:
-    # The counter's value at which the turn has its last token.
+    """A turn in the batch; `begin` and `end` in decoding steps of the batch."""
+
+    # Step at which the turn has its last token.
     end: float
     key: str = field(compare=False)
-    # The counter's value when the turn came.
+    # Step at which the turn was admitted.
     begin: float = field(compare=False)
     length: int = field(compare=False)
 
 
 class SimulatedBatch:
-    """The turns that one engine runs, by key."""
+    """The running turns of one engine by key, with their progress under the cost model."""
 
     def __init__(self, pace: SimulatedSpec) -> None:
         self._pace = pace
@@ -95,7 +98,7 @@ class SimulatedBatch:
         return len(self._turns)
 
     def admit(self, key: str, prompt_tokens: int, length: int, now: float) -> None:
-        """A turn of `length` response tokens comes; its prompt is read before anything else."""
+        """Admit a turn of `length` response tokens; its prompt is read before anything else."""
         turn = _SimulatedTurn(self._steps + length, key, self._steps, length)
         self._turns[key] = turn
         heapq.heappush(self._heap, turn)
@@ -106,15 +109,15 @@ class SimulatedBatch:
         self.block(tokens / self._pace.prefill_tokens_per_second, now)
 
     def block(self, seconds: float, now: float) -> None:
-        """Decode nothing for `seconds`, after what blocks already."""
+        """Decode nothing for further `seconds`."""
         self._blocked_until = max(self._blocked_until, now) + seconds
 
     def unblock(self, now: float) -> None:
-        """What blocked is over."""
+        """End the current block."""
         self._blocked_until = now
 
     def remove(self, key: str) -> None:
-        """A turn is given up. Unknown ones are gone already."""
+        """Remove a turn; unknown keys are ignored."""
         if self._turns.pop(key, None) is not None:
             self._heap = [turn for turn in self._heap if turn.key != key]
             heapq.heapify(self._heap)
@@ -122,11 +125,11 @@ class SimulatedBatch:
     def drawn(self, key: str) -> int:
         """Tokens that a turn has, as of the last `advance`."""
         turn = self._turns[key]
-        # What is within rounding of the next token has it.
+        # Tolerates rounding of the step count.
         return min(turn.length, math.floor(self._steps - turn.begin + 1e-6))
 
     def advance(self, now: float) -> list[str]:
-        """Let time pass until `now`; the turns that ended meanwhile, in their order."""
+        """Advance to `now`; the turns that ended meanwhile, in order."""
         ended = []
         while True:
             self._now = max(self._now, min(now, self._blocked_until))
@@ -162,7 +165,7 @@ class SimulatedBatch:
 _SPAN_SECONDS = 0.1
 
 
-class SimulatedEngine(EngineFront):
+class SimulatedEngine(ServingEngine):
     """Serves a policy with made-up tokens at the pace of `policies.X.simulated`.
 
     An update blocks decoding for `load_seconds`; kept turns are then read again, as by an engine
@@ -180,9 +183,8 @@ class SimulatedEngine(EngineFront):
         self._pace = spec.simulated or SimulatedSpec()
         self._batch = SimulatedBatch(self._pace)
         self._responses: dict[str, Response] = {}
-        self._waiting: dict[str, asyncio.Future[EngineResponse]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        # What tokens are drawn with now.
+        # The version that draws tokens now.
         self._drawing = 0
         self._timeline = Timeline(trace_dir, f"engine-{engine_id}")
         self._span_from = self._counted_at = 0.0
@@ -199,7 +201,7 @@ class SimulatedEngine(EngineFront):
         self._batch = SimulatedBatch(self._pace)
 
     async def abort(self, request_id: str) -> None:
-        """End a request early: its `generate` returns what it has."""
+        """End a request early: its `generate` returns the tokens so far."""
         turn = self._turns.get(request_id)
         future = self._waiting.get(request_id)
         if turn is not None and future is not None and not future.done():
@@ -219,7 +221,7 @@ class SimulatedEngine(EngineFront):
         return super().load()
 
     async def check(self) -> pb.EngineState.ValueType:
-        """The state: there is nothing that could hang."""
+        """The state; nothing can hang."""
         return self.state
 
     async def stop(self) -> None:
@@ -258,11 +260,9 @@ class SimulatedEngine(EngineFront):
         self._reschedule()
 
     def _fail_turns(self, error: Exception) -> None:
-        for turn in self._turns:
-            future = self._waiting.get(turn.request_id)
-            if future is not None and not future.done():
-                self._batch.remove(turn.request_id)
-                future.set_exception(error)
+        for turn, future in self._unanswered():
+            self._batch.remove(turn.request_id)
+            future.set_exception(error)
         self._reschedule()
 
     async def _release(self, tags: frozenset[Memory]) -> None:
@@ -284,7 +284,7 @@ class SimulatedEngine(EngineFront):
         self._tick()
         for turn in self._turns:
             self._draw(turn)
-        self._give_back(ref)
+        self._return_turns(ref)
         began = time.time()
         self._batch.block(float("inf"), time.monotonic())
         self._reschedule()
@@ -294,11 +294,7 @@ class SimulatedEngine(EngineFront):
             now = time.monotonic()
             self._batch.advance(now)
             self._batch.unblock(now)
-            kept = [
-                turn
-                for turn in self._turns
-                if (future := self._waiting.get(turn.request_id)) is not None and not future.done()
-            ]
+            kept = [turn for turn, _ in self._unanswered()]
             self._batch.read(sum(len(t.prompt_ids) + len(t.versions) for t in kept), now)
             self._reschedule()
         self._drawing = ref.version

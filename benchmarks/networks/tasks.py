@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from troupe.networks.spec import NetworkSpec
+from troupe.job.network import NetworkSpec
 
 _PAPOUDAKIS: Final = (
     "Papoudakis et al. 2021 (Benchmarking multi-agent deep reinforcement learning algorithms in "

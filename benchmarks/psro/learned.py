@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from benchmarks.psro.theirs import iterations, progress
-from troupe.networks.spec import NetworkSpec, QLearningSpec
+from troupe.job.network import NetworkSpec, QLearningSpec
 from troupe.populations.learned import LearnedPsro, Oracle
 
 # OpenSpiel's, of each best response: a fifth of its example's, with which it gets there sooner.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.rollout.workload import POLICY, TURNS, WORDS, embedded, publish
 from benchmarks.workloads.plain_turns import question
-from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.factory import make_engine
+from services.rollout.engines.requests import SamplingParams
 from services.rollout.preparation import settle
 from troupe.transfer import Transfer
 from troupe.workflow.languages import load_language

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.transfer.measure import TCP
 from benchmarks.transfer.processes import line, other, tell
-from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.requests import SamplingParams
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.transfer.remote import Peer, lane

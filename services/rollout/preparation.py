@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from services.rollout.engines.base import Device, ServingEngine
+from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.requests import Device
 from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import JobFunctions
 from services.rollout.serving.engine_moves import EngineMoves

@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from services.rollout.engines.base import Scored, ScoreRequest, ServingEngine
+from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.requests import Scored, ScoreRequest
 from services.rollout.prepared import PreparedJob
 from services.rollout.serving.policy import ServedPolicy
 from troupe.rpc.errors import (

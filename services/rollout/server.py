@@ -18,8 +18,8 @@ import structlog
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
-from services.rollout.engines.base import Device, SamplingParams
 from services.rollout.engines.factory import make_engine
+from services.rollout.engines.requests import Device, SamplingParams
 from services.rollout.games import describe
 from services.rollout.jobs import JobTable
 from services.rollout.metrics import RolloutMetrics

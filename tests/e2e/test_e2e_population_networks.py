@@ -18,9 +18,9 @@ from tests.e2e.conftest import House
 from tests.e2e.populated import another, check_payoffs, until
 from troupe.client import AsyncJobHandle
 from troupe.client.population_records import Population
+from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.environments.openspiel import histories_of
-from troupe.networks.spec import NetworkSpec
 from troupe.networks.vector import Spaces
 from troupe.populations.arrangements import agent_nash_conv, agent_values, mixed
 from troupe.transfer import checksum_of

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.actor import Actor, NotFinite, PlayedCopies, Seat
 from troupe.networks.fragments import Fragment
-from troupe.networks.spec import NetworkSpec
 from troupe.networks.vector import Observed, Spaces, Stepped, make_environment
 from troupe.rpc.errors import InvalidArgument, NotFound
 

@@ -12,10 +12,10 @@ pytest.importorskip("pyspiel")
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchrl")
 
+from troupe.job.network import NetworkSpec, PPOSpec, QLearningSpec  # noqa: E402
 from troupe.networks.actor import Actor, Seat  # noqa: E402
 from troupe.networks.environments.openspiel import GameCopies  # noqa: E402
 from troupe.networks.learning import make_learner  # noqa: E402
-from troupe.networks.spec import NetworkSpec, PPOSpec, QLearningSpec  # noqa: E402
 from troupe.populations.histories import Histories  # noqa: E402
 from troupe.populations.learned import (  # noqa: E402
     LearnedPsro,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from services.rollout.engines.base import EngineResponse, EngineStartFailed, UpdateFailed
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.front import EngineTurn
+from services.rollout.engines.errors import EngineStartFailed, UpdateFailed
+from services.rollout.engines.requests import EngineResponse
+from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from services.rollout.engines.base import (
-    Device,
-    EngineDied,
-    EngineResponse,
-    SamplingParams,
-    VersionSpan,
-    lost_turn,
-)
+from services.rollout.engines.base import ServingEngine, Tensors
+from services.rollout.engines.errors import EngineDied, lost_turn
+from services.rollout.engines.requests import EngineResponse, SamplingParams, VersionSpan
+from services.rollout.engines.turns import EngineTurn
 from services.rollout.serving.router import PolicyRouter, StickyRoute
 from troupe.job import RoutingSpec
 from troupe.v1 import common_pb2 as pb
@@ -22,20 +17,32 @@ HEALTHY = pb.ENGINE_STATE_HEALTHY
 TEN = SamplingParams(max_new_tokens=10)
 
 
-@dataclass
-class HandEngine:
+class HandEngine(ServingEngine):
     """Answers when told to; knows what it was given."""
 
-    engine_id: str
-    policy: str = "p"
-    state: pb.EngineState.ValueType = HEALTHY
-    message: str = ""
-    device: Device = field(default_factory=Device)
-    asked: dict[str, tuple[list[int], SamplingParams]] = field(default_factory=dict)
-    held: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
-    served: list[str] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
-    most: int = 0
+    kind: ClassVar[str] = "hand"
+
+    def __init__(self, engine_id: str) -> None:
+        super().__init__(engine_id, "p")
+        self._state: pb.EngineState.ValueType = HEALTHY
+        self._message = ""
+        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.held: dict[str, asyncio.Future[Any]] = {}
+        self.served: list[str] = []
+        self.cancelled: list[str] = []
+        self.most = 0
+
+    @property
+    def state(self) -> pb.EngineState.ValueType:
+        return self._state
+
+    @state.setter
+    def state(self, state: pb.EngineState.ValueType) -> None:
+        self._state = state
+
+    @property
+    def message(self) -> str:
+        return self._message
 
     async def generate(
         self,
@@ -64,11 +71,36 @@ class HandEngine:
 
     def die(self, drawn: EngineResponse | None = None) -> None:
         self.state = pb.ENGINE_STATE_DEAD
-        self.message = "it was told to"
+        self._message = "it was told to"
         for future in self.held.values():
             if not future.done():
                 error = EngineDied(self.engine_id, self.message)
                 future.set_exception(lost_turn(error, drawn) if drawn else error)
+
+    async def check(self) -> pb.EngineState.ValueType:
+        return self.state
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def _begin(self) -> None: ...
+
+    async def _serve(self, turn: EngineTurn) -> EngineResponse:
+        raise NotImplementedError
+
+    def _drop(self, turn: EngineTurn) -> None: ...
+
+    def _fail_turns(self, error: Exception) -> None: ...
+
+    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None: ...
+
+    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+        return 0.0
+
+    async def _release(self, tags: Any) -> None: ...
+
+    async def _resume(self, tags: Any) -> None: ...
 
 
 def drew(tokens: int, reason: Any, version: int = 0) -> EngineResponse:
@@ -83,7 +115,7 @@ def make(
 ) -> tuple[PolicyRouter, list[HandEngine]]:
     engines = [HandEngine(f"e{i}") for i in range(count)]
     spec = RoutingSpec.model_validate(routing)
-    router = PolicyRouter("p", engines, limit=limit, spec=spec, resume=resume)  # type: ignore[arg-type]
+    router = PolicyRouter("p", engines, limit=limit, spec=spec, resume=resume)
     return router, engines
 
 

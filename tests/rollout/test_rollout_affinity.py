@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.rollout.engines.base import Device
+from services.rollout.engines.requests import Device
 from services.rollout.preparation import devices_of
 from tests.rollout.house import House, evaluation, make_spec, open_house
 from troupe.job import JobSpec, PolicySpec

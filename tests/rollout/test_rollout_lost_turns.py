@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from services.rollout.engines.base import PromptTooLong, VersionSpan
+from services.rollout.engines.errors import PromptTooLong
+from services.rollout.engines.requests import VersionSpan
 from services.rollout.serving.router import Backlog, Losses, StickyRoute
 from tests.rollout.hand_engines import TEN, ask, drew, make, settle
 

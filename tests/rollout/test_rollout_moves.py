@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines import front
-from services.rollout.engines.base import ServingEngine, UpdateFailed
+from services.rollout.engines import base
+from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.errors import UpdateFailed
 from services.rollout.serving import supervision
 from tests.rollout.fragile import FragileEngine, Workshop
 from tests.rollout.house import House, evaluation, open_house
@@ -276,7 +277,7 @@ async def test_a_job_that_is_prepared_again_keeps_its_engines_where_they_are(
 async def test_turns_that_an_engine_does_not_give_back_cost_a_restart_and_nothing_more(
     house: House, workshop: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "_HAND_BACK_SECONDS", 0.1)
+    monkeypatch.setattr(base, "_ABORT_SECONDS", 0.1)
     await house.prepare("team", **TWO, agents={"solver": {"sampling": {"max_new_tokens": 200}}})
     _, second = workshop.engines["big"]
 

@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engines.base import EngineResponse
-from services.rollout.engines.front import EngineTurn
+from services.rollout.engines.requests import EngineResponse
+from services.rollout.engines.turns import EngineTurn
 from testbed.simulated_engine import SimulatedEngine
 from tests.rollout.house import evaluation, open_house
 from troupe.job import PolicySpec

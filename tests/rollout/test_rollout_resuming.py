@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.factory import make_engine
+from services.rollout.engines.requests import SamplingParams
 from services.rollout.serving import supervision
 from services.rollout.serving.router import Losses
 from tests.rollout.fragile import Workshop

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engines.base import BadTurn, EngineResponse, PromptTooLong, TurnDeadline
+from services.rollout.engines.errors import BadTurn, PromptTooLong, TurnDeadline
+from services.rollout.engines.requests import EngineResponse
 from services.rollout.serving.router import Backlog, StickyRoute
 from tests.rollout.hand_engines import HEALTHY, HandEngine, ask, make, settle
 from troupe.rpc.errors import AlreadyExists, NotFound

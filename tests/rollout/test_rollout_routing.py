@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.rollout.engines.base import Device
+from services.rollout.engines.requests import Device
 from services.rollout.prepared import OpenGroups
 from services.rollout.serving.router import Backlog, PolicyRouter, StickyRoute
 from tests.rollout.hand_engines import HandEngine, ask, drew, make, settle

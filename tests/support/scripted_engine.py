@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from services.rollout.engines.base import EngineResponse
-from services.rollout.engines.front import EngineFront, EngineTurn, Tensors
+from services.rollout.engines.base import ServingEngine, Tensors
+from services.rollout.engines.requests import EngineResponse
+from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as pb
 
@@ -31,7 +32,7 @@ class Script:
         return ScriptedEngine(self, engine_id, policy_name, policy_spec)
 
 
-class ScriptedEngine(EngineFront):
+class ScriptedEngine(ServingEngine):
     """Answers from a `Script`; the n-th token of a response has the log-prob -n / 10."""
 
     kind: ClassVar[str] = "embedded"

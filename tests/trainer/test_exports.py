@@ -12,8 +12,8 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.sglang.client import SglangClient
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.state.checkpoint import checkpoint_path

@@ -9,25 +9,25 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from troupe.job.network import NetworkSpec
 from troupe.networks.modules import ILLEGAL, Networks, draw, identity_width, likeliest
-from troupe.networks.spec import NetworkSpec
 from troupe.networks.vector import Spaces
 from troupe.rpc.errors import InvalidArgument
 
 
 class Drawn(NamedTuple):
-    """What agents do."""
+    """Actions of one step, with their log-probs."""
 
     actions: torch.Tensor
-    """int64 [B, A], or float32 [B, A, D] in halves of the range: -1 is the lowest, 1 the highest;
-    may lie beyond, and is clipped on its way to the environment."""
+    """int64 [B, A], or float32 [B, A, D] normalized so that -1 is the lowest value and 1 the
+    highest; values beyond are clipped before the environment's step."""
     log_probs: torch.Tensor
     """[B, A]; zero for deterministic actions with noise."""
 
 
 class ActingNetwork(nn.Module):
-    """The part of a policy that plays. Its `state_dict` is what learners publish: `policy.*`, with
-    continuous PPO `log_std`, with Q-learning `epsilon`."""
+    """The part of a policy that acts. Learners publish its `state_dict`: `policy.*`, `log_std` with
+    continuous PPO, `epsilon` with Q-learning."""
 
     epsilon: torch.Tensor
 
@@ -38,8 +38,8 @@ class ActingNetwork(nn.Module):
         self.identity = identity_width(spec, agents)
         inputs = spaces.observation + self.identity
         self.policy = Networks(spec, agents, inputs, spaces.actions)
-        self.learns_values = spec.learning.paradigm in ("dqn", "vdn", "qmix")
-        if spec.learning.paradigm in ("ppo", "mappo") and spaces.continuous:
+        self.learns_values = self.paradigm in ("dqn", "vdn", "qmix")
+        if self.draws and spaces.continuous:
             self.log_std = nn.Parameter(torch.zeros(spaces.actions))
         if spec.learning.paradigm in ("dqn", "vdn", "qmix"):
             self.register_buffer("epsilon", torch.tensor(spec.learning.epsilon[0]))
@@ -49,13 +49,13 @@ class ActingNetwork(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether chance is a part of what was learned, and not only of how it is explored: such a
-        policy draws its actions when it plays in earnest, too."""
+        """Whether the learned policy is stochastic (PPO), so that it samples also when it does not
+        explore; otherwise randomness only explores."""
         return self.paradigm in ("ppo", "mappo")
 
     def begin(self, copies: int, who: Sequence[int] | None = None) -> None:
-        """New episodes in so many copies, of some of its agents: `who` are their numbers (None: all
-        of them), which from now on are the A of `act`."""
+        """Begin episodes in `copies` copies. `who`: numbers of the agents that act, the A of `act`
+        from now on; None: all."""
         chosen = list(range(self.agents) if who is None else who)
         self._memory = [None] * (1 if len(self.policy.members) == 1 else len(chosen))
         if len(self._inputs) != copies or chosen != self._who:
@@ -72,9 +72,12 @@ class ActingNetwork(nn.Module):
         explore: bool,
         acting: torch.Tensor | None = None,
     ) -> Drawn:
-        """The next step of all copies, `observations` [B, A, O] and `legal` [B, A, n] (None: all
-        actions are). The random numbers are the generator's. `acting` [B, A]: whose turn it is;
-        the others remember nothing of it. After `begin`."""
+        """Actions of the next step of all copies, after `begin`.
+
+        `observations` [B, A, O]; `legal` [B, A, n], None: all actions are legal; `acting` [B, A]:
+        whose turn it is, the memory of other agents does not change. Random numbers are drawn from
+        `generator`.
+        """
         out = self._out(observations, legal, acting)
         if self.spaces.continuous:
             return self._continuous(out, generator, explore)
@@ -83,8 +86,8 @@ class ActingNetwork(nn.Module):
         return Drawn(*(draw(out, generator) if explore else likeliest(out)))
 
     def probabilities(self, observations: torch.Tensor, legal: torch.Tensor | None) -> torch.Tensor:
-        """How likely each discrete action is in the next step [B, A, n] when it plays in earnest:
-        what `draws`, is drawn from; else it is the best one for certain."""
+        """Probabilities of the discrete actions of the next step without exploration [B, A, n]; of
+        a policy that does not sample (`draws`) the best action has all of it."""
         out = self._out(observations, legal, None)
         if self.draws:
             return out.double().softmax(-1)
@@ -93,17 +96,17 @@ class ActingNetwork(nn.Module):
     def _out(
         self, observations: torch.Tensor, legal: torch.Tensor | None, acting: torch.Tensor | None
     ) -> torch.Tensor:
-        """What the networks say, one step further; of illegal actions `ILLEGAL`."""
+        """The networks' outputs for the next step; `ILLEGAL` for illegal actions."""
         if self.identity:
             self._inputs[..., : self.spaces.observation] = observations
             observations = self._inputs
         before = list(self._memory)
         out, self._memory = self.policy.step(observations, self._memory, self._who)
         if acting is not None and self.policy.recurrent:
-            # As learners see it: an episode of an agent consists of its own decisions.
+            # As learners see it: an agent's sequence consists of its own decisions.
             turns = [acting.flatten()] if len(before) == 1 else list(acting.unbind(1))
             for i, (turn, old, new) in enumerate(zip(turns, before, self._memory, strict=True)):
-                assert new is not None, "a step has been made"
+                assert new is not None, "a step was computed"
                 kept = torch.zeros_like(new) if old is None else old
                 self._memory[i] = torch.where(turn[:, None], new, kept)
         if legal is not None and not self.spaces.continuous:
@@ -127,10 +130,10 @@ class ActingNetwork(nn.Module):
             choices: torch.Tensor = legal.sum(-1)
         else:
             choices = torch.tensor(float(self.spaces.actions))
-        strays = torch.rand(best.shape, generator=generator) < epsilon
-        actions = torch.where(strays, scores.argmax(-1), best)
-        chances = epsilon / choices + (1 - epsilon) * (actions == best)
-        return Drawn(actions, chances.log())
+        random = torch.rand(best.shape, generator=generator) < epsilon
+        actions = torch.where(random, scores.argmax(-1), best)
+        probabilities = epsilon / choices + (1 - epsilon) * (actions == best)
+        return Drawn(actions, probabilities.log())
 
     def _continuous(self, out: torch.Tensor, generator: torch.Generator, explore: bool) -> Drawn:
         learning = self.spec.learning
@@ -148,13 +151,13 @@ class ActingNetwork(nn.Module):
         return Drawn(out + std * noise, log_probs.sum(-1))
 
     def take(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Play with these. Raises InvalidArgument naming the tensor that is missing, unknown or of
-        another shape; then nothing has changed."""
+        """Load published weights. Raises InvalidArgument naming a tensor that is missing, unknown
+        or of another shape; then nothing has changed."""
         own = self.state_dict()
         for name in sorted(own.keys() | weights.keys()):
             if name not in weights or name not in own:
-                what = "is missing" if name in own else "is none of this network's"
-                raise InvalidArgument(what, field="weights", value=name)
+                problem = "is missing" if name in own else "is none of this network's"
+                raise InvalidArgument(problem, field="weights", value=name)
             expected, found = list(own[name].shape), list(weights[name].shape)
             if found != expected:
                 raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""`Actor`: plays whole episodes of all copies, one forward per policy and step."""
+"""`Actor`: plays whole episodes of all copies, with one forward pass per policy and step."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Fragment
-from troupe.networks.spec import NetworkSpec
 from troupe.networks.vector import Observed, VectorEnvironment
 from troupe.rpc.errors import InvalidArgument, NotFound
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A policy at the table."""
+    """A policy and the agents that it plays."""
 
     network: NetworkSpec
     agents: tuple[str, ...]
-    """Whom it plays, in the order of the environment."""
+    """The agents that it plays, in the environment's order."""
     roster: tuple[str, ...] = ()
-    """Whom its network was made for, in that order, where these are more."""
+    """The agents that its network was made for, in that order; empty: the same."""
 
 
 @dataclass(frozen=True)
 class PlayedCopies:
-    """What a run of all copies gave."""
+    """One episode of every copy."""
 
     fragments: dict[str, Fragment]
     """By policy."""
     returns: NDArray[np.float64]
-    """[B, A]: undiscounted, of all agents of the environment in its order."""
+    """[B, A]: undiscounted returns of all agents of the environment."""
     lengths: NDArray[np.int32]
     """[B]"""
 
 
 class Actor:
-    """Plays an environment's copies with the policies that sit at the table.
+    """Plays an environment's copies with several policies.
 
-    Seeded: what `sample` gives is a function of the weights and its seed.
+    The episodes of `sample` are a function of the weights and its seed.
     """
 
     def __init__(self, environment: VectorEnvironment, seats: Mapping[str, Seat]) -> None:
-        """`seats` by policy. Raises InvalidArgument unless every agent is played by one policy, of
-        whose roster it is."""
+        """`seats` by policy. Raises InvalidArgument unless every agent is played by exactly one
+        policy, and is in its roster."""
         played = sorted(agent for seat in seats.values() for agent in seat.agents)
         if played != sorted(environment.agents):
             raise InvalidArgument(
@@ -61,10 +61,10 @@ class Actor:
         self._players = {name: _Player(environment, name, seat) for name, seat in seats.items()}
 
     def load(self, policy: str, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Play with these weights (`Learner.published`) from the next episode on.
+        """Load weights (`NetworkTrainer.published`) for the next episodes.
 
-        Raises InvalidArgument naming a tensor that is missing or does not fit, NotFound for a
-        policy that does not sit here.
+        Raises InvalidArgument naming a tensor that is missing or does not fit, NotFound for an
+        unknown policy.
         """
         if policy not in self._players:
             raise NotFound("does not play here", field="policy", value=policy)
@@ -72,7 +72,7 @@ class Actor:
         player.network.take(weights)
         player.version = version
 
-    # What copies say that have ended need not be numbers.
+    # Copies that have ended may return values that are not finite.
     @np.errstate(over="ignore", invalid="ignore")
     @torch.inference_mode()
     def sample(
@@ -80,10 +80,9 @@ class Actor:
     ) -> PlayedCopies:
         """One whole episode of every copy.
 
-        `explore=False`: the likeliest or best action always, for evaluation. `earnest`: policies
-        that do not try anything out, and draw actions only if they have learned to
-        (`ActingNetwork.draws`). Raises NotFound for a policy that has no weights yet.
-        """
+        `explore=False`: always the likeliest or best action, for evaluation. `earnest`: policies
+        that do not explore and sample only if they are stochastic (`ActingNetwork.draws`). Raises
+        NotFound for a policy without weights."""
         environment, spaces = self._environment, self._environment.spaces
         players = list(self._players.values())
         exploring = [
@@ -103,8 +102,8 @@ class Actor:
         alive = np.ones(copies, np.bool_)
         step = 0
         while step < spaces.steps:
-            for player, tries in zip(players, exploring, strict=True):
-                player.act(step, observed, actions, tries)
+            for player, explores in zip(players, exploring, strict=True):
+                player.act(step, observed, actions, explores)
             stepped = environment.step(actions)
             observed = stepped.observed
             _check_finite(observed, stepped.rewards, alive, step + 1)
@@ -130,7 +129,7 @@ class Actor:
 
 
 class NotFinite(ValueError):
-    """An environment gave a number that is none, or that float32 does not hold, as `what`."""
+    """An environment returned NaN, infinity or a number beyond float32 in its `what`."""
 
     def __init__(self, what: str, message: str) -> None:
         super().__init__(message)
@@ -138,8 +137,8 @@ class NotFinite(ValueError):
 
 
 def _check_finite(observed: Observed, rewards: Any, alive: Any, step: int) -> None:
-    """Raise `NotFinite` naming what an environment gave in a step (0: at the reset) of a copy that
-    had not ended: networks would make NaN of all their weights of it."""
+    """Raise `NotFinite` for values of a step (0: the reset) that are not finite, in copies that had
+    not ended: they would turn all weights into NaN."""
     given = {"observations": observed.observations, "state": observed.state, "rewards": rewards}
     for name, values in given.items():
         if values is None:
@@ -157,25 +156,25 @@ def _check_finite(observed: Observed, rewards: Any, alive: Any, step: int) -> No
 
 
 class _Player:
-    """One policy's part of the episodes that are being played."""
+    """The network and recorded arrays of one policy during an episode."""
 
     def __init__(self, environment: VectorEnvironment, policy: str, seat: Seat) -> None:
         self.policy, self.version = policy, -1
         self.agents = tuple(agent for agent in environment.agents if agent in seat.agents)
         roster = seat.roster or self.agents
-        if strange := sorted(set(self.agents) - set(roster)):
+        if unknown := sorted(set(self.agents) - set(roster)):
             raise InvalidArgument(
                 f"policy {policy} was made for {', '.join(roster)} only",
                 field="agents",
-                value=strange[0],
+                value=unknown[0],
             )
         self.network = ActingNetwork(seat.network, environment.spaces, len(roster))
         self._who = [roster.index(agent) for agent in self.agents]
         self._environment = environment
         at = [environment.agents.index(agent) for agent in self.agents]
-        # Where agents are neighbours, their part of an array is a view of it.
-        beside = at == list(range(at[0], at[0] + len(at)))
-        self._at: Any = slice(at[0], at[0] + len(at)) if beside else np.array(at)
+        # Where agents are neighbours, their part of an array is a view.
+        contiguous = at == list(range(at[0], at[0] + len(at)))
+        self._at: Any = slice(at[0], at[0] + len(at)) if contiguous else np.array(at)
         self._generator = torch.Generator()
         self._arrays: dict[str, Any] = {}
 
@@ -192,7 +191,7 @@ class _Player:
         self.network.begin(copies, self._who)
         steps, agents = spaces.steps, len(self.agents)
         drawn = (spaces.actions,) if spaces.continuous else ()
-        # New ones every time: those of the last episodes were given away.
+        # New arrays: those of the former episodes belong to its fragments.
         self._arrays = {
             "observations": np.empty((steps + 1, copies, agents, spaces.observation), np.float32),
             "state": np.empty((steps + 1, copies, spaces.state), np.float32),
@@ -207,7 +206,7 @@ class _Player:
         if observed.acting is not None:
             self._arrays["acting"] = np.empty((steps, copies, agents), np.bool_)
 
-    def _see(self, step: int, observed: Observed) -> None:
+    def _record(self, step: int, observed: Observed) -> None:
         arrays = self._arrays
         arrays["observations"][step] = observed.observations[:, self._at]
         arrays["state"][step] = observed.state
@@ -215,8 +214,8 @@ class _Player:
             arrays["legal"][step] = observed.legal[:, self._at]
 
     def act(self, step: int, observed: Observed, actions: Any, explore: bool) -> None:
-        """Write this step's actions into those of all agents."""
-        self._see(step, observed)
+        """Write this policy's actions of a step into `actions` of all agents."""
+        self._record(step, observed)
         arrays, spaces = self._arrays, self._environment.spaces
         legal = None if observed.legal is None else torch.from_numpy(arrays["legal"][step])
         observations = torch.from_numpy(arrays["observations"][step])
@@ -236,7 +235,7 @@ class _Player:
     def finish(
         self, steps: int, observed: Observed, rewards: Any, lengths: Any, terminated: Any
     ) -> Fragment:
-        self._see(steps, observed)
+        self._record(steps, observed)
         arrays = {
             name: array[: steps + (name in ("observations", "state", "legal"))]
             for name, array in self._arrays.items()

@@ -1,4 +1,4 @@
-"""`ExportedNetwork`: what `troupe export` makes of a network, as something that plays."""
+"""`ExportedNetwork`: loads what `troupe export` writes of a network, and plays it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from troupe.job.network import NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.actor import Actor, Seat
-from troupe.networks.spec import NetworkSpec
 from troupe.networks.vector import Spaces, VectorEnvironment, make_environment
 from troupe.rpc.errors import InvalidArgument
 
 MODEL_TYPE: Final = "troupe_network"
-# A checkpoint has all networks of a learner, of which this one plays.
+# Prefix of the acting network in a checkpoint, which has all networks of a learner.
 _ACTING: Final = "acting."
 _PARTS: Final = frozenset({"acting", "critic", "mixer", "returns", "rewards"})
 _POLICY: Final = "exported"
@@ -27,22 +27,22 @@ _POLICY: Final = "exported"
 
 @dataclass(frozen=True)
 class ExportedNetwork:
-    """What it takes to play: nothing else of the job is needed."""
+    """An exported policy with its spaces and environment; plays without the job."""
 
     network: NetworkSpec
     spaces: Spaces
     agents: tuple[str, ...]
-    """Whom it was made for, in the order of the environment."""
+    """The agents that it was made for, in the environment's order."""
     environment: dict[str, Any]
     """`source`, `args` and `copies` of the job."""
     weights: dict[str, torch.Tensor] = field(repr=False)
-    """Names as `Actor.load` takes them."""
+    """By the names that `Actor.load` takes."""
 
     @classmethod
     def read(cls, folder: str | Path) -> ExportedNetwork:
-        """The network of a folder, every tensor checked against its description.
+        """Read a folder, with every tensor checked against its description.
 
-        Raises InvalidArgument for a folder that holds none, naming the file or the tensor.
+        Raises InvalidArgument naming the file or tensor at fault.
         """
         directory = Path(folder)
         try:
@@ -68,15 +68,16 @@ class ExportedNetwork:
                 own,
             )
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-            what, why = "cannot be read", str(error)
+            problem, reason = "cannot be read", str(error)
             if isinstance(error, KeyError):
-                what = "is incomplete"
+                problem = "is incomplete"
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
                 where = ".".join(str(part) for part in ("network", *first["loc"]))
-                what, why = "describes no network of this release", f"{where}: {first['msg']}"
+                problem = "describes no network of this release"
+                reason = f"{where}: {first['msg']}"
             raise InvalidArgument(
-                f"{what}: {why}",
+                f"{problem}: {reason}",
                 field="folder",
                 value=str(directory),
                 remedy="`troupe export` writes config.json and model.safetensors.",
@@ -93,13 +94,13 @@ class ExportedNetwork:
         return found
 
     def acting(self) -> ActingNetwork:
-        """The network itself. Raises InvalidArgument for weights that do not fit."""
+        """The network with its weights. Raises InvalidArgument for weights that do not fit."""
         made = ActingNetwork(self.network, self.spaces, len(self.agents))
         made.take(self.weights)
         return made
 
     def play(self, copies: int, **settings: Any) -> VectorEnvironment:
-        """The job's environment, as so many copies; `settings` instead of the job's.
+        """The job's environment in `copies` copies; `settings` override the job's.
 
         Raises as `make_environment`.
         """
@@ -107,8 +108,8 @@ class ExportedNetwork:
         return make_environment(self.environment["source"], copies, **given)
 
     def actor(self, environment: VectorEnvironment) -> Actor:
-        """Plays all agents of `environment`. Raises InvalidArgument where there are others, whom it
-        was not made for: then seat it beside their networks (`Actor`, `Seat`)."""
+        """An actor that plays all agents of `environment`. Raises InvalidArgument for agents that
+        the network was not made for; build an `Actor` with several `Seat`s for those."""
         made = Actor(environment, {_POLICY: Seat(self.network, environment.agents, self.agents)})
         made.load(_POLICY, self.weights, 0)
         return made

@@ -1,5 +1,5 @@
-"""`Fragment`: whole episodes of one policy's agents, as arrays: what an actor gives and a learner
-takes, and one sample of the experience store."""
+"""`Fragment`: whole episodes of one policy's agents as arrays, from an actor to a learner; one
+sample of the experience store."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ SHAPES: Final[dict[str, str]] = {
     "log_probs": "T B A",  # of the actions, as they were drawn
     "rewards": "T B A",
     "lengths": "B",  # steps of each episode
-    "terminated": "B",  # else it was only cut off
+    "terminated": "B",  # otherwise truncated
 }
-# Beside them in a sample of the experience store, where its policy played some of the agents that
-# its network was made for: the numbers of these [A].
+# A further column of a store's sample where its policy played only some of the agents that its
+# network was made for: the numbers of those that it played [A].
 SEATS: Final = "seats"
 REQUIRED: Final = frozenset(SHAPES) - {"legal", "acting"}
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """B whole episodes. What lies behind an episode's length is without meaning.
+    """B whole episodes. Values beyond an episode's length are undefined.
 
-    `observations`, `state` and `legal` have one step more than `actions`: what was seen after the
-    last one.
+    `observations`, `state` and `legal` have one step more than `actions`: after the last one.
     """
 
     policy: str
     version: int
-    """Of the weights that drew all its actions."""
+    """Version of the weights that sampled all actions."""
     agents: tuple[str, ...]
-    """Of the environment; whom the policy played: A."""
+    """The agents that the policy played: A."""
     arrays: Mapping[str, Array] = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -85,23 +84,23 @@ class Fragment:
 
     @property
     def steps(self) -> int:
-        """Steps of the environment, all episodes together."""
+        """Steps of the environment, summed over the episodes."""
         return int(self.arrays["lengths"].sum())
 
     def valid(self) -> NDArray[np.bool_]:
-        """[T, B]: which steps belong to their episodes."""
+        """[T, B]: which steps are within their episode's length."""
         steps = len(self.arrays["rewards"])
         found: NDArray[np.bool_] = np.arange(steps)[:, None] < self.arrays["lengths"]
         return found
 
     def returns(self) -> NDArray[np.float64]:
-        """[B, A]: undiscounted."""
+        """Undiscounted returns [B, A]."""
         rewards = self.arrays["rewards"].astype(np.float64)
         found: NDArray[np.float64] = (rewards * self.valid()[..., None]).sum(axis=0)
         return found
 
     def to_bytes(self) -> bytes:
-        """In the safetensors format, its metadata saying the rest. No pickle."""
+        """Serialize as safetensors, with policy, version and agents as metadata."""
         metadata = {
             "policy": self.policy,
             "version": str(self.version),
@@ -113,7 +112,7 @@ class Fragment:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Fragment:
-        """What `to_bytes` gave. Raises InvalidArgument for bytes that are no fragment."""
+        """Parse the result of `to_bytes`. Raises InvalidArgument for other bytes."""
         try:
             arrays = load(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])

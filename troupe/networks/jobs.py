@@ -1,4 +1,4 @@
-"""What rollout workers and trainers make of a job's `environment`."""
+"""The vector environment of a job of networks, made by rollout workers and trainers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment:
-    """The environment of a job of networks; `copies` instead of the job's. Blocking.
+    """The environment of a job of networks; `copies` overrides the job's. Blocking.
 
-    Raises InvalidArgument naming the field of the job at fault: an environment that cannot be
-    imported or made, whatever it raises, and agents that are not the job's.
-    """
+    Raises InvalidArgument naming the job's field at fault: an environment that cannot be imported
+    or made, whatever it raises, and agents that are not the job's."""
     section = job.environment
     assert section is not None, "a job of networks"
     with environment_guard(job):
@@ -42,8 +41,7 @@ def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment
 
 @contextlib.contextmanager
 def environment_guard(job: JobSpec) -> Iterator[None]:
-    """Whatever an environment raises inside, while it is made or looked at, becomes InvalidArgument
-    naming the field of the job at fault."""
+    """Turn whatever an environment raises inside into InvalidArgument naming the job's field."""
     section = job.environment
     assert section is not None, "a job of networks"
     try:
@@ -64,7 +62,7 @@ def environment_guard(job: JobSpec) -> Iterator[None]:
 
 
 def close_environment(environment: Any) -> None:
-    """Give an environment up, whatever it raises."""
+    """Close an environment; whatever it raises is logged."""
     try:
         environment.close()
     except BaseException as error:
@@ -72,7 +70,7 @@ def close_environment(environment: Any) -> None:
 
 
 def _field(name: str | None) -> str:
-    """Where the job says what the library calls `name`."""
+    """The job's field for the library's argument `name`."""
     if (name or "").startswith(f"{_SOURCE}") or name == "agents":
         return name or ""
     setting = (name or "").removeprefix("environment").removeprefix(".")
@@ -82,7 +80,6 @@ def _field(name: str | None) -> str:
 
 
 def agents_of(job: JobSpec, agents: Sequence[str], policy: str) -> tuple[str, ...]:
-    """Whom a policy may ever play, in the order of the environment's `agents`: whom its network is
-    made for."""
+    """The agents that a policy may play, in the order of `agents`; its network is made for them."""
     roster = job.roster(policy)
     return tuple(name for name in agents if name in roster)

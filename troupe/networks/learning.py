@@ -1,5 +1,4 @@
-"""`NetworkTrainer`: what updates one policy's network on fragments; `make_learner` makes the one
-that a specification names."""
+"""`NetworkTrainer`, the interface of learners of one policy's network, and `make_learner`."""
 
 from __future__ import annotations
 
@@ -8,11 +7,11 @@ from typing import Protocol
 
 import torch
 
+from troupe.job.network import NetworkSpec, PPOSpec, QLearningSpec
 from troupe.networks.fragments import Fragment
 from troupe.networks.maddpg import DeterministicLearner
 from troupe.networks.ppo import PPOLearner
 from troupe.networks.qlearning import QLearner
-from troupe.networks.spec import NetworkSpec, PPOSpec, QLearningSpec
 from troupe.networks.vector import Spaces
 from troupe.rpc.errors import InvalidArgument
 
@@ -22,41 +21,40 @@ Tensors = dict[str, torch.Tensor]
 class NetworkTrainer(Protocol):
     """One policy's networks, optimizers and, off-policy, replay buffer.
 
-    All that it will do is a function of `state()` and of the fragments that follow, bit for bit on
-    one kind of machine with one number of threads.
+    Its updates are a function of `state()` and the following fragments, bit for bit on one kind of
+    machine with one number of threads.
     """
 
     def update(self, fragments: Sequence[Fragment]) -> dict[str, float]:
-        """One step of training on what was committed; on-policy, on all of it together.
+        """One training step on the fragments; on-policy learners use all of them together.
 
-        Metrics by name. Raises InvalidArgument for fragments that are not of its agents or spaces;
-        then nothing has moved.
+        Returns metrics by name. Raises InvalidArgument for fragments of other agents or spaces;
+        nothing has changed then.
         """
         ...
 
     def state(self) -> Tensors:
-        """All of it, flat (`Belongings` has the names); not copies where it can be avoided. Names,
-        dtypes and shapes stay, but those of `buffer.*`, which grows."""
+        """The whole state as flat tensors (names: `LearnerState`), copied only where unavoidable.
+        Names, dtypes and shapes are constant but for `buffer.*`, which grows."""
         ...
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on exactly from a `state()`. Raises InvalidArgument naming the tensor that is missing
-        or does not fit; then nothing has moved."""
+        """Restore a `state()` exactly. Raises InvalidArgument naming a tensor that is missing or
+        does not fit; nothing has changed then."""
         ...
 
     def published(self) -> Tensors:
-        """What actors load (`Actor.load`): copies, names as in `ActingNetwork`."""
+        """Weights for `Actor.load`: copies, by the names of `ActingNetwork`."""
         ...
 
 
 def make_learner(
     spec: NetworkSpec, spaces: Spaces, agents: Sequence[str], seed: int
 ) -> NetworkTrainer:
-    """The learner of one policy that plays `agents`, in the order of the environment; its first
-    weights and all its random numbers are drawn by `seed`.
+    """The learner of one policy that plays `agents`, in the environment's order.
 
-    Raises InvalidArgument for a paradigm that cannot train on these spaces. Weights are those that
-    an `Actor` expects of the same arguments.
+    `seed` determines its initial weights and all its random numbers. Raises InvalidArgument for a
+    paradigm that cannot train on these spaces.
     """
     if not agents:
         raise InvalidArgument("a policy plays at least one agent", field="agents")
@@ -70,5 +68,5 @@ def make_learner(
             made = QLearner(spec, learning, spaces, played)
         else:
             made = DeterministicLearner(spec, learning, spaces, played)
-    made.belongings.generator.manual_seed(seed)
+    made.seed(seed)
     return made

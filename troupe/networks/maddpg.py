@@ -14,12 +14,12 @@ from torchrl.modules import RunningValueNorm
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.utils import ValueEstimators
 
+from troupe.job.network import DeterministicSpec, NetworkSpec
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.belongings import Belongings, LearnerState, Replay
 from troupe.networks.fragments import Fragment
+from troupe.networks.learner_state import LearnerState, LearnerTensors, Replay
 from troupe.networks.modules import ILLEGAL, Networks
 from troupe.networks.rows import check
-from troupe.networks.spec import DeterministicSpec, NetworkSpec
 from troupe.networks.vector import Spaces
 from troupe.rpc.errors import InvalidArgument
 
@@ -77,7 +77,7 @@ class _Critic(TensorDictModuleBase):  # type: ignore[misc]
 
 
 class DeterministicLearner(LearnerState):
-    """`troupe.networks.learning.Learner` from a replay buffer of joint transitions.
+    """A `NetworkTrainer` from a replay buffer of joint transitions.
 
     As in TorchRL's multi-agent tutorial, an actor's gradient is that of its critic under the
     present actions of all agents (Lowe et al. take the others' from the buffer).
@@ -108,7 +108,7 @@ class DeterministicLearner(LearnerState):
         self._rewards = None
         if learning.standardize_rewards:
             modules["rewards"] = self._rewards = RunningValueNorm(shape=1)
-        self._owned = Belongings(
+        self._tensors = LearnerTensors(
             modules,
             {
                 "acting": torch.optim.Adam(self._acting.parameters(), lr=learning.actor_lr),
@@ -123,13 +123,9 @@ class DeterministicLearner(LearnerState):
             {"updates": 0},
         )
 
-    @property
-    def belongings(self) -> Belongings:
-        """What it consists of."""
-        return self._owned
-
     def update(self, fragments: Sequence[Fragment]) -> dict[str, float]:
-        """As `Learner.update`: remember these transitions, then make `updates` gradients."""
+        """See `NetworkTrainer.update`: store the transitions, then make `updates` gradient
+        steps."""
         check(fragments, self._spaces, self._agents)
         if any("acting" in fragment.arrays for fragment in fragments):
             raise InvalidArgument(
@@ -148,7 +144,7 @@ class DeterministicLearner(LearnerState):
         if len(self._replay) >= max(1, self._learning.warmup):
             made = [self._step() for _ in range(self._learning.updates)]
             metrics |= {name: float(np.mean([one[name] for one in made])) for name in made[0]}
-        self._owned.counts["updates"] += 1
+        self._tensors.counts["updates"] += 1
         return metrics
 
     def _step(self) -> dict[str, float]:
@@ -158,11 +154,11 @@ class DeterministicLearner(LearnerState):
         total = losses["loss_actor"] + losses["loss_value"]
         total = total + self._learning.regularization * penalty
         metrics = {name: float(losses[name].detach()) for name in ("loss_actor", "loss_value")}
-        for optimizer in self._owned.optimizers.values():
+        for optimizer in self._tensors.optimizers.values():
             optimizer.zero_grad()
         total.backward()
-        for name, optimizer in self._owned.optimizers.items():
-            parameters = self._owned.modules[name].parameters()
+        for name, optimizer in self._tensors.optimizers.items():
+            parameters = self._tensors.modules[name].parameters()
             norm = nn.utils.clip_grad_norm_(parameters, self._learning.max_grad_norm)
             metrics[f"grad_norm/{name}"] = float(norm)
             optimizer.step()
@@ -188,7 +184,7 @@ class DeterministicLearner(LearnerState):
             mark = torch.eye(len(self._agents)).expand(len(seen), -1, -1)
             seen = torch.cat([seen, mark], dim=-1)
         noise = torch.empty(*seen.shape[:2], self._spaces.actions)
-        noise = -noise.exponential_(generator=self._owned.generator).log()
+        noise = -noise.exponential_(generator=self._tensors.generator).log()
         found = {"observations": seen, "state": items[f"{when}state"], "noise": noise}
         if f"{when}legal" in items:
             found["legal"] = items[f"{when}legal"]
@@ -196,7 +192,7 @@ class DeterministicLearner(LearnerState):
 
 
 def _transitions(fragment: Fragment) -> Tensors:
-    """All steps of a fragment's episodes, one after the other."""
+    """All transitions of a fragment's episodes [M, ...]."""
     valid = fragment.valid()
     last = np.arange(len(valid))[:, None] == fragment["lengths"] - 1
     found = {name: fragment[name][valid] for name in ("actions", "rewards")}

@@ -1,4 +1,4 @@
-"""The networks themselves: layers, a memory where there is one, and a head per policy."""
+"""Network modules of policies and critics: hidden layers, an optional GRU, a head; sampling."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from troupe.networks.spec import NetworkSpec
+from troupe.job.network import NetworkSpec
 
 
 class Tanh(nn.Module):
-    """`nn.Tanh`; NumPy's where nothing is learned, which takes an eighth of the time of torch's
-    on a CPU and gives the same to the last bit but one."""
+    """`nn.Tanh`; without gradients by NumPy, which takes an eighth of the time of torch's on a CPU
+    and is equal to the last bit but one."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Any shape."""
@@ -24,17 +24,17 @@ class Tanh(nn.Module):
 
 
 def draw(logits: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """An action of each distribution [..., n], and its log-prob; both [...].
+    """Sample an action of each distribution [..., n]; actions and log-probs, both [...].
 
-    One random number a row, found in its cumulated probabilities. An action of probability zero is
-    never drawn.
+    By inverse transform sampling, one random number per row. An action of probability zero is never
+    drawn.
     """
-    # Actions first: operations that run over the rows take a tenth of the time of those along them.
+    # Actions as the first axis: reductions over it take a tenth of the time.
     log_probs = logits.flatten(0, -2).t().log_softmax(0)
     sums = log_probs.exp().cumsum(0)
     most = sums[-1]
     drawn = torch.rand(most.shape, generator=generator) * most
-    # Rounded up to the whole, a number would lie beyond the last action that may be taken.
+    # A number rounded up to the sum would lie beyond the last possible action.
     drawn = torch.minimum(drawn, torch.nextafter(most, torch.zeros_like(most)))
     actions = (sums[:-1] <= drawn).sum(0)
     found = log_probs.gather(0, actions.unsqueeze(0)).squeeze(0)
@@ -54,13 +54,12 @@ _ACTIVATIONS: Final[dict[str, type[nn.Module]]] = {
     "elu": nn.ELU,
     "gelu": nn.GELU,
 }
-# What an illegal action's logit or value is: below any other, and finite, so that no gradient
-# becomes NaN.
+# Logit or value of illegal actions: below any other, and finite, so that no gradient becomes NaN.
 ILLEGAL: Final = -1e9
 
 
 class AgentNetwork(nn.Module):
-    """The network of one agent, or of all that share it."""
+    """The network of one agent, or of all agents that share parameters."""
 
     def __init__(self, spec: NetworkSpec, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -74,8 +73,8 @@ class AgentNetwork(nn.Module):
         self.head = nn.Linear(spec.memory if self.memory else width, outputs)
 
     def forward(self, sequences: torch.Tensor) -> torch.Tensor:
-        """[N, L, I] -> [N, L, outputs], each row an episode from its beginning; without a memory
-        any [..., I]."""
+        """[N, L, I] -> [N, L, outputs], rows are episodes from their beginning; without a GRU any
+        [..., I]."""
         hidden: torch.Tensor = self.body(sequences)
         if self.memory is not None:
             hidden, _ = self.memory(hidden)
@@ -85,7 +84,8 @@ class AgentNetwork(nn.Module):
     def step(
         self, inputs: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One step of every row: [N, I] and [1, N, H] (None: a beginning) -> outputs, memory."""
+        """One step of every row: [N, I] and memory [1, N, H] (None at the start) -> outputs,
+        memory."""
         hidden: torch.Tensor = self.body(inputs)
         if self.memory is not None:
             hidden, memory = self.memory(hidden.unsqueeze(1), memory)
@@ -94,7 +94,7 @@ class AgentNetwork(nn.Module):
 
 
 class Networks(nn.Module):
-    """What the agents of one policy compute: one `AgentNetwork` for all, or one for each."""
+    """The networks of one policy's agents: one shared `AgentNetwork`, or one each."""
 
     def __init__(self, spec: NetworkSpec, agents: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -145,13 +145,13 @@ class Networks(nn.Module):
 
 
 def identity_width(spec: NetworkSpec, agents: int) -> int:
-    """Inputs that say which agent it is."""
+    """Width of the one-hot agent id that is appended to observations; 0: none."""
     return agents if spec.parameters == "shared" and agents > 1 else 0
 
 
 def initialize(module: nn.Module, gain: float) -> None:
-    """Orthogonal weights, the heads' with `gain`; zero biases (Saxe et al. 2014; what PPO's authors
-    and MAPPO's do)."""
+    """Orthogonal weights, those of heads with `gain`, and zero biases (Saxe et al. 2014; as in
+    PPO's and MAPPO's implementations)."""
     for name, parameter in module.named_parameters():
         if parameter.ndim < 2:
             nn.init.zeros_(parameter)

@@ -20,23 +20,22 @@ from torchrl.objectives.multiagent import IPPOLoss, MAPPOLoss
 from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
 
 from troupe.algorithms.objectives import MAX_LOG_RATIO
+from troupe.job.network import NetworkSpec, PPOSpec
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.belongings import Belongings, LearnerState
 from troupe.networks.fragments import Fragment
+from troupe.networks.learner_state import LearnerState, LearnerTensors
 from troupe.networks.modules import ILLEGAL, Networks, initialize
 from troupe.networks.rows import Rows, check, rows_of
-from troupe.networks.spec import NetworkSpec, PPOSpec
 from troupe.networks.vector import Spaces
 
 Tensors = dict[str, torch.Tensor]
 
-# How fast the statistics of returns forget: they follow a policy that gets better within some
-# hundred gradients.
+# Decay of the running statistics of returns: they follow a policy within some hundred gradients.
 _RETURNS_MEMORY = 0.99
 
 
 class _Distribution(TensorDictModuleBase):  # type: ignore[misc]
-    """Parameters of the distribution of what agents do, by `sequences`, `who` and `index`."""
+    """Parameters of the action distributions, by `sequences`, `who` and `index`."""
 
     def __init__(self, acting: ActingNetwork) -> None:
         super().__init__()
@@ -56,13 +55,13 @@ class _Distribution(TensorDictModuleBase):  # type: ignore[misc]
 
 
 class _PredictedReturns(TensorDictModuleBase):  # type: ignore[misc]
-    """Predicted returns, in the unit of rewards."""
+    """The critic's returns, denormalized."""
 
     def __init__(self, critic: Networks, norm: PopArtValueNorm | None) -> None:
         super().__init__()
         self.in_keys, self.out_keys = ["seen", "who", "index"], ["state_value"]
         self.critic = critic
-        # Not a part of this module: the loss owns and updates it.
+        # In a list, so that it is no submodule: the loss owns and updates it.
         self._norm = [norm]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -73,27 +72,27 @@ class _PredictedReturns(TensorDictModuleBase):  # type: ignore[misc]
 
 
 class _BoundedRatio:
-    """Of a PPO loss: log pi/mu is at most `MAX_LOG_RATIO`. Where the clip takes a ratio out that
-    has overflowed, TorchRL's gradient is zero times infinity, and one action far from what the
-    policy now does would make all weights NaN."""
+    """Mixin of a PPO loss that bounds log pi/mu by `MAX_LOG_RATIO`. Where a ratio overflows and is
+    clipped, TorchRL's gradient is zero times infinity: one very unlikely action would make all
+    weights NaN."""
 
     def _log_weight(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         log_weight, *others = super()._log_weight(*args, **kwargs)  # type: ignore[misc]
-        # With the gradient that it has at the bound, as of a language model's (`bounded_exp`).
+        # The gradient is kept, as in the losses of language models (`bounded_exp`).
         beyond = MAX_LOG_RATIO + (log_weight - log_weight.detach())
         return torch.where(log_weight > MAX_LOG_RATIO, beyond, log_weight), *others
 
 
 class _IndependentLoss(_BoundedRatio, IPPOLoss):  # type: ignore[misc]
-    """IPPO's."""
+    """The IPPO loss with bounded ratios."""
 
 
 class _TeamLoss(_BoundedRatio, MAPPOLoss):  # type: ignore[misc]
-    """MAPPO's."""
+    """The MAPPO loss with bounded ratios."""
 
 
 class PPOLearner(LearnerState):
-    """`troupe.networks.learning.Learner` by clipped policy gradients on the fragments of one
+    """A `NetworkTrainer` by clipped policy gradients on the fragments of one
     update."""
 
     def __init__(
@@ -136,7 +135,7 @@ class PPOLearner(LearnerState):
         self._trained = list(modules.items())
         if norm is not None:
             modules["returns"] = norm
-        self._owned = Belongings(
+        self._tensors = LearnerTensors(
             modules,
             {
                 name: torch.optim.Adam(module.parameters(), lr=learning.lr, eps=1e-5)
@@ -146,13 +145,8 @@ class PPOLearner(LearnerState):
             counts={"updates": 0},
         )
 
-    @property
-    def belongings(self) -> Belongings:
-        """What it consists of."""
-        return self._owned
-
     def update(self, fragments: Sequence[Fragment]) -> dict[str, float]:
-        """As `Learner.update`; every epoch goes over all decisions of all fragments."""
+        """See `NetworkTrainer.update`; every epoch goes over all decisions of all fragments."""
         check(fragments, self._spaces, self._agents, some=True)
         rows = rows_of(fragments, self._agents)
         data = self._data(rows)
@@ -163,7 +157,7 @@ class PPOLearner(LearnerState):
                 for name, value in self._step(part).items():
                     sums[name] = sums.get(name, 0.0) + value
                 made += 1
-        self._owned.counts["updates"] += 1
+        self._tensors.counts["updates"] += 1
         metrics = {name: total / max(made, 1) for name, total in sums.items()}
         returns = np.concatenate([fragment.returns().ravel() for fragment in fragments])
         metrics["return"] = float(returns.mean())
@@ -171,8 +165,8 @@ class PPOLearner(LearnerState):
         return metrics
 
     def _data(self, rows: Rows) -> Tensors:
-        """Units of which minibatches are made: [U, L, ...], with a memory episodes, else single
-        decisions; `valid` [U, L] says what counts."""
+        """The units of minibatches [U, L, ...]: episodes with a GRU, else single decisions; `valid`
+        [U, L] masks padding."""
         episodes, agents, _, _ = rows.observations.shape
         who = torch.arange(agents).repeat(episodes)
         sequences = _merged(rows.observations)
@@ -186,7 +180,7 @@ class PPOLearner(LearnerState):
         valid = _merged(rows.decided())
         done = _merged(rows.last()) | ~valid
         terminated = done & torch.from_numpy(rows.terminated).repeat_interleave(agents)[:, None]
-        # Behind an episode's end are values of nothing, which must not reach it: `done` sees to it.
+        # Values beyond an episode's end are undefined; `done` keeps them out.
         advantage, target = vec_generalized_advantage_estimate(
             self._learning.gamma,
             self._learning.gae_lambda,
@@ -216,14 +210,14 @@ class PPOLearner(LearnerState):
 
     def _minibatches(self, data: Tensors) -> Iterator[TensorDict]:
         units, parts = len(data["who"]), self._learning.minibatches
-        order = torch.randperm(units, generator=self._owned.generator) if parts > 1 else None
+        order = torch.randperm(units, generator=self._tensors.generator) if parts > 1 else None
         for chosen in [None] if order is None else order.tensor_split(parts):
             part = data if chosen is None else {name: value[chosen] for name, value in data.items()}
             valid = part["valid"]
             index = valid.flatten().nonzero(as_tuple=True)[0]
             if not len(index):
                 continue
-            # `sequences`, `seen` and `who` stay whole; the networks take from them what counts.
+            # `sequences`, `seen` and `who` stay whole; the networks select by `index`.
             whole = {name: part[name] for name in ("sequences", "seen", "who")}
             counted = {
                 name: value[valid]
@@ -235,14 +229,14 @@ class PPOLearner(LearnerState):
     def _step(self, part: TensorDict) -> dict[str, float]:
         losses = self._loss(part)
         total = sum(value for name, value in losses.items() if name.startswith("loss_"))
-        for optimizer in self._owned.optimizers.values():
+        for optimizer in self._tensors.optimizers.values():
             optimizer.zero_grad()
         total.backward()  # type: ignore[union-attr]
         metrics = {}
         for name, module in self._trained:
             norm = torch.nn.utils.clip_grad_norm_(module.parameters(), self._learning.max_grad_norm)
             metrics[f"grad_norm/{name}"] = float(norm)
-            self._owned.optimizers[name].step()
+            self._tensors.optimizers[name].step()
         for name in ("loss_objective", "loss_critic", "entropy", "clip_fraction", "kl_approx"):
             if name in losses:
                 metrics[name] = float(losses[name].detach())

@@ -14,12 +14,12 @@ from torchrl.objectives import DQNLoss, SoftUpdate
 from torchrl.objectives.multiagent import QMixerLoss
 from torchrl.objectives.utils import ValueEstimators
 
+from troupe.job.network import NetworkSpec, QLearningSpec
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.belongings import Belongings, LearnerState, Replay
 from troupe.networks.fragments import Array, Fragment
+from troupe.networks.learner_state import LearnerState, LearnerTensors, Replay
 from troupe.networks.modules import ILLEGAL
 from troupe.networks.rows import Rows, check, rows_of
-from troupe.networks.spec import NetworkSpec, QLearningSpec
 from troupe.networks.vector import Spaces
 from troupe.rpc.errors import InvalidArgument
 
@@ -27,8 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class _Values(TensorDictModuleBase):  # type: ignore[misc]
-    """Values of all actions, where `index` points into `sequences`; of a team with agents as the
-    second axis."""
+    """Values of all actions at `index` into `sequences`; for a team [moments, agents, n]."""
 
     def __init__(self, acting: ActingNetwork, team: bool, out: str | tuple[str, str]) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class _Values(TensorDictModuleBase):  # type: ignore[misc]
 
 
 class QLearner(LearnerState):
-    """`troupe.networks.learning.Learner` from a replay buffer of whole episodes. The reward of a
+    """A `NetworkTrainer` from a replay buffer of whole episodes. The reward of a
     team is the mean of its agents'."""
 
     def __init__(
@@ -85,7 +84,7 @@ class QLearner(LearnerState):
         self._trained = [p for name in trained for p in modules[name].parameters()]
         generator = torch.Generator()
         self._replay = Replay(learning.buffer, learning.batch, generator)
-        self._owned = Belongings(
+        self._tensors = LearnerTensors(
             modules,
             {
                 name: torch.optim.Adam(modules[name].parameters(), lr=learning.lr)
@@ -97,13 +96,8 @@ class QLearner(LearnerState):
             {"updates": 0, "episodes": 0},
         )
 
-    @property
-    def belongings(self) -> Belongings:
-        """What it consists of."""
-        return self._owned
-
     def update(self, fragments: Sequence[Fragment]) -> dict[str, float]:
-        """As `Learner.update`: remember these episodes, then make `updates` gradients."""
+        """See `NetworkTrainer.update`: store the episodes, then make `updates` gradient steps."""
         check(fragments, self._spaces, self._agents, some=not self._team)
         if self._team and any("acting" in fragment.arrays for fragment in fragments):
             raise InvalidArgument(
@@ -113,8 +107,8 @@ class QLearner(LearnerState):
                 remedy="Take dqn or ppo.",
             )
         rows = rows_of(fragments, self._agents)
-        counts, learning = self._owned.counts, self._learning
-        self._replay.extend(self._remembered(rows))
+        counts, learning = self._tensors.counts, self._learning
+        self._replay.extend(self._stored(rows))
         counts["episodes"] += len(rows.terminated)
         first, last = learning.epsilon
         done = min(1.0, counts["episodes"] / learning.epsilon_episodes)
@@ -167,8 +161,8 @@ class QLearner(LearnerState):
             action_space="categorical",
         )
 
-    def _remembered(self, rows: Rows) -> Tensors:
-        """Episodes of one shape, whatever the longest of these fragments is."""
+    def _stored(self, rows: Rows) -> Tensors:
+        """Episodes padded to the longest possible, so that all in the buffer have one shape."""
         steps = self._spaces.steps
 
         def padded(array: Array, length: int) -> torch.Tensor:
@@ -191,23 +185,23 @@ class QLearner(LearnerState):
         return found
 
     def _step(self) -> tuple[float, float]:
-        """One gradient; the loss and the gradient's norm."""
+        """One gradient step; returns the loss and the gradient's norm."""
         batch = self._batch(self._replay.sample())
-        if not len(batch["index"]):  # episodes in which none of its agents was to move
+        if not len(batch["index"]):  # episodes in which none of the agents had a turn
             return 0.0, 0.0
         loss = self._loss(batch)["loss"]
-        for optimizer in self._owned.optimizers.values():
+        for optimizer in self._tensors.optimizers.values():
             optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self._trained, self._learning.max_grad_norm)
-        for optimizer in self._owned.optimizers.values():
+        for optimizer in self._tensors.optimizers.values():
             optimizer.step()
         self._follow.step()
         return float(loss.detach()), float(norm)
 
     def _batch(self, items: Tensors) -> TensorDict:
-        """Transitions of a batch of episodes. Positions of the same agents' next decisions are one
-        further in the same sequences."""
+        """Transitions of a batch of episodes. The next decision of an agent is at the next position
+        of the same sequence."""
         episodes, agents, length, _ = items["observations"].shape
         who = torch.arange(agents).repeat(episodes)
         sequences = items["observations"].flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Fragments as what learners compute on: per episode and agent a row of that agent's decisions."""
+"""`Rows`: fragments as learners use them, one row of decisions per episode and agent."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from troupe.rpc.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Rows:
-    """E episodes of A agents; K is the most decisions that one of them made. Where agents take
-    turns, steps in which one did not act are no decisions of his: what he got in them belongs to
-    the decision before."""
+    """E episodes of A agents with at most K decisions. Where agents take turns, steps in which an
+    agent did not act are no decisions of it: rewards of such steps count to its former decision."""
 
     observations: Array
-    """[E, A, K + 1, O]; behind the last decision, what was seen in the end."""
+    """[E, A, K + 1, O]; after the last decision the final observation."""
     state: Array
     """[E, A, K + 1, S]"""
     legal: Array | None
@@ -37,7 +36,7 @@ class Rows:
     """[E]"""
 
     def decided(self) -> Any:
-        """[E, A, K]: what is a decision and not padding."""
+        """[E, A, K]: decisions, as opposed to padding."""
         return np.arange(self.rewards.shape[2]) < self.lengths[..., None]
 
     def last(self) -> Any:
@@ -48,8 +47,8 @@ class Rows:
 def check(
     fragments: Sequence[Fragment], spaces: Spaces, agents: tuple[str, ...], *, some: bool = False
 ) -> None:
-    """Raises InvalidArgument for fragments that are not of these agents and spaces. `some`: they
-    may be of some of the agents only."""
+    """Raise InvalidArgument for fragments of other agents or spaces. `some`: fragments may have
+    only some of the agents."""
     if not fragments:
         raise InvalidArgument("an update needs at least one", field="fragments")
     sizes = {"O": spaces.observation, "S": spaces.state, "n": spaces.actions}
@@ -93,8 +92,8 @@ def check(
 
 
 def rows_of(fragments: Sequence[Fragment], roster: tuple[str, ...] = ()) -> Rows:
-    """All episodes of fragments that `check` let pass, in their order. `roster`: the agents that
-    rows are of; one that did not play has decided nothing."""
+    """All episodes of fragments that passed `check`, in order. `roster`: the agents of the rows;
+    one that did not play has no decisions."""
     fragments = [_with_absent(one, roster) for one in fragments]
     steps = max(len(fragment["rewards"]) for fragment in fragments)
     masked = any("legal" in fragment.arrays for fragment in fragments)
@@ -120,7 +119,7 @@ def rows_of(fragments: Sequence[Fragment], roster: tuple[str, ...] = ()) -> Rows
 
 
 def _with_absent(fragment: Fragment, roster: tuple[str, ...]) -> Fragment:
-    """As if all of the roster had been there."""
+    """The fragment with all agents of `roster`; those that did not play never act."""
     if not roster or fragment.agents == roster:
         return fragment
     at = [roster.index(agent) for agent in fragment.agents]
@@ -140,10 +139,10 @@ def _with_absent(fragment: Fragment, roster: tuple[str, ...]) -> Fragment:
 
 
 def _own_turns(rows: Rows, acting: Array) -> Rows:
-    """Only the steps in which the row's agent acted [E, A, T]."""
+    """Rows of only those steps in which the row's agent acted (`acting` [E, A, T])."""
     decisions = acting.sum(axis=-1).astype(np.int32)
     most = max(1, int(decisions.max(initial=0)))
-    # Times of his decisions, then the end of the episode.
+    # Steps of the agent's decisions, then the end of the episode.
     times = np.argsort(~acting, axis=-1, kind="stable")[..., :most]
     times = np.concatenate([times, np.zeros_like(times[..., :1])], axis=-1)
     behind = np.arange(most + 1) >= decisions[..., None]
@@ -170,11 +169,11 @@ def _own_turns(rows: Rows, acting: Array) -> Rows:
 
 
 def _joined(fragments: Sequence[Fragment], name: str, steps: int) -> Array:
-    """The array of all episodes [steps, E, ...], padded with zeros; what a fragment leaves out is
-    true everywhere.
+    """The array of all episodes [steps, E, ...], padded with zeros; an array that a fragment lacks
+    is all ones.
 
-    Zeros take the place of what lies behind an episode's end, too: a NaN there would reach the
-    gradient of a network with a memory, whatever it is multiplied by."""
+    Values beyond an episode's end become zeros: a NaN there would reach the gradient of a recurrent
+    network, whatever it is multiplied by."""
     parts = []
     for fragment in fragments:
         array = fragment.arrays.get(name)
@@ -183,7 +182,7 @@ def _joined(fragments: Sequence[Fragment], name: str, steps: int) -> Array:
             shape = (steps, fragment.episodes, *like.shape[2:])
             array = np.ones(shape, like.dtype)
         elif array.dtype.kind == "f":
-            # One more is seen than decided: what there is in the end.
+            # Observations have one more step than decisions.
             seen = fragment["lengths"] + SHAPES[name].startswith("T+1")
             inside = np.arange(len(array))[:, None] < seen
             if not inside.all():

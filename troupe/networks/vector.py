@@ -1,4 +1,4 @@
-"""`VectorEnvironment`: n copies of one environment that move together, as arrays.
+"""`VectorEnvironment`: copies of one environment that step together, as arrays.
 
 Shapes everywhere in `troupe.networks`: B copies, A agents, T steps, O numbers of an agent's
 observation, S of the global state, n discrete actions or D numbers of a continuous one. Floats are
@@ -24,17 +24,17 @@ Actions = NDArray[np.int64] | Floats
 
 @dataclass(frozen=True)
 class Spaces:
-    """What agents observe and do. All agents of an environment have the same; where they differ,
-    shorter observations are padded with zeros and absent actions are never legal."""
+    """Observation and action spaces, the same for all agents of an environment; where they differ,
+    shorter observations are padded with zeros and missing actions are never legal."""
 
     observation: int
     """O"""
     state: int
     """S"""
     actions: int
-    """n, the number of discrete actions; or D, the numbers of a continuous one."""
+    """n, the number of discrete actions; or D, the size of a continuous action."""
     steps: int
-    """No episode is longer."""
+    """Maximum length of an episode."""
     continuous: bool = False
     low: float = -1.0
     """`continuous`: the least value of each number of an action."""
@@ -43,39 +43,39 @@ class Spaces:
 
 
 class Observed(NamedTuple):
-    """What is to be seen before a step. The environment may reuse the arrays in the next step."""
+    """Observations before a step. The environment may reuse the arrays in the next step."""
 
     observations: Floats
     """[B, A, O]"""
     state: Floats
-    """[B, S]: what a centralized critic or a mixer sees."""
+    """[B, S]: global state, for centralized critics and mixers."""
     legal: Bools | None = None
-    """[B, A, n]; None: all actions are. At least one is in every row."""
+    """[B, A, n]: legal actions, at least one per row; None: all are."""
     acting: Bools | None = None
-    """[B, A]; whose action matters in this step, None: everyone's. For games with turns."""
+    """[B, A]: agents whose action counts in this step, in games with turns; None: all."""
 
 
 class Stepped(NamedTuple):
-    """What a step gave. Of a copy that had ended before, all is without meaning."""
+    """Result of a step; undefined for copies that had ended before."""
 
     observed: Observed
     """After the step; of a copy that has just ended, its last observations."""
     rewards: Floats
     """[B, A]"""
     terminated: Bools
-    """[B]: the game is over; no value follows."""
+    """[B]: the episode is over; no value is bootstrapped."""
     truncated: Bools
-    """[B]: only the time is over."""
+    """[B]: the episode was cut off at a time limit."""
 
 
 @runtime_checkable
 class VectorEnvironment(Protocol):
-    """n copies that begin together. A copy that has ended waits for the next `reset`: it still
-    takes (and ignores) actions, so that a step is the same work for all."""
+    """Copies of an environment that begin together. A copy that has ended ignores actions until the
+    next `reset`."""
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """The roles, in the order of every array's agents."""
+        """The agents' names, in the order of all arrays."""
         ...
 
     @property
@@ -89,8 +89,7 @@ class VectorEnvironment(Protocol):
         ...
 
     def reset(self, seed: int) -> Observed:
-        """A new episode in every copy. All its randomness, that of later steps included, is a
-        function of `seed`."""
+        """Begin an episode in every copy. `seed` determines all randomness, of later steps too."""
         ...
 
     def step(self, actions: Actions) -> Stepped:
@@ -98,13 +97,13 @@ class VectorEnvironment(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what it holds. More than once does nothing."""
+        """Release resources. Repeatable."""
         ...
 
 
 Factory = Callable[..., VectorEnvironment]
 
-# Built in, by the name that a job may give instead of an entrypoint.
+# Entrypoints of built-in environments, by the names that jobs give them.
 BUILT_IN: Final[dict[str, str]] = {
     "simple_spread": "troupe.networks.environments.simple_spread:SimpleSpread",
     "two_step": "troupe.networks.environments.two_step:TwoStep",
@@ -116,11 +115,11 @@ BUILT_IN: Final[dict[str, str]] = {
 
 
 def make_environment(name: str, copies: int, **settings: Any) -> VectorEnvironment:
-    """`copies` copies of a built-in environment, or of what the entrypoint `module:attribute`
-    gives when it is called with `copies` and the settings.
+    """`copies` copies of a built-in environment, or the result of the entrypoint
+    `module:attribute`, called with `copies` and the settings.
 
-    Raises InvalidArgument for an unknown name, for settings that it does not take and for what is
-    no `VectorEnvironment`; EntrypointError where nothing can be imported.
+    Raises InvalidArgument for an unknown name, for settings that it does not take and for a result
+    that is no `VectorEnvironment`; EntrypointError for a failing import.
     """
     if name not in BUILT_IN and ":" not in name:
         raise InvalidArgument(

@@ -15,11 +15,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from troupe.job.network import NetworkSpec, QLearningSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.environments.openspiel import GameCopies, histories_of
 from troupe.networks.learning import make_learner
-from troupe.networks.spec import NetworkSpec, QLearningSpec
 from troupe.networks.vector import Spaces
 from troupe.populations.games import Array, Profile
 from troupe.populations.histories import Histories, cumulated

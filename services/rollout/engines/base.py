@@ -1,267 +1,220 @@
-"""What the router knows of an engine: one interface, whatever serves behind it.
+"""`ServingEngine`: one serving replica of one policy, whatever computes behind it.
 
-An engine serves one policy at one verified version. The router calls `generate` from any
-number of asyncio tasks; the engine batches them. Weights change under running requests:
-those are kept and go on, and every token says which version drew it.
-"""
+The base class has admission, deadlines, weight updates, draining, scoring, sleep and wake; a kind
+of engine adds how to generate, abort and load. The router calls `generate` from any number of
+asyncio tasks; the engine batches them. Running turns survive a change of weights, and every token
+carries the version that drew it."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import itertools
+import contextlib
 import math
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from services.rollout.engines.state import EngineState
-from troupe.rpc.errors import (
-    DeadlineExceeded,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    Unavailable,
+from services.rollout.engines.errors import (
+    BadTurn,
+    EngineAsleep,
+    EngineDied,
+    EngineStale,
+    NonFiniteLogits,
+    PromptTooLong,
+    ScoreDeadline,
+    ScoreRefused,
+    TurnDeadline,
+    TurnReturned,
+    WeightsRefused,
+    lost_turn,
 )
+from services.rollout.engines.requests import (
+    MEMORY,
+    Device,
+    EngineLoad,
+    EngineResponse,
+    Memory,
+    SamplingParams,
+    Scored,
+    ScoreRequest,
+)
+from services.rollout.engines.state import EngineState
+from services.rollout.engines.turns import EngineTurn, TurnTable
+from troupe.rpc.errors import TroupeError
+from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as pb
-from troupe.workflow.backend import FinishReason as FinishReason
-from troupe.workflow.backend import GeneratedTurn
-from troupe.workflow.backend import VersionSpan as VersionSpan
 
 if TYPE_CHECKING:
-    import torch
-
+    from services.rollout.engines.weights import Adapted
     from troupe.transfer import Transfer
-    from troupe.workflow import Sampling
 
-LostT = TypeVar("LostT", bound="TurnLost")
+Tensors = Mapping[str, Any]
+InFlight = Literal["keep", "restart"]
+# How long `sleep` waits for turns in flight.
+DRAIN_SECONDS: Final = 30.0
+# An engine whose aborted turns do not end within this time is declared dead.
+_ABORT_SECONDS: Final = 10.0
 
 
-class TurnLost(Unavailable):
-    """The engine cannot end a turn. `drawn`: what it has of it, by verified weights, if anything:
-    whoever asked may go on from there on another engine."""
+class ServingEngine(ABC):
+    """One serving replica of one policy at one verified version.
 
-    drawn: EngineResponse | None = None
+    Life (troupe.states.ENGINE): `start` leads to STALE, `update_weights` through UPDATING to
+    HEALTHY; only then does `generate` serve. When the engine dies every waiting turn fails with
+    `EngineDied` and the state is DEAD; `start` again leads to STALE, never to HEALTHY.
 
-
-def lost_turn(error: LostT, drawn: EngineResponse) -> LostT:
-    """The same error for one turn."""
-    own = copy.copy(error)
-    own.drawn = drawn
-    return own
-
-
-class EngineDied(TurnLost):
-    """The engine's thread or process is gone, or does not answer; its turns are lost."""
-
-    default_kind = "engine_died"
-
-    def __init__(self, engine_id: str, reason: str) -> None:
-        super().__init__(
-            f"the engine died: {reason}",
-            field="engine",
-            value=engine_id,
-            remedy="Repeat the turn on another engine; this one serves again after a restart "
-            "and a verified weight update.",
-        )
-
-
-class EngineStale(TurnLost):
-    """The engine holds no verified weights (or is leaving) and takes no turns."""
-
-    default_kind = "engine_stale"
-
-    def __init__(self, engine_id: str, state: str) -> None:
-        super().__init__(
-            f"the engine is {state} and takes no turns",
-            field="engine",
-            value=engine_id,
-            remedy="Choose another engine of the policy, or update this one's weights first.",
-        )
-
-
-class EngineAsleep(FailedPrecondition):
-    """The engine has given its memory back and can do nothing until it is woken."""
-
-    default_kind = "engine_asleep"
-
-    def __init__(self, engine_id: str, what: str) -> None:
-        super().__init__(
-            f"the engine is asleep: {what}",
-            field="engine",
-            value=engine_id,
-            remedy="Wake it; it then needs a verified weight update before it serves.",
-        )
-
-
-class TurnReturned(Unavailable):
-    """The engine gives the turn back unfinished: it changes weights or goes to sleep."""
-
-    default_kind = "turn_returned"
-
-    def __init__(self, engine_id: str, reason: str) -> None:
-        super().__init__(
-            f"the turn was given back: {reason}",
-            field="engine",
-            value=engine_id,
-            remedy="Repeat the turn on an engine that serves; nothing of it was used.",
-        )
-
-
-class AdapterRefused(FailedPrecondition):
-    """The engine cannot take, or does not have, this LoRA adapter; nothing changed."""
-
-    default_kind = "adapter_refused"
-
-
-class EngineStartFailed(FailedPrecondition):
-    """The engine could not be brought up; the reason is in the message."""
-
-    default_kind = "engine_start_failed"
-
-
-class PromptTooLong(InvalidArgument):
-    """The prompt leaves no room for a response in the engine's context."""
-
-    default_kind = "prompt_too_long"
-
-    def __init__(self, policy: str, prompt_tokens: int, max_context: int) -> None:
-        super().__init__(
-            f"a prompt of {prompt_tokens} tokens leaves no room for a response in a context of "
-            f"{max_context} tokens",
-            field=f"policies.{policy}.engine.max_context",
-            value=max_context,
-            remedy="Shorten the conversation, or raise max_context up to what the model's "
-            "positions allow.",
-        )
-
-
-class TurnDeadline(DeadlineExceeded):
-    """No response within the turn's time; the request was aborted."""
-
-    default_kind = "turn_deadline"
-
-    def __init__(self, engine_id: str, request_id: str, seconds: float, done: int) -> None:
-        super().__init__(
-            f"request {request_id} had {done} tokens after {seconds:g} s on engine {engine_id}",
-            field="limits.turn_seconds",
-            value=f"{seconds:g}",
-            remedy="Allow more time per turn, fewer new tokens, or add engines.",
-        )
-
-
-class ScoreDeadline(DeadlineExceeded):
-    """Continuations were not scored in time."""
-
-    default_kind = "score_deadline"
-
-    def __init__(self, engine_id: str, count: int, seconds: float) -> None:
-        super().__init__(
-            f"{count} continuations were not scored within {seconds:g} s on engine {engine_id}",
-            field="limits.turn_seconds",
-            value=f"{seconds:g}",
-            remedy="Allow more time per turn, or ask for fewer at once.",
-        )
-
-
-class ScoreRefused(FailedPrecondition):
-    """The engine cannot compute these log-probs."""
-
-    default_kind = "score_refused"
-
-
-class BadTurn(InvalidArgument):
-    """The request cannot be served by any engine of the policy."""
-
-    default_kind = "bad_turn"
-
-
-class ReplyBroken(Unavailable):
-    """The engine lives, but this turn's answer is missing, cut off or refused."""
-
-    default_kind = "engine_reply_broken"
-
-    def __init__(self, engine_id: str, request_id: str, reason: str) -> None:
-        super().__init__(
-            f"no usable answer to request {request_id}: {reason}",
-            field="engine",
-            value=engine_id,
-            remedy="Repeat the turn; the prompt and its tokens are unchanged.",
-        )
-
-
-class WeightsRefused(FailedPrecondition):
-    """The published weights do not fit this engine's model, or are not what was announced.
-
-    Nothing in the engine changed.
-    """
-
-    default_kind = "weights_refused"
-
-
-class UpdateFailed(Unavailable):
-    """The update broke off half-way: the engine is STALE until one succeeds."""
-
-    default_kind = "weight_update_failed"
-
-
-class NonFiniteLogits(Internal):
-    """The model's output is NaN or infinite: the weights or the prompt are broken."""
-
-    default_kind = "non_finite_logits"
-
-    def __init__(self, engine_id: str, version: int | None) -> None:
-        super().__init__(
-            f"engine {engine_id} computed logits that are not finite with version {version}",
-            remedy="Look for a NaN in the published weights; roll back to an earlier version.",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRequest:
-    """A continuation `ids` of a prompt; neither is empty."""
-
-    prompt_ids: tuple[int, ...]
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Log-probs of continuations, in the order in which they were asked, all by one version."""
-
-    logprobs: list[list[float]]
-    """One per id of each, under softmax(logits / temperature), given all ids before it."""
-    version: int
-    checksum: str
-
-
-class Scoring(ABC):
-    """`base.Engine.score` over one verb."""
+    `in_flight`: what a weight update does to running turns: "keep" continues them, "restart"
+    returns them to the router. Subclasses set `max_context`, `vocabulary` and `eos_ids` in
+    `_begin`, and enter each turn's future into `_waiting`."""
 
     kind: ClassVar[str]
-    engine_id: str
-    policy: str
-    max_context: int
-    vocabulary: int
-    _life: EngineState
-    _settled: asyncio.Event
+    """The name of the kind, as in `policies.X.engine.kind`."""
+
+    def __init__(self, engine_id: str, policy: str, *, in_flight: InFlight = "keep") -> None:
+        """`engine_id`: unique within the rollout worker."""
+        self.engine_id = engine_id
+        self.policy = policy
+        # The hardware; set by the creator before `start`.
+        self.device = Device()
+        self.max_context = 0
+        self.vocabulary = 0
+        self.eos_ids: frozenset[int] = frozenset()
+        self._in_flight: InFlight = in_flight
+        self._life = EngineState()
+        self._turns = TurnTable()
+        # The future of each turn's response, by request id.
+        self._waiting: dict[str, asyncio.Future[EngineResponse]] = {}
+        self._asleep: frozenset[Memory] = frozenset()
+        # The version that was loaded last, if it was an adapter: it holds its base weights.
+        self._adapted: Adapted | None = None
+        # Serializes start, update, sleep and wake.
+        self._changing = asyncio.Lock()
+        # Cleared while weights change.
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def state(self) -> pb.EngineState.ValueType:
+        """The state of the engine's life."""
+        return self._life.now
+
+    @property
+    def version(self) -> int | None:
+        """The verified version that is served; None until the first update."""
+        return self._life.version
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the served weights (troupe.transfer); empty until the first update."""
+        return self._life.checksum
+
+    @property
+    def message(self) -> str:
+        """Why the engine is in its state, for people; empty when all is well."""
+        return f"asleep: {self._lacks}" if self._asleep else self._life.message
+
+    @property
+    def restarts(self) -> int:
+        """How often `start` brought the engine back from DEAD."""
+        return self._life.restarts
+
+    def load(self) -> EngineLoad:
+        """The current load; cheap, without I/O."""
+        return self._turns.load()
+
+    async def start(self) -> None:
+        """Bring the engine up to STALE; does nothing if it is alive.
+
+        Raises `EngineStartFailed` within its time limit, and `EngineDied` after `stop`.
+        """
+        async with self._changing:
+            if self._life.alive:
+                return
+            if self.state == pb.ENGINE_STATE_STOPPED:
+                raise EngineDied(self.engine_id, "it was stopped")
+            await self._begin()
+            self._life.started()
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End turns (as aborted), release everything; the state is STOPPED. Repeatable."""
+
+    @abstractmethod
+    async def check(self) -> pb.EngineState.ValueType:
+        """Probe the engine and return its state afterwards.
+
+        A missed probe moves HEALTHY to SUSPECT, an answered one back; an ended thread or process,
+        or several misses, to DEAD. Never raises for a sick engine.
+        """
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        deadline_seconds: float,
+    ) -> EngineResponse:
+        """Generate one response to `prompt_ids`.
+
+        A response is cut to the room that the prompt leaves in the context. Cancelling the task
+        aborts the request. Raises `PromptTooLong`, `EngineStale` (no verified weights),
+        `EngineDied`, `TurnDeadline`, `TurnReturned` (repeat it), `BadTurn` (empty prompt, ids
+        outside the vocabulary, no token asked for, an id in use) and `NonFiniteLogits`.
+        """
+        turn = self._new_turn(request_id, prompt_ids, sampling)
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await self._serving()
+                if self._turns.get(request_id) is not None:
+                    raise BadTurn(
+                        "a turn with this id is being generated already",
+                        field="request_id",
+                        value=request_id,
+                        remedy="Give every turn an id of its own.",
+                    )
+                self._turns.add(turn)
+                generation = await self._serve(turn)
+        except TimeoutError as error:
+            raise TurnDeadline(
+                self.engine_id, request_id, deadline_seconds, len(turn.versions)
+            ) from error
+        except (EngineDied, EngineStale) as error:
+            # One error ends all turns in flight; each takes along the tokens drawn so far.
+            raise lost_turn(error, turn.result(aborted=True)) from error
+        finally:
+            if not turn.closed and self._turns.get(request_id) is turn:
+                self._drop(turn)
+            self._turns.remove(turn)
+        if not all(map(math.isfinite, generation.logprobs)):
+            raise NonFiniteLogits(self.engine_id, generation.versions[-1].version)
+        return generation
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request early: its `generate` returns the tokens so far. Unknown ids are
+        ignored."""
 
     async def score(
         self, asked: Sequence[ScoreRequest], temperature: float, *, deadline_seconds: float
     ) -> Scored:
-        """Log-probs of continuations; see `base.Engine.score`."""
+        """Log-probs of given continuations by one verified version; nothing is sampled.
+
+        Raises `EngineStale`, `EngineDied`, `ScoreDeadline`, `ScoreRefused` (engines of this kind
+        cannot), `BadTurn` (no tokens, ids outside the vocabulary, longer than the context) and
+        `NonFiniteLogits`.
+        """
         if not asked:
             raise BadTurn("nothing is asked for", field="prompts", remedy="Give a continuation.")
         for one in asked:
-            self._check(one)
+            self._check_score(one)
         try:
             async with asyncio.timeout(deadline_seconds):
                 while True:
                     await self._serving()
                     found = await self._score(asked, temperature)
-                    # Weights that changed under way, or are not verified yet: once more.
+                    # Weights that changed meanwhile, or are not verified yet: repeat.
                     await self._settled.wait()
                     if found is not None and found[1] == self._life.version:
                         break
@@ -272,10 +225,186 @@ class Scoring(ABC):
             raise NonFiniteLogits(self.engine_id, version)
         return Scored(logprobs, version, self._life.checksum)
 
+    async def accepts(self, ref: pb.WeightsRef, transfer: Transfer) -> None:
+        """Raise `WeightsRefused` when the weights published as `ref` do not fit the engine's model.
+
+        Reads names, shapes and dtypes only, and changes nothing: all engines of a policy are asked
+        before the first is updated. An engine that is not up accepts everything.
+        """
+        from services.rollout.engines.weights import layout  # imports torch: takes seconds
+
+        if not self._life.alive or self._asleep:
+            return
+        manifest = await asyncio.to_thread(transfer.manifest, ref.key)
+        await self._fits(layout(manifest), ref)
+
+    async def update_weights(self, ref: pb.WeightsRef, transfer: Transfer) -> float:
+        """Load and verify the version `ref`; returns the seconds in which nothing was served.
+
+        Only verified weights serve: a refused update (names, shapes, dtypes, checksum of the
+        published weights) leaves the engine unchanged and raises `WeightsRefused` or a
+        `TransferError`; one that fails half-way leaves it STALE and raises `UpdateFailed`.
+        Repeatable. Raises `EngineAsleep` until the engine is woken.
+        """
+        async with self._changing:
+            if self.version == ref.version and self._life.serves:
+                if self.checksum == ref.checksum:
+                    return 0.0
+                raise WeightsRefused(
+                    f"version {ref.version} is served with checksum {self.checksum}, the update "
+                    f"announces {ref.checksum}",
+                    field="weights",
+                    value=ref.key,
+                    remedy="Publish changed weights under a new version.",
+                )
+            self._require_alive()
+            if self._asleep:
+                raise EngineAsleep(self.engine_id, self._lacks)
+            tensors, adapted = await asyncio.to_thread(self._read, ref, transfer)
+            await self._fits(tensors, ref)
+            if adapted is not None:
+                await self._fits_base(adapted)
+            tensors, own = await self._prepared(tensors, ref, adapted)
+            self._adapted = adapted
+            self._require_alive()
+            self._life.updating(ref.version)
+            self._settled.clear()
+            try:
+                exposed = await self._apply(tensors, own)
+            except BaseException as error:
+                if self.state == pb.ENGINE_STATE_UPDATING:
+                    self._life.lost_weights(f"update to version {ref.version} failed: {error!r}")
+                self._fail_turns(EngineStale(self.engine_id, self._life.name))
+                raise
+            else:
+                self._life.verified(ref.version, ref.checksum)
+            finally:
+                self._settled.set()
+            return exposed
+
+    @property
+    def asleep(self) -> frozenset[Memory]:
+        """The memory that the engine has released."""
+        return self._asleep
+
+    async def sleep(
+        self, tags: Collection[Memory] = MEMORY, *, drain_seconds: float = DRAIN_SECONDS
+    ) -> None:
+        """Release memory: drain (DRAINING), then STALE and asleep. Repeatable.
+
+        Turns left after `drain_seconds` fail with `TurnReturned`. Raises `EngineDied`, and
+        FailedPrecondition when the engine cannot free its memory.
+        """
+        async with self._changing:
+            wanted = frozenset(tags) - self._asleep
+            if not wanted:
+                return
+            self._require_alive()
+            if (refusal := self._keeps_memory()) is not None:
+                raise refusal
+            if self._life.now == pb.ENGINE_STATE_HEALTHY:
+                await self.drain("going to sleep", deadline_seconds=drain_seconds)
+            self._fail_turns(TurnReturned(self.engine_id, "the engine goes to sleep"))
+            self._require_not_dead()
+            if self._life.now != pb.ENGINE_STATE_STALE:
+                self._life.lost_weights("went to sleep")
+            await self._release(wanted)
+            self._asleep |= wanted
+
+    async def wake(self, tags: Collection[Memory] = MEMORY) -> None:
+        """Allocate released memory again. The engine is STALE until an update. Repeatable."""
+        async with self._changing:
+            wanted = frozenset(tags) & self._asleep
+            if not wanted:
+                return
+            self._require_alive()
+            await self._resume(wanted)
+            self._asleep -= wanted
+
+    async def drain(self, reason: str, *, deadline_seconds: float) -> int:
+        """DRAINING: no new turns; turns in flight may end until the deadline, then are aborted.
+
+        Returns how many were aborted, when none is left. Only a HEALTHY engine drains;
+        `IllegalTransition` otherwise. If the engine dies meanwhile its turns fail as always, and
+        the state is DEAD.
+        """
+        self._life.draining(reason)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_seconds):
+                await self._turns.emptied()
+        left = list(self._turns)
+        await asyncio.gather(*(self.abort(turn.request_id) for turn in left))
+        try:
+            async with asyncio.timeout(_ABORT_SECONDS):
+                await self._turns.emptied()
+        except TimeoutError:
+            self._die(f"{len(self._turns)} turns were not given back")
+            # They have failed; each leaves the table when its task runs.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ABORT_SECONDS):
+                    await self._turns.emptied()
+        return len(left)
+
+    def assign(self, policy: str) -> None:
+        """Move a drained (or dead) engine to another policy with the same model.
+
+        STALE (or DEAD) until it is updated to a version of that policy. Raises `IllegalTransition`
+        for an engine in any other state, or with turns in flight.
+        """
+        if len(self._turns):
+            raise IllegalTransition(f"{self.engine_id} still has {len(self._turns)} turns")
+        if self.state not in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STALE):
+            self._life.handed_over(f"goes to policy '{policy}'")
+        self.policy = policy
+
+    # What a kind of engine implements.
+
+    @abstractmethod
+    async def _begin(self) -> None:
+        """Start the engine. Raises `EngineStartFailed`."""
+
+    @abstractmethod
+    async def _serve(self, turn: EngineTurn) -> EngineResponse:
+        """Generate the response to `turn`, which is in the table."""
+
+    @abstractmethod
+    def _drop(self, turn: EngineTurn) -> None:
+        """Stop computing `turn`, whose caller is gone. Must not block."""
+
+    @abstractmethod
+    def _fail_turns(self, error: Exception) -> None:
+        """End every turn in flight with `error`."""
+
+    @abstractmethod
+    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
+        """Raise `WeightsRefused` unless `tensors` (or their layout) fit the engine's model."""
+
+    async def _fits_base(self, adapted: Adapted) -> None:
+        """Raise `WeightsRefused` unless the base under an adapter fits the engine's model."""
+        raise WeightsRefused(
+            f"a '{self.kind}' engine serves no adapters",
+            field=f"policies.{self.policy}.lora",
+            value=adapted.base.ref.key,
+            remedy="Remove `lora`, or choose another kind of engine.",
+        )
+
+    async def _prepared(
+        self, tensors: Tensors, ref: pb.WeightsRef, adapted: Adapted | None
+    ) -> tuple[Tensors, pb.WeightsRef]:
+        """The arguments of `_apply`: slow work happens here, while the former version serves.
+
+        Raises `WeightsRefused`; nothing has changed then.
+        """
+        return tensors, ref
+
+    @abstractmethod
+    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+        """Load what `_prepared` returned; returns the seconds in which nothing was served."""
+
     async def _score(
         self, asked: Sequence[ScoreRequest], temperature: float
     ) -> tuple[list[list[float]], int] | None:
-        """Log-probs and the version that computed them all; None when it changed under way."""
+        """Log-probs and the one version that computed them; None when it changed meanwhile."""
         raise ScoreRefused(
             f"a '{self.kind}' engine scores nothing",
             field=f"policies.{self.policy}.engine.kind",
@@ -283,26 +412,56 @@ class Scoring(ABC):
             remedy="Ask a policy that an embedded engine or SGLang serves.",
         )
 
-    @abstractmethod
-    async def _serving(self) -> None:
-        """Wait out an update. Raises `EngineDied` or `EngineStale` when nothing is served."""
+    def _keeps_memory(self) -> TroupeError | None:
+        """The error of `sleep` in an engine that cannot release memory; None if it can."""
+        return None
 
-    def _check(self, one: ScoreRequest) -> None:
+    @abstractmethod
+    async def _release(self, tags: frozenset[Memory]) -> None:
+        """Free that memory; no turn is in flight."""
+
+    @abstractmethod
+    async def _resume(self, tags: frozenset[Memory]) -> None:
+        """Allocate that memory again, with undefined contents."""
+
+    # What all kinds share.
+
+    def _new_turn(
+        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams
+    ) -> EngineTurn:
+        """A validated turn. Raises `BadTurn` and `PromptTooLong`."""
+        if not prompt_ids:
+            raise BadTurn("the prompt is empty", field="prompt_ids", remedy="Send some tokens.")
+        if sampling.max_new_tokens < 1:
+            raise BadTurn(
+                "no token is asked for",
+                field="max_new_tokens",
+                value=sampling.max_new_tokens,
+                remedy="Ask for at least one.",
+            )
+        self._check_ids(prompt_ids, "prompt_ids")
+        room = self.max_context - len(prompt_ids)
+        if self.max_context and room < 1:
+            raise PromptTooLong(self.policy, len(prompt_ids), self.max_context)
+        wanted = sampling.max_new_tokens
+        return EngineTurn(
+            request_id,
+            list(prompt_ids),
+            sampling,
+            max_new_tokens=min(wanted, room) if self.max_context else wanted,
+            stop_ids=self.eos_ids | frozenset(sampling.stop_token_ids),
+            seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
+        )
+
+    def _check_score(self, one: ScoreRequest) -> None:
+        """Raise `BadTurn` for a request that cannot be scored."""
         if not one.prompt_ids or not one.ids:
             raise BadTurn(
                 "a prompt or a continuation without tokens has no log-probs",
                 field="prompts",
                 remedy="Give at least one token of each.",
             )
-        if self.vocabulary:
-            low, high = min(*one.prompt_ids, *one.ids), max(*one.prompt_ids, *one.ids)
-            if low < 0 or high >= self.vocabulary:
-                raise BadTurn(
-                    f"the vocabulary of policy '{self.policy}' has {self.vocabulary} tokens",
-                    field="prompts",
-                    value=low if low < 0 else high,
-                    remedy="Use the policy's own tokenizer.",
-                )
+        self._check_ids(one.prompt_ids + one.ids, "prompts")
         length = len(one.prompt_ids) + len(one.ids)
         if self.max_context and length > self.max_context:
             raise BadTurn(
@@ -312,275 +471,69 @@ class Scoring(ABC):
                 remedy="Shorten them, or raise max_context up to what the model's positions allow.",
             )
 
+    def _check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Raise `BadTurn` for token ids outside the vocabulary."""
+        if not self.vocabulary:
+            return
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocabulary:
+            raise BadTurn(
+                f"the vocabulary of policy '{self.policy}' has {self.vocabulary} tokens",
+                field=field,
+                value=low if low < 0 else high,
+                remedy="Use the policy's own tokenizer.",
+            )
 
-Memory = Literal["weights", "kv_cache"]
-MEMORY: Final[frozenset[Memory]] = frozenset({"weights", "kv_cache"})
-# How long an engine that goes to sleep waits for the turns in hand.
-DRAIN_SECONDS: Final = 30.0
+    def _unanswered(self) -> Iterator[tuple[EngineTurn, asyncio.Future[EngineResponse]]]:
+        """Turns in flight whose response is still waited for."""
+        for turn in self._turns:
+            future = self._waiting.get(turn.request_id)
+            if future is not None and not future.done():
+                yield turn, future
 
+    def _read(self, ref: pb.WeightsRef, transfer: Transfer) -> tuple[Tensors, Adapted | None]:
+        """The tensors published as `ref`, and the adapter with its base if it is one. Blocking."""
+        from services.rollout.engines.weights import with_base  # imports torch: takes seconds
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one response is drawn.
+        tensors, _ = transfer.get(ref.key, expected_checksum=ref.checksum)
+        known = self._adapted.base if self._adapted is not None else None
+        return tensors, with_base(tensors, ref, transfer, known)
 
-    `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 keep every token. A `seed` makes the
-    response a function of (weights, prompt, seed), whatever else is batched with it: up to
-    floating-point noise, or bitwise in an engine of a deterministic job. `stop_token_ids` come on
-    top of the model's end-of-sequence tokens. `drawn`: how many tokens at the prompt's end are the
-    response's own, drawn by an engine that was lost; the next one is drawn as the one after them.
-    """
+    def _return_turns(self, ref: pb.WeightsRef) -> None:
+        """Before weights change: end turns in flight where the job has them restarted."""
+        if self._in_flight == "restart":
+            reason = f"version {ref.version} is being loaded (engine.in_flight: restart)"
+            self._fail_turns(TurnReturned(self.engine_id, reason))
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_new_tokens: int = 256
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    drawn: int = 0
+    async def _serving(self) -> None:
+        """Wait for an update to end. Raises `EngineDied` or `EngineStale` when no turns are taken.
 
-    @classmethod
-    def of(cls, sampling: Sampling) -> SamplingParams:
-        """As a workflow's agent samples."""
-        return cls(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-            seed=sampling.seed,
-        )
-
-
-EngineResponse = GeneratedTurn
-"""What an engine answers is what the workflow gets: one class from here to the sample."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """What an engine runs on: a class of devices, and tokens per second that it reads, and draws
-    for all its turns together, as measured; 0: unknown."""
-
-    device_class: str = ""
-    prefill_tokens_per_second: float = 0.0
-    decode_tokens_per_second: float = 0.0
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether both rates are known."""
-        return self.prefill_tokens_per_second > 0 and self.decode_tokens_per_second > 0
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """What an engine has to do, for balancing.
-
-    `outstanding_tokens`: prompt tokens not yet read plus response tokens still allowed, over
-    all requests. `generated_tokens` counts since `start`; `tokens_per_second` is over the
-    last few seconds. As a server reports them, 0 where none does: `uncached_tokens`, prompt tokens
-    of waiting requests that no cached prefix covers; `kv_usage`, the fraction of the key-value
-    cache in use; `cache_hit_rate`, the fraction of prompt tokens that came from the cache.
-    """
-
-    running: int
-    waiting: int
-    outstanding_tokens: int
-    generated_tokens: int
-    tokens_per_second: float
-    uncached_tokens: int = 0
-    kv_usage: float = 0.0
-    cache_hit_rate: float = 0.0
-
-
-@dataclass(frozen=True)
-class AdapterWeights:
-    """A LoRA adapter in memory: PEFT's `adapter_config.json` and its tensors by PEFT's names."""
-
-    config: Mapping[str, Any]
-    tensors: Mapping[str, torch.Tensor]
-
-
-class ServingEngine(Protocol):
-    """One serving replica of one policy.
-
-    Life (troupe.states.ENGINE): `start` leads to STALE, `update_weights` through UPDATING to
-    HEALTHY; only then does `generate` serve. When the engine dies every waiting request fails
-    with `EngineDied` and the state is DEAD; `start` again leads to STALE, never to HEALTHY.
-    """
-
-    @property
-    def engine_id(self) -> str:
-        """Unique within the rollout worker."""
-        ...
-
-    @property
-    def policy(self) -> str:
-        """Name of the policy served."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """`embedded` or `sglang`."""
-        ...
-
-    @property
-    def restarts(self) -> int:
-        """Times that `start` brought the engine back from DEAD."""
-        ...
-
-    device: Device
-    """What it runs on; whoever makes the engine says so before it is started."""
-
-    @property
-    def message(self) -> str:
-        """Why the engine is in its state, for people; empty when all is well."""
-        ...
-
-    @property
-    def state(self) -> pb.EngineState.ValueType:
-        """Where in its life the engine is."""
-        ...
-
-    @property
-    def version(self) -> int | None:
-        """Verified version that is served; None until the first update."""
-        ...
-
-    @property
-    def checksum(self) -> str:
-        """Checksum of the served weights (troupe.transfer); empty until the first update."""
-        ...
-
-    async def start(self) -> None:
-        """Bring the engine up to STALE. Raises `EngineStartFailed` within its time limit."""
-        ...
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        deadline_seconds: float,
-        priority: int = 0,
-        adapter: str | None = None,
-    ) -> EngineResponse:
-        """Draw one response to `prompt_ids`.
-
-        A response is cut to the room that the prompt leaves in the context. Cancelling the task
-        aborts the request. `priority`: higher ones leave the engine's own queue first, in engines
-        that have one. `adapter`: a LoRA adapter loaded before. Raises `PromptTooLong`,
-        `EngineStale` (nothing verified to serve with), `EngineDied`, `TurnDeadline`,
-        `TurnReturned` (ask again), `BadTurn` (empty prompt, ids outside the vocabulary, no token
-        asked for, an id in use, an unknown adapter) and `NonFiniteLogits`.
+        An engine that updates from verified weights goes on taking turns, unless those would be
+        returned; each token carries its version.
         """
-        ...
-
-    async def score(
-        self, asked: Sequence[ScoreRequest], temperature: float, *, deadline_seconds: float
-    ) -> Scored:
-        """Log-probs of given continuations by one verified version; nothing is drawn.
-
-        Raises `EngineStale`, `EngineDied`, `ScoreDeadline`, `ScoreRefused` (this engine cannot),
-        `BadTurn` (no tokens, ids outside the vocabulary, longer than the context) and
-        `NonFiniteLogits`.
-        """
-        ...
-
-    async def abort(self, request_id: str) -> None:
-        """End a request early: its `generate` returns what it has. Unknown ids are ignored."""
-        ...
-
-    async def accepts(self, ref: pb.WeightsRef, transfer: Transfer) -> None:
-        """Raise `WeightsRefused` when what is published as `ref` cannot fit the engine's model.
-
-        Reads names, shapes and dtypes only, and changes nothing: all engines of a policy are asked
-        before the first is updated. An engine that is not up accepts anything.
-        """
-        ...
-
-    async def update_weights(self, ref: pb.WeightsRef, transfer: Transfer) -> float:
-        """Bring the engine to `ref` and verify it; returns the seconds it could not serve.
-
-        Nothing is served from weights that were not verified: a refused update (names, shapes,
-        dtypes, checksum of the published weights) leaves the engine as it was and raises
-        `WeightsRefused` or a `TransferError`; one that fails half-way leaves it STALE and raises
-        `UpdateFailed`. Repeating is harmless. Raises `EngineAsleep` until the engine is woken.
-        """
-        ...
+        while self.state == pb.ENGINE_STATE_UPDATING and (
+            self.version is None or self._in_flight == "restart"
+        ):
+            await self._settled.wait()
+        if not self._life.serves and self.state != pb.ENGINE_STATE_UPDATING:
+            self._require_not_dead()
+            raise EngineStale(self.engine_id, self._life.name)
 
     @property
-    def asleep(self) -> frozenset[Memory]:
-        """The memory that the engine has given back."""
-        ...
+    def _lacks(self) -> str:
+        return ", ".join(sorted(self._asleep))
 
-    async def sleep(
-        self, tags: Collection[Memory] = MEMORY, *, drain_seconds: float = DRAIN_SECONDS
-    ) -> None:
-        """Give memory back: no new turns (DRAINING), what is in hand ends, then STALE and asleep.
+    def _require_not_dead(self) -> None:
+        if self.state in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
+            raise EngineDied(self.engine_id, self.message or self._life.name)
 
-        Turns left after `drain_seconds` are given back (`TurnReturned`). Repeatable. Raises
-        `EngineDied`, and FailedPrecondition when this engine cannot free its memory.
-        """
-        ...
+    def _require_alive(self) -> None:
+        self._require_not_dead()
+        if not self._life.alive or self.state == pb.ENGINE_STATE_DRAINING:
+            raise EngineStale(self.engine_id, self._life.name)
 
-    async def wake(self, tags: Collection[Memory] = MEMORY) -> None:
-        """Take the memory again. The engine is STALE until an update is verified. Repeatable."""
-        ...
-
-    @property
-    def adapters(self) -> frozenset[str]:
-        """Names of the LoRA adapters that turns may use."""
-        ...
-
-    async def load_adapter(self, name: str, source: Path | AdapterWeights) -> None:
-        """Load a LoRA adapter from a PEFT directory that the engine sees, or from tensors.
-
-        One of the same name is replaced. Raises `AdapterRefused`.
-        """
-        ...
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; unknown names are ignored."""
-        ...
-
-    async def drain(self, reason: str, *, deadline_seconds: float) -> int:
-        """DRAINING: no new turns; those in hand may end until the deadline, then they are aborted.
-
-        Returns how many were, when none is left. Only a HEALTHY engine drains; `IllegalTransition`
-        otherwise. Should it die meanwhile its turns fail as ever, and the state is DEAD.
-        """
-        ...
-
-    def assign(self, policy: str) -> None:
-        """A drained (or dead) engine serves another policy with the same model from now on.
-
-        STALE (or DEAD) until it is updated to a version of that policy. Raises `IllegalTransition`
-        for an engine in any other state, or with turns.
-        """
-        ...
-
-    def load(self) -> EngineLoad:
-        """Current load; cheap, no I/O."""
-        ...
-
-    async def check(self) -> pb.EngineState.ValueType:
-        """Probe the engine and return its state afterwards.
-
-        A missed probe moves HEALTHY to SUSPECT, an answered one back; a gone thread or
-        process, or several misses, to DEAD. Never raises for a sick engine.
-        """
-        ...
-
-    async def stop(self) -> None:
-        """End requests (as aborted), release everything; the state is STOPPED. Repeatable."""
-        ...
-
-
-def spans_of(versions: Iterable[int]) -> list[VersionSpan]:
-    """Run-length form of one version per token."""
-    spans: list[VersionSpan] = []
-    end = 0
-    for version, run in itertools.groupby(versions):
-        start, end = end, end + sum(1 for _ in run)
-        spans.append(VersionSpan(version, start, end))
-    return spans
+    def _die(self, reason: str) -> None:
+        """Move to DEAD and fail every turn in flight. Repeatable."""
+        self._life.died(reason)
+        self._asleep = frozenset()
+        self._fail_turns(EngineDied(self.engine_id, reason))

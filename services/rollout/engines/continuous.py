@@ -1,21 +1,22 @@
-"""transformers' continuous batching with our sampling: admission, abort, weight swap.
+"""transformers' continuous batching over a paged cache, with our sampling, abort and weight swap.
 
-The library's manager runs the model in a thread of its own. This module gives it turns, draws
-their tokens (by each turn's parameters and seed, noting log-prob and version), and changes
-weights between two of its steps. What it touches beyond the manager's documented methods
-(`batch_processor.scheduler`, `cache`, `output_router`) is touched here only; transformers is
-pinned to the version that this was written for.
-"""
+Serves models whose turns do not all fit into memory at full length, and those with other than plain
+causal attention. The library's manager runs the model in a thread of its own. This module submits
+turns, samples their tokens (by each turn's parameters and seed, with log-prob and version), and
+changes weights between two of its steps. The manager's undocumented parts
+(`batch_processor.scheduler`, `cache`, `output_router`) are used here only; transformers is pinned
+to the version that this was written for."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -30,17 +31,35 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.logits_process import LogitsProcessorList
 
-from services.rollout.engines.front import EngineTurn
-from services.rollout.engines.gate import PromptGate
 from services.rollout.engines.sampling import draw
+from services.rollout.engines.turns import EngineTurn, PromptGate
 
-NAME = "troupe_packed"
+log = logging.getLogger(__name__)
+
+# Called in the event loop when a turn has ended, with the error if it failed.
+Ended = Callable[[EngineTurn, str | None], None]
+T = TypeVar("T")
+
+NAME: Final = "troupe_packed"
 # Requests with query lengths in the same interval are padded to each other: decoding turns (1),
 # the rest of a prompt whose prefix was cached, whole prompts.
-_BUCKETS = (1, 16)
-_FULL = "full_attention"
+_BUCKETS: Final = (1, 16)
+_FULL: Final = "full_attention"
 # Added to masked scores. Finite: a padding row sees nothing at all, and must not become NaN.
-_MASKED = -1e30
+_MASKED: Final = -1e30
+# Tokens per forward pass. Larger passes read long prompts sooner, but on a CPU their matrices
+# leave the cache: measured best between 256 and 512 for models of 0.1 to 1.5 M parameters.
+STEP_TOKENS: Final = 512
+# The same with transformers' stock attention, whose work grows with the square.
+STOCK_STEP_TOKENS: Final = 128
+# Tokens per cache page: prefixes are shared in whole pages. Smaller ones share more of short
+# prompts and cost more bookkeeping.
+PAGE_TOKENS: Final = 8
+# Memory of keys and values, of running turns and cached prefixes together.
+CACHE_BYTES: Final = 256 << 20
+_WATCH_SECONDS: Final = 0.1
+# A pass takes milliseconds. One that takes this long hangs.
+PASS_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +94,8 @@ class BucketPlan:
 def supports(config: Any) -> bool:
     """Whether a model with this configuration computes plain causal attention in every layer.
 
-    Models that transformers does not run on `sdpa` have extras (caps, sinks) that we lack too.
+    Models that transformers does not run on `sdpa` have extras (caps, sinks) that our attention
+    functions lack too.
     """
     if config._attn_implementation != "sdpa":
         return False
@@ -88,7 +108,7 @@ def supports(config: Any) -> bool:
 def make_plan(
     cu_q: torch.Tensor, cu_k: torch.Tensor, read_index: torch.Tensor, repeat: int
 ) -> BucketPlan:
-    """Plan for requests whose queries and keys end at `cu_q[1:]` and `cu_k[1:]` (packed)."""
+    """The plan for packed requests whose queries and keys end at `cu_q[1:]` and `cu_k[1:]`."""
     q_end, k_end = cu_q[1:].long(), cu_k[1:].long()
     q_len, k_len = q_end - cu_q[:-1].long(), k_end - cu_k[:-1].long()
     bucket_of = torch.bucketize(q_len, torch.tensor(_BUCKETS))
@@ -178,31 +198,11 @@ def packed_attention(
 
 AttentionInterface.register(NAME, packed_attention)
 
-log = logging.getLogger(__name__)
-
-# Tokens per forward pass. Larger passes read long prompts sooner, but on a CPU their matrices
-# leave the cache: measured best between 256 and 512 for models of 0.1 to 1.5 M parameters.
-STEP_TOKENS = 512
-# The same where the stock attention has to do: its work grows with the square.
-STOCK_STEP_TOKENS = 128
-# Tokens per cache page: prefixes are shared in whole pages. Smaller ones share more of short
-# prompts and cost more bookkeeping.
-PAGE_TOKENS = 8
-# Keys and values kept, turns in hand and cached prefixes together.
-CACHE_BYTES = 256 << 20
-_WATCH_SECONDS = 0.1
-# A pass takes milliseconds. One that takes this long hangs.
-PASS_SECONDS = 60.0
-
-Ended = Callable[[EngineTurn, str | None], None]
-T = TypeVar("T")
-
 
 class TurnSampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
-    """Draws the tokens of a step where the library would warp logits.
+    """Samples the tokens of a step in the place of the library's logits processors.
 
-    It returns scores whose argmax is the token drawn, so the library, set to greedy, goes on
-    with that token.
+    It returns scores whose argmax is the sampled token; the library, set to greedy, takes it.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class TurnSampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         self._rows: list[EngineTurn | None] = []
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> Any:
-        """Note which turns the rows of the coming step belong to."""
+        """Remember which turns the rows of the coming step belong to."""
         self._rows = []
         now = time.monotonic()
         for request in requests_in_batch:
@@ -232,7 +232,7 @@ class TurnSampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, arguments: torch.Tensor
     ) -> Any:
-        """Draw for the first rows of `scores` [rows, vocabulary]; the rest is padding."""
+        """Sample for the first rows of `scores` [rows, vocabulary]; the rest is padding."""
         open_rows = [(i, t) for i, t in enumerate(self._rows) if t is not None and not t.closed]
         if not open_rows:
             return scores
@@ -249,12 +249,11 @@ class TurnSampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
 
 
 class ContinuousBatcher:
-    """One model being served by one thread.
+    """Serves one model in one thread, through transformers' manager.
 
-    `submit`, `resubmit` and `cancel` belong to the event loop's thread; `swap` and `stop` block
-    and belong to worker threads. `exited` is called, in some thread, when the serving thread
-    ends without `stop`.
-    """
+    `submit` and `cancel` are called in the event loop's thread; `swap`, `run_between_passes` and
+    `stop` block and are called in worker threads. `drew` is called with the number of tokens of
+    each pass; `exited`, in some thread, when the serving thread ends without `stop`."""
 
     def __init__(
         self,
@@ -269,9 +268,12 @@ class ContinuousBatcher:
         self._sampler = TurnSampler(drew, self._open_gate)
         self._exited = exited
         self._stopping = False
-        self._standing = threading.Lock()
-        # Who is first, the manager's start or `stop`?
-        self._beginning = threading.Lock()
+        # The callback and event loop of each turn, by its key.
+        self._ended: dict[str, tuple[Ended, asyncio.AbstractEventLoop]] = {}
+        # Held while the manager is paused.
+        self._pausing = threading.Lock()
+        # Orders the manager's start and `stop`.
+        self._starting = threading.Lock()
         self._started = threading.Event()
         packed = supports(model.config)
         self._manager = model.init_continuous_batching(
@@ -300,74 +302,69 @@ class ContinuousBatcher:
 
     @property
     def alive(self) -> bool:
-        """Whether the serving thread runs and takes requests."""
+        """Whether the serving thread runs and takes turns."""
         manager = self._manager
         denied = manager.background_thread_status.can_accept_new_requests()
         return bool(manager.is_running()) and denied is None
 
     def submit(self, turn: EngineTurn, ended: Ended) -> None:
-        """Serve `turn`; `ended(turn, error)` is called in this event loop when it is over."""
+        """Serve `turn`; `ended(turn, error)` is called in this event loop when it has ended."""
         self._register(turn, ended)
         if self._gate.enter(turn):
             self._add(turn)
 
-    def resubmit(self, turn: EngineTurn, ended: Ended) -> None:
-        """Go on with a turn that `swap` retracted: prompt and tokens so far are read again."""
-        turn.incarnation += 1
-        if not turn.versions:
-            turn.read_tokens = 0
-        self._register(turn, ended)
-        self._add(turn)
-
     def cancel(self, turn: EngineTurn) -> None:
-        """Stop working on `turn`; its `ended` is not called."""
+        """Stop computing `turn`; its `ended` is not called."""
         turn.closed = True
         self._forget(turn.key)
         self._manager.cancel_request(turn.key)
         self._open_gate(turn)
 
-    def swap(self, change: Callable[[], None], version: int) -> tuple[float, list[EngineTurn]]:
-        """Run `change` between two steps; later tokens carry `version`.
+    def swap(self, change: Callable[[], None], version: int) -> float:
+        """Run `change`, which loads weights, between two passes; later tokens carry `version`.
 
-        Everything computed with the old weights is forgotten. Returns the seconds that serving
-        stood still and the turns that have to be resubmitted, in their order. Raises RuntimeError
-        when the thread has ended or hangs.
+        Keys and values of the old weights are discarded; turns that had some are submitted again
+        and their tokens so far recomputed. Returns the seconds that serving stood still. Raises
+        RuntimeError when the thread has ended or hangs.
         """
-        with self._standstill():
+        with self._paused():
             began = time.monotonic()
             change()
             self._sampler.version = version
-            retracted = self._forget_cache()
-            return time.monotonic() - began, retracted
+            retracted = self._discard_cache()
+            seconds = time.monotonic() - began
+        for turn, (ended, loop) in retracted:
+            loop.call_soon_threadsafe(self._resubmit, turn, ended)
+        return seconds
 
-    def between(self, call: Callable[[], T]) -> tuple[T, int]:
-        """Run `call`, which only reads the model, between two steps; its result and the version.
+    def run_between_passes(self, call: Callable[[], T]) -> tuple[T, int]:
+        """Run `call`, which only reads the model, between two passes; its result and the version.
 
         Raises as `swap`.
         """
-        with self._standstill():
+        with self._paused():
             return call(), self._sampler.version
 
     @contextlib.contextmanager
-    def _standstill(self) -> Iterator[None]:
-        """The loop is paused, and nobody else has it paused: `pause` alone lets several in."""
-        if not self._standing.acquire(timeout=PASS_SECONDS):
+    def _paused(self) -> Iterator[None]:
+        """Pause the manager for one caller at a time: its own `pause` admits several."""
+        if not self._pausing.acquire(timeout=PASS_SECONDS):
             raise RuntimeError("another call holds the model, and hangs")
         try:
             with self._manager.pause():
                 yield
         finally:
-            self._standing.release()
+            self._pausing.release()
 
     def stop(self, timeout: float) -> None:
-        """End the serving thread. Turns in hand are dropped."""
-        with self._beginning:
+        """End the serving thread. Turns in flight are dropped."""
+        with self._starting:
             self._stopping = True
         if self._manager.is_running():
             self._manager.stop(block=True, timeout=timeout, hard_stop=True)
 
     def _supervise(self) -> None:
-        with self._beginning:
+        with self._starting:
             # The manager forgets a stop that came before its start.
             if not self._stopping:
                 self._manager.start()
@@ -377,9 +374,20 @@ class ContinuousBatcher:
         if not self._stopping:
             self._exited(repr(self._manager.background_thread_status.fatal_error))
 
+    def _resubmit(self, turn: EngineTurn, ended: Ended) -> None:
+        """Continue a turn whose keys and values were discarded."""
+        if turn.closed:
+            return
+        turn.incarnation += 1
+        if not turn.versions:
+            turn.read_tokens = 0
+        self._register(turn, ended)
+        self._add(turn)
+
     def _register(self, turn: EngineTurn, ended: Ended) -> None:
         key = turn.key
         self._sampler.turns[key] = turn
+        self._ended[key] = ended, asyncio.get_running_loop()
 
         def done(output: Any) -> None:
             self._forget(key)
@@ -389,7 +397,7 @@ class ContinuousBatcher:
         self._manager.register_result_handler(key, done)
 
     def _add(self, turn: EngineTurn) -> None:
-        # A refusal means that the thread is dying: `exited` deals with all of its turns.
+        # A refusal means that the thread is ending: `exited` fails all of its turns.
         self._manager.add_request(
             turn.prompt_ids + turn.token_ids,
             request_id=turn.key,
@@ -402,29 +410,34 @@ class ContinuousBatcher:
             if not follower.closed:
                 self._add(follower)
 
-    def _forget(self, key: str) -> None:
+    def _forget(self, key: str) -> tuple[Ended, asyncio.AbstractEventLoop] | None:
         self._sampler.turns.pop(key, None)
         self._manager.output_router.result_handlers.pop(key, None)
+        return self._ended.pop(key, None)
 
-    def _forget_cache(self) -> list[EngineTurn]:
-        """Within a pause: drop all keys and values; returns the turns that had some."""
+    def _discard_cache(
+        self,
+    ) -> list[tuple[EngineTurn, tuple[Ended, asyncio.AbstractEventLoop]]]:
+        """Drop all keys and values, while paused; the turns that had some, in their order."""
         processor = self._manager.batch_processor
         active = list(processor.scheduler.active_requests)
         for key in active:
             processor.scheduler.set_request_cancellation(key)
         processor.scheduler.clear_cancelled_requests()
         processor.cache.reset()
-        turns = [self._sampler.turns.get(key) for key in active]
+        found = []
         for key in active:
-            self._forget(key)
-        return [turn for turn in turns if turn is not None and not turn.closed]
+            turn, waiting = self._sampler.turns.get(key), self._forget(key)
+            if turn is not None and waiting is not None:
+                found.append((turn, waiting))
+        return found
 
 
 def cache_pages(model: PreTrainedModel, max_running: int, max_context: int) -> int:
-    """Pages of the cache: all turns at full length if `CACHE_BYTES` allow, never fewer than four.
+    """Pages of the cache: `max_running` turns at full length if `CACHE_BYTES` allow, never fewer
+    than four such turns.
 
-    Fewer pages than turns could fill is no error: the library puts turns back and reads them
-    again later.
+    When pages run out the library preempts turns and recomputes them later.
     """
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -1,4 +1,8 @@
-"""The engine inside the rollout process: continuous batching in one thread, or in a process."""
+"""The engine whose model is computed by the rollout process's own torch, or by a child process.
+
+Small models on CPUs: one command and no installation. A batcher computes the passes in a thread or
+process of its own: over slots, over transformers' paged cache, or with fixed shapes.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,19 @@ from typing import ClassVar, Final, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.apart.batcher import ApartBatcher
-from services.rollout.engines.base import (
-    EngineDied,
+from services.rollout.engines.base import ServingEngine, Tensors
+from services.rollout.engines.continuous import ContinuousBatcher
+from services.rollout.engines.errors import EngineDied, EngineStartFailed
+from services.rollout.engines.fixed import FixedBatcher, check_architecture
+from services.rollout.engines.requests import (
     EngineResponse,
-    EngineStartFailed,
     Memory,
     SamplingParams,
     ScoreRequest,
 )
-from services.rollout.engines.continuous import ContinuousBatcher
-from services.rollout.engines.fixed import FixedBatcher, check_architecture
-from services.rollout.engines.front import EngineFront, EngineTurn, Tensors
 from services.rollout.engines.slotted import SlotBatcher, fits_slots
+from services.rollout.engines.subprocess_batcher.batcher import SubprocessBatcher
+from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import (
     Adapted,
     add_adapter,
@@ -44,94 +48,37 @@ from troupe.job import PolicySpec
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.v1 import common_pb2 as pb
 
-# Tokens per pass: serving stands still for so long.
+log = logging.getLogger(__name__)
+
+Batcher: TypeAlias = ContinuousBatcher | SlotBatcher | SubprocessBatcher
+
+# A step takes milliseconds to seconds. One that takes this long is stuck.
+STALL_SECONDS: Final = 60.0
+# Missed probes after which a SUSPECT engine is declared dead.
+MISSES_UNTIL_DEAD: Final = 3
+# An engine that was idle this long is asked for a token: a thread that lives but never computes
+# looks like an idle one.
+PROBE_AFTER_SECONDS: Final = 15.0
+PROBE_SECONDS: Final = 10.0
+_STOP_SECONDS: Final = 5.0
+# Tokens of one scoring pass, during which no turn gets on.
 PASS_TOKENS: Final = 4096
-# Logits of one pass, in numbers.
+# Logits of one scoring pass, in numbers.
 _PASS_LOGITS: Final = 1 << 25
 
 
-def passes(asked: Sequence[ScoreRequest], vocabulary: int) -> list[list[int]]:
-    """Numbers of `asked` by pass: rows of one pass have the same length, so none needs padding."""
-    by_row: dict[tuple[int, ...], list[int]] = {}
-    for number, one in enumerate(asked):
-        by_row.setdefault(_row(one), []).append(number)
-    by_length: dict[int, list[list[int]]] = {}
-    for row, numbers in by_row.items():
-        by_length.setdefault(len(row), []).append(numbers)
-    found: list[list[int]] = []
-    for length, rows in by_length.items():
-        tail = max(len(asked[n].ids) for numbers in rows for n in numbers)
-        room = max(1, min(PASS_TOKENS // length, _PASS_LOGITS // (tail * vocabulary)))
-        parts = (rows[at : at + room] for at in range(0, len(rows), room))
-        found += [[n for numbers in part for n in numbers] for part in parts]
-    return found
-
-
-def logprobs(
-    model: PreTrainedModel, asked: Sequence[ScoreRequest], temperature: float
-) -> list[list[float]]:
-    """Log-probs of continuations whose rows have the same length, by one pass."""
-    rows = {row: at for at, row in enumerate(dict.fromkeys(map(_row, asked)))}
-    tail = max(len(one.ids) for one in asked)
-    with torch.inference_mode(), _stock_attention(model):
-        out = model(input_ids=torch.tensor(list(rows)), use_cache=False, logits_to_keep=tail)
-        table = torch.log_softmax(out.logits.float() / temperature, dim=-1)
-        found: list[list[float]] = []
-        for one in asked:
-            ids = torch.tensor(one.ids)
-            ours = table[rows[_row(one)], tail - len(one.ids) :]
-            found.append(ours.gather(1, ids.unsqueeze(1)).squeeze(1).tolist())
-    return found
-
-
-def _row(one: ScoreRequest) -> tuple[int, ...]:
-    """What is read: nothing follows the last token."""
-    return one.prompt_ids + one.ids[:-1]
-
-
-@contextlib.contextmanager
-def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model computes as transformers does: a batcher's attention needs its own cache."""
-    own = model.config._attn_implementation
-    # Batchers replace what `models.skeleton` chose; a paged variant bears its name.
-    stock = own.removeprefix("paged|") if own.startswith("paged|") else "sdpa"
-    if own == "eager":
-        stock = own
-    model.set_attn_implementation(stock)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)
-
-
-log = logging.getLogger(__name__)
-
-Batcher: TypeAlias = ContinuousBatcher | SlotBatcher | ApartBatcher
-
-# A step takes milliseconds to seconds. One that takes this long is stuck.
-STALL_SECONDS = 60.0
-# Missed probes after which a SUSPECT engine is given up.
-MISSES_UNTIL_DEAD = 3
-# An engine that nobody asked for this long is asked for a token: a thread that lives but never
-# computes looks like one with nothing to do.
-PROBE_AFTER_SECONDS = 15.0
-PROBE_SECONDS = 10.0
-_STOP_SECONDS = 5.0
-
-
-class EmbeddedEngine(EngineFront):
+class EmbeddedEngine(ServingEngine):
     """Serves a policy with the rollout process's own torch.
 
-    Weights change between two steps of the model: turns in hand are retracted, their tokens so
-    far read again under the new weights, and they go on. A version is served from where it was
-    published, in this host's shared memory: engines of a policy have it there once together.
-    `threads` is the number of torch threads of the process; more than one hurts on shared cores,
-    where they spin.
+    Weights change between two passes of the model: keys and values of running turns are recomputed
+    under the new weights, and the turns continue. A version is served from where it was published,
+    in this host's shared memory: the engines of a policy share one copy. `threads`: torch threads
+    of the process; more than one hurts on shared cores, where they spin.
 
-    With `engine.own_process` the passes are computed by a process of the engine's own (apart/).
+    With `engine.own_process` a child process computes the passes (subprocess_batcher/).
 
-    An adapter is merged into a copy of a float32 base, and stays beside a half-precision one
-    (adapted.py).
+    A LoRA adapter is merged into a copy of a float32 base, and computed beside a half-precision one
+    (weights.py).
 
     `deterministic`: a turn with a seed is bitwise a function of (weights, prompt, seed), whatever
     else is batched with it and whatever is cached; slower (docs/guarantees.md).
@@ -154,18 +101,17 @@ class EmbeddedEngine(EngineFront):
         self._deterministic = deterministic
         self._model: torch.nn.Module | None = None
         self._batcher: Batcher | None = None
-        self._waiting: dict[str, asyncio.Future[EngineResponse]] = {}
         self._progress_at = time.monotonic()
         self._misses = 0
 
     async def _begin(self) -> None:
-        """Build the model without weights and start its thread."""
+        """Build the model without weights and start its batcher."""
         if self._batcher is not None:  # its thread may hang: do not wait for it
             await asyncio.to_thread(self._batcher.stop, 0.0)
         await self._bring_up()
 
     async def abort(self, request_id: str) -> None:
-        """End a request early: its `generate` returns what it has."""
+        """End a request early: its `generate` returns the tokens so far."""
         turn = self._turns.get(request_id)
         future = self._waiting.get(request_id)
         if turn is not None and future is not None and not future.done():
@@ -173,7 +119,7 @@ class EmbeddedEngine(EngineFront):
             future.set_result(turn.result(aborted=True))
 
     async def check(self) -> pb.EngineState.ValueType:
-        """Whether the thread lives and, with turns in hand, gets on."""
+        """Probe the batcher: it must be alive and, with turns in flight, draw tokens."""
         if not self._life.alive or self._asleep:
             return self.state
         if self._batcher is None or not self._batcher.alive:
@@ -199,10 +145,9 @@ class EmbeddedEngine(EngineFront):
         return self.state
 
     async def _generates(self) -> bool:
-        """Whether the model really computes a token. It is no turn: nobody counts it as load."""
-        turn = self._turn(
-            f"probe-{time.monotonic_ns()}", [0], SamplingParams(max_new_tokens=1, seed=0), 0, None
-        )
+        """Whether the model computes a token. The probe is not counted as load."""
+        params = SamplingParams(max_new_tokens=1, seed=0)
+        turn = self._new_turn(f"probe-{time.monotonic_ns()}", [0], params)
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 await self._serve(turn)
@@ -216,7 +161,7 @@ class EmbeddedEngine(EngineFront):
         return True
 
     async def stop(self) -> None:
-        """End turns as aborted, then the thread, and let the model go."""
+        """End turns as aborted, then the batcher, and release the model."""
         self._life.stopped()
         for turn in self._turns:
             await self.abort(turn.request_id)
@@ -241,13 +186,13 @@ class EmbeddedEngine(EngineFront):
     ) -> tuple[list[list[float]], int] | None:
         found: dict[int, list[float]] = {}
         versions = set()
-        for numbers in passes(asked, self.vocabulary):
+        for numbers in scoring_passes(asked, self.vocabulary):
             batcher, model = self._require_batcher(), self._model
             assert model is not None  # alive
             some = [asked[number] for number in numbers]
-            call = partial(logprobs, model, some, temperature)
+            call = partial(continuation_logprobs, model, some, temperature)
             try:
-                rows, version = await asyncio.to_thread(batcher.between, call)
+                rows, version = await asyncio.to_thread(batcher.run_between_passes, call)
             except (RuntimeError, TimeoutError) as error:
                 raise EngineDied(self.engine_id, str(error)) from error
             versions.add(version)
@@ -261,16 +206,13 @@ class EmbeddedEngine(EngineFront):
             self._batcher.cancel(turn)
 
     def _fail_turns(self, error: Exception) -> None:
-        for turn in self._turns:
-            future = self._waiting.get(turn.request_id)
-            if future is None or future.done():
-                continue
+        for turn, future in self._unanswered():
             self._drop(turn)
-            generation = turn.result(aborted=True)
-            if generation.finish_reason == "abort":
+            response = turn.result(aborted=True)
+            if response.finish_reason == "abort":
                 future.set_exception(error)
-            else:  # it has its last token, and would have been told soon (`endings`)
-                future.set_result(generation)
+            else:  # it has its last token; the notification is on its way (`notify_ended`)
+                future.set_result(response)
 
     async def _release(self, tags: frozenset[Memory]) -> None:
         batcher, self._batcher = self._batcher, None
@@ -280,7 +222,7 @@ class EmbeddedEngine(EngineFront):
             await asyncio.to_thread(batcher.stop, _STOP_SECONDS)
 
     async def _resume(self, tags: frozenset[Memory]) -> None:
-        if tags == self._asleep:  # the last of it: cache and model are built together
+        if tags == self._asleep:  # all that was released: cache and model are built together
             await self._bring_up()
 
     async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
@@ -305,23 +247,19 @@ class EmbeddedEngine(EngineFront):
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
         batcher, model = self._require_batcher(), self._model
         assert model is not None  # alive
-        self._give_back(ref)
+        self._return_turns(ref)
         try:
             async with asyncio.timeout(STALL_SECONDS):
-                swap = partial(_swap, batcher, model, tensors, ref)
-                exposed, retracted = await asyncio.to_thread(swap)
+                return await asyncio.to_thread(_swap, batcher, model, tensors, ref)
         except TimeoutError as error:
             self._die(f"no step boundary within {STALL_SECONDS:g} s")
             raise EngineDied(self.engine_id, self.message) from error
-        except RuntimeError as error:  # the thread ended while it was being waited for
+        except RuntimeError as error:  # the batcher ended meanwhile
             self._die(str(error))
             raise EngineDied(self.engine_id, self.message) from error
-        for turn in retracted:
-            batcher.resubmit(turn, self._ended)
-        return exposed
 
     async def _bring_up(self) -> None:
-        """Model without weights, thread. DEAD and `EngineStartFailed` when that fails."""
+        """Build the model and start its batcher; on failure DEAD and `EngineStartFailed`."""
         seconds = self._spec.engine.start_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -340,16 +278,16 @@ class EmbeddedEngine(EngineFront):
         self._progress_at, self._misses = time.monotonic(), 0
 
     async def _launch(self) -> None:
-        """Build and start a batcher; one that nobody waits for any more is ended."""
+        """Build and start a batcher; it is stopped again when the start is cancelled."""
         batcher, model = await asyncio.to_thread(self._build, asyncio.get_running_loop())
         self._require_wanted()
-        # Before it starts, which may take minutes: `stop` ends it meanwhile. No turn comes yet:
-        # the engine does not serve.
+        # Set before the start, which may take minutes, so that `stop` ends it meanwhile. No turn
+        # is submitted yet: the engine does not serve.
         self._batcher, self._model = batcher, model
         try:
             await asyncio.to_thread(batcher.start)
             self._require_wanted()
-        except BaseException:  # its thread goes on when we are cancelled
+        except BaseException:  # the start's thread goes on when this task is cancelled
             self._batcher = self._model = None
             await asyncio.shield(asyncio.to_thread(batcher.stop, 0.0))
             raise
@@ -359,7 +297,7 @@ class EmbeddedEngine(EngineFront):
             raise EngineDied(self.engine_id, "it was stopped")
 
     def _build(self, loop: asyncio.AbstractEventLoop) -> tuple[Batcher, torch.nn.Module]:
-        """In a worker thread: a batcher that has not started, and its model."""
+        """A batcher that has not started, and its model. Blocking."""
         torch.set_num_threads(self._threads)
         spec = self._spec
         config = load_config(spec.language_model, self.policy)
@@ -381,7 +319,7 @@ class EmbeddedEngine(EngineFront):
         self.eos_ids = stop_ids(config, spec.language_model.path, spec.language_model.revision)
 
         def exited(reason: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended before us
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
                 loop.call_soon_threadsafe(self._exited, batcher, reason)
 
         kind: Callable[..., Batcher] = ContinuousBatcher
@@ -391,7 +329,7 @@ class EmbeddedEngine(EngineFront):
             kind = SlotBatcher
             if spec.engine.own_process:
                 kind = partial(
-                    ApartBatcher,
+                    SubprocessBatcher,
                     source=spec.language_model,
                     lora=spec.lora,
                     policy=self.policy,
@@ -418,7 +356,7 @@ class EmbeddedEngine(EngineFront):
         self._progress_at = time.monotonic()
 
     def _ended(self, turn: EngineTurn, error: str | None) -> None:
-        """The batcher is through with `turn`."""
+        """Called by the batcher in the event loop when it has finished `turn`."""
         if error is not None and (self._batcher is None or not self._batcher.alive):
             self._die(error)
             return
@@ -442,17 +380,70 @@ class EmbeddedEngine(EngineFront):
             self._die(reason)
 
 
-def _swap(
-    batcher: Batcher, model: torch.nn.Module, tensors: Tensors, ref: pb.WeightsRef
-) -> tuple[float, list[EngineTurn]]:
-    """In a worker thread: have `tensors` served; see `ContinuousBatcher.swap`."""
-    before: list[torch.Tensor] = []
+def _swap(batcher: Batcher, model: torch.nn.Module, tensors: Tensors, ref: pb.WeightsRef) -> float:
+    """Serve `tensors` from the next pass on; see `SlotBatcher.swap`. Blocking."""
+    former: list[torch.Tensor] = []
 
     def change() -> None:
-        if isinstance(batcher, ApartBatcher):  # its process sees no other memory
+        if isinstance(batcher, SubprocessBatcher):  # its process sees only the shared memory
             fill(tensors, model, ref)
         else:
-            before.extend(adopt(tensors, model, ref))
+            former.extend(adopt(tensors, model, ref))
 
-    # What was served before is let go of here, after the standstill.
+    # The former tensors are unmapped on return, when passes are computed again.
     return batcher.swap(change, ref.version)
+
+
+def scoring_passes(asked: Sequence[ScoreRequest], vocabulary: int) -> list[list[int]]:
+    """Indices into `asked` by scoring pass. Rows of a pass have one length, so none needs
+    padding."""
+    by_row: dict[tuple[int, ...], list[int]] = {}
+    for number, one in enumerate(asked):
+        by_row.setdefault(_row(one), []).append(number)
+    by_length: dict[int, list[list[int]]] = {}
+    for row, numbers in by_row.items():
+        by_length.setdefault(len(row), []).append(numbers)
+    found: list[list[int]] = []
+    for length, rows in by_length.items():
+        tail = max(len(asked[n].ids) for numbers in rows for n in numbers)
+        room = max(1, min(PASS_TOKENS // length, _PASS_LOGITS // (tail * vocabulary)))
+        parts = (rows[at : at + room] for at in range(0, len(rows), room))
+        found += [[n for numbers in part for n in numbers] for part in parts]
+    return found
+
+
+def continuation_logprobs(
+    model: PreTrainedModel, asked: Sequence[ScoreRequest], temperature: float
+) -> list[list[float]]:
+    """Log-probs of continuations by one pass; their rows have one length."""
+    rows = {row: at for at, row in enumerate(dict.fromkeys(map(_row, asked)))}
+    tail = max(len(one.ids) for one in asked)
+    with torch.inference_mode(), _stock_attention(model):
+        out = model(input_ids=torch.tensor(list(rows)), use_cache=False, logits_to_keep=tail)
+        table = torch.log_softmax(out.logits.float() / temperature, dim=-1)
+        found: list[list[float]] = []
+        for one in asked:
+            ids = torch.tensor(one.ids)
+            ours = table[rows[_row(one)], tail - len(one.ids) :]
+            found.append(ours.gather(1, ids.unsqueeze(1)).squeeze(1).tolist())
+    return found
+
+
+def _row(one: ScoreRequest) -> tuple[int, ...]:
+    """The input of a pass: the last token predicts nothing."""
+    return one.prompt_ids + one.ids[:-1]
+
+
+@contextlib.contextmanager
+def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Have the model compute with transformers' attention: a batcher's needs a batcher's cache."""
+    own = model.config._attn_implementation
+    # Batchers replace what `weights.skeleton` chose; a paged variant contains its name.
+    stock = own.removeprefix("paged|") if own.startswith("paged|") else "sdpa"
+    if own == "eager":
+        stock = own
+    model.set_attn_implementation(stock)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)

@@ -1,12 +1,26 @@
-"""Makes the engine that a policy's section asks for."""
+"""The kinds of engines, by the names that jobs give them.
+
+A further kind is a package with a subclass of `ServingEngine`, a line in `ENGINES`, and its name in
+the literal of `EngineSpec.kind` (troupe/job/policy.py)."""
 
 from __future__ import annotations
 
-import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from services.rollout.engines.base import ServingEngine
 from troupe.job import PolicySpec
+
+# Import paths, since engines import torch and transformers, which takes seconds, and the testbed is
+# no part of the product.
+ENGINES: Final[dict[str, str]] = {
+    "embedded": "services.rollout.engines.embedded:EmbeddedEngine",
+    "sglang": "services.rollout.engines.sglang.engine:SglangEngine",
+    "simulated": "testbed.simulated_engine:SimulatedEngine",
+}
 
 
 def make_engine(
@@ -16,38 +30,25 @@ def make_engine(
     *,
     threads: int = 1,
     replica: int = 0,
-    work_dir: Path | None = None,
     trace_dir: Path | None = None,
     deterministic: bool = False,
 ) -> ServingEngine:
-    """An engine that has not been started.
+    """An engine of the policy's kind that has not been started.
 
-    `threads`: torch threads of an embedded engine. `replica`: which of the policy's replicas on
-    this worker it is; an attached SGLang engine takes the URL of that number. `work_dir`: where
-    a launched server's log and files go; default: a temporary directory.
-    `trace_dir`: where a simulated engine writes when it was busy. `deterministic`: a turn is a
-    function of (weights, prompt, seed), or the engine does not start.
+    A kind is given those of these options that its constructor names. `threads`: torch threads of
+    an embedded engine. `replica`: the engine's number among the policy's replicas on this worker;
+    an attached SGLang engine takes the URL of that number. `trace_dir`: where a simulated engine
+    writes when it was busy. `deterministic`: a turn is a function of (weights, prompt, seed), or
+    the engine does not start.
     """
-    if policy_spec.simulated is not None:
-        # By name: the testbed is no part of the product.
-        testbed = importlib.import_module("testbed.simulated_engine")
-        engine: ServingEngine = testbed.SimulatedEngine(
-            engine_id, policy_name, policy_spec, trace_dir=trace_dir
-        )
-        return engine
-    if policy_spec.engine.kind == "embedded":
-        from services.rollout.engines.embedded import EmbeddedEngine
-
-        return EmbeddedEngine(
-            engine_id, policy_name, policy_spec, threads=threads, deterministic=deterministic
-        )
-    from services.rollout.engines.sglang.engine import SglangEngine
-
-    return SglangEngine(
-        engine_id,
-        policy_name,
-        policy_spec,
-        replica=replica,
-        work_dir=work_dir,
-        deterministic=deterministic,
-    )
+    kind = "simulated" if policy_spec.simulated is not None else policy_spec.engine.kind
+    engine_class: Callable[..., ServingEngine] = pkgutil.resolve_name(ENGINES[kind])
+    options = {
+        "threads": threads,
+        "replica": replica,
+        "trace_dir": trace_dir,
+        "deterministic": deterministic,
+    }
+    named = inspect.signature(engine_class).parameters
+    known = {name: value for name, value in options.items() if name in named}
+    return engine_class(engine_id, policy_name, policy_spec, **known)

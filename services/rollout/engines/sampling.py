@@ -1,34 +1,26 @@
-"""Draws one token per row of logits, each row by its own parameters and its own seed."""
+"""Samples one token per row of logits, each row by its own parameters and its own seed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.rollout.engines.requests import Draw
+
 # splitmix64 (Steele, Lea, Flood 2014): a counter-based generator, so that a draw depends on
 # (seed, position) alone and not on which other rows share the batch.
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
-_UINT64 = (1 << 64) - 1
-
-
-class Draw(NamedTuple):
-    """How the next token of one row is drawn; `position` counts the response's tokens."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    position: int
+_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2: Final = np.uint64(0x94D049BB133111EB)
+_UINT64: Final = (1 << 64) - 1
 
 
 def draw(logits: torch.Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """Tokens and their log-probabilities for `logits` [len(rows), vocabulary].
+    """Sampled tokens and their log-probs for `logits` [len(rows), vocabulary].
 
     Log-probabilities are under softmax(logits / temperature), before top-k and top-p; greedy
     rows (temperature 0) count as temperature 1. That is what SGLang reports.
@@ -36,8 +28,8 @@ def draw(logits: torch.Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[fl
     scaled = logits.float()
     temperatures, top_ks, top_ps, seeds, positions = zip(*rows, strict=True)
     if set(temperatures) != {1.0}:
-        hot = [temperature if temperature > 0 else 1.0 for temperature in temperatures]
-        scaled = scaled / torch.tensor(hot, dtype=torch.float32).unsqueeze(1)
+        positive = [temperature if temperature > 0 else 1.0 for temperature in temperatures]
+        scaled = scaled / torch.tensor(positive, dtype=torch.float32).unsqueeze(1)
     logprobs = torch.log_softmax(scaled, dim=-1)
     # The sum runs over the whole vocabulary: float32 would lose its small terms.
     weights = logprobs.double().exp_()
@@ -59,7 +51,7 @@ def draw(logits: torch.Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[fl
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
     """One float64 in [0, 1) per row, a function of its seed and position only."""
     state = np.array([seed & _UINT64 for seed in seeds], dtype=np.uint64)
-    # Mixed first: neighbouring seeds must not walk through each other's sequences.
+    # The seed is mixed first, so that sequences of neighbouring seeds do not overlap.
     state = _mix(state + _GAMMA)
     state = _mix(state + _GAMMA * (np.array(positions, dtype=np.uint64) + np.uint64(1)))
     return (state >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)

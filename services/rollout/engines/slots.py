@@ -1,32 +1,34 @@
-"""Keys and values of the deterministic engine: a row of tensors per turn, and attention over it.
+"""Memory of keys and values in slots, one row of tensors per turn, and which turn has which slot.
 
-Every query token attends by itself, over a number of keys that follows from its position alone.
-So what a token gets does not depend on what else is in the batch, nor on whether the keys before
-it were read in one piece, in several, drawn as a response, or copied from another turn: all of
-that is bitwise the same, and prefixes may be shared whenever there is one.
+Where all turns fit into memory at full length slots are cheaper than a paged cache: nothing is
+gathered, nothing preempted. Slots of ended turns serve as prefix cache.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import PretrainedConfig
 
-NAME: Final = "troupe_fixed"
+from services.rollout.engines.turns import EngineTurn
+
 # Keys that a query attends to are padded to one of these lengths, by its position.
 LENGTHS: Final = (64, 128, 192, *(base << k for k in range(16) for base in (256, 384)))
-# Keys and values kept, those of ended turns included: others may begin with the same tokens.
+# Memory of keys and values, those of ended turns included: others may begin with the same tokens.
 CACHE_BYTES: Final = 512 << 20
 # Slots per turn that may run.
 SPARE: Final = 4
+# Tokens per page of the prefix index: prefixes are found in multiples of it.
+_PAGE: Final = 8
 # Added to masked scores. Finite: its exponential is exactly zero, and nothing becomes NaN.
 MASKED: Final = -1e30
 
@@ -46,40 +48,26 @@ class SlotRun(NamedTuple):
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class PassGroup:
-    """Rows [start, stop) of a pass whose queries see equally many keys.
-
-    `slots` [stop - start], or one int when all are tokens of one slot. `mask` [rows, 1, 1, keys].
-    """
-
-    start: int
-    stop: int
-    keys: int
-    slots: torch.Tensor | int
-    mask: torch.Tensor
-
-
 def slot_bytes(config: PretrainedConfig, dtype: torch.dtype, max_context: int) -> int:
-    """What a turn of `max_context` tokens takes, keys and values of all layers."""
+    """Bytes of a slot of `max_context` tokens: keys and values of all layers."""
     layers = config.get_text_config().num_hidden_layers
     return int(2 * layers * math.prod(_shape(config, max_context)) * dtype.itemsize)
 
 
 def _shape(config: PretrainedConfig, max_context: int) -> tuple[int, int, int]:
-    """Of a slot in one layer: heads of keys, tokens, dimensions of a head."""
+    """Shape of a slot in one layer: (key heads, tokens, dimensions of a head)."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return heads, padded(max_context - 1), dim
 
 
-class SlotCache:
-    """Keys and values of `count` turns, and one slot more that padding rows write to.
+class SlotCache(ABC):
+    """Keys and values in `count` slots, and one slot more that padding rows write to.
 
-    `keys` and `values`: per layer [count + 1, kv_heads, length, dim]; memory is taken where it is
-    written first. `slots`, `positions` [rows] and `groups` describe the pass being computed.
-    """
+    `keys` and `values`: per layer [count + 1, kv_heads, length, dim]; memory is committed where it
+    is written first. `slots`, `positions` [rows] describe the pass being computed. Subclasses plan
+    passes and have an attention function that reads the plan."""
 
     def __init__(
         self, config: PretrainedConfig, dtype: torch.dtype, *, running: int, max_context: int
@@ -99,11 +87,14 @@ class SlotCache:
         self.values: list[torch.Tensor] = []
         self.slots = torch.empty(0, dtype=torch.long)
         self.positions = torch.empty(0, dtype=torch.long)
-        self.groups: list[PassGroup] = []
         self.clear()
 
+    @abstractmethod
+    def plan(self, runs: Sequence[SlotRun], size: int) -> None:
+        """Plan the next pass: of `size` rows, of which the first are the tokens of `runs`."""
+
     def clear(self) -> None:
-        """Forget everything: zeros, since what is masked is still multiplied with zero."""
+        """Fill all slots with zeros: masked values are still multiplied, by zero."""
         self.keys = [self._zeros() for _ in range(self._layers)]
         self.values = [self._zeros() for _ in range(self._layers)]
 
@@ -113,81 +104,127 @@ class SlotCache:
         return torch.frombuffer(pages, dtype=self.dtype).view(self._shape)
 
     def copy(self, source: int, targets: Sequence[int], tokens: int) -> None:
-        """Slots `targets` begin with the first `tokens` of slot `source`."""
+        """Copy the first `tokens` of slot `source` to slots `targets`."""
         for tensor in (*self.keys, *self.values):
             tensor[targets, :, :tokens] = tensor[source, :, :tokens]
 
-    def plan(self, runs: Sequence[SlotRun], size: int) -> None:
-        """The coming pass has `size` rows, the first of them the tokens of `runs`, in order.
 
-        Single tokens with equally many keys are computed together where they are neighbours.
-        """
-        slots = [run.slot for run in runs for _ in range(run.tokens)]
-        positions = [run.start + i for run in runs for i in range(run.tokens)]
-        spare = size - len(slots)
-        self.slots = torch.tensor(slots + [self.count] * spare)
-        self.positions = torch.tensor(positions + [0] * spare)
-        self.groups = []
-        start = 0
-        for (keys, single), members in groupby(runs, lambda r: (padded(r.start), r.tokens == 1)):
-            if single:
-                stop = start + sum(1 for _ in members)
-                self.groups.append(self._group(start, stop, keys, None))
-                start = stop
-                continue
-            for run in members:
-                for keys_of_part, part in groupby(range(run.start, run.start + run.tokens), padded):
-                    stop = start + sum(1 for _ in part)
-                    self.groups.append(self._group(start, stop, keys_of_part, run.slot))
-                    start = stop
+@dataclass(slots=True, eq=False)
+class KVSlot:
+    """The slot of one turn. It holds keys and values of `ids[:read]`, also after the turn has
+    ended: other turns may begin with the same tokens."""
 
-    def _group(self, start: int, stop: int, keys: int, slot: int | None) -> PassGroup:
-        hidden = torch.arange(keys) > self.positions[start:stop].unsqueeze(1)
-        mask = torch.zeros(stop - start, keys, dtype=self.dtype).masked_fill_(hidden, MASKED)
-        return PassGroup(
-            start,
-            stop,
-            keys,
-            self.slots[start:stop] if slot is None else slot,
-            mask.view(-1, 1, 1, keys),
-        )
+    index: int
+    turn: EngineTurn | None = None
+    ids: list[int] = field(default_factory=list)
+    read: int = 0
+    used_at: int = 0
+    # Prefix hashes by which it is found: of each page and all before it.
+    page_hashes: list[int] = field(default_factory=list)
+
+    @property
+    def unread(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.ids) - self.read if self.turn is not None else 0
 
 
-def fixed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    cache: SlotCache | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of `query` [1, heads, rows, dim], row by row, as `cache` is planned.
+class SlotAllocator:
+    """Gives turns slots of a cache. Used by the thread that computes, or while that is paused."""
 
-    Called by the model in place of its stock attention. Returns [1, rows, heads, dim].
-    """
-    if cache is None:
-        raise ValueError(f"'{NAME}' attention serves the deterministic engine only")
-    layer: Any = module.layer_idx
-    keys, values = cache.keys[layer], cache.values[layer]
-    keys[cache.slots, :, cache.positions] = key[0].transpose(0, 1)
-    values[cache.slots, :, cache.positions] = value[0].transpose(0, 1)
-    _, heads, rows, dim = query.shape
-    # Heads that share keys become further queries: [rows, kv_heads, heads / kv_heads, dim].
-    packed = query[0].transpose(0, 1).reshape(rows, cache.heads, heads // cache.heads, dim)
-    out = torch.zeros_like(packed)
-    for group in cache.groups:
-        own = slice(group.start, group.stop)
-        if isinstance(group.slots, int):
-            shape = (group.stop - group.start, -1, -1, -1)
-            k, v = (x[group.slots, :, : group.keys].expand(shape) for x in (keys, values))
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
+        self._slots = [KVSlot(index) for index in range(cache.count)]
+        # Least recently used first.
+        self._free: OrderedDict[int, KVSlot] = OrderedDict((s.index, s) for s in self._slots)
+        self.busy: dict[int, KVSlot] = {}
+        """Slots with a turn, by index."""
+        # Slot by prefix hash; its contents may have changed since.
+        self._by_hash: dict[int, int] = {}
+        self._clock = 0
+
+    def assign(self, turns: Sequence[EngineTurn]) -> None:
+        """Give each turn a slot that holds the longest known prefix of its tokens."""
+        # Targets by source and number of tokens. A source is busy, so it is never a target.
+        copies: dict[tuple[int, int], list[int]] = {}
+        for turn in turns:
+            self._assign(turn, copies)
+        for (source, tokens), targets in copies.items():
+            self._cache.copy(source, targets, tokens)
+
+    def end(self, slot: KVSlot) -> None:
+        """Free the slot of a turn that has ended; it stays findable until it is reused."""
+        self.index(slot)
+        slot.turn = None
+        del self.busy[slot.index]
+        self._free[slot.index] = slot
+
+    def drop_closed(self) -> None:
+        """Free the slots of closed turns."""
+        for slot in [s for s in self.busy.values() if s.turn is not None and s.turn.closed]:
+            self.end(slot)
+
+    def index(self, slot: KVSlot) -> None:
+        """Enter the slot's contents into the prefix index."""
+        for at in range(len(slot.page_hashes) * _PAGE, slot.read - _PAGE + 1, _PAGE):
+            before = slot.page_hashes[-1] if slot.page_hashes else 0
+            page = hash((before, *slot.ids[at : at + _PAGE]))
+            slot.page_hashes.append(page)
+            self._by_hash[page] = slot.index
+
+    def forget(self) -> list[EngineTurn]:
+        """Discard all keys and values; returns the turns in slots."""
+        self._by_hash.clear()
+        for slot in self._slots:
+            slot.read = 0
+            slot.page_hashes.clear()
+        # In order of memory: neighbours are computed in place.
+        self._free = OrderedDict(sorted(self._free.items()))
+        return [slot.turn for slot in self.busy.values() if slot.turn is not None]
+
+    def _assign(self, turn: EngineTurn, copies: dict[tuple[int, int], list[int]]) -> None:
+        """Give `turn` the free slot with its longest known prefix, or enter a copy into
+        `copies`."""
+        ids = turn.prompt_ids + turn.token_ids
+        source = self._find(ids)
+        known = 0 if source is None else common(source, ids)
+        if source is not None and source.turn is None:
+            target = source
+            del self._free[source.index]
         else:
-            k, v = (x[:, :, : group.keys].index_select(0, group.slots) for x in (keys, values))
-        out[own] = F.scaled_dot_product_attention(
-            packed[own], k, v, attn_mask=group.mask, scale=scaling
-        )
-    return out.view(1, rows, heads, dim), None
+            _, target = self._free.popitem(last=False)
+            if source is not None and known:
+                copies.setdefault((source.index, known), []).append(target.index)
+        for page in target.page_hashes[known // _PAGE :]:
+            if self._by_hash.get(page) == target.index:
+                del self._by_hash[page]
+        if target is source:
+            del target.page_hashes[known // _PAGE :]
+        else:
+            target.page_hashes.clear()
+        self._clock += 1
+        target.turn, target.ids, target.read, target.used_at = turn, ids, known, self._clock
+        self.busy[target.index] = target
+        turn.started_at = turn.started_at or time.monotonic()
+
+    def _find(self, ids: list[int]) -> KVSlot | None:
+        """The slot with the longest indexed prefix of `ids`."""
+        prefix, found = 0, None
+        for at in range(0, len(ids) - _PAGE, _PAGE):
+            prefix = hash((prefix, *ids[at : at + _PAGE]))
+            found = self._by_hash.get(prefix, found)
+        return None if found is None else self._slots[found]
 
 
-AttentionInterface.register(NAME, fixed_attention)
+def common(slot: KVSlot, ids: list[int]) -> int:
+    """Length of the longest common prefix of `ids` and the slot's tokens.
+
+    Never all of `ids`: the last token has to be computed for its logits.
+    """
+    low, high = 0, min(slot.read, len(ids) - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if slot.ids[low:middle] == ids[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

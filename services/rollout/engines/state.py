@@ -1,4 +1,4 @@
-"""Where an engine is in its life: the only place where its state, version and checksum move."""
+"""`EngineState`: the only place where an engine's state, version and checksum change."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class EngineState:
 
     @property
     def name(self) -> str:
-        """The current state as people read it: "HEALTHY"."""
+        """The current state for people: "HEALTHY"."""
         return pb.EngineState.Name(self._now).removeprefix("ENGINE_STATE_")
 
     @property
     def alive(self) -> bool:
-        """Whether something is there to talk to."""
+        """Whether the engine has started and not ended."""
         return self._now not in (
             pb.ENGINE_STATE_STARTING,
             pb.ENGINE_STATE_DEAD,
@@ -46,58 +46,58 @@ class EngineState:
         return self._now in (pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_SUSPECT)
 
     def started(self) -> None:
-        """The engine is up and holds no verified weights."""
+        """-> STALE: up, without verified weights."""
         self._only_from(pb.ENGINE_STATE_STARTING, pb.ENGINE_STATE_DEAD)
         restarted = self._now == pb.ENGINE_STATE_DEAD
         self._move(pb.ENGINE_STATE_STALE, "waiting for weights")
         self.restarts += restarted
 
     def updating(self, version: int) -> None:
-        """Weights are about to change. A SUSPECT engine gives up its old weights first."""
+        """-> UPDATING: weights are about to change. A SUSPECT engine passes through STALE."""
         if self._now == pb.ENGINE_STATE_SUSPECT:
             self._move(pb.ENGINE_STATE_STALE, self.message)
         self._move(pb.ENGINE_STATE_UPDATING, f"updating to version {version}")
 
     def verified(self, version: int, checksum: str) -> None:
-        """The new weights are in and their checksum is right."""
+        """-> HEALTHY: the new weights are loaded and verified."""
         self._only_from(pb.ENGINE_STATE_UPDATING)
         self._move(pb.ENGINE_STATE_HEALTHY, "")
         self.version, self.checksum = version, checksum
 
     def lost_weights(self, reason: str) -> None:
-        """What the engine holds is unknown: it serves nothing until updated."""
+        """-> STALE: the engine's weights are unknown; it serves nothing until updated."""
         self._move(pb.ENGINE_STATE_STALE, reason)
 
     def suspect(self, reason: str) -> None:
-        """A probe was missed."""
+        """-> SUSPECT: a probe was missed."""
         self._move(pb.ENGINE_STATE_SUSPECT, reason)
 
     def recovered(self) -> None:
-        """A probe was answered again, by the same process with the same weights."""
+        """-> HEALTHY: the same process, with the same weights, answered a probe again."""
         self._only_from(pb.ENGINE_STATE_SUSPECT)
         self._move(pb.ENGINE_STATE_HEALTHY, "")
 
     def draining(self, reason: str) -> None:
-        """No new turns; what runs ends."""
+        """-> DRAINING: no new turns; running ones end."""
         self._move(pb.ENGINE_STATE_DRAINING, reason)
 
     def handed_over(self, reason: str) -> None:
-        """Drained, it leaves its policy: the weights that it holds are another one's."""
+        """-> STALE: a drained engine moves to another policy; its weights are the former one's."""
         self._only_from(pb.ENGINE_STATE_DRAINING)
         self._move(pb.ENGINE_STATE_STALE, reason)
 
     def died(self, reason: str) -> None:
-        """The engine is gone. Repeatable: the first reason stays."""
+        """-> DEAD. Repeatable: the first reason stays."""
         if self._now not in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
             self._move(pb.ENGINE_STATE_DEAD, reason)
 
     def stopped(self) -> None:
-        """The engine was stopped for good. Repeatable."""
+        """-> STOPPED, for good. Repeatable."""
         if not is_terminal(ENGINE, self._now):
             self._move(pb.ENGINE_STATE_STOPPED, "")
 
     def _only_from(self, *sources: pb.EngineState.ValueType) -> None:
-        """The table has one edge for two meanings: only `verified` may end an update."""
+        """Checks beyond the table: some of its edges have two meanings."""
         if self._now not in sources:
             wanted = " or ".join(pb.EngineState.Name(source) for source in sources)
             raise IllegalTransition(f"the engine is {self.name}; this follows {wanted} only")

@@ -1,4 +1,4 @@
-"""Puts published weights in the place of a model's own."""
+"""Published weights of an embedded or served model: built, checked, loaded, with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from services.rollout.engines.base import EngineStartFailed, UpdateFailed, WeightsRefused
+from services.rollout.engines.errors import EngineStartFailed, UpdateFailed, WeightsRefused
 from troupe.adapters import (
     AdapterContent,
     MergeMismatch,
@@ -36,11 +36,94 @@ from troupe.transfer.blob import Manifest
 from troupe.transfer.checksum import bytes_checksum, dtype_of, host_bytes
 from troupe.v1 import common_pb2 as pb
 
-_REMEDY = "Publish from the same model configuration and dtype that the policy's engine uses."
+_REMEDY: Final = (
+    "Publish from the same model configuration and dtype that the policy's engine uses."
+)
+_ADAPTER_REMEDY: Final = "Give trainer and engine the same job: its model and its `lora` section."
+# Parameters of an adapted layer beside its weight: A [rank, in] and alpha / rank * B [out, rank].
+_SIDES: Final = ("adapter_a", "adapter_b")
+# Building a model sets process-wide defaults of torch and transformers for a moment.
+_BUILDING: Final = threading.Lock()
+
+
+def load_config(model: ModelSpec, policy: str) -> PretrainedConfig:
+    """The transformers configuration of `model`. Raises `EngineStartFailed` naming the field."""
+    if model.path is None:
+        raw = dict(model.config or {})
+        try:
+            return AutoConfig.for_model(**raw)
+        except (TypeError, ValueError, KeyError) as error:
+            raise EngineStartFailed(
+                f"not a transformers configuration: {error}",
+                field=f"policies.{policy}.model.config",
+                value=raw.get("model_type"),
+                remedy="Give `model_type` and the fields of that configuration class.",
+            ) from error
+    if no_directory(model.path):
+        raise EngineStartFailed(
+            "there is no such directory",
+            field=f"policies.{policy}.model.path",
+            value=model.path,
+            remedy="Give a directory with a Hugging Face model, or a hub id.",
+        )
+    try:
+        return AutoConfig.from_pretrained(model.path, revision=model.revision)
+    except (OSError, ValueError) as error:
+        raise EngineStartFailed(
+            f"no model configuration can be loaded: {error}",
+            field=f"policies.{policy}.model.path",
+            value=model.path,
+            remedy="Give a directory with a config.json, or a hub id that can be reached.",
+        ) from error
+
+
+def skeleton(config: PretrainedConfig, dtype: str, policy: str) -> PreTrainedModel:
+    """A causal LM of `config` with uninitialized weights, in evaluation mode."""
+    try:
+        try:
+            model = _build(config, dtype, "sdpa")
+        except ValueError:  # some architectures know nothing faster
+            model = _build(config, dtype, "eager")
+    except (ValueError, TypeError) as error:
+        raise EngineStartFailed(
+            f"not a causal language model that can be served: {error}",
+            field=f"policies.{policy}.model",
+            value=config.model_type,
+            remedy="Choose an architecture that AutoModelForCausalLM knows.",
+        ) from error
+    # Building without initial weights skips this too.
+    model.tie_weights()
+    # As trainers publish them.
+    keep_float32(model, in_float32(model, getattr(torch, dtype)))
+    model.eval().requires_grad_(False)
+    return model
+
+
+def _build(config: PretrainedConfig, dtype: str, attention: str) -> PreTrainedModel:
+    with _BUILDING, no_init_weights():
+        return AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
+
+
+def stop_ids(config: PretrainedConfig, path: str | None, revision: str | None) -> frozenset[int]:
+    """End-of-sequence ids of a model, from its configuration and its generation settings."""
+    sources = [config.get_text_config().eos_token_id]
+    if path is not None:
+        try:
+            generation = GenerationConfig.from_pretrained(path, revision=revision)
+            sources.append(generation.eos_token_id)
+        except (OSError, ValueError):
+            pass  # the file is optional
+    ids: set[int] = set()
+    for source in sources:
+        if source is not None:
+            ids.update([source] if isinstance(source, int) else source)
+    return frozenset(ids)
 
 
 def layout(manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Names, shapes and dtypes of what is published, as tensors without storage."""
+    """Names, shapes and dtypes of published tensors, as tensors without storage."""
     return {
         entry.name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta")
         for entry in manifest.entries
@@ -50,9 +133,9 @@ def layout(manifest: Manifest) -> dict[str, torch.Tensor]:
 def arrangement(
     published: Mapping[str, torch.Tensor], model: torch.nn.Module, key: str
 ) -> ModelArrangement:
-    """How `published`, which has the format of checkpoints, becomes the tensors of `model`.
+    """How `published`, in the format of checkpoints, becomes the tensors of `model`.
 
-    Raises `WeightsRefused` for what `model` has no use for.
+    Raises `WeightsRefused` for tensors that `model` does not have.
     """
     try:
         return ModelArrangement.of(model, published)
@@ -96,9 +179,9 @@ def check_fit(published: Mapping[str, torch.Tensor], model: torch.nn.Module, key
 def verify(
     published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef
 ) -> None:
-    """See that `published`, which fits, is what `ref.checksum` names, while `model` still serves.
+    """Raise `WeightsRefused` unless `published`, which fits, has the checksum of `ref`.
 
-    Raises `WeightsRefused`.
+    Blocking; `model` still serves.
     """
     found = checksum_of(published)
     if found != ref.checksum:
@@ -112,7 +195,7 @@ def verify(
     first: dict[int, str] = {}
     for name, source in arrangement(published, model, ref.key).renamed.items():
         other = first.setdefault(id(slots[name]), source)
-        # Whatever was copied last would be served.
+        # The one that is copied last would be served.
         if other != source and _bytes(published[other]) != _bytes(published[source]):
             raise WeightsRefused(
                 f"'{other}' and '{source}' are one tensor of the model and published with "
@@ -126,39 +209,39 @@ def verify(
 def arranged(
     published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef
 ) -> dict[str, torch.Tensor]:
-    """The tensors of `model` by its own names, of `published`, which fits: the very same ones where
-    the model holds them as checkpoints do, else new ones (stacked experts)."""
+    """The tensors of `model` by its names, from `published`, which fits: the same objects where the
+    model holds them as checkpoints do, else new ones (stacked experts)."""
     return dict(arrangement(published, model, ref.key).arranged(published))
 
 
 def adopt(
     published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef
 ) -> list[torch.Tensor]:
-    """Serve `published`, which is verified and `arranged`, from where it lies: no byte of host
+    """Point the parameters of `model` to `published`, which is verified and `arranged`: no host
     memory is copied, since nothing is served meanwhile. A model on a device is filled.
 
-    Returns what was served before. To unmap it takes milliseconds: let go of it when the model
-    serves again. Raises as `fill`.
+    Returns the former tensors. To unmap them takes milliseconds: drop them when the model serves
+    again. Raises as `fill`.
     """
     slots = model.state_dict(keep_vars=True)
-    there = {
+    mapped = {
         name: tensor
         for name, tensor in published.items()
         if tensor.device == slots[name].device and tensor.is_contiguous()
     }
-    before = [slots[name].data for name in there]
-    for name, tensor in there.items():
+    before = [slots[name].data for name in mapped]
+    for name, tensor in mapped.items():
         slots[name].data = tensor
-    if len(there) < len(published):
-        fill({name: t for name, t in published.items() if name not in there}, model, ref)
+    if len(mapped) < len(published):
+        fill({name: t for name, t in published.items() if name not in mapped}, model, ref)
     return before
 
 
 def fill(published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef) -> None:
-    """Copy `published`, which is verified and `arranged`, into `model`, whose memory others see or
-    a device has: one pass over it and no more, since nothing is served meanwhile.
+    """Copy `published`, which is verified and `arranged`, into `model`, whose memory is shared or
+    on a device: in one pass, since nothing is served meanwhile.
 
-    Raises `UpdateFailed` when that breaks: the model then holds neither version.
+    Raises `UpdateFailed` when it fails: the model then holds neither version.
     """
     slots = model.state_dict()
     try:
@@ -179,8 +262,8 @@ def fill(published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.
 def untied(
     published: Mapping[str, torch.Tensor], model: torch.nn.Module
 ) -> dict[str, torch.Tensor]:
-    """`published`, which fits, with each tensor of `model` once: of a tied one under the name that
-    the model has first."""
+    """`published`, which fits, with each tensor of `model` once: a tied one under the model's first
+    name for it."""
     slots = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, slot in slots.items():
@@ -195,14 +278,9 @@ def _bytes(tensor: torch.Tensor) -> str:
     return bytes_checksum(host_bytes(tensor))
 
 
-# Of an adapted layer, beside its weight: A [rank, in] and alpha / rank * B [out, rank].
-_SIDES: Final = ("adapter_a", "adapter_b")
-_ADAPTER_REMEDY = "Give trainer and engine the same job: its model and its `lora` section."
-
-
 @dataclass(frozen=True)
 class BaseWeights:
-    """Weights under adapters, as they are published."""
+    """Published weights under adapters."""
 
     ref: pb.WeightsRef
     tensors: Mapping[str, torch.Tensor]
@@ -210,14 +288,14 @@ class BaseWeights:
 
 @dataclass(frozen=True)
 class Adapted:
-    """One version of a policy: an adapter over its base."""
+    """A version of a policy that is a LoRA adapter over base weights."""
 
     adapter: AdapterContent
     base: BaseWeights
 
     def parts(self, model: torch.nn.Module, key: str) -> DeferredTensors:
-        """Tensors of `model`, by its names, that compute the same without an adapter; made when
-        they are read. Raises `WeightsRefused` when the adapter does not fit its base."""
+        """Tensors of `model`, by its names, with the adapter merged; made when they are read.
+        Raises `WeightsRefused` when the adapter does not fit its base."""
         found = arrangement(self.base.tensors, model, key)
         adapted = {f"{module}.weight" for module in self.adapter.modules}
         if lacking := sorted(adapted - set(found.renamed)):
@@ -232,18 +310,18 @@ class Adapted:
         return DeferredTensors(groups)
 
     def _merged(self, make: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """One adapted weight."""
+        """One weight with the adapter merged."""
         ((name, weight),) = make().items()
         return merged({name: weight}, self.adapter.only(name.removesuffix(".weight")))
 
     def in_model(self, model: torch.nn.Module, ref: pb.WeightsRef) -> Adapted:
-        """The same with the base by the names of `model`, whose tensors are stacked where it holds
-        them so. Blocking."""
+        """The same with the base arranged as in `model` (experts stacked where it stacks them).
+        Blocking."""
         tensors = arranged(self.base.tensors, model, ref)
         return replace(self, base=replace(self.base, tensors=tensors))
 
     def merged(self, ref: pb.WeightsRef) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
-        """Plain weights that compute the same, and `ref` with their checksum.
+        """Weights with the adapter merged, and `ref` with their checksum.
 
         Raises `WeightsRefused` when the adapter does not fit its base.
         """
@@ -251,23 +329,24 @@ class Adapted:
             tensors = merged(self.base.tensors, self.adapter)
         except MergeMismatch as error:
             raise _refused(str(error), ref.key) from error
-        return tensors, _as(ref, tensors)
+        return tensors, _with_checksum(ref, tensors)
 
     def beside(self, ref: pb.WeightsRef) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
-        """The base and what `add_adapter` put beside its layers, and `ref` with their checksum."""
+        """The base with the parameters that `add_adapter` added, and `ref` with their checksum."""
         tensors = dict(self.base.tensors)
         for module in self.adapter.modules:
             a, b = self.adapter.pair(module)
             sides = a.to(torch.float32), b.to(torch.float32) * self.adapter.scale
             for side, tensor in zip(_SIDES, sides, strict=True):
                 tensors[f"{module}.{side}"] = tensor
-        return tensors, _as(ref, tensors)
+        return tensors, _with_checksum(ref, tensors)
 
 
 def add_adapter(model: torch.nn.Module, lora: LoraSpec | None) -> None:
-    """Have the adapted layers of a half-precision `model` add x A^T B^T in float32, rounded once.
+    """Add adapter parameters to a half-precision `model`: layers add x A^T B^T in float32, rounded
+    once.
 
-    Nothing is done without `lora`, or to a model whose adapters are merged.
+    Does nothing without `lora`, or to a model whose adapters are merged.
     """
     if lora is None or not served_beside(model):
         return
@@ -282,7 +361,7 @@ def add_adapter(model: torch.nn.Module, lora: LoraSpec | None) -> None:
 
 
 def served_beside(model: torch.nn.Module) -> bool:
-    """Whether adapters of `model` stay beside its weights."""
+    """Whether adapters of `model` are computed beside its weights, not merged."""
     return next(model.parameters()).dtype.itemsize < 4
 
 
@@ -292,7 +371,7 @@ def _add(layer: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> to
     return (output + added).to(output.dtype)
 
 
-def _as(ref: pb.WeightsRef, tensors: Mapping[str, torch.Tensor]) -> pb.WeightsRef:
+def _with_checksum(ref: pb.WeightsRef, tensors: Mapping[str, torch.Tensor]) -> pb.WeightsRef:
     own = pb.WeightsRef()
     own.CopyFrom(ref)
     own.checksum = checksum_of(tensors)
@@ -305,9 +384,10 @@ def with_base(
     transfer: Transfer,
     known: BaseWeights | None,
 ) -> Adapted | None:
-    """What `ref` is, if it is an adapter; its base is got unless it is `known`. Blocking.
+    """The adapter in `tensors`, published as `ref`, with its base, which is fetched unless it is
+    `known`; None for plain weights. Blocking.
 
-    Raises `WeightsRefused`, and what `transfer.get` raises when the base is not there.
+    Raises `WeightsRefused`, and what `transfer.get` raises for a missing base.
     """
     if not is_adapter(tensors):
         return None
@@ -339,8 +419,8 @@ def check_published(
     lora: LoraSpec | None,
     key: str,
 ) -> None:
-    """Raise `WeightsRefused` unless `published` (or its layout) is what the engine serves: all of
-    `model`, or an adapter of the shape that `lora` says."""
+    """Raise `WeightsRefused` unless `published` (or its layout) fits: all of `model`, or with
+    `lora` an adapter of that shape."""
     if lora is None and not is_adapter(published):
         check_fit(published, model, key)
         return
@@ -364,7 +444,7 @@ def check_published(
 
 
 def check_base(adapted: Adapted, model: torch.nn.Module) -> None:
-    """Raise `WeightsRefused` unless the base fills `model`, but for what an adapter fills."""
+    """Raise `WeightsRefused` unless the base fills `model` but for the adapter's parameters."""
     adapter = {
         name: slot
         for name, slot in model.state_dict(keep_vars=True).items()
@@ -375,83 +455,3 @@ def check_base(adapted: Adapted, model: torch.nn.Module) -> None:
 
 def _refused(message: str, key: str) -> WeightsRefused:
     return WeightsRefused(message, field="weights", value=key, remedy=_ADAPTER_REMEDY)
-
-
-# Building a model sets process-wide defaults of torch and transformers for a moment.
-_BUILDING = threading.Lock()
-
-
-def load_config(model: ModelSpec, policy: str) -> PretrainedConfig:
-    """The transformers configuration of `model`. Raises `EngineStartFailed` naming the field."""
-    if model.path is None:
-        raw = dict(model.config or {})
-        try:
-            return AutoConfig.for_model(**raw)
-        except (TypeError, ValueError, KeyError) as error:
-            raise EngineStartFailed(
-                f"not a transformers configuration: {error}",
-                field=f"policies.{policy}.model.config",
-                value=raw.get("model_type"),
-                remedy="Give `model_type` and the fields of that configuration class.",
-            ) from error
-    if no_directory(model.path):
-        raise EngineStartFailed(
-            "there is no such directory",
-            field=f"policies.{policy}.model.path",
-            value=model.path,
-            remedy="Give a directory with a Hugging Face model, or a hub id.",
-        )
-    try:
-        return AutoConfig.from_pretrained(model.path, revision=model.revision)
-    except (OSError, ValueError) as error:
-        raise EngineStartFailed(
-            f"no model configuration can be loaded: {error}",
-            field=f"policies.{policy}.model.path",
-            value=model.path,
-            remedy="Give a directory with a config.json, or a hub id that can be reached.",
-        ) from error
-
-
-def skeleton(config: PretrainedConfig, dtype: str, policy: str) -> PreTrainedModel:
-    """A causal LM of `config` whose weights are not set yet, in evaluation mode."""
-    try:
-        try:
-            model = _build(config, dtype, "sdpa")
-        except ValueError:  # some architectures know nothing faster
-            model = _build(config, dtype, "eager")
-    except (ValueError, TypeError) as error:
-        raise EngineStartFailed(
-            f"not a causal language model that can be served: {error}",
-            field=f"policies.{policy}.model",
-            value=config.model_type,
-            remedy="Choose an architecture that AutoModelForCausalLM knows.",
-        ) from error
-    # Building without initial weights skips this too.
-    model.tie_weights()
-    # As trainers publish them.
-    keep_float32(model, in_float32(model, getattr(torch, dtype)))
-    model.eval().requires_grad_(False)
-    return model
-
-
-def _build(config: PretrainedConfig, dtype: str, attention: str) -> PreTrainedModel:
-    with _BUILDING, no_init_weights():
-        return AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=attention
-        )
-
-
-def stop_ids(config: PretrainedConfig, path: str | None, revision: str | None) -> frozenset[int]:
-    """End-of-sequence ids of the model: of its configuration and its generation settings."""
-    sources = [config.get_text_config().eos_token_id]
-    if path is not None:
-        try:
-            generation = GenerationConfig.from_pretrained(path, revision=revision)
-            sources.append(generation.eos_token_id)
-        except (OSError, ValueError):
-            pass  # the file is optional
-    ids: set[int] = set()
-    for source in sources:
-        if source is not None:
-            ids.update([source] if isinstance(source, int) else source)
-    return frozenset(ids)

@@ -1,4 +1,4 @@
-"""Where the networks of one job play: its environment, and actors that take it through episodes."""
+"""`Arena`: the environments of one job of networks, and the engines that hold their weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import structlog
 
-from services.rollout.engines.base import (
-    BadTurn,
-    EngineResponse,
-    EngineStale,
-    Memory,
-    SamplingParams,
-)
-from services.rollout.engines.front import EngineFront, Tensors
+from services.rollout.engines.base import ServingEngine, Tensors
+from services.rollout.engines.errors import BadTurn, EngineStale
+from services.rollout.engines.requests import EngineResponse, Memory, SamplingParams
 from services.rollout.engines.weights import check_fit, verify
 from troupe.job import JobSpec, NetworkSpec
 from troupe.networks.actor import Actor, NotFinite, PlayedCopies, Seat
@@ -36,29 +31,30 @@ from troupe.workflow.environments.host import COUNTERS
 if TYPE_CHECKING:
     import torch
 
-    from services.rollout.engines.front import EngineTurn
+    from services.rollout.engines.turns import EngineTurn
     from services.rollout.engines.weights import Adapted
     from troupe.networks.vector import Spaces
 
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """One verified version of a policy. Nobody writes into the tensors."""
+    """One verified version of a policy. The tensors are read-only."""
 
     version: int
     checksum: str
     tensors: dict[str, torch.Tensor]
 
 
-class NetworkEngine(EngineFront):
-    """Holds the verified weights of one policy."""
+class NetworkEngine(ServingEngine):
+    """Holds the verified weights of one policy; it takes no turns, `Arena.play` uses the
+    weights."""
 
     kind: ClassVar[str] = "network"
 
     def __init__(
         self, engine_id: str, policy: str, spec: NetworkSpec, spaces: Spaces, agents: int
     ) -> None:
-        """`agents`: how many the policy plays."""
+        """`agents`: the number of agents that the network was made for."""
         super().__init__(engine_id, policy)
         self._spec, self._spaces, self._agents = spec, spaces, agents
         self._model: torch.nn.Module | None = None
@@ -66,7 +62,7 @@ class NetworkEngine(EngineFront):
 
     @property
     def served(self) -> ServedVersion:
-        """What to play with. Raises `EngineStale` where nothing verified is here."""
+        """The version in service. Raises `EngineStale` without verified weights."""
         if self.version is None:
             raise EngineStale(self.engine_id, self._life.name)
         return ServedVersion(self.version, self.checksum, self._held)
@@ -78,10 +74,8 @@ class NetworkEngine(EngineFront):
         sampling: SamplingParams,
         *,
         deadline_seconds: float,
-        priority: int = 0,
-        adapter: str | None = None,
     ) -> EngineResponse:
-        """A network knows no tokens: always raises `BadTurn`."""
+        """Always raises `BadTurn`: a network has no tokens."""
         raise BadTurn(
             "the policy is a network: it moves in its environment and generates no text",
             field="policy",
@@ -90,19 +84,19 @@ class NetworkEngine(EngineFront):
         )
 
     async def abort(self, request_id: str) -> None:
-        """There are no turns."""
+        """Does nothing: there are no turns."""
 
     async def check(self) -> pb.EngineState.ValueType:
-        """The state: there is nothing that could hang."""
+        """The state; nothing can hang."""
         return self.state
 
     async def stop(self) -> None:
-        """Let go of the weights; the state is STOPPED. Repeatable."""
+        """Release the weights; the state is STOPPED. Repeatable."""
         self._life.stopped()
         self._held = {}
 
     async def _begin(self) -> None:
-        # A model to compare weights with; what is played with is the actors'.
+        # The model that published weights are compared with; actors have their own.
         self._model = await asyncio.to_thread(self._build)
 
     def _build(self) -> torch.nn.Module:
@@ -117,13 +111,13 @@ class NetworkEngine(EngineFront):
         raise AssertionError("`generate` takes no turns")
 
     def _fail_turns(self, error: Exception) -> None:
-        """There are none."""
+        """Does nothing: there are no turns."""
 
     async def _release(self, tags: frozenset[Memory]) -> None:
         self._held = {}
 
     async def _resume(self, tags: frozenset[Memory]) -> None:
-        """An update brings the weights."""
+        """Does nothing: an update loads weights."""
 
     async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
         assert self._model is not None, "`start` has built it"
@@ -135,7 +129,7 @@ class NetworkEngine(EngineFront):
         return await asyncio.to_thread(self._verified, tensors, ref), ref
 
     def _verified(self, tensors: Tensors, ref: pb.WeightsRef) -> Tensors:
-        # Copies: what is published goes when two versions have followed.
+        # Copies: published tensors are deleted two versions later.
         held = {name: tensor.clone() for name, tensor in tensors.items()}
         assert self._model is not None
         verify(held, self._model, ref)
@@ -146,10 +140,10 @@ class NetworkEngine(EngineFront):
         return 0.0
 
 
-# Actors that are kept. Of a population there are as many seatings as ways to put its slots to the
-# table; to make one anew takes a moment.
+# Actors that are cached, by seating. A population has as many seatings as ways to combine its
+# slots; building an actor takes a moment.
 _ACTORS: Final = 32
-# Who plays which agents: (policy, agents), sorted.
+# Which policy plays which agents: (policy, agents), sorted.
 Seating = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -158,17 +152,17 @@ class Play:
     """How policies play."""
 
     explore: bool
-    """Whether anything is drawn at all."""
+    """Whether actions are sampled at all."""
     earnest: tuple[str, ...] = ()
-    """Policies that try nothing out: what they draw is what they have learned to draw."""
+    """Policies that do not explore; stochastic ones sample as they learned to."""
 
 
 class EpisodesCancelled(Exception):
-    """Nobody wants the episodes any more."""
+    """The episodes were cancelled."""
 
 
 class Interruptible:
-    """An environment that stops between two steps when it is told to."""
+    """An environment that stops between two steps once the event `stop` is set."""
 
     def __init__(self, environment: VectorEnvironment) -> None:
         self._environment = environment
@@ -177,31 +171,31 @@ class Interruptible:
         self.stop = threading.Event()
 
     def reset(self, seed: int) -> Observed:
-        """As the environment's. Raises `EpisodesCancelled`."""
-        self._go_on()
+        """Reset the environment. Raises `EpisodesCancelled`."""
+        self._check_stop()
         return self._environment.reset(seed)
 
     def step(self, actions: Actions) -> Stepped:
-        """As the environment's. Raises `EpisodesCancelled`."""
-        self._go_on()
+        """Step the environment. Raises `EpisodesCancelled`."""
+        self._check_stop()
         return self._environment.step(actions)
 
     def close(self) -> None:
-        """As the environment's."""
+        """Close the environment."""
         self._environment.close()
 
-    def _go_on(self) -> None:
+    def _check_stop(self) -> None:
         if self.stop.is_set():
             raise EpisodesCancelled
 
 
 class ArenaTable:
-    """An environment with the actors that have played it, one at a time."""
+    """One environment and the cached actors that play it, one at a time."""
 
     def __init__(self, environment: Interruptible) -> None:
         self._environment = environment
         self._actors: dict[Seating, Actor] = {}
-        # What each actor's policies play with.
+        # Version and checksum that each actor's policies have loaded.
         self._loaded: dict[Seating, dict[str, tuple[int, str]]] = {}
 
     def play(
@@ -213,13 +207,13 @@ class ArenaTable:
         how: Play,
         stop: threading.Event,
     ) -> PlayedCopies:
-        """Raises `EpisodesCancelled` between two steps once `stop` is set, and whatever the
-        environment raises."""
+        """Play one episode of every copy. Raises `EpisodesCancelled` between two steps once `stop`
+        is set, and whatever the environment raises."""
         self._environment.stop = stop
         actor, loaded = self._actors.pop(seating, None), self._loaded.pop(seating, {})
         if actor is None:
             actor = Actor(self._environment, _seats(job, self._environment.agents, seating))
-        # The newest is the last.
+        # Most recently used last.
         self._actors[seating], self._loaded[seating] = actor, loaded
         if len(self._actors) > _ACTORS:
             oldest = next(iter(self._actors))
@@ -232,7 +226,7 @@ class ArenaTable:
         return actor.sample(seed, explore=how.explore, earnest=how.earnest)
 
     def close(self) -> None:
-        """Give the environment up, whatever it raises."""
+        """Close the environment, whatever it raises."""
         close_environment(self._environment)
 
 
@@ -247,56 +241,56 @@ def _seats(job: JobSpec, agents: tuple[str, ...], seating: Seating) -> dict[str,
 
 log = structlog.get_logger(__name__)
 
-# A step that takes longer after its episode was given up may never end.
+# A step that takes longer after its episode was cancelled may never end.
 STUCK_SECONDS: Final = 5.0
 
 
 class Arena:
-    """The environment of one job on this worker, as many of it as play at once."""
+    """The environments of one job on this worker, one per episode that is played at once."""
 
     def __init__(self, job: JobSpec, first: VectorEnvironment, places: int) -> None:
-        """`places`: how many play at once, each in a thread of its own."""
+        """`places`: how many environments play at once, each in a thread of its own."""
         assert job.environment is not None, "a job of networks"
         self._job, self._source = job, job.environment.source
         self.agents, self.spaces = first.agents, first.spaces
-        # Where it plays a game whose tree is known.
+        # The game tree, of an environment that has one.
         self.tree: object = getattr(first, "histories", None)
         self._free = asyncio.Semaphore(places)
         self._most = places
         self._idle = [ArenaTable(Interruptible(first))]
-        # Calls that nobody waits for any more, whose environments have not stopped yet: since when.
-        self._left: dict[asyncio.Future[Any], float] = {}
+        # Cancelled calls whose environments have not stopped yet, and since when.
+        self._cancelled: dict[asyncio.Future[Any], float] = {}
         self._closed = False
 
     @classmethod
     def open(cls, job: JobSpec, places: int) -> Arena:
-        """With a first environment. Blocking.
+        """Open the arena with a first environment. Blocking.
 
         Raises `InvalidArgument` naming the field of the job at fault.
         """
         return cls(job, environment_of(job), places)
 
     def seating(self, policy_of: Mapping[str, str]) -> Seating:
-        """Who plays which agents, in the environment's order; `policy_of`: by agent."""
+        """The agents of each policy, in the environment's order; `policy_of`: by agent."""
         found: dict[str, list[str]] = {}
         for agent in self.agents:
             found.setdefault(policy_of[agent], []).append(agent)
         return tuple(sorted((policy, tuple(agents)) for policy, agents in found.items()))
 
     def engine(self, engine_id: str, policy: str) -> NetworkEngine:
-        """The engine of a policy, which has not been started."""
+        """An engine for a policy, not started."""
         spec = self._job.policies[policy]
         assert spec.network is not None, "all policies of the job are networks"
         agents = len(self.roster(policy))
         return NetworkEngine(engine_id, policy, spec.network, self.spaces, agents)
 
     def roster(self, policy: str) -> tuple[str, ...]:
-        """Whom a policy's network was made for, in the environment's order."""
+        """The agents that a policy's network was made for, in the environment's order."""
         return agents_of(self._job, self.agents, policy)
 
     def check_cast(self, cast: Mapping[str, str], field: str) -> None:
-        """`cast`: agent -> policy. Raises InvalidArgument of kind "cast_does_not_fit" for a network
-        that was not made for the agent that it is to play."""
+        """Raise InvalidArgument of kind "cast_does_not_fit" for a policy in `cast` (by agent) whose
+        network was not made for the agent."""
         for agent, policy in cast.items():
             roster = self.roster(policy)
             if agent not in roster:
@@ -318,12 +312,11 @@ class Arena:
     async def play(
         self, seating: Seating, served: Mapping[str, ServedVersion], seed: int, how: Play
     ) -> PlayedCopies:
-        """One whole episode of every copy, with these weights by policy.
+        """Play one whole episode of every copy, with these weights by policy.
 
-        When it is cancelled the environment stops after the step that it is in, and has its place
-        until then. Raises `EnvironmentFault` for what the environment raises, and where all places
-        are of environments that do not stop; `WorkflowError` for what the job's networks cannot
-        play.
+        When cancelled, the environment stops after its current step and keeps its place until then.
+        Raises `EnvironmentFault` for errors of the environment, and when all places are taken by
+        environments that do not stop; `WorkflowError` for what the job's networks cannot play.
         """
         self._refuse_if_stuck()
         await self._free.acquire()
@@ -339,20 +332,20 @@ class Arena:
         finally:
             if not playing.done():
                 stop.set()
-                self._left[playing] = time.monotonic()
+                self._cancelled[playing] = time.monotonic()
         COUNTERS.count("resets", self._source, len(played.lengths))
         COUNTERS.count("steps", self._source, int(played.lengths.sum()))
         return played
 
     def close(self) -> None:
-        """Give the environments up. Blocking. Repeatable; those that play are given up after."""
+        """Close the environments; those that play are closed afterwards. Blocking. Repeatable."""
         self._closed = True
         while (table := self._taken()) is not None:
             table.close()
 
     def _refuse_if_stuck(self) -> None:
         now = time.monotonic()
-        stuck = sum(now - since >= STUCK_SECONDS for since in self._left.values())
+        stuck = sum(now - since >= STUCK_SECONDS for since in self._cancelled.values())
         if stuck >= self._most:
             raise self._fault(
                 "deadline",
@@ -362,7 +355,7 @@ class Arena:
 
     def _stopped(self, playing: asyncio.Future[Any]) -> None:
         self._free.release()
-        self._left.pop(playing, None)
+        self._cancelled.pop(playing, None)
         if not playing.cancelled():
             playing.exception()  # seen
 
@@ -374,7 +367,7 @@ class Arena:
         how: Play,
         stop: threading.Event,
     ) -> PlayedCopies:
-        """In a thread. One that failed is not played again."""
+        """Play in a thread. An environment that failed is closed."""
         table = self._taken()
         try:
             if table is None:
@@ -385,7 +378,7 @@ class Arena:
                 table.close()
             raise self._explained(error) from error
         self._idle.append(table)
-        if self._closed:  # looked at last: `close` may have been quicker
+        if self._closed:  # checked last: `close` may have run meanwhile
             self.close()
         return played
 
@@ -398,7 +391,7 @@ class Arena:
     def _explained(self, error: BaseException) -> BaseException:
         if isinstance(error, EpisodesCancelled):
             return error
-        if isinstance(error, TroupeError):  # of the library: weights or shapes that do not fit
+        if isinstance(error, TroupeError):  # weights or shapes that do not fit
             return WorkflowError(
                 error.message,
                 kind=error.kind,
@@ -418,5 +411,5 @@ class Arena:
 
     def _fault(self, reason: FaultReason, message: str, **more: str) -> EnvironmentFault:
         error = EnvironmentFault(message, reason=reason, environment=self._source, **more)
-        error.kind = f"environment_{reason}"  # as where a workflow meets it
+        error.kind = f"environment_{reason}"  # the kind that workflows get
         return error

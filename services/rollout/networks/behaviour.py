@@ -1,5 +1,5 @@
-"""What networks do in every information state of a game whose tree is known: the DescribeGame and
-Behave calls of a job of networks."""
+"""The DescribeGame and Behave calls of a job of networks: action probabilities in every information
+state of an enumerable game."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from troupe.workflow import TurnError
 
 
 def describe(arena: Arena, game: str) -> pb.DescribeGameResponse:
-    """The information states of OpenSpiel's `game`, player by player, if that is what is played.
-    Walks its tree: slow the first time.
+    """The information states of OpenSpiel's `game`, player by player, if the job plays it. Walks
+    the game tree: slow the first time.
 
     Raises FailedPrecondition of kind "game_not_enumerable", naming `population.game`.
     """
@@ -41,7 +41,7 @@ def describe(arena: Arena, game: str) -> pb.DescribeGameResponse:
             for player, ours in enumerate(tree.form.decisions)
             for name, actions in zip(ours.names, ours.actions, strict=True)
         ],
-        # Networks do nothing else; nobody is asked again, and nobody loses by it.
+        # Networks make legal moves only.
         illegal="random_legal",
         seatings=[pb.GameSeating(agents=arena.agents)],
     )
@@ -50,7 +50,7 @@ def describe(arena: Arena, game: str) -> pb.DescribeGameResponse:
 async def behave(
     job: PreparedJob, policy: ServedPolicy, request: pb.BehaveRequest
 ) -> pb.BehaveResponse:
-    """What one served version of `policy` does there, within `limits.turn_seconds`.
+    """Action probabilities of one served version of `policy`, within `limits.turn_seconds`.
 
     Raises as `describe`, FailedPrecondition of kind "version_not_served", `DeadlineExceeded`.
     """
@@ -85,7 +85,7 @@ def _rows(
     for player, agent in enumerate(arena.agents):
         table: Any = tree.uniform(player)
         if agent in roster:
-            # All at once, each state a copy of its own.
+            # One batch: each state is a copy.
             network.begin(len(table), [roster.index(agent)])
             seen = torch.from_numpy(tree.tensors[player])[:, None]
             legal = torch.from_numpy(tree.legal[player])[:, None]
@@ -107,8 +107,8 @@ def _tree(arena: Arena, game: str) -> Histories:
     try:
         tree = histories_of(game)
     except Exception as error:  # of OpenSpiel
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise not_enumerable(told, game, remedy) from error
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise not_enumerable(reason, game, remedy) from error
     if not _same(tree, played):
         raise not_enumerable(
             "the environment plays another game", game, "Say the one of environment.args.game"

@@ -1,4 +1,4 @@
-"""A trajectory of a job of networks: whole episodes of every copy of its environment."""
+"""`EpisodeRunner`: a trajectory of a job of networks, whole episodes of every environment copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from services.rollout.engines.base import EngineStale
+from services.rollout.engines.errors import EngineStale
 from services.rollout.networks.arena import NetworkEngine, Play, Seating, ServedVersion
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.trajectories.clock import TrajectoryClock
@@ -24,7 +24,7 @@ from troupe.v1 import experience_store_pb2 as store
 from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import TurnError, WorkflowError
 
-# A fragment has no tokens; the store wants to be told so.
+# A fragment has no tokens; the store requires the columns.
 _NO_IDS: Final = np.zeros(0, np.int32)
 _NO_SCORES: Final = np.zeros(0, np.float32)
 
@@ -36,8 +36,8 @@ def samples_of(
     ticket: rollout.Ticket,
     shelf: LargeColumns,
 ) -> list[store.Sample]:
-    """A row for each policy in `rosters` (by trained policy: whom its network was made for), of the
-    agents that it played. Columns too large for a row are left on `shelf`."""
+    """A sample for each policy in `rosters` (trained policies, with the agents that their networks
+    were made for). Columns too large for a row are left on `shelf`."""
     samples = []
     for turn, (policy, fragment) in enumerate(sorted(played.fragments.items())):
         if policy not in rosters:
@@ -69,7 +69,7 @@ def samples_of(
 
 
 def returns_of(played: PlayedCopies, agents: Collection[str]) -> dict[str, float]:
-    """By agent the mean undiscounted return of its episodes.
+    """Mean undiscounted return by agent.
 
     Raises `WorkflowError` of kind `reward_not_finite`.
     """
@@ -86,7 +86,7 @@ def returns_of(played: PlayedCopies, agents: Collection[str]) -> dict[str, float
 
 
 def metrics_of(played: PlayedCopies, seconds: float) -> dict[str, float]:
-    """What a trajectory reports of its episodes, which took `seconds`."""
+    """Metrics of a trajectory whose episodes took `seconds`."""
     steps = float(played.lengths.sum())
     return {
         "episodes": float(len(played.lengths)),
@@ -97,13 +97,12 @@ def metrics_of(played: PlayedCopies, seconds: float) -> dict[str, float]:
     }
 
 
-# An engine that lost its weights is brought back by its keeper.
+# How often to look whether an engine serves again: its supervisor reloads lost weights.
 _LOOK_SECONDS: Final = 0.05
 
 
 class EpisodeRunner(RunningTrajectory):
-    """Plays with the versions that are served when it begins, to its end: each of its rows is of
-    one version."""
+    """Plays to the end with the versions served at its beginning: each row is of one version."""
 
     async def _attempt(self, clock: TrajectoryClock, number: int) -> list[Any]:
         job, ticket = self._job, self._ticket
@@ -147,7 +146,7 @@ class EpisodeRunner(RunningTrajectory):
         return samples_of(played, rosters=rosters, ticket=ticket, shelf=self._shelf)
 
     def _earnest(self, seating: Seating) -> tuple[str, ...]:
-        """Who explores nothing: members of a population, and whoever nobody learns of."""
+        """Policies that do not explore: members of a population, and those that are not trained."""
         if self._ticket.purpose == rollout.Ticket.PURPOSE_MATCH:
             return tuple(policy for policy, _ in seating)
         learners = self._ticket.learners
@@ -157,8 +156,8 @@ class EpisodeRunner(RunningTrajectory):
 async def served_now(
     policy: ServedPolicy, seconds: float, version: int | None = None
 ) -> ServedVersion:
-    """What the policy is played with now, or as soon as it is `version`. Raises `TurnError` of kind
-    `deadline`."""
+    """The served weights of the policy, once they are `version` if one is given. Raises `TurnError`
+    of kind `deadline`."""
     try:
         async with asyncio.timeout(seconds):
             while True:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from services.rollout.engines.base import (
+from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.errors import PromptTooLong, TurnDeadline
+from services.rollout.engines.requests import (
     FinishReason,
-    PromptTooLong,
     SamplingParams,
-    ServingEngine,
-    TurnDeadline,
 )
 from troupe.job import RoutingSpec
 from troupe.rpc.errors import AlreadyExists, NotFound, TroupeError, Unavailable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from services.rollout.engines.base import SamplingParams
+from services.rollout.engines.requests import SamplingParams
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.router import StickyRoute
 from services.rollout.trajectories.clock import TrajectoryClock

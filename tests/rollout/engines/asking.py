@@ -6,7 +6,8 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from services.rollout.engines.base import EngineResponse, SamplingParams, ServingEngine
+from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.requests import EngineResponse, SamplingParams
 from tests.rollout.engines.models import VOCABULARY
 
 LONG = 30.0

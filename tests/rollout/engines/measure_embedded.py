@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.requests import SamplingParams
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.scratch import Scratch
 from troupe.transfer import Transfer

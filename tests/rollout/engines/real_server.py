@@ -20,8 +20,8 @@ import httpx
 import pytest
 from transformers import PreTrainedModel
 
+from services.rollout.engines.server_process import free_port
 from services.rollout.engines.sglang import server
-from services.rollout.engines.sglang.server import free_port
 from tests.rollout.engines.models import make_model, policy_spec
 
 START_SECONDS = 240.0

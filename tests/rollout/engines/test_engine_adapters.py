@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.base import EngineStartFailed, UpdateFailed, WeightsRefused
+from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.front import EngineFront
+from services.rollout.engines.errors import EngineStartFailed, UpdateFailed, WeightsRefused
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import add_adapter, adopt, load_config, skeleton, with_base
 from tests.rollout.engines.asking import ask, until
@@ -55,8 +55,8 @@ def sglang(fake: FakeSglang, **engine: object) -> SglangEngine:
 
 
 @pytest.fixture(params=["continuous", "deterministic", "sglang"])
-async def engine(request: pytest.FixtureRequest, fake: FakeSglang) -> AsyncIterator[EngineFront]:
-    made: EngineFront
+async def engine(request: pytest.FixtureRequest, fake: FakeSglang) -> AsyncIterator[ServingEngine]:
+    made: ServingEngine
     if request.param == "sglang":
         made = sglang(fake)
     else:
@@ -67,7 +67,7 @@ async def engine(request: pytest.FixtureRequest, fake: FakeSglang) -> AsyncItera
     await made.stop()
 
 
-async def test_every_version_is_the_trainers(engine: EngineFront, transfer: Transfer) -> None:
+async def test_every_version_is_the_trainers(engine: ServingEngine, transfer: Transfer) -> None:
     trained = TrainedAdapter(1)
     for version in range(3):
         ref = trained.publish(transfer, version)
@@ -146,7 +146,7 @@ def test_what_an_adapter_adds_to_a_half_precision_base_is_not_rounded_away(
 
 
 async def test_an_engine_takes_over_another_policys_adapter(
-    engine: EngineFront, transfer: Transfer
+    engine: ServingEngine, transfer: Transfer
 ) -> None:
     one, two = TrainedAdapter(1), TrainedAdapter(2)
     await engine.update_weights(one.publish(transfer, 4, "solver"), transfer)
@@ -163,7 +163,7 @@ async def test_an_engine_takes_over_another_policys_adapter(
 
 
 async def test_what_does_not_fit_is_refused_and_changes_nothing(
-    engine: EngineFront, transfer: Transfer
+    engine: ServingEngine, transfer: Transfer
 ) -> None:
     trained = TrainedAdapter(1)
     await engine.update_weights(trained.publish(transfer, 0), transfer)
@@ -184,7 +184,9 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(
     assert answer.logprobs == pytest.approx(trained.logprobs(PROMPT, answer.token_ids), abs=2e-4)
 
 
-async def test_a_base_of_another_shape_is_refused(engine: EngineFront, transfer: Transfer) -> None:
+async def test_a_base_of_another_shape_is_refused(
+    engine: ServingEngine, transfer: Transfer
+) -> None:
     trained = TrainedAdapter(1)
     short = {n: t for n, t in make_model(0).named_parameters() if "norm" not in n}
     base = transfer.set("probe", short).checksum
@@ -314,7 +316,7 @@ async def test_a_real_server_computes_what_peft_computes(
         launch=["--lora-backend", "torch_native"],
         start_timeout_seconds=400,
     )
-    engine = SglangEngine("e0", "solver", spec, work_dir=tmp_path / "server")
+    engine = SglangEngine("e0", "solver", spec)
     await engine.start()
     try:
         trained = TrainedAdapter(1)
@@ -339,6 +341,6 @@ async def test_a_real_server_computes_what_peft_computes(
             wanted = trained.logprobs(PROMPT, old.token_ids)
             assert old.logprobs == pytest.approx(wanted, abs=2e-4)
         await engine.update_weights(two.publish(transfer, 3), transfer)
-        assert [name.split(".")[0] for name in engine.adapters] == ["solver@3"]
+        assert [name.split(".")[0] for name in engine._versions.names] == ["solver@3"]
     finally:
         await engine.stop()

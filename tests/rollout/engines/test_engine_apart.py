@@ -19,10 +19,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from services.rollout.engines.apart import batcher
-from services.rollout.engines.apart.batcher import ApartBatcher
-from services.rollout.engines.base import EngineDied, EngineStartFailed
 from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import EngineDied, EngineStartFailed
+from services.rollout.engines.subprocess_batcher import batcher
+from services.rollout.engines.subprocess_batcher.batcher import SubprocessBatcher
 from services.rollout.engines.weights import skeleton
 from tests.rollout.engines.asking import LONG, ask, prompt, until
 from tests.rollout.engines.models import (
@@ -55,10 +55,10 @@ async def apart(transfer: Transfer, model: PreTrainedModel) -> AsyncIterator[Emb
 def test_two_models_in_one_memory_have_the_same_weights(tied: bool) -> None:
     config = AutoConfig.for_model(**{**CONFIG, "tie_word_embeddings": tied})
     writer, reader = (skeleton(config, "float32", "solver") for _ in range(2))
-    descriptor = batcher.reserve(writer)
+    descriptor = batcher.allocate_weights(writer)
     try:
         for one in (writer, reader):
-            batcher.settle(one, descriptor)
+            batcher.map_weights(one, descriptor)
     finally:
         os.close(descriptor)
     expected = AutoModelForCausalLM.from_config(config).eval()
@@ -139,7 +139,7 @@ async def test_a_killed_process_hands_its_turns_over_and_comes_back(
 async def test_a_process_that_hangs_refuses_new_weights(
     apart: EmbeddedEngine, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.engines.apart.batcher.PASS_SECONDS", 0.3)
+    monkeypatch.setattr("services.rollout.engines.subprocess_batcher.batcher.PASS_SECONDS", 0.3)
     process = _process_of(apart)
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(EngineDied):
@@ -168,7 +168,9 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
             super().__init__(*args, **options)
             started.append(self)
 
-    monkeypatch.setattr("services.rollout.engines.apart.batcher.subprocess.Popen", Process)
+    monkeypatch.setattr(
+        "services.rollout.engines.subprocess_batcher.batcher.subprocess.Popen", Process
+    )
     return started
 
 
@@ -197,7 +199,7 @@ async def test_a_batcher_that_was_stopped_before_it_started_ends_its_process(
     model: PreTrainedModel, processes: list[subprocess.Popen[bytes]]
 ) -> None:
     spec = policy_spec(own_process=True)
-    batcher = ApartBatcher(
+    batcher = SubprocessBatcher(
         model,
         source=spec.language_model,
         lora=None,

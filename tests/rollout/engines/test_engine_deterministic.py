@@ -15,8 +15,9 @@ import torch
 from transformers import AutoConfig
 
 from services.rollout.engines import fixed
-from services.rollout.engines.base import EngineResponse, EngineStartFailed, SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import EngineStartFailed
+from services.rollout.engines.requests import EngineResponse, SamplingParams
 from services.rollout.engines.slots import LENGTHS, padded
 from tests.rollout.engines.asking import LONG, prompt, until
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.base import (
+from services.rollout.engines.continuous import ContinuousBatcher
+from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import (
     BadTurn,
     EngineDied,
     EngineStale,
     PromptTooLong,
     TurnDeadline,
 )
-from services.rollout.engines.continuous import ContinuousBatcher
-from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.factory import make_engine
 from tests.rollout.engines.asking import ask, prompt, until
 from tests.rollout.engines.models import (

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
-from services.rollout.engines.base import EngineResponse, SamplingParams, TurnReturned
 from services.rollout.engines.continuous import Ended
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.front import EngineTurn
-from services.rollout.engines.slotted import GROUP, STEPS, tell
+from services.rollout.engines.errors import TurnReturned
+from services.rollout.engines.requests import EngineResponse, SamplingParams
+from services.rollout.engines.slotted import NOTIFY_GROUP, NOTIFY_ITERATIONS, notify_ended
+from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as pb
 
@@ -61,13 +62,13 @@ async def generating(
     return engine, calls, batcher.submitted
 
 
-@pytest.mark.parametrize("count", [0, 1, GROUP, GROUP + 1, 5 * GROUP + 3])
+@pytest.mark.parametrize("count", [0, 1, NOTIFY_GROUP, NOTIFY_GROUP + 1, 5 * NOTIFY_GROUP + 3])
 async def test_every_turn_is_told_once_and_in_order(count: int) -> None:
     told: list[EngineTurn] = []
     made = turns(count)
-    tell([(lambda turn, error: told.append(turn), turn) for turn in made])
-    assert told == made[:GROUP]
-    for _ in range(count // GROUP * STEPS + 1):
+    notify_ended([(lambda turn, error: told.append(turn), turn) for turn in made])
+    assert told == made[:NOTIFY_GROUP]
+    for _ in range(count // NOTIFY_GROUP * NOTIFY_ITERATIONS + 1):
         await asyncio.sleep(0)
     assert told == made
 
@@ -76,7 +77,7 @@ async def test_what_follows_the_first_group_is_done_before_the_next_one_is_told(
     moves: list[tuple[str, int]] = []
 
     async def follow(number: int) -> None:
-        for _ in range(STEPS - 3):
+        for _ in range(NOTIFY_ITERATIONS - 3):
             await asyncio.sleep(0)
         moves.append(("done", number))
 
@@ -86,22 +87,22 @@ async def test_what_follows_the_first_group_is_done_before_the_next_one_is_told(
         moves.append(("told", int(turn.request_id)))
         tasks.append(asyncio.create_task(follow(int(turn.request_id))))
 
-    tell([(ended, turn) for turn in turns(3 * GROUP)])
-    for _ in range(4 * STEPS):
+    notify_ended([(ended, turn) for turn in turns(3 * NOTIFY_GROUP)])
+    for _ in range(4 * NOTIFY_ITERATIONS):
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
-    groups = [moves[n : n + GROUP] for n in range(0, len(moves), GROUP)]
+    groups = [moves[n : n + NOTIFY_GROUP] for n in range(0, len(moves), NOTIFY_GROUP)]
     assert [{what for what, _ in group} for group in groups] == [{"told"}, {"done"}] * 3
-    assert [number for what, number in moves if what == "done"] == list(range(3 * GROUP))
+    assert [number for what, number in moves if what == "done"] == list(range(3 * NOTIFY_GROUP))
 
 
 @pytest.mark.parametrize("died", [False, True])
 async def test_a_turn_that_waits_to_be_told_is_not_lost_with_its_engine(died: bool) -> None:
-    count = 2 * GROUP
+    count = 2 * NOTIFY_GROUP
     engine, calls, some = await generating(count)
     for _, turn in some:
         turn.append(5, -1.0, 1)
-    tell(some[:-1])  # the last one has its token, too, and the pass has not said so yet
+    notify_ended(some[:-1])  # the last one has its token, too, and the pass has not said so yet
     if died:
         engine._die("gone")
     else:

@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.base import (
-    EngineAsleep,
-    EngineStale,
-    ServingEngine,
-    TurnReturned,
-    WeightsRefused,
-)
+from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.errors import EngineAsleep, EngineStale, TurnReturned, WeightsRefused
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.asking import ask, until

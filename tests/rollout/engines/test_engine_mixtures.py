@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.engines.base import SamplingParams, UpdateFailed, WeightsRefused
 from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import UpdateFailed, WeightsRefused
+from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.sglang.client import seconds_for
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.loading import Plain
+from services.rollout.engines.verification import ReferenceModel
 from services.rollout.engines.weights import load_config, skeleton
 from tests.rollout.engines.models import (
     policy_spec,
@@ -171,7 +172,7 @@ def test_a_forward_pass_a_layer_at_a_time_is_the_models_own(name: str) -> None:
     model = make(name)
     spec = policy_spec(config=ARCHITECTURES[name])
     config = load_config(spec.language_model, "solver")
-    plain = Plain(skeleton(config, "float32", "solver"), "float32", "solver")
+    plain = ReferenceModel(skeleton(config, "float32", "solver"), "float32", "solver")
     found = plain.logprobs(dict(published(model)))
     assert found == pytest.approx(reference_logprobs(model, plain.ids[:1], plain.ids[1:]), abs=1e-4)
     other = plain.logprobs(dict(published(make(name, 1))))

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout.engines import continuous
-from services.rollout.engines.base import EngineStartFailed, NonFiniteLogits
 from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import EngineStartFailed, NonFiniteLogits
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     CONFIG,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.base import EngineStale
+from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.errors import EngineStale
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.front import EngineFront
 from tests.rollout.engines.asking import ask, until
 from tests.rollout.engines.models import make_model, policy_spec, publish, transfer_in
 from troupe.job import PolicySpec, SimulatedSpec
@@ -31,16 +31,18 @@ def transfer(tmp_path: Path) -> Transfer:
 
 
 @pytest.fixture(params=sorted(SPECS))
-async def engine(request: pytest.FixtureRequest, transfer: Transfer) -> AsyncIterator[EngineFront]:
+async def engine(
+    request: pytest.FixtureRequest, transfer: Transfer
+) -> AsyncIterator[ServingEngine]:
     made = make_engine("e0", "solver", SPECS[request.param])
-    assert isinstance(made, EngineFront)
+    assert isinstance(made, ServingEngine)
     await made.start()
     await made.update_weights(publish(transfer, make_model(0), 0), transfer)
     yield made
     await made.stop()
 
 
-async def test_turns_end_before_the_deadline_and_no_new_one_begins(engine: EngineFront) -> None:
+async def test_turns_end_before_the_deadline_and_no_new_one_begins(engine: ServingEngine) -> None:
     turn = asyncio.create_task(ask(engine, "t", [5], max_new_tokens=20))
     await until(lambda: engine.load().running + engine.load().waiting > 0)
     drained = asyncio.create_task(engine.drain("moves", deadline_seconds=30))
@@ -51,7 +53,7 @@ async def test_turns_end_before_the_deadline_and_no_new_one_begins(engine: Engin
     assert (await turn).finish_reason != "abort"
 
 
-async def test_what_has_not_ended_at_the_deadline_is_handed_back(engine: EngineFront) -> None:
+async def test_what_has_not_ended_at_the_deadline_is_handed_back(engine: ServingEngine) -> None:
     turns = [asyncio.create_task(ask(engine, f"t{n}", [5], max_new_tokens=200)) for n in range(3)]
     await until(lambda: engine.load().running == 3)
     assert await engine.drain("moves", deadline_seconds=0.0) == 3
@@ -59,7 +61,7 @@ async def test_what_has_not_ended_at_the_deadline_is_handed_back(engine: EngineF
 
 
 async def test_it_serves_the_other_policy_only_after_a_verified_update(
-    engine: EngineFront, transfer: Transfer
+    engine: ServingEngine, transfer: Transfer
 ) -> None:
     with pytest.raises(IllegalTransition):
         engine.assign("checker")
@@ -84,7 +86,7 @@ async def test_it_serves_the_other_policy_only_after_a_verified_update(
         assert after.token_ids == wanted.token_ids != before.token_ids
 
 
-async def test_one_that_dies_while_it_drains_may_go_all_the_same(engine: EngineFront) -> None:
+async def test_one_that_dies_while_it_drains_may_go_all_the_same(engine: ServingEngine) -> None:
     turn = asyncio.create_task(ask(engine, "t", [5], max_new_tokens=200))
     await until(lambda: engine.load().running == 1)
     drained = asyncio.create_task(engine.drain("moves", deadline_seconds=30))

@@ -13,15 +13,15 @@ import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines import embedded
-from services.rollout.engines.base import (
+from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import (
     BadTurn,
     EngineStale,
     NonFiniteLogits,
     ScoreDeadline,
     ScoreRefused,
-    ScoreRequest,
 )
-from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.requests import ScoreRequest
 from services.rollout.engines.slotted import SlotBatcher
 from testbed.simulated_engine import SimulatedEngine
 from tests.rollout.engines.asking import LONG, ask, prompt
@@ -106,7 +106,7 @@ async def test_those_who_stop_an_engine_stop_it_one_after_the_other(
         with lock:
             inside -= 1
 
-    others = [asyncio.to_thread(batcher.between, call) for _ in range(4)]
+    others = [asyncio.to_thread(batcher.run_between_passes, call) for _ in range(4)]
     await asyncio.gather(*others, asyncio.to_thread(batcher.swap, call, 1))
     assert most == 1
 
@@ -123,7 +123,7 @@ async def test_turns_go_on_however_many_stop_an_engine(engine: EmbeddedEngine) -
 
     def stop() -> None:
         for _ in range(10):
-            batcher.between(lambda: time.sleep(0.002))
+            batcher.run_between_passes(lambda: time.sleep(0.002))
 
     await asyncio.gather(*(asyncio.to_thread(stop) for _ in range(3)))
     assert batcher._passes - began >= 29

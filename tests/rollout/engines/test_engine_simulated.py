@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engines.base import BadTurn, EngineStale, PromptTooLong, VersionSpan
+from services.rollout.engines.errors import BadTurn, EngineStale, PromptTooLong
 from services.rollout.engines.factory import make_engine
+from services.rollout.engines.requests import VersionSpan
 from testbed import simulated_engine
 from testbed.simulated_engine import SimulatedBatch, SimulatedEngine, draw_response
 from testbed.timeline import read_spans

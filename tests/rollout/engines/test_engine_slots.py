@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.engines import slotted
-from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
-from services.rollout.engines.front import EngineTurn
-from services.rollout.engines.slots import SlotRun, slot_bytes
-from services.rollout.engines.slotted import Shelves, SlotBatcher, fits_slots
+from services.rollout.engines.requests import SamplingParams
+from services.rollout.engines.slots import SlotAllocator, SlotRun, slot_bytes
+from services.rollout.engines.slotted import SlotBatcher, fits_slots
+from services.rollout.engines.turns import EngineTurn
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
     make_model,
@@ -65,58 +65,58 @@ def read(cache: Tokens, slot: Any, count: int) -> None:
 def test_a_slot_holds_the_tokens_that_it_says(seed: int) -> None:
     rng = random.Random(seed)
     cache = Tokens()
-    shelves = Shelves(cache)  # type: ignore[arg-type]
+    allocator = SlotAllocator(cache)  # type: ignore[arg-type]
     prompts = [[rng.randrange(2) for _ in range(rng.randrange(1, 40))] for _ in range(4)]
     for _ in range(60):
         match rng.randrange(5):
             case 0 | 1:
-                free = COUNT - len(shelves.busy)
+                free = COUNT - len(allocator.busy)
                 some = [rng.choice(prompts) for _ in range(rng.randrange(free + 1))]
                 more = [[rng.randrange(2) for _ in range(rng.randrange(20))] for _ in some]
-                shelves.place([turn(a + b) for a, b in zip(some, more, strict=True)])
+                allocator.assign([turn(a + b) for a, b in zip(some, more, strict=True)])
             case 2:
-                for slot in shelves.busy.values():
+                for slot in allocator.busy.values():
                     read(cache, slot, rng.randrange(1, 50))
-                    if slot.left <= 1:
-                        shelves.note(slot)
+                    if slot.unread <= 1:
+                        allocator.index(slot)
                         slot.ids.append(rng.randrange(2))
-            case 3 if shelves.busy:
-                shelves.end(rng.choice(list(shelves.busy.values())))
+            case 3 if allocator.busy:
+                allocator.end(rng.choice(list(allocator.busy.values())))
             case 4 if rng.random() < 0.1:
-                shelves.forget()
-        for slot in shelves._slots:
+                allocator.forget()
+        for slot in allocator._slots:
             assert cache.held[slot.index][: slot.read] == slot.ids[: slot.read]
-            assert slot.turn is None or slot.left > 0
+            assert slot.turn is None or slot.unread > 0
 
 
 def test_a_group_reads_its_prompt_once() -> None:
     cache = Tokens()
-    shelves = Shelves(cache)  # type: ignore[arg-type]
+    allocator = SlotAllocator(cache)  # type: ignore[arg-type]
     ids = list(range(20))
-    shelves.place([turn(ids)])
-    (leader,) = shelves.busy.values()
+    allocator.assign([turn(ids)])
+    (leader,) = allocator.busy.values()
     read(cache, leader, 20)
-    shelves.note(leader)
-    shelves.place([turn(ids) for _ in range(3)])
-    assert [slot.read for slot in shelves.busy.values()] == [20, 19, 19, 19]
+    allocator.index(leader)
+    allocator.assign([turn(ids) for _ in range(3)])
+    assert [slot.read for slot in allocator.busy.values()] == [20, 19, 19, 19]
     # A conversation goes on where it was, if that is free.
-    shelves.end(leader)
-    shelves.place([turn([*ids, 7, 8])])
+    allocator.end(leader)
+    allocator.assign([turn([*ids, 7, 8])])
     assert leader.turn is not None
     assert leader.read == 20
 
 
 def test_slots_of_a_version_are_neighbours() -> None:
     cache = Tokens()
-    shelves = Shelves(cache)  # type: ignore[arg-type]
-    shelves.place([turn([1]) for _ in range(COUNT)])
+    allocator = SlotAllocator(cache)  # type: ignore[arg-type]
+    allocator.assign([turn([1]) for _ in range(COUNT)])
     for index in reversed(range(COUNT)):
-        shelves.end(shelves.busy[index])
-    shelves.place([turn([1])])
-    assert list(shelves.busy) == [COUNT - 1]
-    shelves.forget()
-    shelves.place([turn([2]) for _ in range(3)])
-    assert list(shelves.busy) == [COUNT - 1, 0, 1, 2]
+        allocator.end(allocator.busy[index])
+    allocator.assign([turn([1])])
+    assert list(allocator.busy) == [COUNT - 1]
+    allocator.forget()
+    allocator.assign([turn([2]) for _ in range(3)])
+    assert list(allocator.busy) == [COUNT - 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_keys_are_copied_only_of_turns_far_apart(
     model = make_model(0)
     cache = slotted.RaggedCache(model.config, torch.float32, running=8, max_context=128)
     cache.plan([SlotRun(slot, 4, 1) for slot in slots], len(slots))
-    [members] = cache.members
+    [members] = cache.padded_runs
     assert type(members.slots) is type(where)
     assert str(members.slots) == str(where)
     assert members.rows == slice(0, 4)

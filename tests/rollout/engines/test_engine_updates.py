@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.base import EngineStale, UpdateFailed, WeightsRefused
 from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import EngineStale, UpdateFailed, WeightsRefused
 from services.rollout.engines.weights import adopt, fill
 from tests.rollout.engines.asking import ask, prompt, until
 from tests.rollout.engines.models import (

@@ -16,16 +16,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.rollout.engines.base import (
-    BadTurn,
-    EngineResponse,
-    SamplingParams,
-    ScoreRefused,
-    ScoreRequest,
-)
-from services.rollout.engines.sglang.client import Refused, SglangClient
+from services.rollout.engines.errors import BadTurn, Refused, ScoreRefused
+from services.rollout.engines.requests import EngineResponse, SamplingParams, ScoreRequest
+from services.rollout.engines.sglang.client import SglangClient
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.loading import UpdateSetting
+from services.rollout.engines.sglang.update import UpdateSetting
 from tests.rollout.engines.models import (
     CONFIG,
     VOCABULARY,

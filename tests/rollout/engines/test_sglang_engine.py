@@ -12,22 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.base import (
-    AdapterRefused,
-    AdapterWeights,
+from services.rollout.engines.errors import (
     BadTurn,
     EngineDied,
-    EngineResponse,
     EngineStale,
     EngineStartFailed,
     PromptTooLong,
     ReplyBroken,
-    SamplingParams,
     TurnDeadline,
     UpdateFailed,
     WeightsRefused,
 )
 from services.rollout.engines.factory import make_engine
+from services.rollout.engines.requests import EngineResponse, SamplingParams
 from services.rollout.engines.sglang import server
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.models import (
@@ -305,13 +302,13 @@ async def test_servers_that_cannot_be_used(tmp_path: Path) -> None:
 async def test_a_launch_that_fails_shows_the_log(tmp_path: Path) -> None:
     missing = policy_spec(kind="sglang", python=str(tmp_path / "no-python"))
     with pytest.raises(EngineStartFailed, match="exited with code"):
-        await SglangEngine("e0", "solver", missing, work_dir=tmp_path).start()
+        await SglangEngine("e0", "solver", missing).start()
     script = tmp_path / "python"
     script.write_text('#!/bin/sh\necho "no sglang here: $2"; exit 3\n')
     script.chmod(0o755)
     broken = policy_spec(kind="sglang", python=str(script))
     with pytest.raises(EngineStartFailed, match=r"engine.python.*code 3") as info:
-        await SglangEngine("e0", "solver", broken, work_dir=tmp_path / "w").start()
+        await SglangEngine("e0", "solver", broken).start()
     assert "no sglang here: sglang.launch_server" in str(info.value)
 
 
@@ -345,8 +342,6 @@ async def test_a_real_server_of_our_own(tmp_path: Path) -> None:
     await engine.update_weights(publish(transfer, model, 4), transfer)
     assert len((await engine.generate("l", [1], params, deadline_seconds=60)).token_ids) == 200
     # No memory saver on a CPU: it is ended, and launched again.
-    with pytest.raises(AdapterRefused, match="LoRA is not enabled"):
-        await engine.load_adapter("a", AdapterWeights({"r": 1}, {"x": torch.ones(1)}))
     await engine.sleep()
     assert engine._server._process is None
     await engine.wake()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.sglang.server import ServerProcess, free_port
+from services.rollout.engines.server_process import ServerProcess, free_port
 
 STUBBORN = "trap '' TERM; echo up; sleep 600 & echo $!; wait; sleep 600"
 
@@ -48,7 +48,7 @@ async def test_log_exit_code_and_tail(tmp_path: Path) -> None:
 
 
 async def test_stop_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.rollout.engines.sglang.server.TERM_SECONDS", 0.2)
+    monkeypatch.setattr("services.rollout.engines.server_process.TERM_SECONDS", 0.2)
     process = ServerProcess(["/bin/sh", "-c", STUBBORN], tmp_path / "log")
     await process.start()
     child = int((await until_written(tmp_path / "log", 2))[1])
@@ -67,7 +67,7 @@ async def test_a_server_dies_with_the_rollout_process(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "import asyncio, pathlib\n"
-            "from services.rollout.engines.sglang.server import ServerProcess\n"
+            "from services.rollout.engines.server_process import ServerProcess\n"
             "async def main():\n"
             f"    command = ['/bin/sh', '-c', 'echo $$; exec sleep 600']\n"
             f"    await ServerProcess(command, pathlib.Path({str(log)!r})).start()\n"

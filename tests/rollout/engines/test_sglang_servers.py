@@ -7,22 +7,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from services.rollout.engines.base import (
-    AdapterRefused,
-    AdapterWeights,
-    BadTurn,
-    EngineStartFailed,
-    ReplyBroken,
-    SamplingParams,
-    UpdateFailed,
-)
-from services.rollout.engines.sglang import loading, server
-from services.rollout.engines.sglang.client import SglangClient
+from services.rollout.engines.errors import BadTurn, EngineStartFailed, ReplyBroken, UpdateFailed
+from services.rollout.engines.requests import SamplingParams
+from services.rollout.engines.sglang import server, update
+from services.rollout.engines.sglang.client import Features, ServerLoad, SglangClient
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.features import Features, ServerLoad
-from services.rollout.engines.sglang.loading import (
+from services.rollout.engines.sglang.update import (
     DiskLoader,
     EitherLoader,
     TensorLoader,
@@ -116,7 +107,7 @@ async def test_a_server_on_our_port_that_is_not_ours_is_left_alone(
     python.write_text("#!/bin/sh\nexec sleep 60\n")
     python.chmod(0o755)
     spec = policy_spec(kind="sglang", python=str(python))
-    engine = SglangEngine("e0", "solver", spec, work_dir=tmp_path)
+    engine = SglangEngine("e0", "solver", spec)
     with pytest.raises(EngineStartFailed, match="is held by another server, 'm'"):
         await engine.start()
     assert set(fake.seen) <= {"/model_info", "/server_info"}
@@ -187,58 +178,6 @@ async def test_turns_that_never_end_where_there_is_room_bring_a_probe(
     await engine.stop()
 
 
-async def test_priorities_go_only_to_servers_that_know_them(
-    fake: FakeSglang, transfer: Transfer
-) -> None:
-    for knows in (False, True):
-        fake.info["enable_priority_scheduling"] = knows
-        engine = await up(fake, transfer)
-        fake.bodies.clear()
-        await engine.generate("r", [1], TWO, deadline_seconds=20, priority=3)
-        assert [body.get("priority") for body in fake.bodies] == [3 if knows else None]
-        await engine.stop()
-
-
-async def test_an_adapter_is_loaded_used_and_forgotten(
-    fake: FakeSglang, transfer: Transfer, tmp_path: Path
-) -> None:
-    fake.info["enable_lora"] = True
-    engine = await up(fake, transfer)
-    config = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    tensors = {"base_model.model.q_proj.lora_A.weight": torch.ones(2, 32)}
-    await engine.load_adapter("own", AdapterWeights(config, tensors))
-    assert engine.adapters == {"own"}
-    assert fake.adapters["own"]["config"] == config
-    assert torch.equal(next(iter(fake.adapters["own"]["tensors"].values())), torch.ones(2, 32))
-    await engine.load_adapter("own", AdapterWeights({**config, "r": 3}, tensors))  # replaced
-    assert fake.adapters["own"]["config"]["r"] == 3
-    (tmp_path / "adapter_config.json").write_text("{}")
-    await engine.load_adapter("disk", tmp_path)
-    fake.bodies.clear()
-    await engine.generate("r", [1], TWO, deadline_seconds=20, adapter="disk")
-    assert fake.bodies[0]["lora_path"] == "disk"
-    with pytest.raises(BadTurn, match="adapter = nobody"):
-        await engine.generate("r", [1], TWO, deadline_seconds=20, adapter="nobody")
-    with pytest.raises(AdapterRefused, match="Failed to load"):
-        await engine.load_adapter("broken", tmp_path / "nothing")
-    await engine.unload_adapter("own")
-    await engine.unload_adapter("own")
-    assert engine.adapters == {"disk"}
-    assert set(fake.adapters) == {"disk"}
-    await engine.stop()
-
-
-async def test_a_server_launched_without_lora_refuses_adapters(
-    fake: FakeSglang, transfer: Transfer, tmp_path: Path
-) -> None:
-    engine = await up(fake, transfer)
-    with pytest.raises(AdapterRefused, match="LoRA is not enabled") as info:
-        await engine.load_adapter("a", AdapterWeights({}, {}))
-    assert "--enable-lora" in (info.value.remedy or "")
-    assert engine.adapters == frozenset()
-    await engine.stop()
-
-
 async def test_a_server_that_does_not_see_our_files_gets_tensors(
     fake: FakeSglang, transfer: Transfer
 ) -> None:
@@ -259,7 +198,7 @@ async def test_a_server_that_does_not_see_our_files_gets_tensors(
 async def test_tensors_go_in_buckets_and_are_named_when_all_are_in(
     fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_VALUE_BUCKET_BYTES", 8 << 10)
+    monkeypatch.setattr(update, "_VALUE_BUCKET_BYTES", 8 << 10)
     engine = engine_of(fake, update="tensor")
     await engine.start()
     fake.seen.clear()
@@ -280,7 +219,7 @@ def test_the_way_of_weights_follows_setting_place_and_release(tmp_path: Path) ->
     old = Features.of({})
     disk = DiskLoader(tmp_path, make_model(0).config)
 
-    def way(setting: loading.UpdateSetting, features: Features, place: str) -> type:
+    def way(setting: update.UpdateSetting, features: Features, place: str) -> type:
         chosen = choose_loader(
             setting,
             features,

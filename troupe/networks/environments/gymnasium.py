@@ -1,4 +1,4 @@
-"""`GymnasiumCopies`: n copies of a Gymnasium environment, one agent each, in this process."""
+"""Copies of PettingZoo parallel environments and of Gymnasium environments, stepped in turn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from troupe.workflow.loading import load_attribute
 
 
 class PettingZooCopies:
-    """One after the other, so it is as slow as they are; what a copy's `infos` say under
-    `action_mask` is what is legal. A copy ends with its first agent that does."""
+    """Copies of a PettingZoo parallel environment, stepped one after the other. `action_mask` in a
+    copy's `infos` are its legal actions. A copy ends with the first of its agents."""
 
     def __init__(self, copies: int, entrypoint: str, steps: int, **settings: Any) -> None:
         """`entrypoint`: `module:attribute` of a `parallel_env`, called with `settings`. `steps`:
@@ -44,7 +44,7 @@ class PettingZooCopies:
 
     @property
     def spaces(self) -> Spaces:
-        """The widest of all agents'."""
+        """The widest spaces of all agents."""
         return self._spaces
 
     @property
@@ -53,7 +53,7 @@ class PettingZooCopies:
         return len(self._copies_of)
 
     def reset(self, seed: int) -> Observed:
-        """Every copy with a seed of its own."""
+        """Reset every copy with a seed of its own."""
         seeds = np.random.SeedSequence(seed).generate_state(self.copies)
         self._over[:] = False
         self._step = 0
@@ -120,7 +120,7 @@ def _spaces(copy: Any, agents: tuple[str, ...], steps: int) -> Spaces:
     for agent in agents:
         seen, doing = copy.observation_space(agent), copy.action_space(agent)
         if seen.shape is None or len(seen.shape) != 1:
-            raise _strange(agent, seen, "observations that are vectors")
+            raise _unsupported(agent, seen, "observations that are vectors")
         widths.append(seen.shape[0])
         if hasattr(doing, "n"):
             sizes.append(int(doing.n))
@@ -131,9 +131,11 @@ def _spaces(copy: Any, agents: tuple[str, ...], steps: int) -> Spaces:
                 (float(low), float(high)) for low, high in zip(doing.low, doing.high, strict=True)
             )
         else:
-            raise _strange(agent, doing, "discrete actions, or a bounded vector")
+            raise _unsupported(agent, doing, "discrete actions, or a bounded vector")
     if len(bounds) != 1:
-        raise _strange(agents[0], copy.action_space(agents[0]), "one kind of action for all agents")
+        raise _unsupported(
+            agents[0], copy.action_space(agents[0]), "one kind of action for all agents"
+        )
     bound = bounds.pop()
     state = _state_size(copy) or max(widths) * len(agents)
     if bound is None:
@@ -141,7 +143,7 @@ def _spaces(copy: Any, agents: tuple[str, ...], steps: int) -> Spaces:
     return Spaces(max(widths), state, max(sizes), steps, True, bound[0], bound[1])
 
 
-def _strange(agent: str, space: object, wanted: str) -> InvalidArgument:
+def _unsupported(agent: str, space: object, wanted: str) -> InvalidArgument:
     return InvalidArgument(
         f"agent '{agent}' has {space}; needed are {wanted}",
         field="environment.entrypoint",
@@ -153,7 +155,7 @@ _AGENT = "agent"
 
 
 class GymnasiumCopies(PettingZooCopies):
-    """What `gymnasium.make` gives; its agent is `agent`, its state what the agent sees."""
+    """Copies of a Gymnasium environment; its agent is `agent`, its state the observation."""
 
     def __init__(self, copies: int, id: str, steps: int, **settings: Any) -> None:
         """`id` as Gymnasium knows it. Raises as `PettingZooCopies`."""
@@ -176,22 +178,22 @@ class OnlyAgent:
         self.possible_agents = [_AGENT]
 
     def observation_space(self, agent: str) -> Any:
-        """The only one's."""
+        """The observation space."""
         return self._inner.observation_space
 
     def action_space(self, agent: str) -> Any:
-        """The only one's."""
+        """The action space."""
         return self._inner.action_space
 
     def reset(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As a parallel environment."""
+        """Reset the environment."""
         seen, info = self._inner.reset(seed=seed)
         return {_AGENT: seen}, {_AGENT: info}
 
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-        """As a parallel environment."""
+        """Step the environment by the agent's action."""
         return tuple({_AGENT: value} for value in self._inner.step(actions[_AGENT]))
 
     def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         self._inner.close()

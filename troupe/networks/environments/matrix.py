@@ -1,4 +1,4 @@
-"""`MatrixGame`: all agents choose at once, and a table says what each gets."""
+"""`MatrixGame`: a normal-form game with simultaneous actions and a payoff table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class MatrixGame:
     first)."""
 
     def __init__(self, copies: int, payoffs: Sequence[Any], steps: int = 1) -> None:
-        """`payoffs` [A, n, ..., n]: what each agent gets, by the actions of all. Raises
-        InvalidArgument for other shapes."""
+        """`payoffs` [A, n, ..., n]: rewards per agent by the joint action. Raises InvalidArgument
+        for other shapes."""
         table = np.asarray(payoffs, np.float32)
         if table.ndim < 2 or len(set(table.shape[1:])) > 1 or len(table) != table.ndim - 1:
             raise InvalidArgument(
@@ -39,7 +39,7 @@ class MatrixGame:
 
     @property
     def spaces(self) -> Spaces:
-        """The last joint action."""
+        """Observation and state are the last joint action."""
         seen = len(self._agents) * self._actions
         return Spaces(observation=seen, state=seen, actions=self._actions, steps=self._steps)
 
@@ -49,13 +49,13 @@ class MatrixGame:
         return self._copies
 
     def reset(self, seed: int) -> Observed:
-        """Always the same: nothing is random."""
+        """Begin a game; nothing is random."""
         self._last[:] = 0
         self._step = 0
         return self._observe()
 
     def step(self, actions: Actions) -> Stepped:
-        """int64 [B, A]"""
+        """Play one joint action, int64 [B, A]."""
         joint = np.asarray(actions, np.int64)
         rewards = self._table[(slice(None), *joint.T)].T
         self._last = np.eye(self._actions, dtype=np.float32)[joint].reshape(self._copies, -1)
@@ -64,7 +64,7 @@ class MatrixGame:
         return Stepped(self._observe(), rewards, over, np.zeros(self._copies, np.bool_))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _observe(self) -> Observed:
         return Observed(np.repeat(self._last[:, None], len(self._agents), axis=1), self._last)

@@ -1,4 +1,4 @@
-"""`GameCopies`: thousands of games of a small OpenSpiel game, played from its tree."""
+"""`GameCopies`: copies of a small OpenSpiel game, played as arrays from its game tree."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Array = NDArray[np.float64]
 
 @lru_cache(maxsize=8)
 def histories_of(game: str) -> Histories:
-    """The game of that name; its tree is walked once in a process."""
+    """The game tree of that name; it is built once per process."""
     return Histories.of(game)
 
 
 class GameCopies:
     """Copies of a game whose tree can be walked (Kuhn and Leduc poker, ...).
 
-    One agent, the `learner`, sits at the places `seats`, by turns from copy to copy; the other
-    players are opponents, each drawn anew from its pool for every episode: uniformly random play
-    until `against` says otherwise. Chance and opponents move inside of a step. Without `seats` all
-    players are agents, of whom one acts in each step.
+    One agent, the `learner`, plays the seats `seats`, alternating from copy to copy; the other
+    players are opponents, each drawn from its pool for every episode: uniformly random play unless
+    `against` sets others. Chance and opponents move within a step. Without `seats` all players are
+    agents, of which one acts in each step.
 
-    Observations and legal actions are OpenSpiel's; of who does not act: zeros, and all actions.
-    The global state is the observation of who acts.
+    Observations and legal actions are OpenSpiel's; of agents that do not act: zeros, and all
+    actions. The global state is the observation of the acting player.
     """
 
     def __init__(
         self, copies: int, game: str | Histories = "leduc_poker", seats: Sequence[int] | None = (0,)
     ) -> None:
         """`game`: OpenSpiel's name, or its `Histories`. Raises ValueError as they do, and
-        InvalidArgument for seats that there are not."""
+        InvalidArgument for unknown seats."""
         self.histories = histories_of(game) if isinstance(game, str) else game
         tree = self.histories
         players = tree.form.players
@@ -50,7 +50,7 @@ class GameCopies:
                 remedy=f"Name some of 0 to {players - 1}, or none at all: null.",
             )
         self._copies, self._seats = copies, None if seats is None else np.array(seats)
-        # Sets of all players in one list, so that one look-up serves whoever moves.
+        # Information sets of all players in one list, so that one look-up serves all players.
         counts = [len(legal) for legal in tree.legal]
         self._first = np.concatenate([[0], np.cumsum(counts)])
         movers = tree.actor < players
@@ -73,14 +73,14 @@ class GameCopies:
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """The learner, or all players."""
+        """`learner`, or one agent per player."""
         if self._seats is not None:
             return ("learner",)
         return tuple(f"player_{i}" for i in range(self.histories.form.players))
 
     @property
     def spaces(self) -> Spaces:
-        """As OpenSpiel's tensors and actions."""
+        """Sizes of OpenSpiel's tensors and actions."""
         return self._spaces
 
     @property
@@ -89,7 +89,7 @@ class GameCopies:
         return self._copies
 
     def against(self, player: int, tables: Sequence[Array], weights: Sequence[float]) -> None:
-        """From the next episode on `player` is one of these members, drawn once per episode.
+        """Set the pool of opponent `player`, of which one member is drawn per episode.
 
         `tables[k]`: probabilities of actions by information set [m, A] (`Histories`). Raises
         InvalidArgument for weights that are no distribution over them.
@@ -105,28 +105,28 @@ class GameCopies:
         self._lay_out()
 
     def reset(self, seed: int) -> Observed:
-        """A new game in every copy."""
+        """Begin a game in every copy."""
         self._random = np.random.Generator(np.random.SFC64(seed))
-        everybody = np.arange(self._copies)
+        all_copies = np.arange(self._copies)
         players = self.histories.form.players
         self._node = np.zeros(self._copies, dtype=np.int64)
         if self._seats is None:
             self._seat = np.full(self._copies, -1)
         else:
-            # Which copy begins the turn differs from reset to reset.
-            turn = everybody + int(self._random.integers(len(self._seats)))
+            # The first copy's seat differs from reset to reset.
+            turn = all_copies + int(self._random.integers(len(self._seats)))
             self._seat = self._seats[turn % len(self._seats)]
-        # Where in `_rows` each player's member of this episode begins; then chance.
+        # First row in `_rows` of each player's member of this episode; last, of chance.
         self._member = np.empty((self._copies, players + 1), dtype=np.int64)
         for player, (rows, shares) in enumerate(self._pools):
             drawn = self._random.choice(len(shares), size=self._copies, p=shares)
             self._member[:, player] = self._begin[player] + drawn * rows.shape[1]
         self._member[:, players] = self._begin[players]
-        self._play_others(everybody)
+        self._play_others(all_copies)
         return self._observed()
 
     def step(self, actions: Actions) -> Stepped:
-        """Move who acts, then chance and opponents until an agent is to move or the game ends."""
+        """Play the acting agents' actions, then chance and opponents up to an agent's next move."""
         tree = self.histories
         before = self._node
         ended = tree.actor[before] == tree.over
@@ -151,7 +151,7 @@ class GameCopies:
         return Stepped(self._observed(), rewards, over, np.zeros(self._copies, dtype=np.bool_))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _observed(self) -> Observed:
         tree = self.histories
@@ -169,7 +169,7 @@ class GameCopies:
         return Observed(observations, seen, may[:, None] | ~acting[:, :, None], acting)
 
     def _play_others(self, games: Indices) -> None:
-        """Chance and opponents move in `games` until none of them is to move."""
+        """Play moves of chance and opponents in `games` until an agent is to move."""
         actor, node = self.histories.actor, self._node
         while True:
             who = actor[node[games]]
@@ -186,7 +186,7 @@ class GameCopies:
             node[games] = self._children[at, (drawn[:, None] >= rows).sum(axis=1)]
 
     def _lay_out(self) -> None:
-        """All distributions of opponents and of chance below each other, summed up."""
+        """Stack cumulated distributions of all opponents and of chance into `_rows`."""
         blocks: list[Array] = [rows.reshape(-1, rows.shape[-1]) for rows, _ in self._pools]
         blocks.append(self.histories.chances)
         self._begin = np.concatenate([[0], np.cumsum([len(block) for block in blocks])])

@@ -1,6 +1,6 @@
-"""`SimpleSpread`: N agents cover N landmarks without bumping into each other, B copies at once.
+"""`SimpleSpread`: N agents cover N landmarks without collisions, B copies at once.
 
-MPE's simple_spread (Lowe et al. 2017), as arrays; step by step what `mpe2` (PettingZoo) computes.
+MPE's simple_spread (Lowe et al. 2017) as arrays; equal to `mpe2` (PettingZoo) step by step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SENSITIVITY: Final = 5.0
 _DIAMETER: Final = 0.3
 # nothing, left, right, down, up
 _MOVES: Final = np.array([[0, -1, 1, 0, 0], [0, 0, 0, -1, 1]]) * _SENSITIVITY
-# Below it an agent's push is less than the last bit of a position.
+# Below this exponent a contact force is less than the last bit of a position.
 _APART: Final = -50.0
 
 
 class SimpleSpread:
-    """Float64 inside, float32 outside, as `mpe2`. The state is all agents' observations."""
+    """Computes in float64 and returns float32, as `mpe2`. The state is all agents' observations."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SimpleSpread:
             observation, observation * agents, 5, steps, continuous, low=0.0, high=1.0
         )
         self._others = np.array([[j for j in range(agents) if j != i] for i in range(agents)])
-        # Copies last: whatever is computed runs over all of them at one stroke.
+        # Copies are the last axis, so that operations are vectorized over them.
         self._position = np.zeros((2, agents, copies))
         self._velocity = np.zeros((2, agents, copies))
         self._landmarks = np.zeros((2, agents, copies))
@@ -70,7 +70,7 @@ class SimpleSpread:
 
     @property
     def spaces(self) -> Spaces:
-        """Of the scenario."""
+        """Observations of 4 + 2N + 4(N - 1) numbers, five actions."""
         return self._spaces
 
     @property
@@ -79,13 +79,13 @@ class SimpleSpread:
         return self._copies
 
     def reset(self, seed: int) -> Observed:
-        """Agents at rest; all places uniform in [-1, 1]."""
+        """Place agents, at rest, and landmarks uniformly in [-1, 1]."""
         shape = (2, self._copies, len(self._agents), 2)
         drawn = np.random.default_rng(seed).uniform(-1, 1, shape)
         return self.place(drawn[0], drawn[1])
 
     def place(self, positions: Float64, landmarks: Float64) -> Observed:
-        """Begin with agents and landmarks, each [B, N, 2], where they are said to be."""
+        """Begin with agents and landmarks at given positions, each [B, N, 2]."""
         self._position = np.ascontiguousarray(positions.transpose(2, 1, 0))
         self._landmarks = np.ascontiguousarray(landmarks.transpose(2, 1, 0))
         self._velocity = np.zeros_like(self._position)
@@ -113,10 +113,10 @@ class SimpleSpread:
         return Stepped(self._observe(), rewards, np.zeros(self._copies, np.bool_), over)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _measure(self) -> None:
-        """What physics, rewards and observations all need: who is where, seen by each agent."""
+        """Relative positions and distances, for physics, rewards and observations."""
         position = self._position
         # [2, N, N - 1, B], [N, N - 1, B] and [2, N, N, B]
         self._apart = position[:, self._others] - position[:, :, None]
@@ -124,7 +124,7 @@ class SimpleSpread:
         self._away = self._landmarks[:, None] - position[:, :, None]
 
     def _pushes(self) -> Float64:
-        """Forces between agents that touch [2, N, B]."""
+        """Contact forces between agents [2, N, B]."""
         near: Any = (_DIAMETER - self._distance) / _CONTACT_MARGIN
         touching = near > _APART
         if not touching.any():
@@ -148,7 +148,7 @@ class SimpleSpread:
         return rewards
 
     def _observe(self) -> Observed:
-        """Velocity, position, landmarks and others from here, and what others say: nothing."""
+        """Velocity, position, relative landmarks and agents, and silent communication."""
         n, seen = len(self._agents), self._seen
         shown: Any = seen.T  # [O, N, B]
         shown[:2], shown[2:4] = self._velocity, self._position
@@ -161,7 +161,7 @@ class SimpleSpread:
 
 
 def _length(vectors: Float64) -> Float64:
-    """Of vectors [2, ...]."""
+    """Euclidean norms of vectors [2, ...]."""
     x, y = vectors
     found: Float64 = np.sqrt(x * x + y * y)
     return found

@@ -1,4 +1,4 @@
-"""`TwoStep`: the smallest game that no sum of values plays well (QMIX, section 5.1)."""
+"""`TwoStep`: the smallest game that additive value factorization fails (QMIX, section 5.1)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from troupe.networks.vector import Actions, Observed, Spaces, Stepped
 
-# What both get in the second step, by the game that agent_0 chose and by both actions. Who learns
-# that the second game is worth 8 chooses it; with additive values it looks like 6.5 (table 1).
+# Reward of both in the second step, by the game that agent_0 chose and both actions. The second
+# game is worth 8; with additive values it appears to be worth 6.5 (table 1).
 _PAYOFFS: Final = np.array([[[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float32)
 
 
@@ -24,12 +24,12 @@ class TwoStep:
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Two."""
+        """`agent_0` and `agent_1`."""
         return ("agent_0", "agent_1")
 
     @property
     def spaces(self) -> Spaces:
-        """The state, one-hot."""
+        """Observation and state are one-hot."""
         return Spaces(observation=3, state=3, actions=2, steps=2)
 
     @property
@@ -38,12 +38,12 @@ class TwoStep:
         return self._copies
 
     def reset(self, seed: int) -> Observed:
-        """Always the same: nothing is random."""
+        """Begin a game; nothing is random."""
         self._where = np.zeros(self._copies, np.int64)
         return self._observe()
 
     def step(self, actions: Actions) -> Stepped:
-        """int64 [B, 2]"""
+        """Play actions int64 [B, 2]."""
         over = self._where > 0
         payoffs = _PAYOFFS[np.maximum(self._where, 1) - 1, actions[:, 0], actions[:, 1]]
         rewards = np.repeat(np.where(over, payoffs, np.float32(0))[:, None], 2, axis=1)
@@ -51,7 +51,7 @@ class TwoStep:
         return Stepped(self._observe(), rewards, over, np.zeros(self._copies, np.bool_))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _observe(self) -> Observed:
         state = np.eye(3, dtype=np.float32)[self._where]

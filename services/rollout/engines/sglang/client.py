@@ -1,7 +1,7 @@
-"""The part of SGLang's HTTP surface that Troupe uses, release differences included.
+"""SGLang's HTTP API as Troupe uses it: calls, features of a release, load report, replies.
 
-Read from releases 0.4.6 to 0.5.23 and exercised against a real 0.5.21 (the slow test). What a
-server can do is read from its own OpenAPI document, never from its version number.
+Read from releases 0.4.6 to 0.5.23 and tested against a real 0.5.21 (the slow test). What a server
+can do is read from its own OpenAPI document, never from its version number.
 """
 
 from __future__ import annotations
@@ -13,43 +13,27 @@ from typing import Any, Final
 
 import httpx
 
-from services.rollout.engines.base import BadTurn, ReplyBroken
-from services.rollout.engines.front import EngineTurn
-from services.rollout.engines.sglang.features import Features, ServerLoad
+from services.rollout.engines.errors import BadTurn, BrokenReply, Refused, ReplyBroken, ServerGone
+from services.rollout.engines.turns import EngineTurn
 
 # A server that is alive accepts within milliseconds; one that loads weights may take a minute.
 CONNECT_SECONDS: Final = 5.0
 CONTROL_SECONDS: Final = 60.0
-# `/health_generate` waits a second before it looks. Shorter than the patience of whoever calls
-# `check`, so that a missed probe is counted.
+# `/health_generate` waits a second before it looks. Shorter than the timeout of callers of `check`,
+# so that a missed probe is counted.
 HEALTH_SECONDS: Final = 15.0
 
 # Weights that come from a slow disk, or that are hashed while turns run.
 _SLOWEST_BYTES_PER_SECOND: Final = 50e6
-# What `probe` asks for is one token; a server that is busy answers a little later.
+# For the one token of `probe`; a busy server answers a little later.
 PROBE_SECONDS: Final = 10.0
-# An id that no vocabulary holds, and how servers word their refusal of it.
+# An id outside every vocabulary, and the part of a server's refusal that has the largest id.
 _NO_TOKEN: Final = 1 << 40
 _VOCABULARY: Final = re.compile(r"\[0, (\d+)\]")
+# Largest seed that servers take.
+_INT64: Final = (1 << 63) - 1
 
 Json = dict[str, Any]
-
-
-class ServerGone(Exception):
-    """No connection, or it broke: nobody knows whether the server acted."""
-
-
-class BrokenReply(Exception):
-    """The server answered something that is not what this call answers."""
-
-
-class Refused(Exception):
-    """The server said no: `status` and its own `message`."""
-
-    def __init__(self, call: str, status: int, message: str) -> None:
-        super().__init__(f"{call} answered {status}: {message}")
-        self.status = status
-        self.message = message
 
 
 class SglangClient:
@@ -57,12 +41,12 @@ class SglangClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # The engine bounds turns in flight; a second bound here would only hide the queue.
+        # The engine limits turns in flight; a second limit here would only hide the queue.
         self._http = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(CONTROL_SECONDS, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            # A proxy meant for the outside world must not get between us and our engines.
+            # No proxy of the environment: engines are on this network.
             trust_env=False,
         )
 
@@ -99,7 +83,7 @@ class SglangClient:
         return True
 
     async def probe(self) -> bool:
-        """Whether an ordinary request gets its token: a health page may answer without one."""
+        """Whether an ordinary request gets its token: the health page may answer without one."""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         try:
             reply = await self._json("POST", "/generate", body, timeout=PROBE_SECONDS)
@@ -108,8 +92,8 @@ class SglangClient:
         return len(reply.get("output_ids") or []) == 1
 
     async def vocabulary(self) -> int | None:
-        """Tokens that the server's model knows, as its refusal of a foreign one says; None where
-        it does not. Nothing is generated: the bias of an unknown token is refused beforehand."""
+        """Size of the server's vocabulary, from its refusal of an id outside; None where it does
+        not say. Nothing is generated: the bias of an unknown token is refused beforehand."""
         body = {
             "input_ids": [0],
             "sampling_params": {"max_new_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}},
@@ -122,8 +106,8 @@ class SglangClient:
         return None
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """Ids of `text` by the server's own tokenizer; None where it runs without one, or without
-        this call, which is in no release's document."""
+        """Ids of `text` by the server's tokenizer; None where it has none, or lacks this call,
+        which is in no release's document."""
         try:
             reply = await self._json(
                 "POST", "/tokenize", {"prompt": text, "add_special_tokens": False}
@@ -140,14 +124,12 @@ class SglangClient:
         sampling: Json,
         *,
         logprobs_from: int | None = None,
-        priority: int | None = None,
         adapter: str | None = None,
     ) -> Json:
         """The reply's `meta_info`. No time limit of its own: the caller's deadline cancels.
 
-        `logprobs_from`: also those of the prompt's tokens after this one, by position.
-        `priority`: only for servers that schedule by it, others refuse it. `adapter`: a LoRA
-        adapter by name.
+        `logprobs_from`: also log-probs of the prompt's tokens after this position.
+        `adapter`: name of a loaded LoRA adapter.
         """
         body: Json = {
             "rid": rid,
@@ -157,8 +139,6 @@ class SglangClient:
         }
         if logprobs_from is not None:
             body["logprob_start_len"] = logprobs_from
-        if priority is not None:
-            body["priority"] = priority
         if adapter is not None:
             body["lora_path"] = adapter
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
@@ -189,7 +169,7 @@ class SglangClient:
         await self._send("POST", "/flush_cache", {})
 
     async def set_version(self, version: str) -> None:
-        """Name the weights that are loaded. Turns go on: by default they would be aborted."""
+        """Name the loaded weights, without aborting turns as the default would."""
         body = {"new_version": version, "abort_all_requests": False}
         await self._acknowledged("/update_weight_version", body)
 
@@ -198,11 +178,11 @@ class SglangClient:
         await self._acknowledged("/begin_weight_update", {"selector": "all"})
 
     async def end_update(self) -> None:
-        """Close it."""
+        """Close the session."""
         await self._acknowledged("/end_weight_update", {})
 
     async def update_from_disk(self, path: str, version: str, num_bytes: int = 0) -> None:
-        """Load safetensors, of so many bytes, from a directory that the server sees."""
+        """Load safetensors of `num_bytes` from a directory that the server sees."""
         await self._acknowledged(
             "/update_weights_from_disk",
             {
@@ -230,16 +210,10 @@ class SglangClient:
         await self._send("POST", "/release_memory_occupation", {"tags": sorted(tags)})
 
     async def resume_memory(self, tags: Collection[str]) -> None:
-        """Take the memory again; what is in it is undefined."""
+        """Allocate the memory again; its contents are undefined."""
         await self._send("POST", "/resume_memory_occupation", {"tags": sorted(tags)})
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter from a PEFT directory that the server sees."""
-        await self._acknowledged("/load_lora_adapter", {"lora_name": name, "lora_path": path})
-
-    async def load_adapter_tensors(
-        self, name: str, config: Mapping[str, Any], payloads: list[str]
-    ) -> None:
+    async def load_adapter(self, name: str, config: Mapping[str, Any], payloads: list[str]) -> None:
         """Load a LoRA adapter from serialized tensors, one payload per tensor-parallel rank."""
         await self._acknowledged(
             "/load_lora_adapter_from_tensors",
@@ -251,7 +225,7 @@ class SglangClient:
         )
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter, once no request uses it."""
+        """Unload a LoRA adapter, once no request uses it."""
         await self._acknowledged("/unload_lora_adapter", {"lora_name": name})
 
     async def weights_digest(self, num_bytes: int = 0) -> str | None:
@@ -273,7 +247,7 @@ class SglangClient:
         return None if digest is None else str(digest)
 
     async def load(self, path: str) -> ServerLoad:
-        """What the server has to do, by its load report at `path` (Features.loads)."""
+        """The server's load report at `path` (`Features.loads`)."""
         reply = await self._json("GET", path, params={"include": "core"})
         try:
             return ServerLoad.of(reply)
@@ -331,7 +305,7 @@ def _within(seconds: float) -> httpx.Timeout:
 
 
 def _message(response: httpx.Response) -> str:
-    """What the server says is wrong, wherever its release puts that."""
+    """The error message of a reply; releases put it in different places."""
     try:
         reply = response.json()
     except ValueError:
@@ -339,21 +313,92 @@ def _message(response: httpx.Response) -> str:
     if isinstance(reply, dict):
         error = reply.get("error")
         inner = error.get("message") if isinstance(error, dict) else error
-        told = (reply.get(key) for key in ("message", "error_message", "detail"))
-        return str(inner or next(filter(None, told), reply))[:500]
+        found = (reply.get(key) for key in ("message", "error_message", "detail"))
+        return str(inner or next(filter(None, found), reply))[:500]
     return str(reply)[:500]
 
 
-_INT64 = (1 << 63) - 1
+@dataclass(frozen=True)
+class Features:
+    """What a server can do, read from its OpenAPI document.
+
+    `retract`: a pause can return running turns to the queue; otherwise they are aborted and
+    continued by us. `tensors`: weights can be sent as tensors; `sessions`: such updates run between
+    begin and end. `version_call`: the version can be set by itself, without aborting turns.
+    `memory`: weights and key-value cache can be released. `adapter_tensors`: LoRA adapters can be
+    loaded from tensors. `loads`: path of the load report.
+    """
+
+    retract: bool
+    pause: bool
+    tensors: bool
+    sessions: bool
+    version_call: bool
+    memory: bool
+    adapter_tensors: bool
+    loads: str | None
+
+    @staticmethod
+    def of(document: Mapping[str, Any]) -> Features:
+        """Read from an OpenAPI document."""
+        paths = document.get("paths", {})
+        schemas = document.get("components", {}).get("schemas", {})
+        pause = schemas.get("PauseGenerationReqInput", {}).get("properties", {})
+        loads = next((path for path in ("/v1/loads", "/get_load") if path in paths), None)
+        return Features(
+            retract="/pause_generation" in paths and "mode" in pause,
+            pause="/pause_generation" in paths,
+            tensors="/update_weights_from_tensor" in paths,
+            sessions="/begin_weight_update" in paths,
+            version_call="/update_weight_version" in paths,
+            memory={"/release_memory_occupation", "/resume_memory_occupation"} <= set(paths),
+            adapter_tensors="/load_lora_adapter_from_tensors" in paths,
+            loads=loads,
+        )
+
+
+@dataclass(frozen=True)
+class ServerLoad:
+    """A server's load report, summed over its schedulers; 0 where a release lacks a number.
+
+    `uncached_tokens`: prompt tokens of waiting requests that no cached prefix covers. `kv_usage`
+    and `cache_hit_rate`: fractions, the largest and the mean of the schedulers.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    uncached_tokens: int = 0
+    tokens_per_second: float = 0.0
+    kv_usage: float = 0.0
+    cache_hit_rate: float = 0.0
+
+    @staticmethod
+    def of(reply: Mapping[str, Any]) -> ServerLoad:
+        """Read `/v1/loads`, or `/get_load` of older releases. Raises AttributeError, TypeError or
+        ValueError for anything else."""
+        entries = reply.get("loads", reply)
+        entries = entries if isinstance(entries, list) else [entries]
+        rates = [float(e.get("cache_hit_rate") or 0) for e in entries]
+        return ServerLoad(
+            # The older report counts all requests together.
+            running=sum(
+                int(e.get("num_running_reqs", e.get("num_reqs", 0) - e.get("num_waiting_reqs", 0)))
+                for e in entries
+            ),
+            waiting=sum(int(e.get("num_waiting_reqs", 0)) for e in entries),
+            uncached_tokens=sum(int(e.get("num_waiting_uncached_tokens", 0)) for e in entries),
+            tokens_per_second=sum(float(e.get("gen_throughput") or 0) for e in entries),
+            kv_usage=max((float(e.get("token_usage") or 0) for e in entries), default=0.0),
+            cache_hit_rate=sum(rates) / len(rates) if rates else 0.0,
+        )
 
 
 @dataclass(frozen=True)
 class GenerateReply:
-    """One answer of `/generate`; the lists have equal length.
+    """The answer of `/generate`; the lists have equal length.
 
-    `versions` is None when the server does not say which tokens came before an update and which
-    after. `reason` is SGLang's: stop, length or abort.
-    """
+    `versions` is None when the server does not tell tokens drawn before an update from later ones.
+    `reason` is SGLang's: stop, length or abort."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -364,7 +409,7 @@ class GenerateReply:
 
 
 def sampling_of(turn: EngineTurn) -> dict[str, Any]:
-    """Sampling parameters for what is left of `turn`. All are given: some defaults are traps.
+    """Sampling parameters for the rest of `turn`. All are given: some defaults are traps.
 
     Servers honour the seed when launched with `--enable-deterministic-inference`.
     """
@@ -424,7 +469,7 @@ def prompt_logprobs(meta: dict[str, Any]) -> list[float]:
 def _versions(
     meta: dict[str, Any], count: int, asked_of: int | None, steady: bool
 ) -> list[int] | None:
-    """The version of each token; None when the server does not say where it changed."""
+    """The version of each token; None when it changed at an unknown token."""
     spans = meta.get("weight_versions")
     if spans:
         versions: list[int] = []
@@ -442,12 +487,12 @@ def _versions(
 
 
 def broken(engine_id: str, turn: EngineTurn, error: Exception) -> ReplyBroken:
-    """The server lives, its answer is of no use."""
+    """The error of a turn whose answer is unusable, from a server that is alive."""
     return ReplyBroken(engine_id, turn.request_id, str(error))
 
 
 def refused(engine_id: str, turn: EngineTurn, error: Refused) -> Exception:
-    """The server said no: by its own fault, or because of what was asked."""
+    """The error of a refused turn: the server's fault (5xx), or the request's."""
     if error.status >= 500:
         return broken(engine_id, turn, error)
     return BadTurn(

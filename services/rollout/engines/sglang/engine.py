@@ -1,142 +1,62 @@
-"""The engine that is an SGLang server."""
+"""The engine that is an SGLang server, over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from services.rollout.engines.base import (
-    AdapterWeights,
+from services.rollout.engines.base import ServingEngine, Tensors
+from services.rollout.engines.errors import (
     BadTurn,
+    BrokenReply,
     EngineDied,
-    EngineLoad,
-    EngineResponse,
     EngineStartFailed,
-    Memory,
+    Refused,
     ReplyBroken,
     ScoreRefused,
-    ScoreRequest,
+    ServerGone,
     UpdateFailed,
 )
-from services.rollout.engines.front import EngineFront, EngineTurn, Tensors
-from services.rollout.engines.sglang.adapters import Adapters, AdapterVersions, ServedAdapter
+from services.rollout.engines.requests import EngineLoad, EngineResponse, Memory, ScoreRequest
+from services.rollout.engines.sglang.adapters import AdapterVersions, ServedAdapter
 from services.rollout.engines.sglang.client import (
-    BrokenReply,
-    Refused,
-    ServerGone,
+    ServerLoad,
     broken,
     parse,
     prompt_logprobs,
     refused,
     sampling_of,
 )
-from services.rollout.engines.sglang.features import ServerLoad
 from services.rollout.engines.sglang.server import Health, Server
+from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import Adapted, check_base, check_published, untied
 from troupe.job import PolicySpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.rpc.ids import new_id
 from troupe.v1 import common_pb2 as pb
 
-# Continuations that the server is given at once.
-_AT_ONCE: Final = 64
-_BAD_REQUEST: Final = 400
-# Nothing is to be drawn.
-_SAMPLING: Final[dict[str, Any]] = {"max_new_tokens": 0, "temperature": 1.0}
-
-
-class ScoresPrompts(EngineFront):
-    """`_score` of an engine that is a server. Log-probs are at temperature 1, whatever it samples
-    with: servers divide by the temperature only what they draw."""
-
-    _server: Server
-    _versions: AdapterVersions
-    _open: asyncio.Event
-    _loaded: int | None
-    _updates: int
-
-    async def _lost(self, error: Exception) -> EngineDied | None:
-        """The connection broke: is the server gone, or only this answer?"""
-        raise NotImplementedError
-
-    async def _score(
-        self, asked: Sequence[ScoreRequest], temperature: float
-    ) -> tuple[list[list[float]], int] | None:
-        if temperature != 1.0:
-            raise ScoreRefused(
-                "SGLang reports the log-probs of given tokens at temperature 1",
-                field="temperature",
-                value=temperature,
-                remedy="Ask for temperature 1, or serve the policy with `kind: embedded`.",
-            )
-        await self._open.wait()
-        # Nothing is awaited in between: it is this version that answers, or an update is seen.
-        served, updates, loaded = self._versions.begin(None), self._updates, self._loaded
-        places = asyncio.Semaphore(_AT_ONCE)
-
-        async def one(item: ScoreRequest) -> list[float]:
-            async with places:
-                return await self._of(item, served)
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                rows = [tasks.create_task(one(item)) for item in asked]
-        except* (ServerGone, BrokenReply, Refused) as errors:
-            raise await self._broken(errors.exceptions[0]) from errors
-        finally:
-            self._versions.ended(served)
-        version = loaded if served.version is None else served.version
-        if version is None or updates != self._updates:
-            return None
-        return [row.result() for row in rows], version
-
-    async def _of(self, asked: ScoreRequest, served: ServedAdapter) -> list[float]:
-        meta = await self._server.client.generate(
-            new_id("score"),
-            [*asked.prompt_ids, *asked.ids],
-            _SAMPLING,
-            logprobs_from=len(asked.prompt_ids) - 1,
-            adapter=served.name,
-        )
-        found = prompt_logprobs(meta)
-        if len(found) != len(asked.ids):
-            raise BrokenReply(f"{len(found)} log-probs for {len(asked.ids)} tokens")
-        return found
-
-    async def _broken(self, error: BaseException) -> Exception:
-        if isinstance(error, ServerGone) and (died := await self._lost(error)) is not None:
-            return died
-        if isinstance(error, Refused) and error.status == _BAD_REQUEST:  # too long, for example
-            return BadTurn(
-                f"the server refuses to score it: {error.message}",
-                field="prompts",
-                remedy="Shorten prompt and continuation, or what the message says.",
-            )
-        return ReplyBroken(self.engine_id, "score", str(error))
-
-
-log = logging.getLogger(__name__)
-
 MISSES_UNTIL_DEAD: Final = 3
-# How long an aborted turn waits for the server to hand over what it has.
+# How long an aborted turn waits for the server to return its tokens.
 _ABORT_SECONDS: Final = 2.0
-# A check is over before whoever calls it gives up on it, so that a missed one is counted.
+# A check ends before its caller gives up on it, so that a missed one is counted.
 _CHECK_SECONDS: Final = 18.0
+# Continuations that are scored at once.
+_SCORES_AT_ONCE: Final = 64
+_BAD_REQUEST: Final = 400
+# Sampling parameters of a scoring request: nothing is drawn.
+_NO_TOKENS: Final[dict[str, Any]] = {"max_new_tokens": 0, "temperature": 1.0}
 
 
-class SglangEngine(ScoresPrompts):
-    """Serves a policy with one SGLang server over HTTP.
+class SglangEngine(ServingEngine):
+    """Serves a policy with one SGLang server.
 
-    `replica` chooses the URL of an attached server. `work_dir` holds a launched server's log and
-    weights on their way as files; the server must see it. `deterministic`: the server is launched
-    so that a turn is a function of (weights, prompt, seed); an attached one must have been.
+    `replica` chooses the URL of an attached server. `deterministic`: the server is launched so that
+    a turn is a function of (weights, prompt, seed); an attached one must have been.
     """
 
     kind: ClassVar[str] = "sglang"
@@ -148,7 +68,6 @@ class SglangEngine(ScoresPrompts):
         spec: PolicySpec,
         *,
         replica: int = 0,
-        work_dir: Path | None = None,
         deterministic: bool = False,
     ) -> None:
         super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
@@ -157,23 +76,20 @@ class SglangEngine(ScoresPrompts):
             policy,
             spec,
             replica=replica,
-            work_dir=work_dir,
             deterministic=deterministic,
         )
-        self._adapters = Adapters(policy, self._server)
-        # Of a policy that trains an adapter: its versions, which are adapters of ours.
-        self._versions = AdapterVersions(spec, self._server, self._adapters)
-        self._waiting: dict[str, asyncio.Future[EngineResponse]] = {}
+        # Of a policy that trains a LoRA adapter.
+        self._versions = AdapterVersions(self._server)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._aborting: set[str] = set()
-        # Clear while the server must not be given turns.
+        # Cleared while the server must not be given turns.
         self._open = asyncio.Event()
         self._open.set()
-        # The version that the server held when the gate was opened last, verified or not.
+        # The version in the server when turns were last let in, verified or not.
         self._loaded: int | None = None
-        # Checksum of what it holds of the policy that it has left, intact but not served.
-        self._held = ""
+        # Checksum of the weights of the policy that the engine has left: loaded, but not served.
+        self._former = ""
         self._updates = 0
         self._misses = 0
         self._reported = ServerLoad()
@@ -182,37 +98,37 @@ class SglangEngine(ScoresPrompts):
 
     @property
     def url(self) -> str:
-        """Where the server listens; after `start`."""
+        """The server's address; after `start`."""
         return self._server.client.url
 
     async def _begin(self) -> None:
         """Launch or attach, within `start_timeout_seconds`."""
-        self._held = ""
+        self._former = ""
         await self._bring_up()
 
     def assign(self, policy: str) -> None:
-        """Serve another policy of the same model from now on; see `base.Engine.assign`."""
-        held = self.checksum
+        """Move to another policy of the same model; see `ServingEngine.assign`."""
+        former = self.checksum
         super().assign(policy)
-        # That the next update really replaces it is looked at, as at any other update.
-        self._held = held
+        # The next update checks, as any other, that the server replaces it.
+        self._former = former
 
     async def abort(self, request_id: str) -> None:
-        """End a request early: its `generate` returns what it has."""
+        """End a request early: its `generate` returns the tokens so far."""
         turn, future = self._turns.get(request_id), self._waiting.get(request_id)
         if turn is None or future is None or future.done():
             return
         self._aborting.add(request_id)
         with contextlib.suppress(ServerGone, BrokenReply, Refused):
             await self._server.client.abort(turn.key)
-        # A paused server, or one that has not seen the request yet, hands over nothing.
+        # A paused server, or one that has not seen the request yet, returns nothing.
         await asyncio.wait([future], timeout=_ABORT_SECONDS)
         if not future.done():
             self._drop(turn)
             future.set_result(turn.result(aborted=True))
 
     def load(self) -> EngineLoad:
-        """Current load; which turns wait in the server is known from the last `check`."""
+        """The current load; how many turns wait in the server is as of the last `check`."""
         load, reported = self._turns.load(), self._reported
         waiting = min(reported.waiting, load.running)
         return replace(
@@ -225,7 +141,7 @@ class SglangEngine(ScoresPrompts):
         )
 
     async def check(self) -> pb.EngineState.ValueType:
-        """Whether the server generates. Answered turns count; else it is asked for a token."""
+        """Probe the server: answered turns are proof of life; else it is asked for a token."""
         if not self._life.alive or self.state == pb.ENGINE_STATE_UPDATING:
             return self.state
         if self._server.exited is not None:
@@ -234,14 +150,16 @@ class SglangEngine(ScoresPrompts):
         if self._asleep:  # it cannot generate
             return self.state
         answered, self._finished_since_check = self._finished_since_check, 0
-        client, well = self._server.client, False
+        client, healthy = self._server.client, False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CHECK_SECONDS):
-                well = await self._health.well(answered, len(self._turns), serves=self._life.serves)
+                healthy = await self._health.generates(
+                    answered, len(self._turns), serves=self._life.serves
+                )
         # An update may have begun meanwhile: a paused server does not generate.
         if not self._life.alive or self.state == pb.ENGINE_STATE_UPDATING:
             return self.state
-        if well:
+        if healthy:
             self._misses = 0
             with contextlib.suppress(ServerGone, BrokenReply, Refused):
                 self._reported = await self._server.load()
@@ -255,31 +173,12 @@ class SglangEngine(ScoresPrompts):
                 self._life.suspect(f"{client.url} missed a probe")
         return self.state
 
-    @property
-    def adapters(self) -> frozenset[str]:
-        """Names of the LoRA adapters that turns may use."""
-        return self._adapters.names
-
-    async def load_adapter(self, name: str, source: Path | AdapterWeights) -> None:
-        """Load a LoRA adapter; see `base.Engine.load_adapter`."""
-        async with self._changing:
-            self._require_alive()
-            await self._adapters.load(name, source)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter."""
-        async with self._changing:
-            if self._life.alive:
-                await self._adapters.unload(name)
-
     async def stop(self) -> None:
-        """End turns as aborted, then a launched server. An attached one goes on running."""
+        """End turns as aborted, then a launched server; an attached one keeps running."""
         self._life.stopped()
-        for turn in self._turns:
-            future = self._waiting.get(turn.request_id)
-            if future is not None and not future.done():
-                self._drop(turn)
-                future.set_result(turn.result(aborted=True))
+        for turn, future in self._unanswered():
+            self._drop(turn)
+            future.set_result(turn.result(aborted=True))
         if self._background:
             await asyncio.wait(self._background, timeout=_ABORT_SECONDS)
         await self._server.down(for_good=True)
@@ -301,20 +200,18 @@ class SglangEngine(ScoresPrompts):
         if task is not None:
             task.cancel()
         # The server would notice the broken connection only when it has something to send.
-        cleanup = asyncio.create_task(self._forget(turn.key))
-        self._background.add(cleanup)
-        cleanup.add_done_callback(self._background.discard)
+        task = asyncio.create_task(self._abort_request(turn.key))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
-    async def _forget(self, rid: str) -> None:
+    async def _abort_request(self, rid: str) -> None:
         with contextlib.suppress(ServerGone, BrokenReply, Refused):
             await self._server.client.abort(rid)
 
     def _fail_turns(self, error: Exception) -> None:
-        for turn in self._turns:
-            future = self._waiting.get(turn.request_id)
-            if future is not None and not future.done():
-                self._drop(turn)
-                future.set_exception(error)
+        for turn, future in self._unanswered():
+            self._drop(turn)
+            future.set_exception(error)
 
     async def _bring_up(self) -> None:
         try:
@@ -325,8 +222,7 @@ class SglangEngine(ScoresPrompts):
         server = self._server
         self.max_context, self.vocabulary = server.max_context, server.vocabulary
         self.eos_ids = server.eos_ids
-        self._adapters.forget()
-        self._versions.forget()
+        self._versions.forget(restarted=True)
         self._misses = 0
         self._reported = ServerLoad()
         self._health = Health(server.client, self._spec.engine.max_running)
@@ -343,13 +239,13 @@ class SglangEngine(ScoresPrompts):
         )
 
     async def _release(self, tags: frozenset[Memory]) -> None:
-        """Through the server's memory saver; a launched one without it is ended instead."""
+        """Release memory by the server's memory saver; a launched server without it is ended."""
         self._versions.forget()
         if not self._server.frees_memory:
             if not self._asleep:
                 await self._server.down(for_good=False)
             return
-        if self._background:  # aborts on their way: a busy scheduler would die
+        if self._background:  # aborts under way: a busy scheduler would die
             await asyncio.wait(self._background, timeout=_ABORT_SECONDS)
         await self._control(self._server.free(tags), "it did not go to sleep")
 
@@ -360,7 +256,7 @@ class SglangEngine(ScoresPrompts):
             await self._bring_up()
 
     async def _control(self, call: Awaitable[None], failure: str) -> None:
-        """A call whose failure nobody can mend but a restart."""
+        """Await a call after whose failure only a restart helps."""
         try:
             await call
         except (ServerGone, BrokenReply, Refused, TimeoutError) as error:
@@ -376,10 +272,10 @@ class SglangEngine(ScoresPrompts):
         await asyncio.to_thread(check_base, adapted, self._server.layout)
 
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
-        known, self._held = self.checksum or self._held, ""
+        known, self._former = self.checksum or self._former, ""
         try:
             if self._adapted is not None:
-                return await self._adopt(self._adapted, ref)
+                return await self._load_adapter(self._adapted, ref)
             return await self._replace(tensors, ref, known)
         except ServerGone as error:
             await self._lost(error)
@@ -392,7 +288,7 @@ class SglangEngine(ScoresPrompts):
             ) from error
 
     async def _replace(self, tensors: Tensors, ref: pb.WeightsRef, known: str) -> float:
-        """All weights; `known`: checksum of those that the server holds, if that is certain."""
+        """Load all weights; `known`: checksum of those that the server holds, empty if unknown."""
         self._updates += 1
         return await self._server.updater.run(
             untied(tensors, self._server.layout),
@@ -401,30 +297,31 @@ class SglangEngine(ScoresPrompts):
             gate=partial(self._gate, ref),
         )
 
-    async def _adopt(self, adapted: Adapted, ref: pb.WeightsRef) -> float:
-        """The base, unless it is there, and the adapter on it. The server goes on meanwhile."""
+    async def _load_adapter(self, adapted: Adapted, ref: pb.WeightsRef) -> float:
+        """Load the base, unless the server has it, and the adapter, while the server generates."""
         versions, base, exposed = self._versions, adapted.base, 0.0
         if versions.base != base.ref.checksum:
             known, versions.base = versions.base, ""
             exposed = await self._replace(base.tensors, base.ref, known)
             versions.base = base.ref.checksum
         served = await versions.load(adapted, ref)
-        self._give_back(ref)
+        self._return_turns(ref)
         await versions.switch(served)
         return exposed
 
     def _gate(self, ref: pb.WeightsRef, is_open: bool) -> None:
+        """Let turns into the server, which holds `ref`, or hold them back."""
         if is_open:
             self._loaded = ref.version
             self._open.set()
         else:
             self._open.clear()
-            self._give_back(ref)
+            self._return_turns(ref)
 
     async def _run(self, turn: EngineTurn, future: asyncio.Future[EngineResponse]) -> None:
         outcome: EngineResponse | Exception
         try:
-            outcome = await self._converse(turn)
+            outcome = await self._respond(turn)
         except ServerGone as error:
             outcome = await self._lost(error) or broken(self.engine_id, turn, error)
         except BrokenReply as error:
@@ -440,26 +337,22 @@ class SglangEngine(ScoresPrompts):
         else:
             future.set_result(outcome)
 
-    async def _converse(self, turn: EngineTurn) -> EngineResponse:
-        """Ask until the response is complete: an update may make that more than once."""
-        served = self._versions.begin(turn.adapter)
+    async def _respond(self, turn: EngineTurn) -> EngineResponse:
+        served = self._versions.begin()
         try:
-            return await self._ask(turn, served)
+            return await self._request(turn, served)
         finally:
             self._versions.ended(served)
 
-    async def _ask(self, turn: EngineTurn, served: ServedAdapter) -> EngineResponse:
+    async def _request(self, turn: EngineTurn, served: ServedAdapter) -> EngineResponse:
+        """Request the response until it is complete: updates may interrupt it."""
         while True:
             await self._open.wait()
             asked_of, updates = self._loaded, self._updates
             turn.started_at = turn.started_at or time.monotonic()
             prompt = turn.prompt_ids + turn.token_ids
             meta = await self._server.client.generate(
-                turn.key,
-                prompt,
-                sampling_of(turn),
-                priority=turn.priority if self._server.schedules_by_priority else None,
-                adapter=served.name,
+                turn.key, prompt, sampling_of(turn), adapter=served.name
             )
             # Tokens of weights that are not verified yet must not get out.
             await self._settled.wait()
@@ -483,8 +376,64 @@ class SglangEngine(ScoresPrompts):
             turn.incarnation += 1
 
     async def _lost(self, error: Exception) -> EngineDied | None:
-        """The connection broke: is the server gone, or only this answer?"""
+        """After a broken connection: the error if the server is gone, None if it is alive."""
         if self._server.exited is None and await self._server.client.alive():
             return None
         self._die(self._server.exited or str(error))
         return EngineDied(self.engine_id, self.message or str(error))
+
+    async def _score(
+        self, asked: Sequence[ScoreRequest], temperature: float
+    ) -> tuple[list[list[float]], int] | None:
+        """See `ServingEngine._score`. Servers divide by the temperature only what they sample."""
+        if temperature != 1.0:
+            raise ScoreRefused(
+                "SGLang reports the log-probs of given tokens at temperature 1",
+                field="temperature",
+                value=temperature,
+                remedy="Ask for temperature 1, or serve the policy with `kind: embedded`.",
+            )
+        await self._open.wait()
+        # Nothing is awaited in between: this version answers, or `_updates` has changed.
+        served, updates, loaded = self._versions.begin(), self._updates, self._loaded
+        slots = asyncio.Semaphore(_SCORES_AT_ONCE)
+
+        async def one(item: ScoreRequest) -> list[float]:
+            async with slots:
+                return await self._score_one(item, served)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                rows = [tasks.create_task(one(item)) for item in asked]
+        except* (ServerGone, BrokenReply, Refused) as errors:
+            raise await self._score_error(errors.exceptions[0]) from errors
+        finally:
+            self._versions.ended(served)
+        version = loaded if served.version is None else served.version
+        if version is None or updates != self._updates:
+            return None
+        return [row.result() for row in rows], version
+
+    async def _score_one(self, asked: ScoreRequest, served: ServedAdapter) -> list[float]:
+        meta = await self._server.client.generate(
+            new_id("score"),
+            [*asked.prompt_ids, *asked.ids],
+            _NO_TOKENS,
+            logprobs_from=len(asked.prompt_ids) - 1,
+            adapter=served.name,
+        )
+        found = prompt_logprobs(meta)
+        if len(found) != len(asked.ids):
+            raise BrokenReply(f"{len(found)} log-probs for {len(asked.ids)} tokens")
+        return found
+
+    async def _score_error(self, error: BaseException) -> Exception:
+        if isinstance(error, ServerGone) and (died := await self._lost(error)) is not None:
+            return died
+        if isinstance(error, Refused) and error.status == _BAD_REQUEST:  # too long, for instance
+            return BadTurn(
+                f"the server refuses to score it: {error.message}",
+                field="prompts",
+                remedy="Shorten prompt and continuation, or what the message says.",
+            )
+        return ReplyBroken(self.engine_id, "score", str(error))

@@ -1,17 +1,13 @@
-"""The server behind an engine: brought up, looked over, taken down."""
+"""The SGLang server behind an engine: launched or attached, inspected, probed, ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
-import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,119 +15,322 @@ import httpx
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from services.rollout.engines.base import EngineStartFailed
-from services.rollout.engines.sglang.client import BrokenReply, Refused, ServerGone, SglangClient
-from services.rollout.engines.sglang.features import Features, ServerLoad
-from services.rollout.engines.sglang.loading import DiskLoader, choose_loader
-from services.rollout.engines.sglang.lora import arguments, check_server, target_names
-from services.rollout.engines.sglang.update import Updater
+from services.rollout.engines.errors import BrokenReply, EngineStartFailed, Refused, ServerGone
+from services.rollout.engines.server_process import (
+    ServerProcess,
+    claim_url,
+    free_port,
+    release_urls,
+)
+from services.rollout.engines.sglang.client import Features, ServerLoad, SglangClient
+from services.rollout.engines.sglang.update import DiskLoader, Updater, choose_loader
 from services.rollout.engines.weights import load_config, skeleton, stop_ids
+from troupe.adapters import linear_layers
 from troupe.job import ModelSpec, PolicySpec
-from troupe.job.policy import server_of
 from troupe.scratch import Scratch
-
-# Until SGLang has ended its own children; then the whole group is killed.
-TERM_SECONDS: Final = 10.0
-_TAIL_BYTES: Final = 4096
-# Asks the kernel for SIGTERM when the rollout process dies, however it dies, then becomes the
-# server: a server left behind would hold its memory and its port for ever.
-_STUB: Final = """
-import ctypes, os, sys
-try:
-    ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
-except Exception:
-    pass
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the rollout process is gone")
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
-
-
-def free_port() -> int:
-    """A loopback port that was free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class ServerProcess:
-    """One launched server in a process group of its own, writing to `log_path`."""
-
-    def __init__(self, command: list[str], log_path: Path) -> None:
-        self.command = command
-        self.log_path = log_path
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        """Start it. Raises OSError when the program or the log cannot be opened."""
-        environment = dict(os.environ)
-        # Beside other processes more threads spin instead of working; users override it.
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                _STUB,
-                str(os.getpid()),
-                *self.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
-
-    @property
-    def running(self) -> bool:
-        """Whether the server's process exists."""
-        return self._process is not None and self._process.returncode is None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id, also of the group."""
-        return self._process.pid if self._process is not None else None
-
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
-        return self._process.returncode if self._process is not None else None
-
-    def tail(self) -> str:
-        """The last lines of its log, for error messages."""
-        try:
-            with self.log_path.open("rb") as log:
-                log.seek(0, os.SEEK_END)
-                log.seek(max(0, log.tell() - _TAIL_BYTES))
-                text = log.read().decode(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.strip().splitlines()[-8:])
-
-    async def stop(self) -> None:
-        """SIGTERM to the group, SIGKILL if it is still there after `TERM_SECONDS`. Repeatable."""
-        process = self._process
-        if process is None:
-            return
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), TERM_SECONDS)
-        # Its children share the group and may have outlived it.
-        self._signal(signal.SIGKILL)
-        await asyncio.wait_for(process.wait(), TERM_SECONDS)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-
 
 # Kernels whose results do not depend on the batch, and sampling by each request's own seed.
 DETERMINISTIC: Final = "--enable-deterministic-inference"
+# Letters, digits, white space and signs beyond ASCII: tokenizers that agree on it are taken as
+# equal.
+_TEXT: Final = "Troupe: 3 agents, x = 17.5 + y\n\tcaf\u00e9 \u2192 \u4e2d\u6587 isn't it?"
+# A server that has answered no turn for this long is asked for a real token: when it is idle, and
+# when it has room but ends no turn.
+PROBE_AFTER_SECONDS: Final = 15.0
+STALL_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.25
+# A server is idle within this time after its turns were aborted.
+_IDLE_SECONDS: Final = 10.0
+# Launches until one gets its port before another process does.
+_PORTS_TRIED: Final = 3
+# Adapters of one batch: the served version, former ones whose turns still run, none (the base).
+PER_BATCH: Final = 4
+
+
+class _ForeignServer(Exception):
+    """Another process answers on the port of a launched server."""
+
+
+class Server:
+    """One server and its properties. Attributes without underscore are set after `up`."""
+
+    client: SglangClient
+    updater: Updater
+    layout: PreTrainedModel
+    """The policy's model without storage: names, shapes and dtypes of its weights."""
+    max_context: int
+    vocabulary: int
+    eos_ids: frozenset[int]
+    features: Features
+    ranks: int
+    """Tensor-parallel size."""
+    frees_memory: bool
+    """Whether weights and cache can be released while it runs."""
+    near: bool
+    """Whether its address is this host's."""
+
+    def __init__(
+        self,
+        policy: str,
+        spec: PolicySpec,
+        *,
+        replica: int,
+        deterministic: bool,
+    ) -> None:
+        self._policy = policy
+        self._spec = spec
+        self._replica = replica
+        self._scratch: Scratch | None = None
+        self._deterministic = deterministic
+        self._process: ServerProcess | None = None
+        # Served model name of a launched server, so that no other one is mistaken for it.
+        self._name = ""
+
+    @property
+    def launched(self) -> bool:
+        """Whether this engine launched the server, and ends it."""
+        return not self._spec.engine.urls
+
+    @property
+    def exited(self) -> str | None:
+        """How a launched server ended; None while it runs, and for attached servers."""
+        process = self._process
+        if process is None or process.running:
+            return None
+        return f"the server exited with code {process.exit_code}; last lines of its log:\n" + (
+            process.tail() or "(empty)"
+        )
+
+    async def up(self) -> None:
+        """Launch or attach and wait until it serves. Raises `EngineStartFailed`."""
+        await self.down(for_good=False)
+        seconds = self._spec.engine.start_timeout_seconds
+        config = await asyncio.to_thread(self._read_model)
+        try:
+            async with asyncio.timeout(seconds):
+                for left in reversed(range(_PORTS_TRIED)):
+                    url = self._attached_url() or await self._launched_url(config)
+                    self.client = SglangClient(url)
+                    try:
+                        await self._ready()
+                        await self._inspect(config)
+                        break
+                    except _ForeignServer as error:
+                        await self.down(for_good=False)
+                        if not left:
+                            raise self._unlaunchable(str(error)) from error
+        except TimeoutError as error:
+            tail = self._process.tail() if self._process is not None else ""
+            await self.down(for_good=False)
+            raise EngineStartFailed(
+                f"the server was not ready within {seconds:g} s" + (f":\n{tail}" if tail else ""),
+                field=f"policies.{self._policy}.engine.start_timeout_seconds",
+                value=seconds,
+                remedy="Allow more time, or see its log.",
+            ) from error
+        except BaseException:
+            await self.down(for_good=False)
+            raise
+
+    async def down(self, *, for_good: bool) -> None:
+        """End a launched server and the connections; `for_good` also deletes log and files."""
+        if hasattr(self, "client"):
+            await self.client.close()
+        if self._process is not None:
+            await self._process.stop()
+            self._process = None
+        release_urls(self)
+        if for_good and self._scratch is not None:
+            await asyncio.to_thread(self._scratch.close)
+            self._scratch = None
+
+    async def load(self) -> ServerLoad:
+        """The server's load; zeros where it does not report any."""
+        if self.features.loads is None:
+            return ServerLoad()
+        return await self.client.load(self.features.loads)
+
+    async def free(self, tags: Collection[str]) -> None:
+        """Release memory once the server is idle: a busy scheduler would die of it."""
+        async with asyncio.timeout(_IDLE_SECONDS):
+            while (load := await self.load()).running or load.waiting:  # noqa: ASYNC110 - a server's
+                await asyncio.sleep(_POLL_SECONDS / 5)
+        await self.client.release_memory(tags)
+
+    @property
+    def _directory(self) -> Path:
+        if self._scratch is None:
+            self._scratch = Scratch("troupe-sglang-")
+        return self._scratch.path
+
+    def _read_model(self) -> PretrainedConfig:
+        model = self._spec.language_model
+        config = load_config(model, self._policy)
+        with torch.device("meta"):
+            self.layout = skeleton(config, model.dtype, self._policy)
+        text = config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None)
+        self.max_context = min(self._spec.engine.max_context, positions or 1 << 30)
+        self.vocabulary = text.vocab_size
+        self.eos_ids = stop_ids(config, model.path, model.revision)
+        return config
+
+    def _attached_url(self) -> str | None:
+        urls = self._spec.engine.urls
+        if urls and self._replica >= len(urls):
+            raise EngineStartFailed(
+                f"replica {self._replica} has no server: {len(urls)} are given",
+                field=f"policies.{self._policy}.engine.urls",
+                value=urls,
+                remedy="Give one URL per replica, or lower `replicas`.",
+            )
+        if not urls:
+            return None
+        url = urls[self._replica]
+        if not claim_url(url, self):
+            raise EngineStartFailed(
+                "another engine of this worker is attached to that server",
+                field=f"policies.{self._policy}.engine.urls",
+                value=url,
+                remedy="Give each engine a server of its own; release the job that has this one.",
+            )
+        return url
+
+    async def _launched_url(self, config: PretrainedConfig) -> str:
+        spec = self._spec
+        source = spec.language_model.path
+        if source is None:
+            architecture = type(self.layout).__name__
+            directory = write_config(config, architecture, self._directory / "model")
+            source = str(directory)
+        port = free_port()
+        self._name = f"troupe-{secrets.token_hex(6)}"
+        command = launch_command(
+            spec,
+            source,
+            port,
+            self.max_context,
+            deterministic=self._deterministic,
+            name=self._name,
+            targets=target_names(spec, self.layout),
+        )
+        process = ServerProcess(command, self._directory / "server.log")
+        try:
+            await process.start()
+        except OSError as error:
+            raise self._unlaunchable(f"the server cannot be started: {error}") from error
+        self._process = process
+        return f"http://127.0.0.1:{port}"
+
+    def _unlaunchable(self, reason: str) -> EngineStartFailed:
+        return EngineStartFailed(
+            reason,
+            field=f"policies.{self._policy}.engine.python",
+            value=self._spec.engine.python,
+            remedy="Name the Python of an environment with SGLang, give `urls`, or use "
+            "`kind: embedded`.",
+        )
+
+    async def _ready(self) -> None:
+        while not await self.client.alive():
+            if self.exited is not None:
+                raise self._unlaunchable(self.exited)
+            await asyncio.sleep(_POLL_SECONDS)
+        if self.launched:
+            await self._check_name()
+        else:
+            # A rollout process that died in the middle of an update leaves the server paused.
+            for repair in (self.client.end_update, self.client.resume):
+                with contextlib.suppress(Refused):
+                    await repair()
+        while not await self.client.healthy():
+            if self.exited is not None:
+                raise self._unlaunchable(self.exited)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _check_name(self) -> None:
+        """Raise `_ForeignServer` when another server answers on the port."""
+        if "--served-model-name" in self._spec.engine.launch:
+            return
+        with contextlib.suppress(ServerGone, BrokenReply, Refused):
+            name = (await self.client.server_info()).get("served_model_name", self._name)
+            if name != self._name:
+                port = httpx.URL(self.client.url).port
+                raise _ForeignServer(f"port {port} is held by another server, '{name}'")
+
+    async def _inspect(self, config: PretrainedConfig) -> None:
+        """Read the server's features, and check that it serves the policy's model."""
+        spec, client = self._spec, self.client
+        launched = self.launched
+        features, info = await inspect(
+            client,
+            self._policy,
+            config,
+            deterministic=self._deterministic,
+            tokenizer=None if launched else spec.language_model,
+        )
+        check_lora(info, spec, self._policy, target_names(spec, self.layout))
+        self.max_context = min(self.max_context, _context_of(info, self.max_context))
+        self.features = features
+        self.ranks = int(info.get("tp_size") or 1)
+        self.frees_memory = features.memory and bool(info.get("enable_memory_saver"))
+        self.near = launched or httpx.URL(client.url).host in ("127.0.0.1", "localhost", "[::1]")
+        loader = choose_loader(
+            spec.engine.update,
+            features,
+            DiskLoader(self._directory / "weights", config),
+            ranks=self.ranks,
+            launched=launched,
+            near=self.near,
+            policy=self._policy,
+        )
+        keep = spec.engine.in_flight == "keep"
+        self.updater = Updater(
+            client, features, loader, spec.language_model, self.layout, self._policy, keep=keep
+        )
+
+
+def _context_of(info: dict[str, Any], default: int) -> int:
+    """Tokens of prompt and response that the server takes."""
+    context = info.get("context_length")
+    return int(context) if context else default
+
+
+class Health:
+    """Health probes of one server. `max_running`: turns that it runs at once."""
+
+    def __init__(self, client: SglangClient, max_running: int) -> None:
+        self._client = client
+        self._max_running = max_running
+        self._answered_at = time.monotonic()
+
+    async def generates(self, answered: int, in_flight: int, *, serves: bool) -> bool:
+        """Whether the server generates. `answered`: turns since the last probe; one is proof
+        enough.
+
+        A server that is busy passes `/health_generate` with any sign of life, and a page in front
+        of a dead one may answer anything: so an ordinary request is sent when it is idle, or when
+        it has room and still ends nothing. `in_flight`: turns that it has now.
+        """
+        if answered:
+            self._answered_at = time.monotonic()
+            return True
+        if not await self._client.healthy():
+            return False
+        silent = time.monotonic() - self._answered_at
+        # In a full server the probe may wait behind long turns: no fault.
+        idle = not in_flight and silent > PROBE_AFTER_SECONDS
+        stuck = 0 < in_flight < self._max_running and silent > STALL_SECONDS
+        if not (idle or stuck) or not serves:
+            return True
+        if not await self._client.probe():
+            return False
+        self._answered_at = time.monotonic()
+        return True
 
 
 def write_config(config: PretrainedConfig, architecture: str, directory: Path) -> Path:
-    """A directory that SGLang takes for a model without weights."""
+    """Write the directory of a model without weights, as SGLang reads it."""
     directory.mkdir(parents=True, exist_ok=True)
     config.architectures = [architecture]
     config.save_pretrained(directory)
@@ -151,7 +350,7 @@ def launch_command(
     """Arguments to launch a server of `spec` on loopback with the model at `source`.
 
     Random weights (`dummy`): the engine is STALE until the first update in any case. No
-    tokenizer: token ids travel end to end. `name`: what the server calls itself. `targets`:
+    tokenizer: token ids travel end to end. `name`: the served model name. `targets`:
     layers of the policy's adapter. The job's own `launch` arguments come last and win.
     """
     engine = spec.engine
@@ -171,13 +370,9 @@ def launch_command(
         "--skip-tokenizer-init",
         *(["--served-model-name", name] if name else []),
         *([DETERMINISTIC] if deterministic else []),
-        *arguments(spec, targets),
+        *lora_arguments(spec, targets),
         *engine.launch,
     ]
-
-
-# Letters, digits, white space and signs beyond ASCII: tokenizers that agree here agree.
-_TEXT: Final = "Troupe: 3 agents, x = 17.5 + y\n\tcaf\u00e9 \u2192 \u4e2d\u6587 isn't it?"
 
 
 async def inspect(
@@ -188,7 +383,7 @@ async def inspect(
     deterministic: bool,
     tokenizer: ModelSpec | None = None,
 ) -> tuple[Features, dict[str, Any]]:
-    """What the server can do and its own description.
+    """The server's features and its own description (`/server_info`).
 
     Raises `EngineStartFailed` naming `engine.urls` when it is no SGLang server, cannot be updated,
     or serves another model than `config`: another type, another vocabulary or, where `tokenizer` is
@@ -252,7 +447,7 @@ async def _features(client: SglangClient) -> Features:
 
 
 def _ids(model: ModelSpec) -> list[int] | None:
-    """The policy's own ids of the text; None when its tokenizer cannot be loaded here."""
+    """Ids of `_TEXT` by the policy's tokenizer; None when it cannot be loaded here."""
     try:
         loaded = AutoTokenizer.from_pretrained(model.tokenizer_source, revision=model.revision)
     except (OSError, ValueError):
@@ -261,318 +456,46 @@ def _ids(model: ModelSpec) -> list[int] | None:
     return ids
 
 
-# Without an answered turn for this long a server is asked for a real token, when nothing else is
-# asked of it or when turns that it should have room for do not end.
-PROBE_AFTER_SECONDS: Final = 15.0
-STALL_SECONDS: Final = 60.0
+def target_names(spec: PolicySpec, model: Any) -> list[str]:
+    """Last parts of the names of the layers that the policy's adapter changes; empty without
+    one."""
+    if spec.lora is None:
+        return []
+    layers, _ = linear_layers(model, spec.lora.target_modules)
+    return sorted({name.rpartition(".")[2] for name in layers})
 
 
-class Health:
-    """One server's, since it was brought up. `max_running`: turns that it runs at once."""
-
-    def __init__(self, client: SglangClient, max_running: int) -> None:
-        self._client = client
-        self._max_running = max_running
-        self._answered_at = time.monotonic()
-
-    async def well(self, answered: int, in_hand: int, *, serves: bool) -> bool:
-        """Whether it generates. `answered`: turns since the last question, which are proof enough.
-
-        A server that is busy passes `/health_generate` with any sign of life, and a page in front
-        of a dead one may answer anything: so an ordinary request is sent when it is idle, or when
-        it has room and still ends nothing. `in_hand`: turns that it has now.
-        """
-        if answered:
-            self._answered_at = time.monotonic()
-            return True
-        if not await self._client.healthy():
-            return False
-        silent = time.monotonic() - self._answered_at
-        # A full server may let the probe wait behind long turns: that is no fault.
-        idle = not in_hand and silent > PROBE_AFTER_SECONDS
-        stuck = 0 < in_hand < self._max_running and silent > STALL_SECONDS
-        if not (idle or stuck) or not serves:
-            return True
-        if not await self._client.probe():
-            return False
-        self._answered_at = time.monotonic()
-        return True
-
-
-_LOCK = threading.Lock()
-_HOLDERS: dict[str, Hashable] = {}
-
-
-def claim(url: str, holder: Hashable) -> bool:
-    """Take `url` for `holder`; False when another one has it. Repeatable."""
-    with _LOCK:
-        return _HOLDERS.setdefault(server_of(url), holder) == holder
-
-
-def release(holder: Hashable) -> None:
-    """Give back all that `holder` has. Repeatable."""
-    with _LOCK:
-        for url in [url for url, who in _HOLDERS.items() if who == holder]:
-            del _HOLDERS[url]
-
-
-_POLL_SECONDS: Final = 0.25
-# Turns that were aborted leave the server within this time.
-_IDLE_SECONDS: Final = 10.0
-# Launches until one finds a port that nobody takes meanwhile.
-_PORTS_TRIED: Final = 3
-
-
-class _ForeignServer(Exception):
-    """What answers on the port of a launched server is not that server."""
-
-
-class Server:
-    """One server and what is known of it. After `up` the attributes without underscore are set."""
-
-    client: SglangClient
-    updater: Updater
-    layout: PreTrainedModel
-    """The policy's model without storage: names, shapes and dtypes of its weights."""
-    max_context: int
-    vocabulary: int
-    eos_ids: frozenset[int]
-    features: Features
-    ranks: int
-    """Tensor-parallel size."""
-    schedules_by_priority: bool
-    frees_memory: bool
-    """Whether weights and cache can be released while it runs."""
-    near: bool
-    """Whether its address is this host's."""
-
-    def __init__(
-        self,
-        policy: str,
-        spec: PolicySpec,
-        *,
-        replica: int,
-        work_dir: Path | None,
-        deterministic: bool,
-    ) -> None:
-        self._policy = policy
-        self._spec = spec
-        self._replica = replica
-        self._given_dir = work_dir
-        self._scratch: Scratch | None = None
-        self._deterministic = deterministic
-        self._process: ServerProcess | None = None
-        # A launched server carries it, so that no other one is mistaken for it.
-        self._name = ""
-
-    @property
-    def launched(self) -> bool:
-        """Whether the server is ours to end."""
-        return not self._spec.engine.urls
-
-    @property
-    def exited(self) -> str | None:
-        """How a launched server ended; None while it runs, and for attached ones."""
-        process = self._process
-        if process is None or process.running:
-            return None
-        return f"the server exited with code {process.exit_code}; last lines of its log:\n" + (
-            process.tail() or "(empty)"
-        )
-
-    async def up(self) -> None:
-        """Launch or attach and wait until it serves. Raises `EngineStartFailed`."""
-        await self.down(for_good=False)
-        seconds = self._spec.engine.start_timeout_seconds
-        config = await asyncio.to_thread(self._read_model)
-        try:
-            async with asyncio.timeout(seconds):
-                for left in reversed(range(_PORTS_TRIED)):
-                    url = self._attached_url() or await self._launched_url(config)
-                    self.client = SglangClient(url)
-                    try:
-                        await self._ready()
-                        await self._look_over(config)
-                        break
-                    except _ForeignServer as error:
-                        await self.down(for_good=False)
-                        if not left:
-                            raise self._unlaunchable(str(error)) from error
-        except TimeoutError as error:
-            tail = self._process.tail() if self._process is not None else ""
-            await self.down(for_good=False)
-            raise EngineStartFailed(
-                f"the server was not ready within {seconds:g} s" + (f":\n{tail}" if tail else ""),
-                field=f"policies.{self._policy}.engine.start_timeout_seconds",
-                value=seconds,
-                remedy="Allow more time, or see its log.",
-            ) from error
-        except BaseException:
-            await self.down(for_good=False)
-            raise
-
-    async def down(self, *, for_good: bool) -> None:
-        """End a launched server and our connections; `for_good` also deletes our files."""
-        if hasattr(self, "client"):
-            await self.client.close()
-        if self._process is not None:
-            await self._process.stop()
-            self._process = None
-        release(self)
-        if for_good and self._scratch is not None:
-            await asyncio.to_thread(self._scratch.close)
-            self._scratch = None
-
-    async def load(self) -> ServerLoad:
-        """What the server has to do; zeros where it does not tell."""
-        if self.features.loads is None:
-            return ServerLoad()
-        return await self.client.load(self.features.loads)
-
-    async def free(self, tags: Collection[str]) -> None:
-        """Release memory once the server is idle: a busy scheduler would die of it."""
-        async with asyncio.timeout(_IDLE_SECONDS):
-            while (load := await self.load()).running or load.waiting:  # noqa: ASYNC110 - not ours
-                await asyncio.sleep(_POLL_SECONDS / 5)
-        await self.client.release_memory(tags)
-
-    @property
-    def _directory(self) -> Path:
-        if self._given_dir is not None:
-            return self._given_dir
-        if self._scratch is None:
-            self._scratch = Scratch("troupe-sglang-")
-        return self._scratch.path
-
-    def _read_model(self) -> PretrainedConfig:
-        model = self._spec.language_model
-        config = load_config(model, self._policy)
-        with torch.device("meta"):
-            self.layout = skeleton(config, model.dtype, self._policy)
-        text = config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", None)
-        self.max_context = min(self._spec.engine.max_context, positions or 1 << 30)
-        self.vocabulary = text.vocab_size
-        self.eos_ids = stop_ids(config, model.path, model.revision)
-        return config
-
-    def _attached_url(self) -> str | None:
-        urls = self._spec.engine.urls
-        if urls and self._replica >= len(urls):
-            raise EngineStartFailed(
-                f"replica {self._replica} has no server: {len(urls)} are given",
-                field=f"policies.{self._policy}.engine.urls",
-                value=urls,
-                remedy="Give one URL per replica, or lower `replicas`.",
-            )
-        if not urls:
-            return None
-        url = urls[self._replica]
-        if not claim(url, self):
-            raise EngineStartFailed(
-                "another engine of this worker is attached to that server",
-                field=f"policies.{self._policy}.engine.urls",
-                value=url,
-                remedy="Give each engine a server of its own; release the job that has this one.",
-            )
-        return url
-
-    async def _launched_url(self, config: PretrainedConfig) -> str:
-        spec = self._spec
-        source = spec.language_model.path
-        if source is None:
-            architecture = type(self.layout).__name__
-            directory = write_config(config, architecture, self._directory / "model")
-            source = str(directory)
-        port = free_port()
-        self._name = f"troupe-{secrets.token_hex(6)}"
-        command = launch_command(
-            spec,
-            source,
-            port,
-            self.max_context,
-            deterministic=self._deterministic,
-            name=self._name,
-            targets=target_names(spec, self.layout),
-        )
-        process = ServerProcess(command, self._directory / "server.log")
-        try:
-            await process.start()
-        except OSError as error:
-            raise self._unlaunchable(f"the server cannot be started: {error}") from error
-        self._process = process
-        return f"http://127.0.0.1:{port}"
-
-    def _unlaunchable(self, reason: str) -> EngineStartFailed:
-        return EngineStartFailed(
-            reason,
-            field=f"policies.{self._policy}.engine.python",
-            value=self._spec.engine.python,
-            remedy="Name the Python of an environment with SGLang, give `urls`, or use "
-            "`kind: embedded`.",
-        )
-
-    async def _ready(self) -> None:
-        while not await self.client.alive():
-            if self.exited is not None:
-                raise self._unlaunchable(self.exited)
-            await asyncio.sleep(_POLL_SECONDS)
-        if self.launched:
-            await self._is_ours()
-        else:
-            # A rollout process that died in the middle of an update leaves the server paused.
-            for mend in (self.client.end_update, self.client.resume):
-                with contextlib.suppress(Refused):
-                    await mend()
-        while not await self.client.healthy():
-            if self.exited is not None:
-                raise self._unlaunchable(self.exited)
-            await asyncio.sleep(_POLL_SECONDS)
-
-    async def _is_ours(self) -> None:
-        """Raise `_ForeignServer` when somebody else answers on our port: ours will not get it."""
-        if "--served-model-name" in self._spec.engine.launch:
-            return
-        with contextlib.suppress(ServerGone, BrokenReply, Refused):
-            name = (await self.client.server_info()).get("served_model_name", self._name)
-            if name != self._name:
-                port = httpx.URL(self.client.url).port
-                raise _ForeignServer(f"port {port} is held by another server, '{name}'")
-
-    async def _look_over(self, config: PretrainedConfig) -> None:
-        """Find out what it can do, and whether it is the policy's model at all."""
-        spec, client = self._spec, self.client
-        launched = self.launched
-        features, info = await inspect(
-            client,
-            self._policy,
-            config,
-            deterministic=self._deterministic,
-            tokenizer=None if launched else spec.language_model,
-        )
-        check_server(info, spec, self._policy, target_names(spec, self.layout))
-        self.max_context = min(self.max_context, _context_of(info, self.max_context))
-        self.features = features
-        self.ranks = int(info.get("tp_size") or 1)
-        self.schedules_by_priority = bool(info.get("enable_priority_scheduling"))
-        self.frees_memory = features.memory and bool(info.get("enable_memory_saver"))
-        self.near = launched or httpx.URL(client.url).host in ("127.0.0.1", "localhost", "[::1]")
-        loader = choose_loader(
-            spec.engine.update,
-            features,
-            DiskLoader(self._directory / "weights", config),
-            ranks=self.ranks,
-            launched=launched,
-            near=self.near,
-            policy=self._policy,
-        )
-        keep = spec.engine.in_flight == "keep"
-        self.updater = Updater(
-            client, features, loader, spec.language_model, self.layout, self._policy, keep=keep
+def check_lora(
+    info: Mapping[str, Any], spec: PolicySpec, policy: str, targets: Sequence[str]
+) -> None:
+    """Raise `EngineStartFailed` unless the server was started for this policy's adapters."""
+    lora = spec.lora
+    if lora is None:
+        return
+    problem = ""
+    if not info.get("enable_lora"):
+        problem = "it was started without LoRA"
+    elif (rank := info.get("max_lora_rank")) is not None and int(rank) < lora.rank:
+        problem = f"it takes adapters up to rank {rank}, the policy's have {lora.rank}"
+    elif theirs := info.get("lora_target_modules"):
+        lacking = [] if "all" in theirs else sorted(set(targets) - set(theirs))
+        problem = f"it adapts no {', '.join(lacking)}" if lacking else ""
+    if problem:
+        raise EngineStartFailed(
+            f"the policy trains an adapter, and the server cannot serve it: {problem}",
+            field=f"policies.{policy}.engine.{'urls' if spec.engine.urls else 'launch'}",
+            value=", ".join(spec.engine.urls or spec.engine.launch) or None,
+            remedy=f"Start it with {' '.join(lora_arguments(spec, targets))}.",
         )
 
 
-def _context_of(info: dict[str, Any], default: int) -> int:
-    """Tokens of prompt and response that the server takes."""
-    context = info.get("context_length")
-    return int(context) if context else default
+def lora_arguments(spec: PolicySpec, targets: Sequence[str]) -> list[str]:
+    """Launch arguments for a policy's adapters."""
+    if spec.lora is None:
+        return []
+    return [
+        "--enable-lora",
+        *("--max-lora-rank", str(spec.lora.rank)),
+        *("--lora-target-modules", *targets),
+        *("--max-loras-per-batch", str(PER_BATCH)),
+    ]

@@ -1,33 +1,58 @@
-"""Brings a server to new weights without losing a turn, and proves that they are in."""
+"""Weight updates of an SGLang server: how tensors get in, and the procedure that loses no turn."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import logging
+import pickle
+import shutil
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
 
 import torch
-from transformers import PreTrainedModel
+from safetensors.torch import save_file
+from transformers import PretrainedConfig, PreTrainedModel
 
-from services.rollout.engines.base import UpdateFailed
-from services.rollout.engines.sglang.client import Refused, SglangClient
-from services.rollout.engines.sglang.features import Features
-from services.rollout.engines.sglang.loading import Loader, Plain, Proof, update_failed
-from services.rollout.engines.sglang.names import NamesCheck
+from services.rollout.engines.errors import BrokenReply, EngineStartFailed, Refused, UpdateFailed
+from services.rollout.engines.sglang.client import Features, SglangClient, prompt_logprobs
+from services.rollout.engines.verification import (
+    Fingerprint,
+    NamesCheck,
+    Proof,
+    ReferenceModel,
+    buckets,
+    update_failed,
+)
 from troupe.job import ModelSpec
 from troupe.v1 import common_pb2 as pb
 
-# Turns that were aborted to make room leave the server within this time.
+log = logging.getLogger(__name__)
+
+UpdateSetting = Literal["auto", "tensor", "disk"]
+
+# Bytes per tensor call by handles: bounds the shared memory that one call holds.
+_BUCKET_BYTES: Final = 1 << 30
+# The same by value: bounds the request, which both sides hold several times.
+_VALUE_BUCKET_BYTES: Final = 128 << 20
+# Newest versions kept on disk: a server may still read the former one.
+_KEEP: Final = 2
+# A server that is full answers the probe when one of its turns has ended.
+_ANSWER_SECONDS: Final = 600.0
+# Aborted turns leave the server within this time.
 _FLUSH_SECONDS: Final = 10.0
 
 
 class Updater:
     """The update procedure of one server.
 
-    Pause (turns go back to the server's queue) -> load -> flush -> name the version -> continue
-    -> compare prompt log-probs with a plain forward pass over the published weights. The first time
-    also: does the server take every name (`NamesCheck`)?
+    Pause (turns return to the server's queue) -> load -> flush the cache -> name the version ->
+    continue -> compare prompt log-probs with a plain forward pass over the published weights. The
+    first update also checks that the server takes every name (`NamesCheck`).
     """
 
     def __init__(
@@ -41,14 +66,14 @@ class Updater:
         *,
         keep: bool,
     ) -> None:
-        """`layout`: the model without weights. `keep`: running turns go on after the update;
-        otherwise they end."""
+        """`layout`: the model without storage. `keep`: running turns continue after the update;
+        otherwise they are aborted."""
         self._keep = keep
         self._client = client
         self._features = features
         self._loader = loader
-        self.plain = Plain(layout, model.dtype, policy)
-        self._names = NamesCheck(client, loader, self.plain)
+        self.reference = ReferenceModel(layout, model.dtype, policy)
+        self._names = NamesCheck(self.reference, client.url, self._put, self._fingerprint)
 
     async def run(
         self,
@@ -60,12 +85,12 @@ class Updater:
     ) -> float:
         """Load and verify `tensors` (each tensor once); returns the seconds of the pause.
 
-        `changed`: the server is known to hold other content now. `gate(False)` has our own turns
-        held back, `gate(True)` lets them go. Raises `UpdateFailed` and the client's errors other
-        than `Refused`; the server then generates again, with unknown weights.
-        """
+        `changed`: the server is known to hold other weights now. `gate(False)` has the engine hold
+        its turns back, `gate(True)` send them again. Raises `UpdateFailed` and the client's errors
+        other than `Refused`; the server then generates again, with unknown weights."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        proof = await asyncio.to_thread(lambda: self.plain.proof(self.plain.in_model(tensors)))
+        reference = self.reference
+        proof = await asyncio.to_thread(lambda: reference.proof(reference.in_model(tensors)))
         await self._loader.prepare(tensors, ref.version)
         before = await self._client.weights_digest(num_bytes) if changed else None
         began = time.monotonic()
@@ -88,7 +113,7 @@ class Updater:
         try:
             await self._verify(ref, proof, before, num_bytes)
         except UpdateFailed:
-            # Names that it skips are the better reason.
+            # Skipped names are the better explanation.
             await self._names.run(tensors, ref)
             raise
         await self._names.run(tensors, ref)
@@ -100,7 +125,7 @@ class Updater:
             return
         if self._features.pause:
             await self._client.pause(None)
-        # What was aborted is asked for again, with its tokens, when the gate opens.
+        # Aborted turns are sent again, with their tokens so far, when the gate opens.
         await self._client.abort_all()
 
     async def _flush(self) -> None:
@@ -122,4 +147,244 @@ class Updater:
             raise update_failed(ref, f"the server says that it serves version '{named}'")
         if before is not None and await self._client.weights_digest(num_bytes) == before:
             raise update_failed(ref, "the server's own checksum of its weights did not change")
-        await proof.check(self._client, ref)
+        await prove(self._client, proof, ref)
+
+    async def _put(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        await self._loader.put(self._client, tensors, version)
+        await self._client.flush_cache()
+
+    async def _fingerprint(self, num_bytes: int) -> Fingerprint:
+        digest = await self._client.weights_digest(num_bytes)
+        if digest is not None:
+            return digest
+        return await _served_logprobs(self._client, self.reference.ids, "names")
+
+
+async def prove(
+    client: SglangClient, proof: Proof, ref: pb.WeightsRef, *, adapter: str | None = None
+) -> None:
+    """Raise `UpdateFailed` unless the server (with `adapter`) gives the log-probs of `proof`; also
+    `BrokenReply` and `ServerGone`."""
+    name = adapter or f"{ref.policy}-{ref.version}"
+    try:
+        found = await _served_logprobs(client, proof.ids, name, adapter=adapter)
+    except Refused as error:
+        raise update_failed(ref, f"the probe was refused: {error}") from error
+    except TimeoutError as error:
+        reason = f"the probe was not answered within {_ANSWER_SECONDS:g} s"
+        raise update_failed(ref, reason) from error
+    proof.check(found, ref)
+
+
+async def _served_logprobs(
+    client: SglangClient, ids: list[int], name: str, *, adapter: str | None = None
+) -> list[float]:
+    """The server's log-probs of `ids[1:]`. Raises the client's errors, and TimeoutError."""
+    sampling: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.0}
+    rid = f"probe-{name}-{time.monotonic_ns()}"
+    async with asyncio.timeout(_ANSWER_SECONDS):
+        meta = await client.generate(rid, ids, sampling, logprobs_from=0, adapter=adapter)
+    got = prompt_logprobs(meta)
+    if len(got) != len(ids) - 1:
+        raise BrokenReply(f"{len(got)} log-probs for a probe of {len(ids)} tokens")
+    return got
+
+
+class Loader(Protocol):
+    """A way to get tensors into a paused server."""
+
+    async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """The part that can be done while the server still serves."""
+        ...
+
+    async def load(self, client: SglangClient, version: int) -> None:
+        """The part that needs the server paused. Raises the client's errors."""
+        ...
+
+    async def put(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        """Load some tensors over those of `version`, which the server holds. Raises the client's
+        errors."""
+        ...
+
+
+class DiskLoader:
+    """Through safetensors files in a directory that the server sees; in shared memory by
+    default."""
+
+    def __init__(self, directory: Path, config: PretrainedConfig) -> None:
+        self._directory = directory
+        self._config = config
+        # Of the version that was written last.
+        self._num_bytes = 0
+
+    async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Write the version's directory."""
+        self._num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        await asyncio.to_thread(self._write, tensors, self._path(version))
+
+    async def load(self, client: SglangClient, version: int) -> None:
+        """Have the server read the version's directory; older ones than the last two are
+        deleted."""
+        await client.update_from_disk(str(self._path(version)), str(version), self._num_bytes)
+        old = sorted(self._directory.glob("v*"), key=lambda path: path.stat().st_mtime)
+        for path in old[:-_KEEP]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    async def put(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        """Write the tensors to a temporary directory and have the server read it."""
+        path = self._directory / "some"
+        try:
+            await asyncio.to_thread(self._write, tensors, path)
+            await client.update_from_disk(str(path), str(version), self._num_bytes)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+    def _path(self, version: int) -> Path:
+        return self._directory / f"v{version}"
+
+    def _write(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        self._config.save_pretrained(path)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+
+
+class TensorLoader:
+    """As tensors in SGLang's encoding, a pickle (never used for our own messages).
+
+    `ranks`: tensor-parallel size. `sessions`: between begin and end calls. `shared`: the server
+    shares this machine's memory and gets handles; otherwise values. `names_version`: a call of its
+    own names the version.
+    """
+
+    def __init__(self, ranks: int, *, sessions: bool, shared: bool, names_version: bool) -> None:
+        self._ranks = ranks
+        self._sessions = sessions
+        self._shared = shared
+        self._names_version = names_version
+        self._tensors: Mapping[str, torch.Tensor] = {}
+
+    async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Keep the tensors for `load`: nothing can be sent before the pause."""
+        self._tensors = tensors
+
+    async def load(self, client: SglangClient, version: int) -> None:
+        """Send the tensors bucket by bucket."""
+        encode = shared_payload if self._shared else payload
+        size = _BUCKET_BYTES if self._shared else _VALUE_BUCKET_BYTES
+        if self._sessions:
+            await client.begin_update()
+        try:
+            groups = list(buckets(self._tensors.items(), size))
+            for number, bucket in enumerate(groups, start=1):
+                data = await asyncio.to_thread(encode, bucket)
+                # Only with the last bucket: a server that fails half-way must not name the version.
+                last = number == len(groups) and not self._names_version
+                named = str(version) if last else None
+                num_bytes = sum(tensor.nbytes for _, tensor in bucket)
+                await client.update_from_tensors([data] * self._ranks, named, num_bytes)
+        finally:
+            self._tensors = {}
+            if self._sessions:
+                await client.end_update()
+
+    async def put(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        """Send the tensors as in an update."""
+        await self.prepare(tensors, version)
+        await self.load(client, version)
+
+
+class EitherLoader:
+    """The first loader; once a server has refused it, the second one."""
+
+    def __init__(self, first: Loader, second: Loader) -> None:
+        self._active, self._other = first, second
+        self._prepared: tuple[Mapping[str, torch.Tensor], int] | None = None
+
+    async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Prepare the loader in use."""
+        self._prepared = tensors, version
+        await self._active.prepare(tensors, version)
+
+    async def load(self, client: SglangClient, version: int) -> None:
+        """Load, by the second loader if the first is refused."""
+        prepared, self._prepared = self._prepared, None
+        try:
+            await self._active.load(client, version)
+        except Refused as error:
+            if self._other is self._active or prepared is None:
+                raise
+            log.warning("%s takes no weights this way, trying another: %s", client.url, error)
+            await self._other.prepare(*prepared)
+            await self._other.load(client, version)
+            self._active = self._other
+
+    async def put(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        """By the loader in use."""
+        await self._active.put(client, tensors, version)
+
+
+def choose_loader(
+    setting: UpdateSetting,
+    features: Features,
+    disk: DiskLoader,
+    *,
+    ranks: int,
+    launched: bool,
+    near: bool,
+    policy: str,
+) -> Loader:
+    """The loader that `policies.X.engine.update` and the server's features allow.
+
+    `launched`: by this process, with which it shares memory. `near`: its address is this host's.
+    Raises `EngineStartFailed` when the setting asks for what the release lacks.
+    """
+    tensors = TensorLoader(
+        ranks,
+        sessions=features.sessions,
+        shared=launched,
+        names_version=features.version_call,
+    )
+    if setting == "tensor" and not features.tensors:
+        raise EngineStartFailed(
+            "the server takes no tensors",
+            field=f"policies.{policy}.engine.update",
+            value=setting,
+            remedy="Use `auto` or `disk`, or a newer release.",
+        )
+    if setting == "disk" or not features.tensors:
+        return disk
+    if setting == "tensor" or launched or not near:
+        return tensors
+    # On this host, but perhaps in a container that does not see our files.
+    return EitherLoader(disk, tensors)
+
+
+def payload(named: Any) -> str:
+    """The encoding of `named` (tensors by name, as pairs or a dict) by value."""
+    # A view of a large file would be pickled with all of it.
+    pairs = named.items() if isinstance(named, Mapping) else named
+    own = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in pairs]
+    data = dict(own) if isinstance(named, Mapping) else own
+    return base64.b64encode(pickle.dumps(data)).decode()
+
+
+def shared_payload(named: Any) -> str:
+    """The encoding of `named` by handles of shared memory."""
+    # The default strategy passes file descriptors, which crashes SGLang's scheduler.
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(named)
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""`Belongings`: all that a learner consists of, as flat named tensors and back."""
+"""`LearnerState`: the state of a learner as flat named tensors, for checkpoints."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from troupe.rpc.errors import InvalidArgument
 
 Tensors = dict[str, torch.Tensor]
 
-# TorchRL tells of every storage that it makes, past whatever its users log with.
+# TorchRL logs every storage that it makes to its own handlers.
 logging.getLogger("torchrl").setLevel(logging.WARNING)
 
 
 class Replay:
-    """The last `capacity` items, drawn uniformly with replacement by the generator."""
+    """A replay buffer of the last `capacity` items, sampled uniformly with replacement."""
 
     def __init__(self, capacity: int, batch: int, generator: torch.Generator) -> None:
         self._capacity, self._batch, self._generator = capacity, batch, generator
@@ -32,9 +32,9 @@ class Replay:
         return len(self._buffer)
 
     def extend(self, items: Mapping[str, torch.Tensor]) -> None:
-        """Add items, which are the first axis of every tensor; the oldest make room."""
+        """Add items, the first axis of every tensor; the oldest are dropped."""
         count = len(next(iter(items.values())))
-        # The writer takes no more than fit at once.
+        # The writer takes at most `capacity` items at once.
         for start in range(max(0, count - self._capacity), count, self._capacity):
             part = {name: tensor[start:] for name, tensor in items.items()}
             self._buffer.extend(TensorDict(part, [count - start]))
@@ -44,13 +44,13 @@ class Replay:
         return dict(self._buffer.sample().items())
 
     def state(self) -> Tensors:
-        """`cursor`, and under `item.` what is remembered, where it is: views, not copies."""
+        """`cursor` and the items under `item.`, as views."""
         held = self._buffer.storage[:] if len(self) else TensorDict({}, [0])
         items = {f"item.{name}": tensor for name, tensor in held.items()}
         return {"cursor": torch.tensor(self._buffer.writer.state_dict()["_cursor"]), **items}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Remember what `state` gave."""
+        """Restore a `state()`."""
         self._buffer = self._empty()
         items = {
             name.removeprefix("item."): tensor
@@ -72,37 +72,39 @@ class Replay:
 
 
 @dataclass
-class Belongings:
-    """Names: `weights.MODULE.*`, `target.NAME.*`, `optimizer.NAME.PARAMETER.*`, `random.NAME`,
-    `buffer.*`, `count.NAME`. MODULE names the module, which may have its own buffers."""
+class LearnerTensors:
+    """All that a learner consists of.
+
+    Names of tensors: `weights.MODULE.*`, `target.NAME.*`, `optimizer.NAME.PARAMETER.*`,
+    `random.NAME`, `buffer.*`, `count.NAME`. The weights of a MODULE include its buffers."""
 
     modules: dict[str, nn.Module]
-    """By name."""
+    """Modules by name."""
     optimizers: dict[str, torch.optim.Adam]
-    """Of the parameters of the module of the same name."""
+    """Optimizers of the parameters of the module of the same name."""
     generator: torch.Generator
-    """Of all random numbers."""
+    """Source of all random numbers."""
     targets: dict[str, TensorDictBase] = field(default_factory=dict)
     """Parameters of target networks, as TorchRL's losses hold them."""
     replay: Replay | None = None
     counts: dict[str, int] = field(default_factory=dict)
 
     def state(self) -> Tensors:
-        """All of it; only the random state and counts are copies."""
+        """All tensors by name; only the random state and counts are copies."""
         found = self._fixed()
         if self.replay is not None:
             found |= {f"buffer.{name}": value for name, value in self.replay.state().items()}
         return found
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Become what `state` gave. Raises InvalidArgument naming the tensor at fault, and then
-        nothing has moved."""
+        """Restore a `state()`. Raises InvalidArgument naming the tensor at fault; nothing has
+        changed then."""
         own = self._fixed()
         given = {name for name in state if not name.startswith("buffer.")}
         for name in sorted(own.keys() | given):
             if name not in own or name not in state:
-                what = "is missing" if name in own else "is none of this learner's"
-                raise InvalidArgument(what, field="state", value=name)
+                problem = "is missing" if name in own else "is none of this learner's"
+                raise InvalidArgument(problem, field="state", value=name)
             expected, found = list(own[name].shape), list(state[name].shape)
             if found != expected:
                 raise InvalidArgument(
@@ -133,7 +135,7 @@ class Belongings:
             )
 
     def _fixed(self) -> Tensors:
-        """All but the buffer: names and shapes of these never change."""
+        """All tensors but those of the buffer; their names and shapes are constant."""
         found: Tensors = {}
         for key, module in self.modules.items():
             found |= {f"weights.{key}.{name}": value for name, value in module.state_dict().items()}
@@ -157,20 +159,24 @@ def _fresh(parameter: torch.Tensor) -> Tensors:
 
 
 class LearnerState:
-    """What every learner gives and takes of itself."""
+    """Base class of learners: their state, its restoration, and the weights that they publish."""
 
-    _owned: Belongings
+    _tensors: LearnerTensors
     _acting: ActingNetwork
-    """What actors play with."""
+    """The network that is published."""
 
     def state(self) -> Tensors:
-        """As `Learner.state`."""
-        return self._owned.state()
+        """See `NetworkTrainer.state`."""
+        return self._tensors.state()
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As `Learner.restore`."""
-        self._owned.restore(state)
+        """See `NetworkTrainer.restore`."""
+        self._tensors.restore(state)
 
     def published(self) -> Tensors:
-        """As `Learner.published`."""
+        """See `NetworkTrainer.published`."""
         return {name: value.clone() for name, value in self._acting.state_dict().items()}
+
+    def seed(self, seed: int) -> None:
+        """Seed all random numbers of training."""
+        self._tensors.generator.manual_seed(seed)

@@ -1,7 +1,8 @@
-"""`python -m services.rollout.engines.apart SOCKET MEMORY`: an engine's model, served apart.
+"""`python -m services.rollout.engines.subprocess_batcher SOCKET MEMORY`: the child process.
 
-Both arguments are file descriptors that were inherited: the other side and the weights. Ends when
-the other side ends, whatever it is computing.
+It computes the passes of an engine's model. Both arguments are inherited file descriptors: the
+parent's socket and the shared memory of the weights. It ends when the parent ends, whatever it is
+computing.
 """
 
 from __future__ import annotations
@@ -18,44 +19,45 @@ from typing import Any, Final, NoReturn
 import torch
 
 from services.chassis.process import keep_freed_memory
-from services.rollout.engines.apart import batcher
-from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.continuous import PASS_SECONDS
-from services.rollout.engines.front import EngineTurn
-from services.rollout.engines.slotted import KVSlot, SlotBatcher
+from services.rollout.engines.requests import SamplingParams
+from services.rollout.engines.slots import KVSlot
+from services.rollout.engines.slotted import SlotBatcher
+from services.rollout.engines.subprocess_batcher import batcher
+from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import add_adapter, load_config, skeleton
 from troupe.job import LoraSpec, ModelSpec
 
-# What is done at a standstill takes less; if not, the other side has given up long before.
-_LONGEST_HOLD_SECONDS: Final = 10 * PASS_SECONDS
+# Longer than any pause that the parent waits for.
+_LONGEST_PAUSE_SECONDS: Final = 10 * PASS_SECONDS
 
 
-class _Reporting(SlotBatcher):
-    """Tells of every pass; turns are named by their numbers."""
+class _ReportingBatcher(SlotBatcher):
+    """Sends the tokens of every pass to the parent; turns have numbers."""
 
     def __init__(self, *args: Any, outbox: batcher.Outbox, **kwargs: Any) -> None:
         super().__init__(*args, drew=lambda count: None, **kwargs)
         self._outbox = outbox
         self._turns: dict[int, EngineTurn] = {}
-        # Of the pass that is being recorded.
-        self._over: list[EngineTurn] = []
+        # Turns that ended in the pass that is being recorded.
+        self._just_ended: list[EngineTurn] = []
 
-    def take(self, number: int, turn: EngineTurn) -> None:
-        """Serve `turn`, whose request id is the number."""
+    def submit_number(self, number: int, turn: EngineTurn) -> None:
+        """Serve `turn`, whose request id is `number`."""
         self._turns[number] = turn
         if self._gate.enter(turn):
             self._add(turn)
 
-    def give_up(self, number: int) -> None:
-        """Stop working on a turn, unless it is over."""
+    def cancel_number(self, number: int) -> None:
+        """Stop computing a turn, unless it has ended."""
         if (turn := self._turns.pop(number, None)) is not None:
             self.cancel(turn)
 
     def _record(self, slots: Sequence[KVSlot], logits: torch.Tensor) -> None:
         before = [(slot.turn, len(slot.turn.versions)) for slot in slots if slot.turn is not None]
         super()._record(slots, logits)
-        over = [int(turn.request_id) for turn in self._over]
-        for number in over:
+        ended = [int(turn.request_id) for turn in self._just_ended]
+        for number in ended:
             self._turns.pop(number, None)
         drew: list[tuple[int, int, float]] = []
         first: list[tuple[int, int, float | None]] = []
@@ -65,38 +67,38 @@ class _Reporting(SlotBatcher):
                 drew.append((number, turn.token_ids[-1], turn.logprobs[-1]))
                 if not count:
                     first.append((number, turn.read_tokens, turn.started_at))
-        self._outbox.put("drew", self._version, drew, first, over)
+        self._outbox.put("drew", self._version, drew, first, ended)
 
     def _report(self, turns: Sequence[EngineTurn]) -> None:
         super()._report(turns)
-        self._over = list(turns)
+        self._just_ended = list(turns)
 
 
-class _Server:
-    """Does what the other side says."""
+class _Child:
+    """Handles the parent's messages."""
 
     def __init__(self, connection: Connection, descriptor: int) -> None:
         self._connection = connection
         self._outbox = batcher.Outbox(connection, lambda: _exit(1))
-        # Standstills that wait for `go`, and what it said.
-        self._going: dict[int, tuple[threading.Event, list[bool]]] = {}
-        ((about,),) = batcher.receive(connection)
-        torch.set_num_threads(about["threads"])
-        source = ModelSpec.model_validate(about["model"])
-        model = skeleton(load_config(source, about["policy"]), source.dtype, about["policy"])
-        lora = about["lora"]
+        # Pauses that wait for `resume`, and whether it reported success.
+        self._pauses: dict[int, tuple[threading.Event, list[bool]]] = {}
+        ((settings,),) = batcher.receive(connection)
+        torch.set_num_threads(settings["threads"])
+        source = ModelSpec.model_validate(settings["model"])
+        model = skeleton(load_config(source, settings["policy"]), source.dtype, settings["policy"])
+        lora = settings["lora"]
         add_adapter(model, None if lora is None else LoraSpec.model_validate(lora))
-        batcher.settle(model, descriptor)
-        self._batcher = _Reporting(
+        batcher.map_weights(model, descriptor)
+        self._batcher = _ReportingBatcher(
             model,
-            max_running=about["max_running"],
-            max_context=about["max_context"],
+            max_running=settings["max_running"],
+            max_context=settings["max_context"],
             outbox=self._outbox,
             exited=self._ended,
         )
 
     def run(self) -> None:
-        """Serve until told to stop, or until nobody tells anything any more."""
+        """Serve until the parent stops it or is gone."""
         self._batcher.start()
         self._outbox.put("ready")
         while True:
@@ -121,40 +123,40 @@ class _Server:
         turn = EngineTurn(
             str(number), prompt, sampling, max_new_tokens=most, stop_ids=frozenset(stops), seed=seed
         )
-        self._batcher.take(number, turn)
+        self._batcher.submit_number(number, turn)
 
     def _on_cancel(self, number: int) -> None:
-        self._batcher.give_up(number)
+        self._batcher.cancel_number(number)
 
-    def _on_hold(self, number: int, version: int | None) -> None:
-        self._going[number] = threading.Event(), []
-        # In a thread: the standstill begins when the pass has ended, and messages come meanwhile.
-        threading.Thread(target=self._stand, args=(number, version), daemon=True).start()
+    def _on_pause(self, number: int, version: int | None) -> None:
+        self._pauses[number] = threading.Event(), []
+        # In a thread: the pause begins when the pass has ended, and messages arrive meanwhile.
+        threading.Thread(target=self._pause, args=(number, version), daemon=True).start()
 
-    def _on_go(self, number: int, fine: bool) -> None:
-        if (going := self._going.get(number)) is not None:
-            event, said = going
-            said.append(fine)
+    def _on_resume(self, number: int, succeeded: bool) -> None:
+        if (waiting := self._pauses.get(number)) is not None:
+            event, outcome = waiting
+            outcome.append(succeeded)
             event.set()
 
-    def _stand(self, number: int, version: int | None) -> None:
-        event, said = self._going[number]
+    def _pause(self, number: int, version: int | None) -> None:
+        event, outcome = self._pauses[number]
 
         def wait() -> None:
-            self._outbox.put("held", number)
-            if not event.wait(_LONGEST_HOLD_SECONDS) or said != [True]:
+            self._outbox.put("paused", number)
+            if not event.wait(_LONGEST_PAUSE_SECONDS) or outcome != [True]:
                 raise RuntimeError("what was to be done at a standstill failed")
 
         problem = ""
         try:
             if version is None:
-                self._batcher.between(wait)
+                self._batcher.run_between_passes(wait)
             else:
                 self._batcher.swap(wait, version)
         except RuntimeError as error:
             problem = str(error)
-        del self._going[number]
-        self._outbox.put("over", number, problem)
+        del self._pauses[number]
+        self._outbox.put("resumed", number, problem)
 
     def _ended(self, reason: str) -> None:
         self._outbox.put("ended", reason)
@@ -163,22 +165,22 @@ class _Server:
 
 
 def _exit(status: int) -> NoReturn:
-    """Now: a thread may be in the middle of a pass, and nobody waits for it."""
+    """Exit at once: a thread may be in the middle of a pass."""
     os._exit(status)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve."""
-    # A terminal's Ctrl-C is for the worker, which stops us when it has drained.
+    """Serve until the parent ends."""
+    # A terminal's Ctrl-C is for the worker, which stops this process when it has drained.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     keep_freed_memory()
     connection, descriptor = Connection(int(arguments[0])), int(arguments[1])
     try:
-        server = _Server(connection, descriptor)
+        child = _Child(connection, descriptor)
         gc.collect()
         gc.freeze()
-        server.run()
+        child.run()
     except (EOFError, OSError):
         _exit(0)
     except Exception as error:

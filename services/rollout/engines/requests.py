@@ -1,0 +1,127 @@
+"""What engines are asked and what they answer: sampling parameters, responses, scores, load."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from troupe.workflow.backend import FinishReason as FinishReason
+from troupe.workflow.backend import GeneratedTurn
+from troupe.workflow.backend import VersionSpan as VersionSpan
+
+if TYPE_CHECKING:
+    from troupe.workflow import Sampling
+
+Memory = Literal["weights", "kv_cache"]
+MEMORY: Final[frozenset[Memory]] = frozenset({"weights", "kv_cache"})
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is sampled.
+
+    `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 keep every token. With a `seed` the response
+    is a function of (weights, prompt, seed), whatever else is in the batch: up to floating-point
+    noise, or bitwise in an engine of a deterministic job. `stop_token_ids` are added to the model's
+    end-of-sequence tokens. `drawn`: how many tokens at the prompt's end belong to the response
+    already, drawn by an engine that was lost; sampling continues at that position.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    drawn: int = 0
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> SamplingParams:
+        """The parameters that a workflow's agent samples with."""
+        return cls(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            seed=sampling.seed,
+        )
+
+
+class Draw(NamedTuple):
+    """How the next token of one turn is sampled; `position` counts the response's tokens."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    position: int
+
+
+def spans_of(versions: Iterable[int]) -> list[VersionSpan]:
+    """Run-length encoding of one version per token."""
+    spans: list[VersionSpan] = []
+    end = 0
+    for version, run in itertools.groupby(versions):
+        start, end = end, end + sum(1 for _ in run)
+        spans.append(VersionSpan(version, start, end))
+    return spans
+
+
+# The answer to a turn: one class from the engine to the sample.
+EngineResponse = GeneratedTurn
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A prompt and a continuation `ids` whose log-probs are asked for; neither is empty."""
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probs of continuations in the order of the requests, all computed by one version."""
+
+    logprobs: list[list[float]]
+    """Per continuation one per id, under softmax(logits / temperature), given all ids before it."""
+    version: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """The hardware of an engine: a class of devices and its measured tokens per second of prefill
+    and of decoding (all turns together); 0: unknown."""
+
+    device_class: str = ""
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether both rates are known."""
+        return self.prefill_tokens_per_second > 0 and self.decode_tokens_per_second > 0
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Load of an engine, for balancing.
+
+    `outstanding_tokens`: prompt tokens not yet read plus response tokens still allowed, over all
+    turns. `generated_tokens` counts since `start`; `tokens_per_second` is over the last seconds. As
+    a server reports them, 0 otherwise: `uncached_tokens`, prompt tokens of waiting requests that no
+    cached prefix covers; `kv_usage`, the used fraction of the key-value cache; `cache_hit_rate`,
+    the fraction of prompt tokens that came from the cache."""
+
+    running: int
+    waiting: int
+    outstanding_tokens: int
+    generated_tokens: int
+    tokens_per_second: float
+    uncached_tokens: int = 0
+    kv_usage: float = 0.0
+    cache_hit_rate: float = 0.0

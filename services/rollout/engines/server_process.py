@@ -1,0 +1,127 @@
+"""Model servers as processes: launched in a group of their own, or attached and claimed by URL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Final
+
+from troupe.job.policy import server_of
+
+# For a server to end its own children; then the whole process group is killed.
+TERM_SECONDS: Final = 10.0
+_TAIL_BYTES: Final = 4096
+# Asks the kernel for SIGTERM when the rollout process dies, however it dies, then becomes the
+# server: an orphaned server would hold its memory and its port for ever.
+_STUB: Final = """
+import ctypes, os, sys
+try:
+    ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+except Exception:
+    pass
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the rollout process is gone")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+# Attached servers of this worker's engines, by address.
+_LOCK: Final = threading.Lock()
+_HOLDERS: dict[str, Hashable] = {}
+
+
+def free_port() -> int:
+    """A loopback port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """A launched model server in a process group of its own, writing to `log_path`."""
+
+    def __init__(self, command: list[str], log_path: Path) -> None:
+        self.command = command
+        self.log_path = log_path
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start it. Raises OSError when the program or the log cannot be opened."""
+        environment = dict(os.environ)
+        # On shared cores more threads spin instead of working; users override it.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                _STUB,
+                str(os.getpid()),
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether the server's process exists."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process and of its group."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._process.returncode if self._process is not None else None
+
+    def tail(self) -> str:
+        """The last lines of its log, for error messages."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(0, os.SEEK_END)
+                log.seek(max(0, log.tell() - _TAIL_BYTES))
+                text = log.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.strip().splitlines()[-8:])
+
+    async def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL if it is still there after `TERM_SECONDS`. Repeatable."""
+        process = self._process
+        if process is None:
+            return
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), TERM_SECONDS)
+        # Its children are in the group and may have outlived it.
+        self._signal(signal.SIGKILL)
+        await asyncio.wait_for(process.wait(), TERM_SECONDS)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+
+def claim_url(url: str, holder: Hashable) -> bool:
+    """Claim the server at `url` for `holder`; False when another holder has it. Repeatable."""
+    with _LOCK:
+        return _HOLDERS.setdefault(server_of(url), holder) == holder
+
+
+def release_urls(holder: Hashable) -> None:
+    """Release all servers that `holder` has claimed. Repeatable."""
+    with _LOCK:
+        for url in [url for url, who in _HOLDERS.items() if who == holder]:
+            del _HOLDERS[url]

@@ -1,0 +1,1 @@
+"""A slot batcher in a child process, which has an interpreter lock of its own."""

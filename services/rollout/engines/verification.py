@@ -1,0 +1,336 @@
+"""What engines that are servers share: proof that a published version is served.
+
+Three things. A `Proof`: log-probs of a fixed prompt, computed here by a plain forward pass over the
+published weights, which the server must give too. `NamesCheck`: whether the server takes every
+tensor that is published. `buckets`: tensors in groups of a bounded size, to send them.
+
+Loaders of servers skip names that they do not know without a word, and a server launched without
+weights then serves random ones in their place. The proof does not show all of that: the prompt
+meets a few experts of a mixture, and bfloat16 leaves room for small mistakes. So each kind of
+tensor is tried once per server: a layer of every sort is loaded again with one kind of its tensors
+altered, and the server's fingerprint must change. Then the layer is restored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import ChainMap
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+
+from services.rollout.engines.errors import Refused, UpdateFailed
+from services.rollout.engines.weights import skeleton
+from troupe.checkpoints.format import ModelArrangement
+from troupe.transfer import DeferredTensors
+from troupe.v1 import common_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+# A server's checksum of its weights, or its log-probs of a prompt.
+Fingerprint = str | list[float]
+
+# Prompt of the proof: long enough that every layer matters, short enough for a CPU forward pass.
+_PROBE_TOKENS: Final = 16
+# Largest difference of a prompt log-prob between the server and a plain forward pass of the same
+# weights. float32 agrees to 1e-5; bfloat16 rounds to 3 digits, and kernels round differently.
+_TOLERANCE: Final = {"float32": 2e-3, "bfloat16": 0.5}
+# How far a tensor is altered, in units of its own size. Some (a bias of routing) need much.
+_STEPS: Final = (1.0, 40.0)
+# A kind that changes no log-prob by more than this in a plain forward pass cannot be detected.
+_EFFECT: Final = 1e-3
+# Of a prime length, so that rows differ whatever theirs is.
+_SIGNS: Final = torch.where(
+    torch.rand(1_000_003, generator=torch.Generator().manual_seed(0)) < 0.5, -1.0, 1.0
+)
+# Log-probs of the same request and weights are closer than this, and those of others are not.
+_NOISE: Final = 1e-5
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A prompt, and the log-probs that a plain forward pass over published weights gives it."""
+
+    ids: list[int]
+    # Log-probs of `ids[1:]`.
+    wanted: list[float]
+    allowed: float
+
+    def check(self, found: list[float], ref: pb.WeightsRef) -> None:
+        """Raise `UpdateFailed` unless the server's log-probs are those of the weights of `ref`."""
+        worst = largest_difference(found, self.wanted)
+        if not worst <= self.allowed:
+            raise update_failed(
+                ref,
+                f"prompt log-probs differ by {worst:.3g} from those of the published weights "
+                f"(allowed: {self.allowed:g})",
+            )
+
+
+class ReferenceModel:
+    """Computes with transformers, on the CPU, the log-probs that a server must give a prompt."""
+
+    def __init__(self, layout: PreTrainedModel, dtype: str, policy: str) -> None:
+        """`layout`: the policy's model without storage, in `dtype`."""
+        self._layout, self._dtype, self._policy = layout, dtype, policy
+        text = layout.config.get_text_config()
+        room = getattr(text, "max_position_embeddings", 64) // 2
+        # The prompt: ids spread over the vocabulary.
+        self.ids = [(7919 * i + 3) % text.vocab_size for i in range(min(_PROBE_TOKENS, room))]
+
+    def proof(self, tensors: DeferredTensors) -> Proof:
+        """The proof of `tensors`, by the names of the model. Blocking: all of them are read
+        once."""
+        return Proof(self.ids, self._forward(tensors), _TOLERANCE[self._dtype])
+
+    def logprobs(self, published: Mapping[str, torch.Tensor]) -> list[float]:
+        """Log-probs of the prompt after its first token, by published tensors, which fit.
+        Blocking."""
+        return self._forward(self.in_model(published))
+
+    def in_model(self, published: Mapping[str, torch.Tensor]) -> DeferredTensors:
+        """Published tensors, which fit, by the names of the model."""
+        return ModelArrangement.of(self._layout, published).arranged(published)
+
+    def _forward(self, tensors: DeferredTensors) -> list[float]:
+        """Log-probs of the prompt; each layer has its weights only while it is computed."""
+        model = skeleton(self._layout.config, self._dtype, self._policy)
+        if getattr(model.config, "_experts_implementation", None) is not None:
+            # Other implementations read every expert; a prompt needs a few.
+            model.set_experts_implementation("eager")
+        by_layer: dict[str, list[int]] = {}
+        for number, group in enumerate(tensors.groups):
+            layers = {_layer_of(model, name) for name in group.layout}
+            layer = layers.pop() if len(layers) == 1 else ""
+            by_layer.setdefault(layer, []).append(number)
+        slots = model.state_dict(keep_vars=True)
+        for number in by_layer.pop("", []):
+            _set(slots, tensors.made(number))
+        for layer, numbers in by_layer.items():
+            _load_while_computing(slots, model.get_submodule(layer), tensors, numbers)
+        with torch.no_grad():
+            logits = model(torch.tensor([self.ids]), use_cache=False).logits[0, :-1].float()
+        table = torch.log_softmax(logits, dim=-1)
+        chosen = torch.tensor(self.ids[1:]).unsqueeze(1)
+        found: list[float] = table.gather(1, chosen).squeeze(1).tolist()
+        return found
+
+
+class NamesCheck:
+    """Tries the kinds of published tensors on one server."""
+
+    def __init__(
+        self,
+        reference: ReferenceModel,
+        server: str,
+        put: Callable[[Mapping[str, torch.Tensor], int], Awaitable[None]],
+        fingerprint: Callable[[int], Awaitable[Fingerprint]],
+    ) -> None:
+        """`server`: its name in logs. `put(tensors, version)` loads some tensors over those of
+        `version`, which the server holds, and clears its caches. `fingerprint(num_bytes)` of the
+        weights that it holds."""
+        self._reference, self._server = reference, server
+        self._put, self._fingerprint = put, fingerprint
+        # Names that the server is known to take.
+        self._taken: frozenset[str] = frozenset()
+
+    async def run(self, tensors: Mapping[str, torch.Tensor], ref: pb.WeightsRef) -> None:
+        """Raise `UpdateFailed` for a kind of `tensors` that the server does not take. It holds
+        them, and serves no turn with them yet. Raises the client's errors but `Refused`."""
+        if self._taken == tensors.keys():
+            return
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        before = await self._fingerprint(num_bytes)
+        ignored: list[_Kind] = []
+        try:
+            for kind in _kinds(tensors):
+                taken = await self._takes(kind, tensors, ref, before, num_bytes)
+                ignored += [] if taken else [kind]
+        except Refused as error:
+            # It loads whole models alone. That it serves the right ones is proven by a prompt.
+            log.warning("%s cannot be asked which names it takes: %s", self._server, error)
+        after = await self._fingerprint(num_bytes)
+        if not _same(before, after):
+            raise update_failed(ref, "it does not serve what was put back after a check of names")
+        for kind in ignored:
+            if await asyncio.to_thread(self._matters, kind, tensors):
+                raise _not_taken(ref, kind)
+            log.info("%s: %s changes nothing", self._server, kind.name)
+        self._taken = frozenset(tensors)
+
+    async def _takes(
+        self,
+        kind: _Kind,
+        tensors: Mapping[str, torch.Tensor],
+        ref: pb.WeightsRef,
+        before: Fingerprint,
+        num_bytes: int,
+    ) -> bool:
+        """Whether the server's fingerprint changes with tensors of `kind`; they are restored."""
+        own = {name: tensors[name] for name in kind.together}
+        for step in _STEPS:
+            try:
+                await self._put(own | _altered(kind, tensors, step), ref.version)
+                now = await self._fingerprint(num_bytes)
+            finally:
+                await self._put(own, ref.version)
+            if not _same(before, now):
+                return True
+        return False
+
+    def _matters(self, kind: _Kind, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the reference's log-probs change with tensors of `kind`. Blocking."""
+        wanted = self._reference.logprobs(tensors)
+        for step in _STEPS:
+            altered = ChainMap(_altered(kind, tensors, step), dict(tensors))
+            if not largest_difference(self._reference.logprobs(altered), wanted) <= _EFFECT:
+                return True
+        return False
+
+
+def buckets(
+    items: Iterable[tuple[str, torch.Tensor]], limit: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """`items` in groups of at most `limit` bytes; a larger tensor is a group of its own."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in items:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def update_failed(
+    ref: pb.WeightsRef,
+    reason: str,
+    *,
+    remedy: str = "Repeat the update; if it fails again restart the engine.",
+) -> UpdateFailed:
+    """The error of an update whose weights the server does not serve."""
+    return UpdateFailed(
+        f"version {ref.version} did not get into the server: {reason}",
+        field="weights",
+        value=ref.key,
+        remedy=remedy,
+    )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Tensors of one kind in one layer, and those that are loaded together with them: loaders may
+    wait for a second tensor before they use the first."""
+
+    name: str
+    tensors: tuple[str, ...]
+    together: tuple[str, ...]
+
+
+def _same(these: Fingerprint, those: Fingerprint) -> bool:
+    if isinstance(these, str) or isinstance(those, str):
+        return these == those
+    return largest_difference(these, those) <= _NOISE
+
+
+def _kinds(tensors: Mapping[str, torch.Tensor]) -> Iterator[_Kind]:
+    """Every kind of tensor once: in the first layer that has it, or outside all layers."""
+    layers: dict[str, dict[str, list[str]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            kinds = layers.setdefault(_layer(name), {})
+            kinds.setdefault(_kind(name), []).append(name)
+    for name in [found for kind in layers.pop("", {}).values() for found in kind]:
+        yield _Kind(name, (name,), (name,))
+    known: set[str] = set()
+    for kinds in layers.values():
+        together = tuple(name for names in kinds.values() for name in names)
+        for kind, names in kinds.items():
+            if kind not in known:
+                known.add(kind)
+                yield _Kind(kind, tuple(names), together)
+
+
+def _layer(name: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` -> `model.layers.3`; empty outside layers."""
+    parts = name.split(".")
+    at = next((at for at, part in enumerate(parts) if part.isdigit()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
+def _kind(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _altered(
+    kind: _Kind, tensors: Mapping[str, torch.Tensor], step: float
+) -> dict[str, torch.Tensor]:
+    return {name: _moved(tensors[name], step) for name in kind.tensors}
+
+
+def _moved(tensor: torch.Tensor, step: float) -> torch.Tensor:
+    """`tensor` with noise of its own size: changes constants and zeros, too. The signs are random:
+    a pattern that is the same in every row changes no softmax."""
+    count = max(tensor.numel(), 1)
+    size = float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) / count**0.5
+    moved = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    for part in torch.split(moved.view(-1), len(_SIGNS)):
+        part += (max(size, 0.1) * step * _SIGNS[: len(part)]).to(part.dtype)
+    return moved
+
+
+def _not_taken(ref: pb.WeightsRef, kind: _Kind) -> Exception:
+    return update_failed(
+        ref,
+        f"the server does not take '{kind.name}' (for example '{kind.tensors[0]}'): what it serves "
+        "stays the same whatever is published under these names",
+        remedy="Use a release of SGLang that loads this model's checkpoints "
+        "(`policies.X.engine.python`, or `urls`), or `kind: embedded`.",
+    )
+
+
+def largest_difference(these: list[float], those: list[float]) -> float:
+    """Largest difference between log-probs of the same tokens; NaN if one of them is NaN."""
+    return float((torch.tensor(these) - torch.tensor(those)).abs().max())
+
+
+def _layer_of(model: PreTrainedModel, name: str) -> str:
+    """The layer (an item of a module list) that a parameter is in; empty outside layers."""
+    parts = name.split(".")
+    for at, part in enumerate(parts[:-1]):
+        if part.isdigit() and isinstance(
+            model.get_submodule(".".join(parts[:at])), torch.nn.ModuleList
+        ):
+            return ".".join(parts[: at + 1])
+    return ""
+
+
+def _load_while_computing(
+    slots: Mapping[str, torch.Tensor],
+    layer: torch.nn.Module,
+    tensors: DeferredTensors,
+    numbers: list[int],
+) -> None:
+    """Hooks that set the weights of `layer` before it computes, and remove them afterwards."""
+    names = [name for number in numbers for name in tensors.groups[number].layout]
+    before = {name: slots[name].data for name in names}
+
+    def load(*_: Any) -> None:
+        for number in numbers:
+            _set(slots, tensors.made(number))
+
+    def unload(*_: Any) -> None:
+        _set(slots, before)
+
+    layer.register_forward_pre_hook(load)
+    layer.register_forward_hook(unload, always_call=True)
+
+
+def _set(slots: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        slots[name].data = tensor
