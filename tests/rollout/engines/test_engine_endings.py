@@ -106,13 +106,13 @@ async def test_a_turn_that_waits_to_be_told_is_not_lost_with_its_engine(died: bo
     if died:
         engine._die("gone")
     else:
-        engine._give_back(pb.WeightsRef(version=2))
+        engine._return_turns(pb.WeightsRef(version=2))
     got = await asyncio.gather(*calls)
     assert [generation.token_ids for generation in got] == [[5]] * count
 
 
 async def test_one_that_has_tokens_to_come_is_given_back() -> None:
     engine, [call], _ = await generating(1)
-    engine._give_back(pb.WeightsRef(version=2))
+    engine._return_turns(pb.WeightsRef(version=2))
     with pytest.raises(TurnReturned):
         await call
