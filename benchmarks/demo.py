@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.command import finish
 from troupe.client import AsyncClient, MetricsLogged
-from troupe.client.overrides import apply
+from troupe.client.cli.specification import apply_assignments
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.job import JobSpec, parse_job
 
@@ -58,7 +58,7 @@ def prepare(seed: int, data_dir: Path, changes: list[str]) -> tuple[JobSpec, flo
         [*warm_start, "--out", str(models), "--seed", str(seed)], check=True, stdout=sys.stderr
     )
     warm = time.monotonic() - started
-    changed = apply(
+    changed = apply_assignments(
         JOB.read_text(),
         [
             f"seed={seed}",

@@ -49,7 +49,7 @@ def main() -> int:
         ),
         log_level=settings.log_level,
         access_log=False,
-        # An open event stream would hold the process for ever.
+        # An open event stream would keep the process from ending.
         timeout_graceful_shutdown=2,
         **tls,
     )
@@ -61,9 +61,9 @@ def main() -> int:
 
 
 def tls_options(settings: PanelSettings) -> dict[str, Any]:
-    """uvicorn's options for what `TROUPE_TLS_*` say: the panel speaks HTTPS as services speak TLS.
+    """uvicorn's options for HTTPS, by the same `TROUPE_TLS_*` as the services' TLS; {} without.
 
-    Raises InvalidArgument, naming the file that is missing, cannot be read or does not fit.
+    Raises InvalidArgument that names the file which is missing, unreadable or does not match.
     """
     if settings.tls_cert is None and settings.tls_key is None:
         return {}

@@ -1,18 +1,17 @@
-"""Access checks of the panel: the host name asked for, the page that asks, the type of what it
-sends, and the cluster's token or a session that it opened.
+"""Access checks of the panel: `Host`, `Origin`, the content type, and the cluster's token.
 
-A job is code that the cluster runs, so a page of any other website that a browser of the same
-machine shows must not reach the panel. Three checks, each of which is enough against most of it:
+A job is code that the cluster runs, so pages of other websites in a browser on the same machine
+must not reach the panel. Three independent checks:
 
-- `Host` is loopback, the address of the connection, or configured (`TROUPE_PANEL_HOSTS`): a name
-  of another site that resolves to this machine (DNS rebinding) is refused, on every address.
-- `Origin` and `Sec-Fetch-Site`, which browsers send and pages cannot change, say that the page is
-  the panel's own. Programs that are no browsers send neither.
+- `Host` is loopback, the address of the connection, or configured (`TROUPE_PANEL_HOSTS`): the name
+  of another site that resolves to this machine (DNS rebinding) is refused.
+- `Origin` and `Sec-Fetch-Site`, which browsers send and pages cannot change, name the panel's own
+  page. Other programs send neither.
 - Bodies have a type that no HTML form and no simple cross-origin request can send.
 
 Where the cluster has a token, everything below /api needs it: as a bearer token from programs, as
-a session cookie from browsers, which a link that is good once (`troupe up` prints it) or the token
-itself opens.
+a session cookie from browsers. The token itself opens a session, or a link that works once (`troupe
+up` prints it).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class PanelSettings(ServiceSettings):
 
     @property
     def host_names(self) -> frozenset[str]:
-        """All names and addresses in `Host` that mean this panel, besides loopback."""
+        """Values of `Host`, besides loopback, that are names of this panel."""
         given = [one for one in self.panel_hosts.split(",") if one.strip()]
         if self.host not in ("0.0.0.0", "::", ""):
             given.append(self.host)
@@ -79,24 +78,24 @@ class PanelSettings(ServiceSettings):
 
 
 class Panel(FastAPI):
-    """The panel's application behind its access checks, which see every request first."""
+    """The FastAPI application of the panel, behind the access checks."""
 
     def __init__(self, *, hosts: Iterable[str], token: str | None, **options: Any) -> None:
-        """`hosts`: names in `Host` that mean this panel, besides loopback; others are FastAPI's."""
+        """`hosts`: names of the panel besides loopback. `options` are FastAPI's."""
         super().__init__(**options)
         self._hosts = frozenset(hosts)
         self.state.token = None if token is None else PanelToken(token)
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Outside of everything else, so that answers to failures are under the same headers."""
+        """The access checks as the outermost layer, so that errors have their headers, too."""
         return AccessGuard(super().build_middleware_stack(), self._hosts, self.state.token)
 
 
 class PanelToken:
-    """The token that callers must have, and the sessions that stand for it."""
+    """The cluster's token, and the browser sessions that it has opened."""
 
     def __init__(self, token: str) -> None:
-        # As bytes: what a header says need not be ASCII.
+        # Bytes, since a header need not be ASCII.
         self._token = token.encode()
         self.codes = LinkCodes(SecretStr(token))
 
@@ -104,8 +103,8 @@ class PanelToken:
         """Whether `sent` is the token."""
         return secrets.compare_digest(sent.encode("utf-8", "replace"), self._token)
 
-    def lets_in(self, request: Request) -> bool:
-        """Whether this caller has the token, or a session."""
+    def admits(self, request: Request) -> bool:
+        """Whether the request has the token, or a session."""
         scheme, _, sent = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self.is_token(sent):
             return True
@@ -113,16 +112,16 @@ class PanelToken:
 
 
 class AccessGuard:
-    """ASGI application in front of `app` that refuses what other sites send."""
+    """ASGI middleware that refuses requests of other sites, and of callers without the token."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], token: PanelToken | None) -> None:
-        """`hosts`: names in `Host` that mean the panel. `token`: None where callers need none."""
+        """`hosts`: names of the panel besides loopback. `token`: None where callers need none."""
         self._app = app
         self._hosts = hosts
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request: with a problem, or by `app`; security headers on every answer."""
+        """Refuse the request or pass it to `app`; security headers on every answer."""
         if scope["type"] == "websocket":  # the panel has none
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -143,16 +142,16 @@ class AccessGuard:
         problem = (
             self._wrong_host(request)
             or _foreign_page(request)
-            or self._stranger(request)
+            or self._missing_token(request)
             or _wrong_type(request)
         )
         return None if problem is None else calls.answer(problem)
 
-    def _stranger(self, request: Request) -> views.Problem | None:
-        """Why this caller may not look at, or change, what the cluster does."""
+    def _missing_token(self, request: Request) -> views.Problem | None:
+        """The problem of a call below /api without the token; None: it has it, or needs none."""
         if self._token is None or not request.scope["path"].startswith("/api"):
             return None
-        return None if self._token.lets_in(request) else _unauthenticated()
+        return None if self._token.admits(request) else _unauthenticated()
 
     def _wrong_host(self, request: Request) -> views.Problem | None:
         given = request.headers.getlist("host")
@@ -182,7 +181,7 @@ class Token(BaseModel):
 
 @router.get("")
 async def follow_link(request: Request, code: str) -> Response:
-    """Open a session for the browser that follows a link which is good once."""
+    """Open a session for the browser that follows a link which works once."""
     token: PanelToken | None = request.app.state.token
     if token is not None and not token.codes.redeem(code):
         return calls.answer(
@@ -219,7 +218,7 @@ def _with_session(request: Request, token: PanelToken | None, response: Response
 
 
 def _cookie_name(request: Request) -> str:
-    """Browsers do not tell ports of a host apart, and panels of several clusters may be on one."""
+    """The cookie's name has the port: browsers send cookies of a host to all of its ports."""
     port = request.headers.get("host", "").rpartition(":")[2]
     return f"troupe-session-{port if port.isascii() and port.isdecimal() else request.url.scheme}"
 
@@ -236,7 +235,7 @@ def _unauthenticated() -> views.Problem:
 
 
 def _foreign_page(request: Request) -> views.Problem | None:
-    """Why the page that asks is not the panel's; None: it is, or no browser asks."""
+    """The problem of a request by another site's page; None for the panel's and for programs."""
     headers, path = request.headers, request.scope["path"]
     origins = headers.getlist("origin")
     if any(not _same_origin(one, headers.get("host", "")) for one in origins):
@@ -266,7 +265,7 @@ def _foreign(field: str, value: str) -> views.Problem:
 
 
 def _wrong_type(request: Request) -> views.Problem | None:
-    """Why a body of this type is not taken from anybody."""
+    """The problem of a body that is neither JSON nor YAML; None: it is, or is empty."""
     if request.method in SAFE_METHODS:
         return None
     headers = request.headers
@@ -289,7 +288,7 @@ def _wrong_type(request: Request) -> views.Problem | None:
 
 
 def protect(headers: MutableHeaders, path: str) -> None:
-    """Set what browsers must keep to with the answer at `path`."""
+    """Set the security headers of the answer at `path`."""
     headers["Content-Security-Policy"] = "; ".join(f"{k} {v}" for k, v in _POLICY.items())
     for name, value in _HEADERS.items():
         headers[name] = value
@@ -298,7 +297,7 @@ def protect(headers: MutableHeaders, path: str) -> None:
 
 
 def host_name(authority: str) -> str:
-    """The name or address in "name:port", "[address]:port" or either alone; in small letters."""
+    """The host in "name:port", "[address]:port" or without port, in lower case."""
     text = authority.strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -308,7 +307,7 @@ def host_name(authority: str) -> str:
 
 
 def _connected_to(request: Request) -> str:
-    """The address of this machine that the connection came in at: no DNS has a part in it."""
+    """The local address of the connection, which does not depend on DNS; "" where unknown."""
     server = request.scope.get("server")
     try:
         return str(ipaddress.ip_address(server[0])) if server else ""
@@ -317,7 +316,7 @@ def _connected_to(request: Request) -> str:
 
 
 def _same_origin(origin: str, host: str) -> bool:
-    """Whether `origin` ("scheme://host:port") is where `host` ("host:port") is."""
+    """Whether `origin` ("scheme://host:port") is that of `host` ("host:port")."""
     scheme, separator, authority = origin.strip().lower().partition("://")
     default = {"http": ":80", "https": ":443"}.get(scheme)
     if not separator or default is None or not authority:

@@ -1,4 +1,4 @@
-"""The panel's one connection: the orchestrator."""
+"""The panel's connection to the orchestrator, and errors as RFC 9457 problem answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answer(problem: Problem, retry_after_ms: int | None = None) -> JSONResponse:
     """The HTTP response of a problem."""
     headers = {"Retry-After": str(-(-retry_after_ms // 1000))} if retry_after_ms else None
     return JSONResponse(
-        _sayable(problem.model_dump(exclude_none=True)),
+        _encodable(problem.model_dump(exclude_none=True)),
         status_code=problem.status,
         media_type="application/problem+json",
         headers=headers,
@@ -47,7 +47,7 @@ def answer(problem: Problem, retry_after_ms: int | None = None) -> JSONResponse:
 
 
 def of_error(error: TroupeError) -> Problem:
-    """The problem that a failed call of a service is."""
+    """The problem of a failed call of a service."""
     return Problem(
         title=error.kind,
         status=HTTP_STATUS.get(error.code, 500),
@@ -58,8 +58,8 @@ def of_error(error: TroupeError) -> Problem:
     )
 
 
-def _sayable(fields: dict[str, Any]) -> dict[str, Any]:
-    """Texts of requests may hold halves of surrogate pairs, which JSON can say and UTF-8 not."""
+def _encodable(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with lone surrogates escaped: JSON requests may have them, UTF-8 cannot."""
     return {
         name: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
         for name, value in fields.items()
@@ -94,7 +94,7 @@ def install(app: FastAPI) -> None:
         )
 
     @app.exception_handler(UnicodeEncodeError)
-    async def _half_a_pair(_: Request, error: UnicodeEncodeError) -> JSONResponse:
+    async def _lone_surrogate(_: Request, error: UnicodeEncodeError) -> JSONResponse:
         half = error.object[error.start].encode("unicode-escape").decode()
         return answer(
             Problem(
@@ -107,7 +107,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def _fault(request: Request, error: Exception) -> JSONResponse:
-        # Starlette writes the traceback into the log, then.
+        # Starlette logs the traceback after this.
         return answer(
             Problem(
                 title="internal",
@@ -131,7 +131,7 @@ def install(app: FastAPI) -> None:
 
 
 def _no_json(fault: Mapping[str, Any]) -> Problem:
-    """The body is not JSON; `fault` has the place in it and the parser's words."""
+    """The problem of a body that is not JSON; `fault` has the position and the parser's message."""
     place, why = fault["loc"][-1], fault.get("ctx", {}).get("error", fault["msg"])
     return Problem(
         title="invalid_argument",
@@ -143,7 +143,7 @@ def _no_json(fault: Mapping[str, Any]) -> Problem:
 
 
 def _body_of(request: Request) -> type[BaseModel] | None:
-    """The model of the body that the called address takes."""
+    """The model of the called route's body; None where it has none."""
     route = request.scope.get("route")
     taken = route.dependant.body_params if isinstance(route, APIRoute) else []
     found = taken[0].field_info.annotation if taken else None
@@ -151,7 +151,7 @@ def _body_of(request: Request) -> type[BaseModel] | None:
 
 
 class Upstream:
-    """Channel and stubs of the orchestrator at `address`; reconnects by itself."""
+    """Channel and stubs of the orchestrator at `address`; gRPC reconnects by itself."""
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
         self.address = address
@@ -165,3 +165,9 @@ class Upstream:
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close(None)
+
+
+def upstream(request: Request) -> Upstream:
+    """The application's connection to the orchestrator."""
+    found: Upstream = request.app.state.upstream
+    return found

@@ -1,4 +1,4 @@
-"""Live updates: the orchestrator's streams as server-sent events."""
+"""Server-sent events: the events of a job, and the state of the cluster once a second."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from services.control_panel import calls, views
 from services.control_panel.calls import Upstream
+from troupe.client.conversion import to_json
 from troupe.rpc.errors import (
     Aborted,
     DeadlineExceeded,
@@ -23,14 +24,14 @@ from troupe.rpc.errors import (
 )
 from troupe.v1 import orchestrator_pb2 as pb
 
-# People perceive a second as live; the picture costs the orchestrator a few milliseconds.
+# Each poll of the cluster costs the orchestrator a few milliseconds.
 CLUSTER_PERIOD_SECONDS = 1.0
 RECONNECT_SECONDS = 1.0
-# Jobs in each picture; the page fetches older ones when somebody wants them.
+# Jobs in each cluster event; the page fetches older ones on demand.
 NEWEST_JOBS = 50
-# After these the same call may succeed; after others it never will.
+# Errors after which the same call may succeed.
 _PASSING = (Unavailable, DeadlineExceeded, ResourceExhausted, Aborted, Internal)
-# How a route that answers with events is declared.
+# FastAPI options of a route that answers with events.
 EVENT_STREAM: dict[str, Any] = {
     "response_class": EventSourceResponse,
     "responses": {
@@ -43,10 +44,9 @@ EVENT_STREAM: dict[str, Any] = {
 
 
 async def job_events(source: Upstream, job_id: str, after: str) -> AsyncIterator[ServerSentEvent]:
-    """Events of a job after event `after`; reconnects while the orchestrator is away.
+    """Events of a job after event `after`; reconnects while the orchestrator is unreachable.
 
-    Ends when the job has ended (the last event is `end`) or when it can be watched no more: the
-    last event is `problem`.
+    The last event is `end` when the job has ended, or `problem` when it cannot be watched.
     """
     while True:
         try:
@@ -67,38 +67,36 @@ async def job_events(source: Upstream, job_id: str, after: str) -> AsyncIterator
 
 
 def _job_event(event: pb.JobEvent) -> ServerSentEvent:
+    fields = to_json(event)
     kind = event.WhichOneof("event") or "unknown"
-    data = views.plain(getattr(event, kind)) if kind != "unknown" else {}
-    if kind == "metrics":
-        data = {"step": event.metrics.step, "values": dict(event.metrics.values)}
-    data["at"] = views.when(event.at)
-    # Activity is not in the log: without an id a reconnect resumes after the last logged event.
+    data = {**fields.get(kind, {}), "at": fields["at"]}
+    # Activities are not logged and have no id: a reconnect resumes after the last logged event.
     return ServerSentEvent(event=kind, data=_json(data), id=event.event_id or None)
 
 
-class ClusterPicture:
-    """The cluster and its newest jobs, asked for once a second however many look at it."""
+class ClusterFeed:
+    """The cluster's state and newest jobs, polled once a second for all connected browsers."""
 
     def __init__(self, source: Upstream) -> None:
         self._source = source
-        self._asking = asyncio.Lock()
+        self._polling = asyncio.Lock()
         self._event: ServerSentEvent | None = None
         self._due = 0.0
 
     async def events(self) -> AsyncIterator[ServerSentEvent]:
-        """A picture about every second, for as long as one looks."""
+        """A `cluster` event about every second, until the caller stops."""
         while True:
             yield await self._newest()
             await asyncio.sleep(CLUSTER_PERIOD_SECONDS)
 
     async def _newest(self) -> ServerSentEvent:
-        async with self._asking:
+        async with self._polling:
             if self._event is None or time.monotonic() >= self._due:
-                self._event = await self._ask()
+                self._event = await self._poll()
                 self._due = time.monotonic() + 0.9 * CLUSTER_PERIOD_SECONDS
             return self._event
 
-    async def _ask(self) -> ServerSentEvent:
+    async def _poll(self) -> ServerSentEvent:
         stub = self._source.stub
         try:
             cluster, listed = await asyncio.gather(
@@ -108,7 +106,7 @@ class ClusterPicture:
         except TroupeError as error:
             return ServerSentEvent(event="away", data=_json({"message": error.message}))
         data = {
-            "cluster": views.plain(cluster),
+            "cluster": to_json(cluster),
             "jobs": [views.job(job).model_dump(exclude={"spec"}) for job in listed.jobs],
             "next_page": listed.next_page_token,
         }
@@ -116,7 +114,7 @@ class ClusterPicture:
 
 
 def _json(data: Any) -> str:
-    """`data` as JSON that browsers read: metrics may be NaN or infinite, which JSON cannot say."""
+    """`data` as JSON; NaN and infinite metrics, which JSON does not have, are null."""
     return json.dumps(_finite(data), allow_nan=False)
 
 

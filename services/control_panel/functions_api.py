@@ -1,4 +1,4 @@
-"""Functions over REST: deploy, look, call, delete."""
+"""Functions (rewards and tools) over REST: deploy, list, call, delete, read their output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from fastapi import APIRouter, Body, Header, Query, Request
 from pydantic import ConfigDict, Field
 
 from services.control_panel import views
-from services.control_panel.calls import Upstream
+from services.control_panel.calls import upstream
+from troupe.client.conversion import to_json
 from troupe.client.functions import checked_costs
 from troupe.client.records import result_of
 from troupe.functions.costs import to_spec
@@ -19,7 +20,7 @@ from troupe.v1 import reward_pb2 as pb
 
 router = APIRouter(prefix="/api/functions", tags=["functions"])
 
-# Of a call over REST: browsers and proxies wait no longer.
+# Deadline of a call over REST; browsers and proxies wait no longer.
 _INVOKE_SECONDS = 300.0
 
 
@@ -31,7 +32,7 @@ class DeploymentRequest(views.View):
     name: str
     """The name to call it by."""
     version: str = "1"
-    """A name and version stand for one function for good."""
+    """A name and version identify one function for good."""
     entrypoint: str
     """`package.module:attribute`, in `files` or installed where the reward service runs."""
     kind: str = Field(default="", pattern="^(|reward|tool)$")
@@ -47,7 +48,7 @@ class DeploymentRequest(views.View):
 
 
 class InvocationOutcome(views.View):
-    """How a call ended: with a `value`, or with an `error`."""
+    """The outcome of a call: a `value` or an `error`."""
 
     invocation_id: str
     value: Any = None
@@ -59,20 +60,14 @@ class InvocationOutcome(views.View):
     cores: int
 
 
-def upstream(request: Request) -> Upstream:
-    """The orchestrator's stubs of this application."""
-    found: Upstream = request.app.state.upstream
-    return found
-
-
 @router.get("")
 async def list_functions(request: Request) -> dict[str, Any]:
     """All functions with their calls, cold starts and learned speed-up, and the worker pool.
     Those of jobs are named after them."""
     reply = await upstream(request).functions.ListFunctions(pb.ListFunctionsRequest())
     return {
-        "functions": [views.plain(one) for one in reply.functions],
-        "pool": views.plain(reply.pool),
+        "functions": [to_json(one) for one in reply.functions],
+        "pool": to_json(reply.pool),
     }
 
 
@@ -88,7 +83,7 @@ async def deploy_function(request: Request, deployment: DeploymentRequest) -> di
     await stub.RegisterFunction(
         pb.RegisterFunctionRequest(request_id=new_id("panel"), function=spec)
     )
-    return views.plain(spec)
+    return to_json(spec)
 
 
 @router.post("/{name}/invoke")
@@ -118,7 +113,7 @@ async def invoke_function(
     return InvocationOutcome(
         invocation_id=invocation_id,
         value=value,
-        error=None if error is None else views.plain(error),
+        error=None if error is None else to_json(error),
         queue_seconds=reply.queue_seconds,
         run_seconds=reply.run_seconds,
         cold_start_seconds=reply.cold_start_seconds,
@@ -137,7 +132,7 @@ async def read_logs(
     call = upstream(request).functions.ReadLogs(
         pb.ReadLogsRequest(name=name, version=version, lines=lines)
     )
-    return [views.plain(line) async for line in call]
+    return [to_json(line) async for line in call]
 
 
 @router.delete("/{name}/{version}")

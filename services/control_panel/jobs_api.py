@@ -1,4 +1,4 @@
-"""Jobs over REST: submit, look, steer."""
+"""Jobs over REST: submit, show, control; metrics, trajectories, samples and populations."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from services.control_panel import views
 from services.control_panel.access import JSON_TYPE, YAML_TYPES
-from services.control_panel.calls import Upstream
+from services.control_panel.calls import upstream
 from services.control_panel.events import EVENT_STREAM, job_events
+from troupe.client.conversion import numbers_by_word, to_json
 from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.ids import check_event_id, new_id
 from troupe.v1 import common_pb2
+from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as pb
 
 MAX_SPEC_BYTES = 1 << 20
-_STATES = {
-    name.removeprefix("JOB_STATE_").lower(): number
-    for name, number in common_pb2.JobState.items()
-    if number
-}
+# An audit reads the log of every step.
+_AUDIT_SECONDS = 300.0
+_STATES = numbers_by_word(common_pb2.JobState.DESCRIPTOR)
+_SAMPLE_STATES = numbers_by_word(common_pb2.SampleState.DESCRIPTOR)
 
 router = APIRouter(prefix="/api/jobs", tags=["jobs"])
+samples = APIRouter(prefix="/api/jobs", tags=["samples"])
+populations = APIRouter(prefix="/api/jobs", tags=["populations"])
 
 
 def _specification_body(*, required: bool) -> dict[str, Any]:
-    """What OpenAPI says of a body that is read as text."""
+    """The OpenAPI description of a body that is read as text."""
     schema = {"type": "string", "description": "The job's specification."}
     content = {kind: {"schema": schema} for kind in (*YAML_TYPES, JSON_TYPE)}
     return {"requestBody": {"required": required, "content": content}}
@@ -41,12 +44,6 @@ IdempotencyKey = Annotated[
     str | None,
     Header(description="Repeat a call with the same key and it has no second effect."),
 ]
-
-
-def upstream(request: Request) -> Upstream:
-    """The orchestrator's stub of this application."""
-    found: Upstream = request.app.state.upstream
-    return found
 
 
 @router.get("")
@@ -187,14 +184,14 @@ async def list_versions(request: Request, job_id: JobId, policy: str) -> list[di
     reply = await upstream(request).stub.ListVersions(
         pb.ListVersionsRequest(job_id=job_id, policy=policy)
     )
-    return [views.plain(version) for version in reply.versions]
+    return [to_json(version) for version in reply.versions]
 
 
 @router.get("/{job_id}/checkpoints")
 async def list_checkpoints(request: Request, job_id: JobId) -> list[dict[str, Any]]:
     """Checkpoints on disk."""
     reply = await upstream(request).stub.ListCheckpoints(pb.ListCheckpointsRequest(job_id=job_id))
-    return [views.plain(checkpoint) for checkpoint in reply.checkpoints]
+    return [to_json(checkpoint) for checkpoint in reply.checkpoints]
 
 
 @router.get("/{job_id}/trajectories")
@@ -209,7 +206,7 @@ async def list_trajectories(
         pb.ListTrajectoriesRequest(job_id=job_id, page_size=limit, page_token=page)
     )
     return {
-        "trajectories": [views.plain(item) for item in reply.trajectories],
+        "trajectories": [to_json(item) for item in reply.trajectories],
         "next_page": reply.next_page_token,
     }
 
@@ -220,7 +217,7 @@ async def get_trajectory(request: Request, job_id: JobId, trajectory_id: str) ->
     reply = await upstream(request).stub.GetTrajectory(
         pb.GetTrajectoryRequest(job_id=job_id, trajectory_id=trajectory_id)
     )
-    return views.plain(reply)
+    return to_json(reply)
 
 
 class GenerateBody(BaseModel):
@@ -281,3 +278,88 @@ async def _specification(request: Request) -> str:
         raise InvalidArgument(
             f"the body is not UTF-8: {error}", field="body", remedy="Send the job's YAML as text."
         ) from error
+
+
+@samples.get("/{job_id}/tables")
+async def describe_tables(request: Request, job_id: JobId) -> dict[str, Any]:
+    """Samples by policy and state, the lag of each table, what waits longest, memory."""
+    reply = await upstream(request).stub.DescribeTables(es.DescribeTablesRequest(job_id=job_id))
+    return to_json(reply)
+
+
+@samples.get("/{job_id}/policies/{policy}/samples")
+async def list_samples(
+    request: Request,
+    job_id: JobId,
+    policy: str,
+    step: Annotated[int | None, Query(ge=0, lt=2**63, description="Only this step.")] = None,
+    state: Annotated[
+        str | None,
+        Query(pattern=f"^({'|'.join(_SAMPLE_STATES)})$", description="Only in this state."),
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
+) -> dict[str, Any]:
+    """Rows of a policy without their tensors, in order of step, query, group and id."""
+    wanted = es.ListSamplesRequest(
+        job_id=job_id, policy=policy, step=step, page_size=limit, page_token=page
+    )
+    if state is not None:
+        wanted.state = common_pb2.SampleState.ValueType(_SAMPLE_STATES[state])
+    reply = await upstream(request).stub.ListSamples(wanted)
+    return {
+        "samples": [_row(sample) for sample in reply.samples],
+        "next_page": reply.next_page_token,
+    }
+
+
+@samples.get("/{job_id}/audit")
+async def audit_job(request: Request, job_id: JobId) -> dict[str, Any]:
+    """Whether every sample was trained once or dropped with a reason; `violations` lists what
+    contradicts it."""
+    reply = await upstream(request).stub.AuditJob(
+        pb.AuditJobRequest(job_id=job_id), timeout=_AUDIT_SECONDS
+    )
+    return to_json(reply)
+
+
+def _row(sample: es.Sample) -> dict[str, Any]:
+    """A sample without its tensors, which can be megabytes: their lengths instead."""
+    lengths = {
+        "prompt_tokens": sum(sample.prompt_ids.shape),
+        "response_tokens": sum(sample.response_ids.shape),
+        "columns": sorted(sample.columns),
+    }
+    sample.ClearField("prompt_ids")
+    sample.ClearField("response_ids")
+    sample.ClearField("logprobs")
+    sample.ClearField("columns")
+    row = to_json(sample) | lengths
+    for field in ("prompt_ids", "response_ids", "logprobs"):
+        del row[field]
+    return row
+
+
+@populations.get("/{job_id}/population")
+async def get_population(request: Request, job_id: JobId) -> dict[str, Any]:
+    """Pools with their members, the payoff table, meta-strategies over time, ratings."""
+    reply = await upstream(request).stub.GetPopulation(pb.GetPopulationRequest(job_id=job_id))
+    return to_json(reply.population)
+
+
+@populations.get("/{job_id}/matches")
+async def list_matches(
+    request: Request,
+    job_id: JobId,
+    member: Annotated[str, Query(description="Only those in which this member played.")] = "",
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
+) -> dict[str, Any]:
+    """Matches between members, newest first. A match is a trajectory of the same id."""
+    reply = await upstream(request).stub.ListMatches(
+        pb.ListMatchesRequest(job_id=job_id, member_id=member, page_size=limit, page_token=page)
+    )
+    return {
+        "matches": [to_json(match) for match in reply.matches],
+        "next_page": reply.next_page_token,
+    }

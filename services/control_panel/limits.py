@@ -1,4 +1,4 @@
-"""Bounds of requests: the size of bodies, the parameters that a call takes."""
+"""Checks of requests: the size of bodies, and unknown query parameters; OpenAPI of errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.control_panel.views import Problem
 from troupe.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.rpc.errors import InvalidArgument
 
-# Functions come with their source; all else is small.
+# Deployed functions come with their source; other bodies are small.
 MAX_BODY_BYTES: Final = 16 * 2**20
 
 
@@ -26,7 +26,7 @@ class BoundedBodies:
         self._bodies = BodyReader(limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 413 to a body that is too large, 408 to one that does not come."""
+        """Answer 413 to a body that is too large, 408 to one that arrives too slowly."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         try:
@@ -62,7 +62,7 @@ class BoundedBodies:
 
 
 async def known_query(request: Request) -> None:
-    """Refuse parameters that the called address does not take: a misspelt one would do nothing.
+    """Refuse unknown query parameters, since a misspelt one would have no effect.
 
     Raises InvalidArgument.
     """
@@ -85,7 +85,7 @@ async def known_query(request: Request) -> None:
 
 
 def openapi_of_errors(document: dict[str, Any]) -> dict[str, Any]:
-    """`document` (OpenAPI) with every error answer as what it is: `application/problem+json`."""
+    """`document` (OpenAPI) with `application/problem+json` as the type of every error answer."""
     for path in document["paths"].values():
         for operation in path.values():
             for status, answer in operation["responses"].items():

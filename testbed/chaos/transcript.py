@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from troupe.client.conversion import word
 from troupe.client.handle import AsyncJobHandle
-from troupe.client.records import word
 from troupe.rpc.channel import connect
 from troupe.rpc.errors import TroupeError
 from troupe.rpc.settings import ClientSettings
@@ -99,5 +99,5 @@ async def _add_log(stub: Any, job_id: str, policy: str, steps: dict[int, StepRec
 
 
 def _fate(sample: es.LoggedSample) -> str:
-    state = word(common_pb2.SampleState, sample.state)
+    state = word(common_pb2.SampleState.DESCRIPTOR, sample.state)
     return f"{state}: {sample.reason}" if sample.reason else state

@@ -431,7 +431,7 @@ def test_arguments_that_are_no_json_are_refused(
 
 @pytest.mark.parametrize("text", ["", "{", "NaN", "[1e400]", "[" * 900 + "]" * 900, "1" * 5000])
 def test_what_a_sandbox_may_answer_is_a_typed_error(text: str) -> None:
-    ended = Invocation.of("name", "id", pb.InvokeResponse(result_json=text))
+    ended = Invocation.of_call("name", "id", pb.InvokeResponse(result_json=text))
     assert ended.value is None
     assert ended.error is not None
     assert ended.error.kind == "bad_result"

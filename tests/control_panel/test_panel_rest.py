@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.control_panel import views
 from tests.control_panel.conftest import SPEC, YAML, Panel
+from troupe.client.conversion import to_json
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import orchestrator_pb2 as pb
 
@@ -148,7 +148,7 @@ def test_messages_become_plain_json() -> None:
     reply.summary.state = common.TRAJECTORY_STATE_COMPLETED
     turn = reply.turns.add(response="42")
     turn.versions.add(version=2**40)
-    data = views.plain(reply)
+    data = to_json(reply)
     assert data["summary"]["state"] == "completed"
     assert data["turns"][0]["response"] == "42"  # text stays text
     assert data["turns"][0]["versions"][0]["version"] == 2**40  # and numbers numbers

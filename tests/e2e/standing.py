@@ -15,8 +15,7 @@ from typing import Any
 
 from tests.support import tiny_team
 from troupe.client import AsyncClient, AsyncJobHandle
-from troupe.client.events import Notice
-from troupe.client.records import Job
+from troupe.client.records import Job, Notice
 from troupe.cluster.daemon import start_detached, stop_running
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import running_state

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tests.job.test_job_loading import JOB
-from troupe.client.overrides import apply
+from troupe.client.cli.specification import apply_assignments
 from troupe.job import JobSpec, JobSpecError, parse_job
 from troupe.job.loading import job_of
 
@@ -194,7 +194,10 @@ def trainers(word: str, field: str) -> list[JobSpec]:
         "solver:\n    model:", f"solver:\n    trainer: {{{field}: {word}}}\n    model:"
     )
     assert written != file
-    way = [parse_job(written), job_of(apply(file, [f"policies.solver.trainer.{field}={word}"]))]
+    way = [
+        parse_job(written),
+        job_of(apply_assignments(file, [f"policies.solver.trainer.{field}={word}"])),
+    ]
     loaded = yaml.safe_load(word)
     return [*way, parse_job(json.dumps(changed(f"policies.*.trainer.{field}", loaded)))]
 
@@ -225,7 +228,7 @@ def test_every_boolean_takes_the_words_and_every_number_refuses_them() -> None:
     for word in (*ON, *OFF):
         for path in ("pipeline.steps", "limits.turn_seconds", "seed"):
             with pytest.raises(JobSpecError, match=f"{path} = "):
-                job_of(apply(yaml.safe_dump(JOB), [f"{path}={word}"]))
+                job_of(apply_assignments(yaml.safe_dump(JOB), [f"{path}={word}"]))
 
 
 def test_words_are_names_where_names_are_meant_and_booleans_in_free_values() -> None:
@@ -245,5 +248,5 @@ pipeline: {steps: 1, queries_per_step: 1}
     free = {"shuffle": False, "no": [True, {"off": True}], "lr": 1e-5, "at": "12:30"}
     assert spec.tasks.args == free
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
-    one = apply(text, ["tasks.args.shuffle=yes", "agents.no.policy=off"])
+    one = apply_assignments(text, ["tasks.args.shuffle=yes", "agents.no.policy=off"])
     assert job_of(one).tasks.args["shuffle"] is True  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from troupe.client.overrides import apply
+from troupe.client.cli.specification import apply_assignments
 from troupe.job import JobSpecError, load_job, parse_job
 
 JOB: dict[str, Any] = {
@@ -128,7 +128,7 @@ def test_a_name_given_twice_is_told_where() -> None:
     assert told in fault(twice)
     assert told in fault(f"{twice}seed: &a 3\n")
     with pytest.raises(JobSpecError) as caught:
-        apply(twice, ["seed=3"])
+        apply_assignments(twice, ["seed=3"])
     assert told in str(caught.value)
 
 

@@ -6,13 +6,13 @@ import contextlib
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
 from troupe.checkpoints.verifying import verify
-from troupe.client.handle import publish, scratch_beside, target_path
-from troupe.rpc.errors import NotFound
+from troupe.rpc.errors import FailedPrecondition, NotFound
 
 _NAME: Final = re.compile(r"v([0-9]{1,18})")
 # Leftovers of processes that were killed while they wrote or deleted a checkpoint.
@@ -117,3 +117,43 @@ def copy_checkpoint(checkpoint: Path, to: str | Path) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def target_path(to: str | Path) -> Path:
+    """`to` as an absolute path."""
+    return Path(to).expanduser().absolute()
+
+
+def scratch_beside(to: Path) -> Path:
+    """A new directory beside `to`, to be renamed to it. Raises `FailedPrecondition` when `to`
+    exists and is not empty, or its parent is not writable."""
+    require_vacant(to)
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    except OSError as error:
+        raise FailedPrecondition(
+            f"nothing can be written there: {error.strerror}.",
+            kind="target_not_writable",
+            field="to",
+            value=to,
+            remedy="Choose another directory.",
+        ) from error
+
+
+def publish(scratch: Path, to: Path) -> None:
+    """Rename the filled directory of `scratch_beside` to `to`."""
+    # mkdtemp creates it for its user alone; a checkpoint is for everybody who may read `to`.
+    scratch.chmod(0o755)
+    scratch.replace(to)
+
+
+def require_vacant(to: Path) -> None:
+    """Raise `FailedPrecondition` unless `to` is free to be written."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise FailedPrecondition(
+            "the target exists and is not empty.",
+            field="to",
+            value=to,
+            remedy="Choose a directory that does not exist yet, or remove this one.",
+        )

@@ -1,8 +1,6 @@
 """The client SDK: submit jobs, watch them, use what they trained. Blocking and asyncio."""
 
 from troupe.client.aio import AsyncClient
-from troupe.client.errors import JobCancelled, JobFailed
-from troupe.client.events import Activity, Event, MetricsLogged, Notice, StateChanged
 from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle
 from troupe.client.population_records import (
@@ -16,24 +14,31 @@ from troupe.client.population_records import (
     Slot,
 )
 from troupe.client.records import (
+    Activity,
     Audit,
     Binding,
     Checkpoint,
     Cluster,
     Engine,
+    Event,
     Function,
     Generation,
     Invocation,
     InvocationFailed,
     InvocationProgress,
     Job,
+    JobCancelled,
+    JobFailed,
     JobState,
     LogLine,
+    MetricsLogged,
     MetricsRow,
+    Notice,
     PolicyAudit,
     Result,
     Sample,
     Service,
+    StateChanged,
     Tables,
     TableSummary,
     Trajectory,

@@ -11,9 +11,8 @@ from typing import Self
 from pydantic import SecretStr
 
 from troupe.client.functions import AsyncFunctions
-from troupe.client.handle import AsyncJobHandle, paged
+from troupe.client.handle import AsyncJobHandle, Spec, paged, read_spec
 from troupe.client.records import Cluster, Job, JobState
-from troupe.client.specs import Spec, read_spec
 from troupe.cluster.access import token_path
 from troupe.cluster.errors import NoCluster
 from troupe.cluster.settings import DEFAULT_DATA_DIR, require_utf8
@@ -55,10 +54,10 @@ def resolve_address(given: str | None = None, data_dir: Path | None = None) -> s
 
 
 def settings_for(address: str, data_dir: Path | None = None) -> ClientSettings:
-    """How to call the orchestrator at `address`, as far as the caller does not say.
+    """Default client settings for the orchestrator at `address`: those of `TROUPE_*`.
 
-    An embedded cluster of this user takes its own token, which it keeps in its data directory, and
-    speaks without TLS, whatever `TROUPE_*` say of others. Raises `InvalidArgument`.
+    For an embedded cluster of this user they have the token from its data directory, and no TLS,
+    whatever `TROUPE_*` say. Raises `InvalidArgument`.
     """
     settings = ClientSettings.of_environment()
     token = local_token(address)
@@ -77,7 +76,7 @@ def _runs_in(directory: Path, address: str) -> bool:
         return False
     try:
         state = running_state(directory)
-    except TroupeError:  # whoever was given an address needs no data directory
+    except TroupeError:  # with an address, a data directory that cannot be read does not matter
         return False
     return state is not None and state.orchestrator_address == address
 
@@ -96,7 +95,7 @@ def check_address(address: str) -> str:
 
 
 class AsyncClient:
-    """Talks to one orchestrator, the only door for users. An async context manager.
+    """Client of one orchestrator, through which users reach a cluster. An async context manager.
 
         async with AsyncClient("127.0.0.1:50051") as troupe:
             job = await troupe.submit("job.yaml")
@@ -146,23 +145,23 @@ class AsyncClient:
         return self.job(reply.job.job_id)
 
     async def jobs(self, state: JobState | None = None, limit: int | None = None) -> list[Job]:
-        """All jobs, or those in `state`, oldest first; with `limit` the newest so many."""
+        """All jobs, or those in `state`, oldest first; with `limit` only the newest so many."""
 
-        async def ask(size: int, token: str) -> tuple[list[Job], str]:
+        async def fetch(size: int, token: str) -> tuple[list[Job], str]:
             request = pb.ListJobsRequest(page_size=size, page_token=token)
             if state is not None:
                 request.state = state.number  # type: ignore[assignment]
             reply = await self._stub.ListJobs(request)
             return [Job.of(job) for job in reply.jobs], reply.next_page_token
 
-        return (await paged(ask, limit))[::-1]
+        return (await paged(fetch, limit))[::-1]
 
     def job(self, job_id: str) -> AsyncJobHandle:
-        """A handle of a job that exists. Asks nobody."""
+        """A handle of an existing job. Makes no call."""
         return AsyncJobHandle(self._stub, job_id, self._settings)
 
     async def cluster(self) -> Cluster:
-        """What every worker, engine and service does now."""
+        """The current state of every worker, engine and service."""
         return Cluster.of(await self._stub.GetCluster(pb.GetClusterRequest()))
 
     async def close(self) -> None:

@@ -1,5 +1,7 @@
-"""Functions of a cluster: deploy, invoke, look at, delete. Through the orchestrator, which answers
-the reward service's own calls."""
+"""Functions of a cluster (rewards and tools): deploy, invoke, list, delete.
+
+Calls go to the orchestrator, which forwards them to the reward service.
+"""
 
 from __future__ import annotations
 
@@ -29,158 +31,12 @@ _LISTED: Final = "docs/job-reference.md lists what a function can declare."
 _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MOST_FILES: Final = 1000
 _MOST_BYTES: Final = 16 * 2**20
+_SECONDS: Final = 600.0
 _NO_COSTS: Final = frozenset(("name", "source", "entrypoint", "function", "version", "arguments"))
 _REMEDY: Final = (
     "Give FILE.py, FILE.py:function, FOLDER with an entrypoint in it, or "
     "package.module[:function] that is installed where the cluster runs."
 )
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """Functions to deploy; `files` are empty where the code is installed with the cluster."""
-
-    files: tuple[pb.SourceFile, ...]
-    functions: tuple[pb.FunctionSpec, ...]
-
-
-def prepare(
-    source: str | Path,
-    entrypoint: str | None,
-    name: str | None,
-    version: str | None,
-    costs: Mapping[str, Any],
-) -> Deployment:
-    """What `source` holds; see `AsyncFunctions.deploy`. Raises `InvalidArgument`."""
-    target, folder, files = _read(str(source), entrypoint)
-    try:
-        found = described(target, folder)
-    except DescribeError as error:
-        raise InvalidArgument(
-            str(error),
-            kind="not_importable",
-            field="source",
-            value=source,
-            remedy="Make it importable here, or mend what it says.",
-        ) from error
-    if (name or version) and len(found) > 1:
-        raise InvalidArgument(
-            f"there are {len(found)} functions: {', '.join(one.name for one in found)}",
-            field="name" if name else "version",
-            value=name or version,
-            remedy="Name one of them: FILE.py:function.",
-        )
-    found = [replace(one, name=name or one.name, version=version or one.version) for one in found]
-    own = checked_costs(costs)
-    return Deployment(files, tuple(_spec(one, own) for one in found))
-
-
-def _spec(one: Described, costs: Mapping[str, Any]) -> pb.FunctionSpec:
-    return to_spec(
-        one.name,
-        one.version,
-        one.entrypoint,
-        costs,
-        declared=one.costs,
-        kind=one.kind,
-        description=one.description,
-        parameters=one.parameters,
-    )
-
-
-def checked_costs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, as a job's `rewards` and `tools` take them. Raises `InvalidArgument`."""
-    for field in _NO_COSTS & given.keys():
-        raise InvalidArgument(
-            "is no cost of a function",
-            field=field,
-            value=given[field],
-            remedy="Name, version and code are said beside the costs, arguments by whoever calls.",
-        )
-    try:
-        return FunctionSpec(entrypoint="any:function", **given).costs
-    except (ValidationError, TypeError) as error:
-        if isinstance(error, ValidationError):
-            first = explained(error, FunctionSpec, _LISTED)[0]
-        else:
-            first = FieldProblem("costs", "", str(error), _LISTED)
-        raise InvalidArgument(
-            first.message,
-            field=first.field,
-            value=given.get(first.field),
-            remedy=first.remedy,
-        ) from error
-
-
-def _read(source: str, entrypoint: str | None) -> tuple[str, str | None, tuple[pb.SourceFile, ...]]:
-    """What to describe, the directory to import it from, and the files to upload."""
-    path, attribute = source, entrypoint or ""
-    if not Path(source).exists() and ":" in source:
-        path, _, attribute = source.rpartition(":")
-    place = Path(path).expanduser()
-    if place.is_file() and place.suffix == ".py":
-        if not _MODULE.fullmatch(place.stem):
-            raise InvalidArgument(
-                "is no name of a module", field="source", value=place.name, remedy="Rename it."
-            )
-        file = pb.SourceFile(path=place.name, content=place.read_bytes())
-        _, _, attribute = attribute.rpartition(":")
-        return _joined(place.stem, attribute), str(place.resolve().parent), (file,)
-    if place.is_dir():
-        if not attribute:
-            raise InvalidArgument(
-                "is a folder: say which module of it holds the functions",
-                field="entrypoint",
-                value="",
-                remedy="Give `module` or `package.module:function`, as seen from the folder.",
-            )
-        return attribute, str(place.resolve()), tuple(_files(place))
-    if place.is_file():
-        raise InvalidArgument(
-            "is a file, but no Python source", field="source", value=source, remedy=_REMEDY
-        )
-    if place.suffix == ".py" or not _MODULE.fullmatch(path):
-        raise InvalidArgument(
-            "there is no such file, folder or module", field="source", value=source, remedy=_REMEDY
-        )
-    return _joined(path, attribute), str(Path.cwd()), ()
-
-
-def _joined(module: str, attribute: str) -> str:
-    return f"{module}:{attribute}" if attribute else module
-
-
-def _files(folder: Path) -> Iterator[pb.SourceFile]:
-    """The text files of a folder; hidden ones and what the interpreter made are not code."""
-    size = 0
-    for count, path in enumerate(_walk(folder)):
-        content = path.read_bytes()
-        size += len(content)
-        if count >= _MOST_FILES or size > _MOST_BYTES:
-            raise InvalidArgument(
-                f"holds more than {_MOST_FILES:,} files or {_MOST_BYTES // 2**20} MiB",
-                field="source",
-                value=folder,
-                remedy="Deploy the folder of the code alone; install what is large as a package.",
-            )
-        try:
-            content.decode("utf-8")
-        except UnicodeDecodeError:
-            continue  # no code, and no text that code reads
-        yield pb.SourceFile(path=path.relative_to(folder).as_posix(), content=content)
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name == "__pycache__" or path.is_symlink():
-            continue
-        if path.is_dir():
-            yield from _walk(path)
-        elif path.is_file():
-            yield path
-
-
-_SECONDS = 600.0
 
 
 class AsyncFunctions:
@@ -192,6 +48,7 @@ class AsyncFunctions:
 
     async def deploy(
         self,
+        /,
         source: str | Path,
         *,
         entrypoint: str | None = None,
@@ -199,14 +56,14 @@ class AsyncFunctions:
         version: str | None = None,
         **costs: Any,
     ) -> list[Function]:
-        """Deploy what a file, a folder or a module declares; deploying it again changes nothing.
+        """Deploy the functions that a file, a folder or a module declares; idempotent.
 
-        `source` is FILE.py or a folder, whose text is uploaded (known by its SHA-256, never
+        `source` is FILE.py or a folder, whose text is uploaded (identified by its SHA-256, never
         pickled), or a `package.module` that is installed where the cluster runs.
         `entrypoint` is one function in it (`FILE.py:function` does the same), which need not be
         declared; for a folder it is `module[:function]`. `costs`, `name` and `version` override
-        what was declared. Raises `InvalidArgument` for what does not import or cannot work and
-        `AlreadyExists` when the version stands for other code.
+        the declaration. Raises `InvalidArgument` for code that cannot be imported or declared so,
+        and `AlreadyExists` when the version exists with other code.
         """
         made = await asyncio.to_thread(prepare, source, entrypoint, name, version, costs)
         sha256 = ""
@@ -246,18 +103,18 @@ class AsyncFunctions:
         expected_seconds: float = 0.0,
         timeout: float = _SECONDS,
     ) -> Any:
-        """The value that a call returns, within `timeout` seconds; without `version` of the one
+        """Call a function and return its value, within `timeout` seconds; without `version` the one
         deployed last.
 
         A call repeated with the same `invocation_id` runs once. Stateful functions keep their
-        files by `trajectory_id`. `expected_seconds`: how long it takes with the fewest cores, where
-        that is known better than from other calls; 0: it is not. Raises `InvocationFailed` when the
-        call ends without a value.
+        files by `trajectory_id`. `expected_seconds`: estimated run time with the fewest cores,
+        where the caller knows better than past calls; 0: unknown. Raises `InvocationFailed` when
+        the call ends without a value.
         """
         request = _request(name, arguments, version, trajectory_id, invocation_id)
         request.expected_seconds = expected_seconds
         reply = await self._stub.Invoke(request, timeout=timeout)
-        ended = Invocation.of(name, request.invocation_id, reply)
+        ended = Invocation.of_call(name, request.invocation_id, reply)
         if ended.error is not None:
             raise ended.error
         return ended.value
@@ -270,7 +127,7 @@ class AsyncFunctions:
         version: str | None = None,
         timeout: float = _SECONDS,
     ) -> list[Invocation]:
-        """One call for each of the arguments, and how each ended, in their order."""
+        """Call a function once for each of `calls` (its arguments); the outcomes in their order."""
         ids = [new_id("invoke") for _ in calls]
         request = pb.InvokeBatchRequest(
             name=name,
@@ -284,7 +141,7 @@ class AsyncFunctions:
         responses = list(reply.responses)
         for i, (call, response) in enumerate(zip(request.calls, responses, strict=True)):
             if response.error.kind == pb.InvocationError.KIND_RESULT_TOO_LARGE:
-                # It has ended; only the answer had no room for it.
+                # The call has ended; its result alone fits into a reply of its own.
                 alone = pb.InvokeRequest(
                     invocation_id=call.invocation_id,
                     name=name,
@@ -293,7 +150,8 @@ class AsyncFunctions:
                 )
                 responses[i] = await self._stub.Invoke(alone, timeout=timeout)
         return [
-            Invocation.of(name, one, response) for one, response in zip(ids, responses, strict=True)
+            Invocation.of_call(name, one, response)
+            for one, response in zip(ids, responses, strict=True)
         ]
 
     async def invoke_stream(
@@ -305,8 +163,8 @@ class AsyncFunctions:
         trajectory_id: str = "",
         invocation_id: str | None = None,
     ) -> AsyncIterator[InvocationProgress | Invocation]:
-        """What happens to a call, what it prints, and last how it ended. Leaving early gives the
-        call up."""
+        """Call a function: its progress and output, and last its outcome. Closing the iterator
+        cancels the call."""
         request = _request(name, arguments, version, trajectory_id, invocation_id)
         call = self._stub.InvokeStream(request)
         try:
@@ -316,7 +174,7 @@ class AsyncFunctions:
             call.cancel()
 
     async def cancel(self, invocation_id: str) -> bool:
-        """End a call that waits or runs. False: it has ended, or there is none."""
+        """Cancel a call that is queued or runs. False: it has ended, or is unknown."""
         request = pb.CancelInvocationRequest(invocation_id=invocation_id)
         return (await self._stub.CancelInvocation(request)).cancelled
 
@@ -330,8 +188,8 @@ class AsyncFunctions:
         lines: int = 0,
         follow: bool = False,
     ) -> AsyncIterator[LogLine]:
-        """What calls printed last: so many `lines`, 0 for all that are kept; with `follow` what
-        they print from now on, too, until the caller leaves."""
+        """The last `lines` that calls of the function printed (0: all that are kept); with `follow`
+        also what they print from now on, until the iterator is closed."""
         call = self._stub.ReadLogs(
             pb.ReadLogsRequest(
                 name=name,
@@ -349,13 +207,13 @@ class AsyncFunctions:
             call.cancel()
 
     async def delete(self, name: str, version: str) -> bool:
-        """Forget a deployed function; its calls are cancelled. False: there was none."""
+        """Delete a deployed function; its calls are cancelled. False: there was none."""
         request = pb.DeleteFunctionRequest(request_id=new_id("delete"), name=name, version=version)
         return (await self._stub.DeleteFunction(request)).deleted
 
-    # Last, for the name means the type above.
+    # The last method: after it, `list` in this class is not the type.
     async def list(self) -> list[Function]:
-        """All functions that the reward service knows, those of jobs included."""
+        """All functions of the reward service, those of jobs included."""
         reply = await self._stub.ListFunctions(pb.ListFunctionsRequest())
         return [Function.of(status) for status in reply.functions]
 
@@ -393,7 +251,7 @@ def _event(
 ) -> InvocationProgress | Invocation:
     match event.WhichOneof("event"):
         case "outcome":
-            return Invocation.of(name, invocation_id, event.outcome)
+            return Invocation.of_call(name, invocation_id, event.outcome)
         case "queued":
             return InvocationProgress("queued", ahead=event.queued.ahead)
         case "started":
@@ -401,3 +259,148 @@ def _event(
             return InvocationProgress("started", attempt=started.attempt, cores=started.cores)
         case _:
             return InvocationProgress("output", output=event.output)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Functions to deploy and their source files, none where the cluster has the code installed."""
+
+    files: tuple[pb.SourceFile, ...]
+    functions: tuple[pb.FunctionSpec, ...]
+
+
+def prepare(
+    source: str | Path,
+    entrypoint: str | None,
+    name: str | None,
+    version: str | None,
+    costs: Mapping[str, Any],
+) -> Deployment:
+    """What to deploy of `source`; see `AsyncFunctions.deploy`. Raises `InvalidArgument`."""
+    target, folder, files = _read(str(source), entrypoint)
+    try:
+        found = described(target, folder)
+    except DescribeError as error:
+        raise InvalidArgument(
+            str(error),
+            kind="not_importable",
+            field="source",
+            value=source,
+            remedy="Make it importable here, or mend what it says.",
+        ) from error
+    if (name or version) and len(found) > 1:
+        raise InvalidArgument(
+            f"there are {len(found)} functions: {', '.join(one.name for one in found)}",
+            field="name" if name else "version",
+            value=name or version,
+            remedy="Name one of them: FILE.py:function.",
+        )
+    found = [replace(one, name=name or one.name, version=version or one.version) for one in found]
+    own = checked_costs(costs)
+    return Deployment(files, tuple(_spec(one, own) for one in found))
+
+
+def _spec(one: Described, costs: Mapping[str, Any]) -> pb.FunctionSpec:
+    return to_spec(
+        one.name,
+        one.version,
+        one.entrypoint,
+        costs,
+        declared=one.costs,
+        kind=one.kind,
+        description=one.description,
+        parameters=one.parameters,
+    )
+
+
+def checked_costs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The costs `given`, validated as those of a job's rewards and tools. Raises
+    `InvalidArgument`."""
+    for field in _NO_COSTS & given.keys():
+        raise InvalidArgument(
+            "is no cost of a function",
+            field=field,
+            value=given[field],
+            remedy="Name, version and code are said beside the costs, arguments by whoever calls.",
+        )
+    try:
+        return FunctionSpec(entrypoint="any:function", **given).costs
+    except (ValidationError, TypeError) as error:
+        if isinstance(error, ValidationError):
+            first = explained(error, FunctionSpec, _LISTED)[0]
+        else:
+            first = FieldProblem("costs", "", str(error), _LISTED)
+        raise InvalidArgument(
+            first.message,
+            field=first.field,
+            value=given.get(first.field),
+            remedy=first.remedy,
+        ) from error
+
+
+def _read(source: str, entrypoint: str | None) -> tuple[str, str | None, tuple[pb.SourceFile, ...]]:
+    """The entrypoint to import, the directory to import it from, and the files to upload."""
+    path, attribute = source, entrypoint or ""
+    if not Path(source).exists() and ":" in source:
+        path, _, attribute = source.rpartition(":")
+    place = Path(path).expanduser()
+    if place.is_file() and place.suffix == ".py":
+        if not _MODULE.fullmatch(place.stem):
+            raise InvalidArgument(
+                "is no name of a module", field="source", value=place.name, remedy="Rename it."
+            )
+        file = pb.SourceFile(path=place.name, content=place.read_bytes())
+        _, _, attribute = attribute.rpartition(":")
+        return _joined(place.stem, attribute), str(place.resolve().parent), (file,)
+    if place.is_dir():
+        if not attribute:
+            raise InvalidArgument(
+                "is a folder: say which module of it holds the functions",
+                field="entrypoint",
+                value="",
+                remedy="Give `module` or `package.module:function`, as seen from the folder.",
+            )
+        return attribute, str(place.resolve()), tuple(_files(place))
+    if place.is_file():
+        raise InvalidArgument(
+            "is a file, but no Python source", field="source", value=source, remedy=_REMEDY
+        )
+    if place.suffix == ".py" or not _MODULE.fullmatch(path):
+        raise InvalidArgument(
+            "there is no such file, folder or module", field="source", value=source, remedy=_REMEDY
+        )
+    return _joined(path, attribute), str(Path.cwd()), ()
+
+
+def _joined(module: str, attribute: str) -> str:
+    return f"{module}:{attribute}" if attribute else module
+
+
+def _files(folder: Path) -> Iterator[pb.SourceFile]:
+    """The text files of a folder, without hidden files and byte code. Raises `InvalidArgument`."""
+    size = 0
+    for count, path in enumerate(_walk(folder)):
+        content = path.read_bytes()
+        size += len(content)
+        if count >= _MOST_FILES or size > _MOST_BYTES:
+            raise InvalidArgument(
+                f"holds more than {_MOST_FILES:,} files or {_MOST_BYTES // 2**20} MiB",
+                field="source",
+                value=folder,
+                remedy="Deploy the folder of the code alone; install what is large as a package.",
+            )
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError:
+            continue  # a binary file is not source
+        yield pb.SourceFile(path=path.relative_to(folder).as_posix(), content=content)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name == "__pycache__" or path.is_symlink():
+            continue
+        if path.is_dir():
+            yield from _walk(path)
+        elif path.is_file():
+            yield path

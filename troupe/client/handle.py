@@ -1,11 +1,10 @@
-"""A job in the hands of an asyncio program."""
+"""`AsyncJobHandle`: the calls about one job, and how its event stream and its exports are read."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -13,15 +12,18 @@ from typing import BinaryIO, TypeVar
 
 import xxhash
 
+from troupe.checkpoints.kept import publish, scratch_beside, target_path
 from troupe.checkpoints.verifying import verify
-from troupe.client.errors import JobCancelled, JobFailed
-from troupe.client.events import Event, event_of
+from troupe.client.conversion import numbers_by_word
 from troupe.client.population_records import Match, Population
 from troupe.client.records import (
     Audit,
     Checkpoint,
+    Event,
     Generation,
     Job,
+    JobCancelled,
+    JobFailed,
     JobState,
     MetricsRow,
     Result,
@@ -30,12 +32,12 @@ from troupe.client.records import (
     Trajectory,
     Turn,
     Version,
+    event_of,
 )
-from troupe.client.specs import Spec, read_spec
+from troupe.job import JobSpec, load_job, parse_job
 from troupe.rpc.errors import (
     DataLoss,
     DeadlineExceeded,
-    FailedPrecondition,
     InvalidArgument,
     NotFound,
     TroupeError,
@@ -44,227 +46,23 @@ from troupe.rpc.ids import new_id
 from troupe.rpc.retry import RetryPolicy
 from troupe.rpc.settings import ClientSettings
 from troupe.v1 import common_pb2
-from troupe.v1 import common_pb2 as common_pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
 
-# A restarted orchestrator is back in seconds; one that is away for so long is not coming.
-AWAY_SECONDS = 120.0
-
-
-async def watch(
-    stub: pb_grpc.OrchestratorAsyncStub,
-    job_id: str,
-    *,
-    after: str = "",
-    retry: RetryPolicy | None = None,
-    away_seconds: float = AWAY_SECONDS,
-) -> AsyncIterator[Event]:
-    """Events of the job from the one after id `after` until the job has ended.
-
-    A broken stream is taken up where it broke, so nothing is told twice or left out (but
-    `Activity`, which nobody keeps). Raises what the server says, and `Unavailable` when it is
-    away for more than `away_seconds`.
-    """
-    policy = retry or RetryPolicy()
-    rng = random.Random(policy.seed)
-    failures, last_seen = 0, time.monotonic()
-    while True:
-        broken: TroupeError | None = None
-        try:
-            async for message in stub.WatchJob(pb.WatchJobRequest(job_id=job_id, after=after)):
-                after = message.event_id or after
-                failures, last_seen = 0, time.monotonic()
-                if (event := event_of(message)) is not None:
-                    yield event
-            # A server that shuts down may end the stream before the job ends.
-            reply = await stub.GetJob(pb.GetJobRequest(job_id=job_id))
-            if JobState.of(reply.job.state).ended:
-                return
-        except TroupeError as error:
-            if not policy.retryable(error) or time.monotonic() - last_seen > away_seconds:
-                raise
-            broken = error
-        failures += 1
-        pause = policy.backoff(failures, broken or TroupeError("the stream ended"), rng)
-        await asyncio.sleep(pause)
-
-
 T = TypeVar("T")
-# The longest silence between two chunks.
-CHUNK_SECONDS = 60.0
-
-
-async def receive(chunks: AsyncIterable[pb.ExportCheckpointResponse], to: str | Path) -> Path:
-    """Write the streamed files into the directory `to` and return it.
-
-    `to` must not exist or be empty. The files appear there only when all have arrived and their
-    checksums are right. Raises `FailedPrecondition`, `DataLoss`, `DeadlineExceeded`, or what the
-    stream raises.
-    """
-    to = target_path(to)
-    scratch = scratch_beside(to)
-    try:
-        await _receive_into(chunks, scratch)
-        await asyncio.to_thread(verify, scratch, called="that the cluster sent")
-        publish(scratch, to)
-    except BaseException:
-        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
-        raise
-    return to
-
-
-def target_path(to: str | Path) -> Path:
-    """`to` as an absolute path."""
-    return Path(to).expanduser().absolute()
-
-
-def scratch_beside(to: Path) -> Path:
-    """A new directory on the disk of `to`, to be renamed to it. Raises `FailedPrecondition` when
-    `to` is taken or its place cannot be written to."""
-    require_vacant(to)
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
-    except OSError as error:
-        raise FailedPrecondition(
-            f"nothing can be written there: {error.strerror}.",
-            kind="target_not_writable",
-            field="to",
-            value=to,
-            remedy="Choose another directory.",
-        ) from error
-
-
-def publish(scratch: Path, to: Path) -> None:
-    """Make what `scratch_beside` gave, filled, the directory `to`."""
-    # mkdtemp's directory is closed to others; a checkpoint is for whoever may read `to`.
-    scratch.chmod(0o755)
-    scratch.replace(to)
-
-
-def require_vacant(to: Path) -> None:
-    """Raise `FailedPrecondition` unless `to` is free to be written."""
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise FailedPrecondition(
-            "the target exists and is not empty.",
-            field="to",
-            value=to,
-            remedy="Choose a directory that does not exist yet, or remove this one.",
-        )
-
-
-async def _receive_into(
-    chunks: AsyncIterable[pb.ExportCheckpointResponse], directory: Path
-) -> None:
-    file: BinaryIO | None = None
-    name, digest, files = "", xxhash.xxh3_64(), 0
-    try:
-        async for chunk in _bounded(chunks, CHUNK_SECONDS):
-            if file is None:
-                name, digest = chunk.path, xxhash.xxh3_64()
-                path = directory / _safe(name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = path.open("wb")
-            elif chunk.path != name:
-                raise _damaged(name, "it ends in the middle")
-            file.write(chunk.data)
-            digest.update(chunk.data)
-            if chunk.end_of_file:
-                if digest.intdigest() != chunk.checksum:
-                    raise _damaged(name, "its checksum is wrong")
-                file.close()
-                file, files = None, files + 1
-    finally:
-        if file is not None:
-            file.close()
-    if file is not None:
-        raise _damaged(name, "it ends in the middle")
-    if not files:
-        raise NotFound("the checkpoint has no files", field="checkpoint")
-
-
-async def _bounded(stream: AsyncIterable[T], seconds: float) -> AsyncIterator[T]:
-    """`stream`, with a deadline for each item."""
-    items = aiter(stream)
-    while True:
-        try:
-            item = await asyncio.wait_for(anext(items), seconds)
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no chunk of the checkpoint within {seconds:g} s") from error
-        yield item
-
-
-def _safe(name: str) -> Path:
-    """A relative path below the target; a server must not choose other places on our disk."""
-    path = PurePosixPath(name)
-    if not name or path.is_absolute() or ".." in path.parts:
-        raise DataLoss("the server sent a file name that leads out of the target", value=name)
-    return Path(path)
-
-
-def _damaged(name: str, what: str) -> DataLoss:
-    return DataLoss(
-        f"{what}.",
-        field="file",
-        value=name,
-        remedy="Export again; if it repeats, the checkpoint itself is damaged.",
-    )
-
-
+Spec = str | Path | JobSpec
 Messages = str | Sequence[Mapping[str, str]]
 
-
-def chat_messages(messages: Messages) -> list[common_pb.ChatMessage]:
-    """A text becomes one user message. Raises `InvalidArgument` for anything malformed."""
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    made = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise InvalidArgument(
-                "a message is a mapping of exactly `role` and `content`.",
-                field=f"messages.{index}",
-                value=message,
-            )
-        made.append(common_pb.ChatMessage(role=message["role"], content=message["content"]))
-    if not made:
-        raise InvalidArgument("a conversation needs a message.", field="messages", value=[])
-    return made
-
-
-def sampling_params(
-    *,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    max_new_tokens: int | None,
-    stop_token_ids: Sequence[int],
-    seed: int | None,
-) -> common_pb.SamplingParams:
-    """Only what is given is set: on the wire absent and zero differ."""
-    given = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-    }
-    params = common_pb.SamplingParams(stop_token_ids=stop_token_ids)
-    for name, value in given.items():
-        if value is not None:
-            setattr(params, name, value)
-    return params
-
-
+# An orchestrator restarts within seconds; one unreachable for longer is taken to be gone.
+AWAY_SECONDS = 120.0
+# The longest silence between two chunks of an exported checkpoint.
+CHUNK_SECONDS = 60.0
 _PAGE = 100
 
 
 class AsyncJobHandle:
-    """One job of a cluster. Making a handle asks nobody; every method is a call.
+    """One job of a cluster. Making a handle makes no call; every method does.
 
     All methods raise `troupe.rpc.TroupeError`: `NotFound` for an unknown job,
     `FailedPrecondition` for a move that the job's state does not allow.
@@ -349,7 +147,7 @@ class AsyncJobHandle:
         return Job.of((await self._stub.ForgetJob(request)).job)
 
     async def versions(self, policy: str) -> list[Version]:
-        """Published versions of a policy, as the ledger holds them."""
+        """Published weight versions of a policy."""
         reply = await self._stub.ListVersions(pb.ListVersionsRequest(job_id=self.id, policy=policy))
         return [Version.of(version) for version in reply.versions]
 
@@ -373,25 +171,26 @@ class AsyncJobHandle:
         reply = await self._stub.ListMetrics(
             pb.ListMetricsRequest(job_id=self.id, names=names, after_step=after_step)
         )
-        return [MetricsRow(row.step, dict(row.values)) for row in reply.rows]
+        return [MetricsRow.of(row) for row in reply.rows]
 
     async def trajectories(self, limit: int = _PAGE) -> list[Trajectory]:
         """The newest `limit` trajectories, without their conversations."""
 
-        async def ask(size: int, token: str) -> tuple[list[Trajectory], str]:
+        async def fetch(size: int, token: str) -> tuple[list[Trajectory], str]:
             reply = await self._stub.ListTrajectories(
                 pb.ListTrajectoriesRequest(job_id=self.id, page_size=size, page_token=token)
             )
             return [Trajectory.of(one) for one in reply.trajectories], reply.next_page_token
 
-        return await paged(ask, limit)
+        return await paged(fetch, limit)
 
     async def trajectory(self, trajectory_id: str) -> Trajectory:
         """One trajectory with the conversation between the agents."""
         reply = await self._stub.GetTrajectory(
             pb.GetTrajectoryRequest(job_id=self.id, trajectory_id=trajectory_id)
         )
-        return Trajectory.of(reply.summary, tuple(Turn.of(turn) for turn in reply.turns))
+        turns = tuple(Turn.of(turn) for turn in reply.turns)
+        return Trajectory.of(reply.summary, conversation=turns)
 
     async def population(self) -> Population:
         """Pools, payoffs, meta-strategies and ratings of a job with a `population` section."""
@@ -401,11 +200,11 @@ class AsyncJobHandle:
     async def matches(self, member: str = "", limit: int = _PAGE) -> list[Match]:
         """The newest `limit` matches between members, or those in which `member` played.
 
-        A match is a trajectory: `trajectory(match.trajectory_id)` has what was said, while it is
-        kept.
+        A match is a trajectory: `trajectory(match.trajectory_id)` has its conversation, for as
+        long as that is kept.
         """
 
-        async def ask(size: int, token: str) -> tuple[list[Match], str]:
+        async def fetch(size: int, token: str) -> tuple[list[Match], str]:
             reply = await self._stub.ListMatches(
                 pb.ListMatchesRequest(
                     job_id=self.id, member_id=member, page_size=size, page_token=token
@@ -413,12 +212,12 @@ class AsyncJobHandle:
             )
             return [Match.of(one) for one in reply.matches], reply.next_page_token
 
-        return await paged(ask, limit)
+        return await paged(fetch, limit)
 
     async def export_member(self, member: str, to: str | Path) -> Path:
         """Copy the weights of one member of a pool into the new directory `to`, as `export` does.
 
-        Raises `NotFound` for a member that never was, or whose weights are not kept.
+        Raises `NotFound` for an unknown member, or one whose weights are not kept.
         """
         request = pb.ExportMemberRequest(job_id=self.id, member_id=member)
         return await receive(self._stub.ExportMember(request), to)
@@ -431,9 +230,10 @@ class AsyncJobHandle:
     async def samples(
         self, policy: str, *, step: int | None = None, state: str | None = None
     ) -> AsyncIterator[Sample]:
-        """The rows of a policy in order of step, query, group and id; of one step or of all that
-        the store still knows, in one state ("pending", "ready", "claimed", "trained", "dropped")
-        or in any.
+        """The samples of a policy in order of step, query, group and id.
+
+        `step`: only this one; else all that the store still knows. `state`: "pending", "ready",
+        "claimed", "trained" or "dropped"; else any.
         """
         request = es.ListSamplesRequest(job_id=self.id, policy=policy, step=step)
         if state is not None:
@@ -448,7 +248,7 @@ class AsyncJobHandle:
 
     async def audit(self, timeout: float = 300.0) -> Audit:
         """Check from the store's log that every sample was trained once or dropped with a reason,
-        and that the ledger of versions agrees."""
+        and that the published versions agree with it."""
         request = pb.AuditJobRequest(job_id=self.id)
         return Audit.of(await self._stub.AuditJob(request, timeout=timeout))
 
@@ -468,9 +268,9 @@ class AsyncJobHandle:
     ) -> Generation:
         """Generate with a policy at its newest version.
 
-        `messages` is a text (one user message) or a conversation of `{"role", "content"}`;
-        `input_ids` are token ids instead, taken as they are. Exactly one of the two. What is
-        not given of the sampling is as the job says.
+        Exactly one prompt: `messages` is a text (one user message) or a conversation of
+        `{"role", "content"}`; `input_ids` are token ids, used without a chat template. Sampling
+        parameters that are not given are those of the job.
         """
         if (messages is None) == (input_ids is None):
             raise InvalidArgument("give exactly one of messages and input_ids.", field="messages")
@@ -493,15 +293,31 @@ class AsyncJobHandle:
         return Generation.of(reply.result)
 
 
+def read_spec(spec: Spec) -> JobSpec:
+    """The specification, validated here so that a mistake costs no round trip.
+
+    A string with a line break or a brace is YAML or JSON text, so is an empty one; any other
+    string is a path.
+    Raises `troupe.job.JobSpecError`.
+    """
+    if isinstance(spec, JobSpec):
+        return spec
+    if isinstance(spec, str) and (not spec.strip() or "\n" in spec or "{" in spec):
+        return parse_job(spec)
+    return load_job(spec)
+
+
 async def paged(
-    ask: Callable[[int, str], Awaitable[tuple[list[T], str]]], limit: int | None
+    fetch: Callable[[int, str], Awaitable[tuple[list[T], str]]], limit: int | None
 ) -> list[T]:
-    """The first `limit` (None: all) of a list that `ask(size, token)` gives a page of, with the
-    next token."""
+    """The first `limit` items (None: all) of a list in pages.
+
+    `fetch(size, token)` returns a page and the token of the next one ("" after the last).
+    """
     found: list[T] = []
     token = ""
     while limit is None or len(found) < limit:
-        page, token = await ask(_PAGE if limit is None else min(_PAGE, limit - len(found)), token)
+        page, token = await fetch(_PAGE if limit is None else min(_PAGE, limit - len(found)), token)
         found += page
         if not token:
             break
@@ -509,9 +325,8 @@ async def paged(
 
 
 def sample_state(name: str) -> common_pb2.SampleState.ValueType:
-    """The wire's number of a sample state. Raises `InvalidArgument`."""
-    values = common_pb2.SampleState.items()
-    states = [key.removeprefix("SAMPLE_STATE_").lower() for key, number in values if number]
+    """The enum value of a sample state's name. Raises `InvalidArgument`."""
+    states = numbers_by_word(common_pb2.SampleState.DESCRIPTOR)
     if name not in states:
         raise InvalidArgument(
             "is not a state of samples",
@@ -519,4 +334,163 @@ def sample_state(name: str) -> common_pb2.SampleState.ValueType:
             value=name,
             remedy=f"Use one of: {', '.join(states)}.",
         )
-    return common_pb2.SampleState.Value(f"SAMPLE_STATE_{name.upper()}")
+    return common_pb2.SampleState.ValueType(states[name])
+
+
+def chat_messages(messages: Messages) -> list[common_pb2.ChatMessage]:
+    """Chat messages for the wire; a text is one user message. Raises `InvalidArgument`."""
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    chat = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise InvalidArgument(
+                "a message is a mapping of exactly `role` and `content`.",
+                field=f"messages.{index}",
+                value=message,
+            )
+        chat.append(common_pb2.ChatMessage(role=message["role"], content=message["content"]))
+    if not chat:
+        raise InvalidArgument("a conversation needs a message.", field="messages", value=[])
+    return chat
+
+
+def sampling_params(
+    *,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    max_new_tokens: int | None,
+    stop_token_ids: Sequence[int],
+    seed: int | None,
+) -> common_pb2.SamplingParams:
+    """Sampling parameters with only the given fields set: absent and zero differ."""
+    given = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+    }
+    params = common_pb2.SamplingParams(stop_token_ids=stop_token_ids)
+    for name, value in given.items():
+        if value is not None:
+            setattr(params, name, value)
+    return params
+
+
+async def watch(
+    stub: pb_grpc.OrchestratorAsyncStub,
+    job_id: str,
+    *,
+    after: str = "",
+    retry: RetryPolicy | None = None,
+    away_seconds: float = AWAY_SECONDS,
+) -> AsyncIterator[Event]:
+    """Events of the job from the one after id `after` until the job has ended.
+
+    A broken stream is resumed after its last event, so that no event is lost or repeated (except
+    `Activity`, which is not logged). Raises the server's error, or `Unavailable` when the server
+    is unreachable for more than `away_seconds`.
+    """
+    policy = retry or RetryPolicy()
+    rng = random.Random(policy.seed)
+    failures, last_seen = 0, time.monotonic()
+    while True:
+        broken: TroupeError | None = None
+        try:
+            async for message in stub.WatchJob(pb.WatchJobRequest(job_id=job_id, after=after)):
+                after = message.event_id or after
+                failures, last_seen = 0, time.monotonic()
+                if (event := event_of(message)) is not None:
+                    yield event
+            # A server that shuts down may end the stream before the job ends.
+            reply = await stub.GetJob(pb.GetJobRequest(job_id=job_id))
+            if Job.of(reply.job).state.ended:
+                return
+        except TroupeError as error:
+            if not policy.retryable(error) or time.monotonic() - last_seen > away_seconds:
+                raise
+            broken = error
+        failures += 1
+        pause = policy.backoff(failures, broken or TroupeError("the stream ended"), rng)
+        await asyncio.sleep(pause)
+
+
+async def receive(chunks: AsyncIterable[pb.ExportCheckpointResponse], to: str | Path) -> Path:
+    """Write the streamed files into the directory `to` and return it.
+
+    `to` must not exist or be empty. The files appear there only when all have arrived and their
+    checksums are right. Raises `FailedPrecondition`, `DataLoss`, `DeadlineExceeded`, or what the
+    stream raises.
+    """
+    to = target_path(to)
+    scratch = scratch_beside(to)
+    try:
+        await _receive_into(chunks, scratch)
+        await asyncio.to_thread(verify, scratch, called="that the cluster sent")
+        publish(scratch, to)
+    except BaseException:
+        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        raise
+    return to
+
+
+async def _receive_into(
+    chunks: AsyncIterable[pb.ExportCheckpointResponse], directory: Path
+) -> None:
+    file: BinaryIO | None = None
+    name, digest, files = "", xxhash.xxh3_64(), 0
+    try:
+        async for chunk in _bounded(chunks, CHUNK_SECONDS):
+            if file is None:
+                name, digest = chunk.path, xxhash.xxh3_64()
+                path = directory / _relative_path(name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = path.open("wb")
+            elif chunk.path != name:
+                raise _damaged(name, "it ends in the middle")
+            file.write(chunk.data)
+            digest.update(chunk.data)
+            if chunk.end_of_file:
+                if digest.intdigest() != chunk.checksum:
+                    raise _damaged(name, "its checksum is wrong")
+                file.close()
+                file, files = None, files + 1
+    finally:
+        if file is not None:
+            file.close()
+    if file is not None:
+        raise _damaged(name, "it ends in the middle")
+    if not files:
+        raise NotFound("the checkpoint has no files", field="checkpoint")
+
+
+async def _bounded(stream: AsyncIterable[T], seconds: float) -> AsyncIterator[T]:
+    """The items of `stream`, with a deadline in seconds for each of them."""
+    items = aiter(stream)
+    while True:
+        try:
+            item = await asyncio.wait_for(anext(items), seconds)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no chunk of the checkpoint within {seconds:g} s") from error
+        yield item
+
+
+def _relative_path(name: str) -> Path:
+    """`name` as a path below the target. Raises `DataLoss` for one that leads out of it."""
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts:
+        raise DataLoss("the server sent a file name that leads out of the target", value=name)
+    return Path(path)
+
+
+def _damaged(name: str, what: str) -> DataLoss:
+    return DataLoss(
+        f"{what}.",
+        field="file",
+        value=name,
+        remedy="Export again; if it repeats, the checkpoint itself is damaged.",
+    )

@@ -1,20 +1,19 @@
-"""What the SDK returns: plain frozen records, made from the messages of the orchestrator."""
+"""Frozen records of jobs, clusters, functions and samples, job events, and the SDK's own errors."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, ClassVar, TypeVar
-
-from google.protobuf.timestamp_pb2 import Timestamp
+from typing import Any, ClassVar, Literal, Self
 
 from troupe import states, tensors
+from troupe.client.conversion import Record, when, word
 from troupe.functions.costs import costs_of, schema_of
 from troupe.outcomes import NotJsonError, parse_json
-from troupe.rpc.errors import TroupeError
-from troupe.v1 import common_pb2, experience_store_pb2, rollout_pb2
+from troupe.rpc.errors import FailedPrecondition, TroupeError
+from troupe.v1 import common_pb2
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import reward_pb2 as reward_pb
@@ -34,11 +33,6 @@ class JobState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
-    @classmethod
-    def of(cls, number: int) -> JobState:
-        """From the wire's number; one that this library does not know is UNSPECIFIED."""
-        return cls(word(common_pb2.JobState, number) or cls.UNSPECIFIED)
-
     @property
     def number(self) -> int:
         """The wire's number."""
@@ -46,18 +40,18 @@ class JobState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Nothing happens any more, unless somebody resumes the job."""
+        """Whether the job has succeeded, failed or been cancelled; it may still be resumable."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
     @property
     def resumable(self) -> bool:
-        """Whether a resume would be accepted."""
+        """Whether the orchestrator would accept a resume."""
         return states.allowed(states.JOB, self.number, common_pb2.JOB_STATE_SUBMITTED)
 
 
 @dataclass(frozen=True)
-class Job:
-    """A job as it was when it was asked for."""
+class Job(Record, id_from="job_id"):
+    """The state of a job at the time of the call."""
 
     id: str
     name: str
@@ -85,32 +79,9 @@ class Job:
         """The specification with its defaults filled in."""
         return dict(json.loads(self.spec_json)) if self.spec_json else {}
 
-    @classmethod
-    def of(cls, job: pb.Job) -> Job:
-        """From the wire."""
-        return cls(
-            id=job.job_id,
-            name=job.name,
-            state=JobState.of(job.state),
-            mode=word(common_pb2.PipelineMode, job.mode),
-            step=job.step,
-            total_steps=job.total_steps,
-            activity=job.activity,
-            directory=job.directory,
-            versions=dict(job.versions),
-            metrics=dict(job.metrics),
-            before=dict(job.before),
-            after=dict(job.after),
-            created_at=when(job.created_at) if job.HasField("created_at") else None,
-            started_at=when(job.started_at) if job.HasField("started_at") else None,
-            ended_at=when(job.ended_at) if job.HasField("ended_at") else None,
-            problem=TroupeError.from_problem(job.problem) if job.HasField("problem") else None,
-            spec_json=job.spec_json,
-        )
-
 
 @dataclass(frozen=True)
-class Version:
+class Version(Record, part="weights"):
     """One published version of a policy."""
 
     policy: str
@@ -123,24 +94,16 @@ class Version:
     outcome: str
 
     @classmethod
-    def of(cls, version: pb.PolicyVersion) -> Version:
+    def of(cls, message: Any, **given: Any) -> Self:
         """From the wire."""
-        return cls(
-            policy=version.weights.policy,
-            version=version.weights.version,
-            checksum=version.weights.checksum,
-            num_bytes=version.weights.num_bytes,
-            step=version.step,
-            published_at=when(version.published_at),
-            outcome="restarted"
-            if version.restarted
-            else word(experience_store_pb2.StepOutcome, version.outcome),
-        )
+        if message.restarted:
+            given["outcome"] = "restarted"
+        return super().of(message, **given)
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """Weights on disk that `transformers` loads, on the machine of the trainer."""
+class Checkpoint(Record):
+    """A checkpoint of a policy, on the disk of its trainer's machine, that `transformers` loads."""
 
     policy: str
     version: int
@@ -148,20 +111,9 @@ class Checkpoint:
     num_bytes: int
     saved_at: datetime
 
-    @classmethod
-    def of(cls, checkpoint: pb.Checkpoint) -> Checkpoint:
-        """From the wire."""
-        return cls(
-            policy=checkpoint.policy,
-            version=checkpoint.version,
-            path=checkpoint.path,
-            num_bytes=checkpoint.num_bytes,
-            saved_at=when(checkpoint.saved_at),
-        )
-
 
 @dataclass(frozen=True)
-class MetricsRow:
+class MetricsRow(Record):
     """The metrics of one step."""
 
     step: int
@@ -169,13 +121,13 @@ class MetricsRow:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Turn(Record):
     """One generation by one agent."""
 
     agent: str
     policy: str
     turn: int
-    # role, content
+    # (role, content) of each message of the prompt.
     messages: tuple[tuple[str, str], ...]
     response: str
     prompt_tokens: int
@@ -184,24 +136,15 @@ class Turn:
     reward: float | None
 
     @classmethod
-    def of(cls, turn: rollout_pb2.Turn) -> Turn:
+    def of(cls, message: Any, **given: Any) -> Self:
         """From the wire."""
-        return cls(
-            agent=turn.agent,
-            policy=turn.policy,
-            turn=turn.turn,
-            messages=tuple((m.role, m.content) for m in turn.messages),
-            response=turn.response,
-            prompt_tokens=turn.prompt_tokens,
-            response_tokens=turn.response_tokens,
-            finish_reason=turn.finish_reason,
-            reward=turn.reward if turn.HasField("reward") else None,
-        )
+        messages = tuple((one.role, one.content) for one in message.messages)
+        return super().of(message, messages=messages, **given)
 
 
 @dataclass(frozen=True)
-class Trajectory:
-    """One run of the workflow on a query. `conversation` is filled when asked for by id."""
+class Trajectory(Record, id_from="trajectory_id"):
+    """One run of the workflow on a query; `conversation` is empty in lists of trajectories."""
 
     id: str
     query_id: str
@@ -214,51 +157,29 @@ class Trajectory:
     evaluation: bool
     conversation: tuple[Turn, ...] = ()
 
-    @classmethod
-    def of(cls, summary: pb.TrajectorySummary, turns: tuple[Turn, ...] = ()) -> Trajectory:
-        """From the wire."""
-        return cls(
-            id=summary.trajectory_id,
-            query_id=summary.query_id,
-            step=summary.step,
-            state=word(common_pb2.TrajectoryState, summary.state),
-            reason=summary.reason,
-            rewards=dict(summary.rewards),
-            turns=summary.turns,
-            seconds=summary.seconds,
-            evaluation=summary.evaluation,
-            conversation=turns,
-        )
-
 
 @dataclass(frozen=True)
-class Generation:
-    """What a policy generated. `logprobs` has one value per output id."""
+class Generation(Record):
+    """A reply of a policy. `logprobs` has one value per output id."""
 
     text: str
     input_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
-    # Newest version that generated a token of it.
+    # The newest policy version that generated one of its tokens.
     version: int | None
 
     @classmethod
-    def of(cls, reply: rollout_pb2.GenerateResponse) -> Generation:
+    def of(cls, message: Any, **given: Any) -> Self:
         """From the wire."""
-        return cls(
-            text=reply.text,
-            input_ids=tuple(reply.input_ids),
-            output_ids=tuple(reply.output_ids),
-            logprobs=tuple(reply.logprobs),
-            finish_reason=reply.finish_reason,
-            version=max((span.version for span in reply.versions), default=None),
-        )
+        version = max((span.version for span in message.versions), default=None)
+        return super().of(message, version=version, **given)
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended well."""
+    """A job that succeeded, and its checkpoints."""
 
     job: Job
     checkpoints: tuple[Checkpoint, ...]
@@ -275,8 +196,8 @@ class Result:
 
     @property
     def problem(self) -> TroupeError | None:
-        """Why the job, though all of its steps are done, taught nothing: no policy was ever
-        updated, or trajectories made no turns. None for a plain success."""
+        """Why a job whose steps are all done trained nothing: no policy was updated, or
+        trajectories had no turns. None for a plain success."""
         return self.job.problem
 
     @property
@@ -285,24 +206,43 @@ class Result:
         return self.job.metrics
 
 
-def when(stamp: Timestamp) -> datetime:
-    """A timestamp of the wire in UTC."""
-    return stamp.ToDatetime(tzinfo=UTC)
+class JobFailed(FailedPrecondition):
+    """The job ended without a result; `job` is its last record.
 
-
-def word(enum: Any, number: int) -> str:
-    """An enum's value without its prefix, in lower case: "running", "micro_batch".
-
-    Unspecified, and numbers that this library does not know (a newer server), are "".
+    Field, value and remedy are those of the problem that ended it.
     """
-    names = {value.number: name for name, value in enum.DESCRIPTOR.values_by_name.items()}
-    name = names.get(number, "")
-    prefix = names[0].removesuffix("UNSPECIFIED")
-    return "" if number == 0 else name.removeprefix(prefix).lower()
+
+    default_kind = "job_failed"
+
+    def __init__(self, job: Job) -> None:
+        problem = job.problem
+        reason = problem.message if problem else "no reason was recorded"
+        super().__init__(
+            f"job {job.id} failed: {reason}",
+            kind=problem.kind if problem else None,
+            field=problem.field if problem else None,
+            value=problem.value if problem else None,
+            remedy=problem.remedy if problem else None,
+        )
+        self.job = job
+
+
+class JobCancelled(FailedPrecondition):
+    """The job was cancelled; `job` is its last record."""
+
+    default_kind = "job_cancelled"
+
+    def __init__(self, job: Job) -> None:
+        reason = f": {job.problem.message}" if job.problem else ""
+        super().__init__(
+            f"job {job.id} was cancelled{reason}",
+            remedy=f"`troupe jobs resume {job.id}` goes on from its last committed step.",
+        )
+        self.job = job
 
 
 @dataclass(frozen=True)
-class Worker:
+class Worker(Record, id_from="worker_id", part="trainer"):
     """A rollout or trainer process."""
 
     id: str
@@ -312,15 +252,15 @@ class Worker:
     seconds_since_heartbeat: float
     doing: str
     rss_bytes: int
-    # Of trainers: policies that it may hold at once (0: any number), and the fraction of the last
-    # seconds in which it computed.
+    # Of trainers: how many policies it may hold at once (0: any number), and the fraction of the
+    # last seconds in which it computed.
     slots: int | None = None
     utilization: float | None = None
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One serving replica of one policy."""
+class Engine(Record, id_from="engine_id"):
+    """One inference engine: a serving replica of one policy."""
 
     id: str
     job_id: str
@@ -338,8 +278,8 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Binding:
-    """A policy holding training devices, or waiting for some (`suspended`)."""
+class Binding(Record):
+    """A policy that holds training devices, or waits for some (`suspended`)."""
 
     job_id: str
     policy: str
@@ -347,16 +287,16 @@ class Binding:
     version: int
     step: int
     samples: int
-    # Suspended elsewhere, its state is ready here.
+    # Suspended on another worker; its training state is already on this one.
     prefetched: bool = False
-    # How often it came to this worker or left, and the seconds that this kept its device idle.
+    # How often it was swapped in or out here, and for how many seconds that kept the device idle.
     swaps: int = 0
     swap_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Service:
-    """One service as the orchestrator sees it."""
+class Service(Record):
+    """Health of one service, as the orchestrator sees it."""
 
     name: str
     address: str
@@ -365,79 +305,21 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """What every part of a cluster does now."""
+class Cluster(Record):
+    """Workers, engines, bindings and services of a cluster at the time of the call."""
 
     workers: tuple[Worker, ...]
     engines: tuple[Engine, ...]
     bindings: tuple[Binding, ...]
     services: tuple[Service, ...]
-    # Trajectories admitted and not ended, per job.
+    # Trajectories that were admitted and have not ended, per job.
     in_flight: dict[str, int]
-    # Trainer workers with which no policy would wait for another; 0: nobody needs one.
+    # Number of trainer workers with which no policy would wait for another; 0: none is needed.
     wanted_trainers: int = 0
-
-    @classmethod
-    def of(cls, reply: pb.GetClusterResponse) -> Cluster:
-        """From the wire."""
-        return cls(
-            workers=tuple(
-                Worker(
-                    id=w.worker_id,
-                    kind=word(pb.WorkerKind, w.kind),
-                    address=w.address,
-                    alive=w.alive,
-                    seconds_since_heartbeat=w.seconds_since_heartbeat,
-                    doing=w.doing,
-                    rss_bytes=w.rss_bytes,
-                    slots=w.trainer.slots if w.HasField("trainer") else None,
-                    utilization=w.trainer.utilization if w.HasField("trainer") else None,
-                )
-                for w in reply.workers
-            ),
-            engines=tuple(
-                Engine(
-                    id=e.engine_id,
-                    job_id=e.job_id,
-                    policy=e.policy,
-                    kind=e.kind,
-                    state=word(common_pb2.EngineState, e.state),
-                    version=e.version if e.HasField("version") else None,
-                    running=e.running,
-                    waiting=e.waiting,
-                    tokens_per_second=e.tokens_per_second,
-                    worker_id=e.worker_id,
-                    message=e.message,
-                    restarts=e.restarts,
-                    device_class=e.device_class,
-                )
-                for e in reply.engines
-            ),
-            bindings=tuple(
-                Binding(
-                    job_id=b.job_id,
-                    policy=b.policy,
-                    state=word(common_pb2.BindingState, b.state),
-                    version=b.version,
-                    step=b.step,
-                    samples=b.samples,
-                    prefetched=b.prefetched,
-                    swaps=b.swaps,
-                    swap_seconds=b.swap_seconds,
-                )
-                for b in reply.bindings
-            ),
-            services=tuple(
-                Service(name=s.name, address=s.address, serving=s.serving, message=s.message)
-                for s in reply.services
-            ),
-            in_flight=dict(reply.in_flight),
-            wanted_trainers=reply.wanted_trainers,
-        )
 
 
 class InvocationFailed(TroupeError):
-    """A call that ended without a result. `kind` says how: "raised", "timeout", "out_of_memory",
+    """A function call ended without a result; `kind`: "raised", "timeout", "out_of_memory",
     "worker_died", "bad_result", "cancelled", "not_importable", "quota_exhausted", ..."""
 
     default_kind: ClassVar[str] = "invocation_failed"
@@ -445,16 +327,16 @@ class InvocationFailed(TroupeError):
     def __init__(self, name: str, error: reward_pb.InvocationError) -> None:
         super().__init__(
             f"{name}: {error.message}",
-            kind=word(reward_pb.InvocationError.Kind, error.kind) or None,
+            kind=word(reward_pb.InvocationError.Kind.DESCRIPTOR, error.kind) or None,
         )
         self.traceback = error.traceback
         """The last lines of the function's own traceback."""
         self.output = error.output
-        """The last that it printed."""
+        """The last lines that the function printed."""
 
 
 def result_of(reply: reward_pb.InvokeResponse) -> tuple[Any, reward_pb.InvocationError | None]:
-    """The value of a call, or why there is none: functions, and sandboxes, may answer anything."""
+    """The value of a function call, or why it has none; a reply that is not JSON is an error."""
     if reply.WhichOneof("outcome") == "error":
         return None, reply.error
     try:
@@ -468,55 +350,46 @@ def result_of(reply: reward_pb.InvokeResponse) -> tuple[Any, reward_pb.Invocatio
 
 
 @dataclass(frozen=True)
-class Invocation:
-    """How a call ended: with a `value`, or with an `error`."""
+class Invocation(Record):
+    """The outcome of a function call: a `value` or an `error`."""
 
     id: str
     value: Any
     error: InvocationFailed | None
     queue_seconds: float
     run_seconds: float
-    # What it took to start a worker and import the code; 0: it was warm.
+    # Time to start a worker and import the code; 0 where a warm worker took the call.
     cold_start_seconds: float
     cores: int
-    # Times that it was begun.
+    # How many times the call was started.
     attempts: int
-    # Where it ran; empty: on the service's own host.
+    # The host that it ran on; empty: that of the reward service.
     host: str = ""
 
     @classmethod
-    def of(cls, name: str, invocation_id: str, reply: reward_pb.InvokeResponse) -> Invocation:
-        """From the wire."""
+    def of_call(cls, name: str, invocation_id: str, reply: reward_pb.InvokeResponse) -> Self:
+        """How the call `invocation_id` of the function `name` ended."""
         value, error = result_of(reply)
-        return cls(
-            id=invocation_id,
-            value=value,
-            error=None if error is None else InvocationFailed(name, error),
-            queue_seconds=reply.queue_seconds,
-            run_seconds=reply.run_seconds,
-            cold_start_seconds=reply.cold_start_seconds,
-            cores=reply.cores,
-            attempts=reply.attempts,
-            host=reply.host,
-        )
+        failure = None if error is None else InvocationFailed(name, error)
+        return cls.of(reply, id=invocation_id, value=value, error=failure)
 
 
 @dataclass(frozen=True)
 class InvocationProgress:
-    """What happens to a call until it ends: `state` is "queued", "started" or "output"."""
+    """Progress of a function call that has not ended: "queued", "started" or "output"."""
 
     state: str
-    # Calls of the function before it.
+    # How many calls of the function are queued before it.
     ahead: int = 0
     attempt: int = 0
     cores: int = 0
-    # What it printed since the progress before.
+    # The text that it printed since the last progress.
     output: str = ""
 
 
 @dataclass(frozen=True)
-class LogLine:
-    """Something that a call printed."""
+class LogLine(Record):
+    """A line that a function call printed."""
 
     at: datetime
     version: str
@@ -526,22 +399,21 @@ class LogLine:
     text: str
 
     @classmethod
-    def of(cls, line: reward_pb.LogLine) -> LogLine:
+    def of(cls, message: Any, **given: Any) -> Self:
         """From the wire."""
-        at = datetime.fromtimestamp(line.seconds, UTC)
-        return cls(at, line.version, line.job_id, line.trajectory_id, line.invocation_id, line.text)
+        return super().of(message, at=datetime.fromtimestamp(message.seconds, UTC), **given)
 
 
 @dataclass(frozen=True)
-class Function:
-    """A function of the reward service, and what became of its calls since that started."""
+class Function(Record, part="function"):
+    """A function of the reward service, with counts of its calls since the service started."""
 
     name: str
     version: str
-    # "reward", "tool", or empty where nobody said.
+    # "reward", "tool", or empty where not declared.
     kind: str
     entrypoint: str
-    # Of its uploaded source; empty: it is importable where the service runs.
+    # Digest of its uploaded source; empty: its code is installed where the service runs.
     source_sha256: str
     description: str
     # JSON schema of its arguments.
@@ -552,7 +424,7 @@ class Function:
     running: int
     queued: int
     mean_seconds: float
-    # Learned: a call takes serial + parallel / cores seconds.
+    # Measured speed-up: a call takes serial + parallel / cores seconds.
     serial_seconds: float
     parallel_seconds: float
     warm_workers: int
@@ -563,46 +435,22 @@ class Function:
 
     @property
     def job_id(self) -> str:
-        """The job that it belongs to; empty: it was deployed."""
+        """Id of the job that it belongs to; empty for a deployed function."""
         return self.name.partition("/")[0] if "/" in self.name else ""
 
     @classmethod
-    def of(cls, status: reward_pb.FunctionStatus) -> Function:
+    def of(cls, message: Any, **given: Any) -> Self:
         """From the wire."""
-        spec = status.function
-        return cls(
-            name=spec.name,
-            version=spec.version,
-            kind=spec.kind,
-            entrypoint=spec.entrypoint,
-            source_sha256=spec.source_sha256,
-            description=spec.description,
-            parameters=schema_of(spec),
-            costs=costs_of(spec),
-            invocations=status.invocations,
-            errors=status.errors,
-            running=status.running,
-            queued=status.queued,
-            mean_seconds=status.mean_seconds,
-            serial_seconds=status.serial_seconds,
-            parallel_seconds=status.parallel_seconds,
-            warm_workers=status.warm_workers,
-            cold_starts=status.cold_starts,
-            cold_start_p50_seconds=status.cold_start_p50_seconds,
-            cold_start_p99_seconds=status.cold_start_p99_seconds,
-            retried=status.retried,
-        )
-
-
-T = TypeVar("T")
+        spec = message.function
+        return super().of(message, parameters=schema_of(spec), costs=costs_of(spec), **given)
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One trainable row of one policy.
+class Sample(Record, id_from="sample_id"):
+    """One trainable row (a turn) of one policy.
 
-    Token ids, log-probs and columns are there until the sample's step is committed; then its
-    payload is freed and they are None and empty.
+    When the sample's step is committed, its payload is freed: token ids and log-probs are None
+    then, and `columns` is empty.
     """
 
     id: str
@@ -615,7 +463,7 @@ class Sample:
     # "pending", "ready", "claimed", "trained", "dropped"
     state: str
     reward: float | None
-    # Oldest version that drew a token of it; None when freed.
+    # The oldest policy version that generated one of its tokens; None when freed.
     version: int | None
     uses: int
     prompt_ids: list[int] | None
@@ -625,34 +473,25 @@ class Sample:
     columns: dict[str, Any]
 
     @classmethod
-    def of(cls, sample: es.Sample) -> Sample:
+    def of(cls, message: es.Sample, **given: Any) -> Self:
         """From the wire. Raises `ChecksumError` for a damaged tensor."""
-        there = sample.HasField("response_ids")
-        return cls(
-            id=sample.sample_id,
-            policy=sample.policy,
-            query_id=sample.query_id,
-            trajectory_id=sample.trajectory_id,
-            agent=sample.agent,
-            turn=sample.turn,
-            group_id=sample.group_id,
-            state=word(common_pb2.SampleState, sample.state),
-            reward=sample.reward if sample.HasField("reward") else None,
-            version=min((span.version for span in sample.versions), default=None),
-            uses=sample.uses,
-            prompt_ids=tensors.from_proto(sample.prompt_ids).tolist() if there else None,
-            response_ids=tensors.from_proto(sample.response_ids).tolist() if there else None,
-            logprobs=tensors.from_proto(sample.logprobs).tolist() if there else None,
-            columns={name: _value(column) for name, column in sample.columns.items()},
+        there = message.HasField("response_ids")
+        for name in ("prompt_ids", "response_ids", "logprobs"):
+            given[name] = tensors.from_proto(getattr(message, name)).tolist() if there else None
+        return super().of(
+            message,
+            version=min((span.version for span in message.versions), default=None),
+            columns={name: _column(column) for name, column in message.columns.items()},
+            **given,
         )
 
 
 @dataclass(frozen=True)
-class TableSummary:
-    """What one policy's table holds: uncommitted steps by state, totals since the job began."""
+class TableSummary(Record):
+    """One policy's table: samples of uncommitted steps by state, and totals since the job began."""
 
     policy: str
-    # Of the newest commit; -1 before the first.
+    # The version of the newest commit; -1 before the first.
     version: int
     committed_step: int
     newest_step: int
@@ -668,42 +507,31 @@ class TableSummary:
 
     @property
     def lag(self) -> int:
-        """Open steps that this policy has not committed."""
+        """How many open steps this policy has not committed."""
         return max(0, self.newest_step - self.committed_step)
 
 
 @dataclass(frozen=True)
-class Tables:
-    """All tables of a job, and the memory of the store that they are in."""
+class Tables(Record):
+    """All tables of a job, and the memory use of the experience store."""
 
     tables: tuple[TableSummary, ...]
     payload_bytes: int
-    # 0: no mark is set.
+    # Payload bytes above which rollout is slowed down; 0: no limit is set.
     high_water_bytes: int
     over_high_water: bool
     redis_bytes: int
 
-    @classmethod
-    def of(cls, reply: es.DescribeTablesResponse) -> Tables:
-        """From the wire."""
-        return cls(
-            tables=tuple(_record(TableSummary, one) for one in reply.tables),
-            payload_bytes=reply.payload_bytes,
-            high_water_bytes=reply.high_water_bytes,
-            over_high_water=reply.over_high_water,
-            redis_bytes=reply.redis_bytes,
-        )
-
 
 @dataclass(frozen=True)
-class PolicyAudit:
-    """What became of every sample of one policy."""
+class PolicyAudit(Record):
+    """How many samples of one policy were trained, dropped, lost or used too often."""
 
     policy: str
     appended: int
     trained: int
     dropped: int
-    # In steps that are not committed yet.
+    # Samples of steps that are not committed yet.
     live: int
     drop_reasons: dict[str, int]
     steps_applied: int
@@ -715,22 +543,22 @@ class PolicyAudit:
 
 
 @dataclass(frozen=True)
-class Audit:
-    """Whether every sample was trained once or dropped with a reason."""
+class Audit(Record, part="tables"):
+    """An audit of a job: whether every sample was trained once or dropped with a reason."""
 
     policies: tuple[PolicyAudit, ...]
-    # What contradicts the promise, in words; empty when it holds.
+    # Each contradiction in words; empty when there is none.
     violations: tuple[str, ...]
     steps: int
     trajectories_admitted: int
     trajectories_ended: int
     trajectories_by_state: dict[str, int]
-    # Newest version of every policy, as the ledger holds it.
+    # Newest published version of every policy.
     versions: tuple[Version, ...]
 
     @property
     def passed(self) -> bool:
-        """Nothing contradicts the promise."""
+        """Whether no violation, lost or duplicated sample was found."""
         return not self.violations and not self.lost and not self.duplicated
 
     @property
@@ -743,29 +571,8 @@ class Audit:
         """Uses of samples beyond what the job allows."""
         return sum(one.duplicated for one in self.policies)
 
-    @classmethod
-    def of(cls, reply: pb.AuditJobResponse) -> Audit:
-        """From the wire."""
-        tables = reply.tables
-        return cls(
-            policies=tuple(_record(PolicyAudit, one) for one in tables.policies),
-            violations=tuple(reply.violations),
-            steps=tables.steps,
-            trajectories_admitted=tables.trajectories_admitted,
-            trajectories_ended=tables.trajectories_ended,
-            trajectories_by_state=dict(tables.trajectories_by_state),
-            versions=tuple(Version.of(version) for version in reply.versions),
-        )
 
-
-def _record(kind: type[T], message: es.TableSummary | es.PolicyAudit) -> T:
-    """A record whose fields are named as those of the message."""
-    maps = {"drop_reasons": dict(message.drop_reasons)}
-    named = (field.name for field in fields(kind))  # type: ignore[arg-type]
-    return kind(**{name: maps.get(name, getattr(message, name)) for name in named})
-
-
-def _value(column: es.Column) -> Any:
+def _column(column: es.Column) -> Any:
     match column.WhichOneof("value"):
         case "tensor":
             return tensors.from_proto(column.tensor).tolist()
@@ -774,3 +581,67 @@ def _value(column: es.Column) -> Any:
         case "ref":
             return {"ref": column.ref}
     return None
+
+
+@dataclass(frozen=True)
+class StateChanged(Record):
+    """The job moved to `state`; `problem`: why it failed, or what it waits for."""
+
+    at: datetime
+    state: JobState
+    problem: TroupeError | None = None
+
+
+@dataclass(frozen=True)
+class MetricsLogged(Record):
+    """Metrics of a step; a step may log several times, under different names."""
+
+    at: datetime
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Notice(Record):
+    """A message for people: a worker was lost, a step skipped, a trajectory dropped."""
+
+    at: datetime
+    severity: Literal["info", "warning", "error"]
+    text: str
+
+    @classmethod
+    def of(cls, message: Any, **given: Any) -> Self:
+        """From the wire."""
+        severity = word(pb.Notice.Severity.DESCRIPTOR, message.severity) or "info"
+        return super().of(message, severity=severity, **given)
+
+
+@dataclass(frozen=True)
+class Activity(Record):
+    """Progress inside a step, `done` of `total`. Not logged: only live watchers get it."""
+
+    at: datetime
+    text: str
+    step: int
+    total_steps: int
+    done: float
+    total: float
+
+
+Event = StateChanged | MetricsLogged | Notice | Activity
+
+
+def event_of(message: pb.JobEvent) -> Event | None:
+    """The record of an event; None for a kind that this version does not know (a newer server)."""
+    at = when(message.at)
+    match message.WhichOneof("event"):
+        case "state":
+            return StateChanged.of(message.state, at=at)
+        case "metrics":
+            return MetricsLogged.of(message.metrics, at=at)
+        case "notice":
+            return Notice.of(message.notice, at=at)
+        case "activity":
+            return Activity.of(message.activity, at=at)
+        case _:
+            return None

@@ -1,4 +1,4 @@
-// What every service does now: tiles, engines, policies.
+// The state of the cluster: tiles, engines, policies.
 import { byId, colour, el, number } from "./dom.js";
 
 const cell = (value) => el("td", {}, value ?? "–");
@@ -56,7 +56,7 @@ function trainerOf(binding) {
 export function drawPolicies(job, bindings) {
   const rows = Object.entries(job.versions).sort().map(([policy, version]) => {
     const binding = bindings.find((b) => b.job_id === job.job_id && b.policy === policy);
-    // Metrics are the newest there are: of a step without an update, those of a step before.
+    // The newest metrics there are: after a step without an update, those of an earlier step.
     const idle = job.metrics[`${policy}/skipped`] === 1 || job.metrics[`${policy}/samples`] === 0;
     const metric = (name) => number(idle ? null : job.metrics[`${policy}/${name}`]);
     const doing = binding ? trainerOf(binding) : "–";

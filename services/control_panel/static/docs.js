@@ -1,4 +1,4 @@
-// Draws /docs: the OpenAPI document as a page to read. Nothing comes from other hosts.
+// Draws /docs: the OpenAPI document as a page, without code from other hosts.
 
 import { byId, el } from "./dom.js";
 

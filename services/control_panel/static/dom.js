@@ -18,7 +18,7 @@ export function el(tag, props = {}, ...children) {
 
 const drawn = new WeakMap();
 
-// Whether `node` is to be drawn again, since `data` is not what it shows.
+// Whether `node` must be redrawn, since it does not show `data`.
 export function changed(node, data) {
   const text = JSON.stringify(data);
   if (drawn.get(node) === text) return false;
@@ -66,7 +66,7 @@ export function advice(message, remedy) {
 
 let asked = false;
 
-// Ask for the token once; with a session the page begins anew.
+// Ask for the token once; with a session the page reloads.
 async function signIn() {
   if (asked) return;
   asked = true;

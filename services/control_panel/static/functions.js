@@ -1,4 +1,4 @@
-// Rewards and tools: their calls, what they hold, and how they gain from cores.
+// Rewards and tools: their calls, warm workers and speed-up by cores.
 import { api, byId, colour, el, number } from "./dom.js";
 
 const WIDTH = 96;
@@ -10,7 +10,7 @@ export async function drawFunctions() {
   try {
     found = await api("/api/functions");
   } catch (error) {
-    // Numbers that are no longer true would be worse than none.
+    // Clear outdated numbers.
     byId("functions-pool").textContent = error.message;
     byId("functions").tBodies[0].replaceChildren();
     return;

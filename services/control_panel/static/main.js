@@ -163,7 +163,7 @@ function watchMatch(id) {
 
 // --- the cluster ----------------------------------------------------------------------------
 
-// Jobs that the stream does not tell of: fetched when somebody asks for older ones.
+// Jobs that the stream does not send: older ones, fetched on demand.
 const OLDER = " older";
 let older = [];
 let olderPage;
@@ -225,7 +225,7 @@ cluster.addEventListener("cluster", (event) => {
 cluster.addEventListener("away", (event) => live(JSON.parse(event.data).message, false));
 cluster.onerror = () => {
   live("panel away", false);
-  // Not away, but closed to a browser without a session: asking says so, and how to get one.
+  // Refused for lack of a session rather than unreachable: a call returns that problem with its remedy.
   if (cluster.readyState === EventSource.CLOSED) api("/api/cluster").catch((error) => live(error.message, false));
 };
 setInterval(() => drawFunctions().catch(() => {}), 2000);
@@ -236,7 +236,7 @@ setInterval(() => {
   drawPopulation(chosen, watchMatch).catch(() => {});
 }, 4000);
 
-// --- what a person does ---------------------------------------------------------------------
+// --- user input ------------------------------------------------------------------------------
 
 byId("job-select").addEventListener("change", (event) => {
   if (event.target.value !== OLDER) return choose(event.target.value);

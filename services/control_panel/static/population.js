@@ -4,7 +4,7 @@ import { api, byId, changed, el, number } from "./dom.js";
 
 const chart = new Chart(byId("chart-mixture"), { x: "iteration", range: [0, 1] });
 let shown = null;
-// A job without a population never gets one.
+// A job without a population stays without one.
 let none = null;
 
 export async function drawPopulation(job, watch) {
@@ -44,7 +44,7 @@ function facts(found) {
   return parts.filter(Boolean).join(" · ");
 }
 
-// Members below those that they went on from, each with its depth.
+// Members below their parents, each with its depth.
 function lineage(pool) {
   const below = new Map();
   const known = new Set(pool.members.map((one) => one.member_id));
@@ -57,7 +57,7 @@ function lineage(pool) {
   while (open.length) {
     const [one, depth] = open.pop();
     rows.push({ ...one, depth });
-    // Only what branches is drawn as a branch: a chain of hundreds stays readable.
+    // A chain without branches is not indented: hundreds of members stay readable.
     const children = below.get(one.member_id) ?? [];
     for (const child of [...children].reverse()) open.push([child, depth + (children.length > 1 ? 1 : 0)]);
   }
@@ -83,7 +83,7 @@ function memberRow(found, pool, one, ratings) {
   );
 }
 
-// One table for two players; more players are left to `troupe population show --json`.
+// Payoffs are shown for two players only; `troupe population show --json` has all.
 function payoffs(found) {
   if (found.agents.length !== 2 || !found.cells.length) return [el("p", { class: "muted" }, found.cells.length ? "Payoffs of more than two players have no map." : "No match was played yet.")];
   const pool = (agent) => found.pools.find((one) => one.agents.includes(agent));

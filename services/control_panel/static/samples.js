@@ -1,4 +1,4 @@
-// What the experience store holds of a job, and its audit.
+// The samples of a job in the experience store, and its audit.
 import { api, byId, colour, duration, el, number } from "./dom.js";
 
 const mib = (bytes) => `${number(bytes / 2 ** 20)} MiB`;
@@ -14,7 +14,7 @@ export async function drawSamples(job) {
   try {
     found = await api(`/api/jobs/${encodeURIComponent(job)}/tables`);
   } catch (error) {
-    // Numbers that are no longer true, or another job's, would be worse than none.
+    // Clear numbers that are outdated or of another job.
     if (job === shown) clear(error.message);
     return;
   }

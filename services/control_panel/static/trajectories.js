@@ -13,7 +13,7 @@ export class Viewer {
       this.selected = null;
     }
     const { trajectories } = await api(`/api/jobs/${job}/trajectories?limit=60`);
-    // Rows that are there already stay: somebody may be about to click one.
+    // Existing rows are kept in place, so that a click hits the right one.
     if (changed(byId("trajectory-list"), [job, trajectories])) {
       byId("trajectory-list").replaceChildren(...trajectories.map((item) => this.row(item)));
     }
@@ -63,7 +63,7 @@ export class Viewer {
       turn.finish_reason,
       turn.reward === null ? null : `reward ${number(turn.reward)}`,
     ];
-    // The last message is what the agent was asked; the ones before are behind the fold.
+    // The last message is shown; earlier ones are folded.
     const asked = turn.messages.at(-1);
     const before = turn.messages.slice(0, -1);
     return el(

@@ -1,4 +1,7 @@
-"""The commands, and what becomes of their errors: one line, an exit status, no traceback."""
+"""The command line `troupe`: `main`, its commands, and those of them about the cluster itself.
+
+An error is one line on stderr and an exit status, without a traceback.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,11 @@ from troupe.checkpoints.verifying import Lineage
 from troupe.client.aio import ADDRESS_VARIABLE, AsyncClient, data_directory
 from troupe.client.cli import options
 from troupe.client.cli.chaos import chaos
-from troupe.client.cli.connection import call
 from troupe.client.cli.failures import FAILED, explain
 from troupe.client.cli.functions import app as functions
 from troupe.client.cli.jobs import app as jobs
 from troupe.client.cli.jobs import generate
-from troupe.client.cli.options import duration, size
+from troupe.client.cli.options import call, duration, size
 from troupe.client.cli.population import app as population
 from troupe.client.cli.samples import app as samples
 from troupe.client.cli.specification import app as specification
@@ -69,7 +71,7 @@ def check(
     For example: troupe environment check
     troupe.workflow.environments.adapters.openspiel:OpenSpiel --arg game=kuhn_poker
     """
-    # Imports numpy and whatever the environment needs: not for every command.
+    # Imports numpy and the environment's own packages, which other commands do without.
     from troupe.workflow.environments.conformance import check as conform
     from troupe.workflow.environments.host import open_environment
     from troupe.workflow.errors import EntrypointError, WorkflowError
@@ -77,7 +79,7 @@ def check(
 
     add_working_directory()
     given = _arguments(args or [])
-    try:  # what cannot even be made is told as the error that it is
+    try:  # an environment that cannot be made is an error of the input, not a broken promise
         open_environment(entrypoint, given, "entrypoint").close()
     except WorkflowError as error:
         refused = InvalidArgument if isinstance(error, EntrypointError) else Internal
@@ -122,9 +124,7 @@ def _arguments(given: list[str]) -> dict[str, Any]:
 
 
 def export(
-    job_id: Annotated[
-        str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")
-    ],
+    job_id: options.JobId,
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", show_default=False, help="New directory.")
     ],
@@ -184,7 +184,7 @@ def export(
             )
         write_card(target, rewards)
     except BaseException:
-        # Half of what was asked for is nothing, and would be in the way of the next try.
+        # An incomplete export is useless, and its directory would refuse the next attempt.
         shutil.rmtree(target, ignore_errors=True)
         raise
     name = lineage.policy if lineage is not None else policy or job_id
@@ -199,13 +199,13 @@ def _from_cluster(
     cluster: str | None,
     data_dir: Path | None,
 ) -> tuple[Path, dict[str, float]]:
-    async def ask(client: AsyncClient) -> tuple[Path, dict[str, float]]:
+    """Export from a running cluster: the new directory, and the rewards of its step."""
+
+    async def export(client: AsyncClient) -> tuple[Path, dict[str, float]]:
         job = client.job(job_id)
         wanted = policy
         if wanted is None:
-            kept: dict[str, list[int]] = {}
-            for one in await job.checkpoints():
-                kept.setdefault(one.policy, []).append(one.version)
+            kept = dict.fromkeys(one.policy for one in await job.checkpoints())
             wanted = only_policy(kept, None)
         target = await job.export(wanted, directory, version)
         lineage = await asyncio.to_thread(Lineage.read, target)
@@ -216,7 +216,7 @@ def _from_cluster(
             (rewards_of(row.values) for row in rows if row.step == lineage.step + 1), {}
         )
 
-    return call(ask, address=cluster, data_dir=data_dir)
+    return call(cluster, data_dir, export)
 
 
 def up(
@@ -250,12 +250,12 @@ def up(
     console = Console()
     console.print(f"starting a cluster in {settings.data_dir}", style="dim", soft_wrap=True)
     if detach:
-        _tell_places(console, start_detached(settings))
+        _print_addresses(console, start_detached(settings))
         return
     cluster = EmbeddedCluster(settings, tell=lambda event: console.print(event, highlight=False))
 
     def ready(state: ClusterState) -> None:
-        _tell_places(console, state)
+        _print_addresses(console, state)
         console.print("Ctrl-C stops it", style="dim")
 
     asyncio.run(run_until_signal(cluster, ready))
@@ -272,7 +272,7 @@ def status(data_dir: options.DataDir = None, as_json: options.AsJson = False) ->
     state = require_running(data_directory(data_dir))
     reports = asyncio.run(inspect(state))
     if as_json:
-        print(json.dumps(_as_json(state, reports), indent=2))
+        print(json.dumps(_status_json(state, reports), indent=2))
     else:
         console = Console()
         _print_status(console, state, reports)
@@ -281,7 +281,7 @@ def status(data_dir: options.DataDir = None, as_json: options.AsJson = False) ->
     raise typer.Exit(0 if healthy else FAILED)
 
 
-def _tell_places(console: Console, state: ClusterState) -> None:
+def _print_addresses(console: Console, state: ClusterState) -> None:
     for name, place in (
         ("panel", state.panel_url),
         ("sign in once", sign_in_link(state)),
@@ -326,7 +326,7 @@ def _health(report: ServiceReport) -> str:
 
 
 def _print_trainers(console: Console, state: ClusterState) -> None:
-    """Who trains what, if the orchestrator answers: it is a view, not the health of anything."""
+    """Trainers and the policies bound to them; nothing where the orchestrator does not answer."""
     if not state.orchestrator_address:
         return
     try:
@@ -345,7 +345,7 @@ def _print_trainers(console: Console, state: ClusterState) -> None:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("job", "policy", "state", "version", "samples", "swaps", "swap seconds"):
-        # Headings give way, not what is copied into the next command.
+        # A narrow terminal shortens other columns: these are copied into the next command.
         table.add_column(column, no_wrap=column in ("job", "policy", "state"))
     for binding in cluster.bindings:
         table.add_row(
@@ -360,7 +360,7 @@ def _print_trainers(console: Console, state: ClusterState) -> None:
     console.print(table)
 
 
-def _as_json(state: ClusterState, reports: list[ServiceReport]) -> dict[str, Any]:
+def _status_json(state: ClusterState, reports: list[ServiceReport]) -> dict[str, Any]:
     return {
         "data_dir": str(state.data_dir),
         "phase": state.phase,
@@ -431,7 +431,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         lines, code = explain(error)
         for line in lines:
-            # What was typed need not be text.
+            # Arguments quoted in an error need not be valid UTF-8.
             print(line.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
         return code
     return status if isinstance(status, int) else 0

@@ -1,4 +1,4 @@
-"""`troupe chaos`: does a job come out the same, whatever dies on the way?"""
+"""`troupe chaos`: runs a job undisturbed and with injected faults, and compares the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
@@ -22,7 +21,7 @@ from troupe.client.aio import data_directory
 from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.interrupts import Interrupted, Interrupts
-from troupe.client.cli.options import duration
+from troupe.client.cli.options import duration, make_table
 from troupe.client.cli.specification import load_with
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ async def _run(plan: ChaosPlan, console: Console, *, as_json: bool) -> int:
 
 
 class _Screen:
-    """Lines, and on a terminal a status line below them. A context manager."""
+    """Output of a run: log lines, on a terminal with a status line below. A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -130,12 +129,12 @@ class _Screen:
             self._status.stop()
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Print one log line."""
         now = datetime.now().strftime("%H:%M:%S")
         self._console.print(f"{now} {escape(text)}", style="dim", highlight=False, soft_wrap=True)
 
     def status(self, text: str) -> None:
-        """What is going on now; only on a terminal."""
+        """Replace the status line; without effect where there is no terminal."""
         if self._status is not None:
             self._status.update(escape(text))
 
@@ -166,9 +165,7 @@ def _print(console: Console, plan: ChaosPlan, report: ChaosReport) -> None:
 
 
 def _faults(report: ChaosReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="faults", title_justify="left")
-    for column in ("kind", "victim", "by", "times", "seconds", "longest"):
-        table.add_column(column, justify="right" if column in _NUMBERS else "left")
+    table = make_table(("kind", "victim", "by"), ("times", "seconds", "longest"), "faults")
     injected = report.disturbance.injected
     counted = Counter((one.kind, one.victim, one.means) for one in injected)
     for (kind, victim, means), times in sorted(counted.items()):
@@ -188,14 +185,8 @@ def _faults(report: ChaosReport) -> Table:
     return table
 
 
-_NUMBERS = ("times", "seconds", "longest")
-
-
 def _runs(report: ChaosReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="runs", title_justify="left")
-    table.add_column("")
-    table.add_column("undisturbed", justify="right")
-    table.add_column("disturbed", justify="right")
+    table = make_table(("",), ("undisturbed", "disturbed"), "runs")
     base, disturbed = report.baseline, report.disturbed
     rows: list[tuple[str, Callable[[JobOutcome], str]]] = [
         ("job", lambda o: o.state),

@@ -1,4 +1,4 @@
-"""From an exception to what a person reads and a script tests."""
+"""Exceptions of a command as lines on stderr and an exit status."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from troupe.rpc.errors import AlreadyExists, InvalidArgument, NotFound, TroupeEr
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK_VARIABLE = "TROUPE_TRACEBACK"
-# What the user named is wrong or is not there: another input is needed, not another try.
+# The input is wrong or names what does not exist: repeating the command does not help.
 _INPUT_ERRORS = (InvalidArgument, NotFound, AlreadyExists)
-# A path that the user gave, or the disk behind it: nobody's bug.
+# Faults of a path that the user gave, or of its disk, and the remedy; no bug of Troupe.
 _FILE_ERRORS = {
     errno.EACCES: "Choose a place that you may write to, or read from.",
     errno.EPERM: "Choose a place that you may write to, or read from.",
@@ -32,7 +32,7 @@ _FILE_ERRORS = {
 
 
 def explain(error: BaseException) -> tuple[list[str], int]:
-    """Lines for stderr, one per fault, and the exit status."""
+    """Lines for stderr, one per problem, and the exit status."""
     match error:
         case JobSpecError():
             return [_line(str(problem)) for problem in error.problems], BAD_INPUT
@@ -45,7 +45,7 @@ def explain(error: BaseException) -> tuple[list[str], int]:
         case SystemExit():
             return [], error.code if isinstance(error.code, int) else FAILED
         case BrokenPipeError():
-            # Whoever read our output has seen enough; keep the interpreter from saying so.
+            # The reader of our output closed the pipe; keep the interpreter from reporting it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return [], FAILED
     if hasattr(error, "format_message"):  # typer's own: a wrong option, a missing argument

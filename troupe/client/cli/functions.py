@@ -1,7 +1,8 @@
-"""`troupe functions ...`: deploy rewards and tools, call them, look at them."""
+"""`troupe functions ...`: deploys rewards and tools, calls them, shows their state and output."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import sys
@@ -9,18 +10,16 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
-from troupe.client.cli.connection import call
 from troupe.client.cli.failures import FAILED
+from troupe.client.cli.options import call, make_table
 from troupe.client.functions import checked_costs
-from troupe.client.records import Function, Invocation, InvocationProgress
-from troupe.rpc.errors import InvalidArgument
+from troupe.client.records import Invocation, InvocationProgress
+from troupe.rpc.errors import DeadlineExceeded, InvalidArgument
 from troupe.yaml_input import UnreadableText, read_json_object, read_value
 
 app = typer.Typer(help="Deploy rewards and tools, call them, look at them.", no_args_is_help=True)
@@ -64,12 +63,13 @@ def deploy(
     """Deploy what a file or module declares with @troupe.reward and @troupe.tool."""
     own = _assignments(costs or [])
 
-    async def ask(client: AsyncClient) -> list[Function]:
-        return await client.functions.deploy(
+    deployed = call(
+        cluster,
+        data_dir,
+        lambda client: client.functions.deploy(
             source, entrypoint=entrypoint, name=name, version=version, **checked_costs(own)
-        )
-
-    deployed = call(ask, address=cluster, data_dir=data_dir)
+        ),
+    )
     if as_json:
         print(json.dumps([dataclasses.asdict(one) for one in deployed], indent=2))
         return
@@ -89,11 +89,7 @@ def list_functions(
     data_dir: options.DataDir = None,
 ) -> None:
     """List functions and what became of their calls."""
-
-    async def ask(client: AsyncClient) -> list[Function]:
-        return await client.functions.list()
-
-    found = call(ask, address=cluster, data_dir=data_dir)
+    found = call(cluster, data_dir, lambda client: client.functions.list())
     shown = [one for one in found if everything or not one.job_id]
     if as_json:
         print(json.dumps([dataclasses.asdict(one) for one in shown], indent=2))
@@ -102,9 +98,9 @@ def list_functions(
     if not shown:
         console.print("no functions")
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("function", "kind", "calls", "errors", "running", "queued", "mean s", "warm"):
-        table.add_column(column, justify="left" if column in ("function", "kind") else "right")
+    table = make_table(
+        ("function", "kind"), ("calls", "errors", "running", "queued", "mean s", "warm")
+    )
     for one in shown:
         table.add_row(
             escape(f"{one.name}@{one.version}"),
@@ -127,11 +123,7 @@ def show(
     data_dir: options.DataDir = None,
 ) -> None:
     """Show a function: its costs, its arguments, and what was learned of it."""
-
-    async def ask(client: AsyncClient) -> Function:
-        return await client.functions.get(*_split(name))
-
-    one = call(ask, address=cluster, data_dir=data_dir)
+    one = call(cluster, data_dir, lambda client: client.functions.get(*_split(name)))
     fields = dataclasses.asdict(one)
     if as_json:
         print(json.dumps(fields, indent=2))
@@ -161,12 +153,10 @@ def invoke(
 
     Exit status 1: the call failed.
     """
-    import asyncio
-
     given = _object(sys.stdin.read() if arguments == "-" else arguments)
     function, version = _split(name)
 
-    async def ask(client: AsyncClient) -> Invocation:
+    async def run(client: AsyncClient) -> Invocation:
         stream = client.functions.invoke_stream(
             function, given, version=version, trajectory_id=trajectory
         )
@@ -174,14 +164,12 @@ def invoke(
             async for event in stream:
                 if isinstance(event, Invocation):
                     return event
-                _tell(event, quiet)
-        raise AssertionError("a stream ends with how the call ended")
+                _print_output(event, quiet)
+        raise AssertionError("a stream ends with the outcome of the call")
 
     try:
-        ended = call(ask, address=cluster, data_dir=data_dir)
+        ended = call(cluster, data_dir, run)
     except TimeoutError as error:
-        from troupe.rpc.errors import DeadlineExceeded
-
         raise DeadlineExceeded(f"{name} gave no result within {timeout:g} s") from error
     if ended.error is not None:
         if ended.error.traceback:
@@ -204,14 +192,14 @@ def logs(
     """What the calls of a function printed; Ctrl-C ends `--follow`."""
     function, version = _split(name)
 
-    async def ask(client: AsyncClient) -> None:
+    async def print_lines(client: AsyncClient) -> None:
         async for line in client.functions.logs(
             function, version=version, job_id=job, lines=lines, follow=follow
         ):
             at = line.at.astimezone().strftime("%H:%M:%S")
             print(f"{at} {line.invocation_id} {line.text}", flush=True)
 
-    call(ask, address=cluster, data_dir=data_dir)
+    call(cluster, data_dir, print_lines)
 
 
 @app.command()
@@ -227,10 +215,7 @@ def delete(
             "names no version", field="NAME@VERSION", value=name, remedy="Write NAME@VERSION."
         )
 
-    async def ask(client: AsyncClient) -> bool:
-        return await client.functions.delete(function, version)
-
-    if not call(ask, address=cluster, data_dir=data_dir):
+    if not call(cluster, data_dir, lambda client: client.functions.delete(function, version)):
         print(f"error: there is no deployed function {name}.", file=sys.stderr)
         raise typer.Exit(FAILED)
     Console().print(f"{name} is deleted", highlight=False)
@@ -268,6 +253,6 @@ def _assignments(given: list[str]) -> dict[str, Any]:
     return costs
 
 
-def _tell(event: InvocationProgress, quiet: bool) -> None:
+def _print_output(event: InvocationProgress, quiet: bool) -> None:
     if event.output and not quiet:
         print(event.output, end="", file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM, in order: the first asks, the second insists."""
+"""Ctrl-C and SIGTERM during a command: each signal interrupts the work in progress, so that the
+first can end it in order and the second at once."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
-    """A signal came while something was awaited."""
+    """Raised by `Interrupts.guard` when a signal came before the work was done."""
 
 
 class Interrupts:
-    """Takes the signals of this process for as long as it is entered (in the main thread).
+    """Handles SIGINT, SIGTERM and SIGHUP of this process; a context manager (main thread only).
 
-    A signal ends what `guard` awaits; between guards it is remembered for the next one.
+    A signal cancels the work that `guard` awaits; between guards it is kept for the next one.
     """
 
     def __init__(self) -> None:
-        """Nothing is taken yet."""
+        """Handlers are installed by `__enter__`."""
         self.signal: signal.Signals | None = None
         self._pending = asyncio.Event()
 
@@ -34,9 +35,9 @@ class Interrupts:
         return 128 + (self.signal or signal.SIGINT)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; `Interrupted` when a signal comes first, `work` cancelled then.
+        """The result of `work`, or `Interrupted` when a signal comes first.
 
-        The cancelled `work` is awaited: what it cleans up is clean afterwards.
+        `work` is cancelled then, and awaited, so that its clean-up is done.
         """
         task = asyncio.ensure_future(work)
         waiting = asyncio.ensure_future(self._pending.wait())
@@ -56,7 +57,7 @@ class Interrupts:
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._take, number)
+            loop.add_signal_handler(number, self._received, number)
         return self
 
     def __exit__(
@@ -69,6 +70,6 @@ class Interrupts:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
-    def _take(self, number: signal.Signals) -> None:
+    def _received(self, number: signal.Signals) -> None:
         self.signal = self.signal or number
         self._pending.set()

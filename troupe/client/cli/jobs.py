@@ -1,4 +1,4 @@
-"""`troupe jobs ...`: look at jobs and steer them."""
+"""`troupe jobs ...` and `troupe generate`: lists, shows, pauses, resumes, cancels, audits jobs."""
 
 from __future__ import annotations
 
@@ -10,35 +10,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
-from troupe.client.cli.connection import call
 from troupe.client.cli.failures import FAILED
-from troupe.client.cli.options import duration, score
+from troupe.client.cli.options import call, duration, make_table, score
 from troupe.client.cli.train import Progress, follow, make_display, print_summary
-from troupe.client.records import Audit, Generation, Job, JobState
+from troupe.client.records import Audit, Job, JobState
 from troupe.rpc.errors import TroupeError
-
-JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
 
 
 def audit(
-    job_id: JobId,
+    job_id: options.JobId,
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
     """Account for every sample of a job. Exit status 1 when something contradicts the promise."""
-
-    async def ask(client: AsyncClient) -> Audit:
-        return await client.job(job_id).audit()
-
-    found = call(ask, address=cluster, data_dir=data_dir)
+    found = call(cluster, data_dir, lambda client: client.job(job_id).audit())
     if as_json:
         print(json.dumps(audit_values(found), indent=2))
     else:
@@ -57,11 +48,11 @@ def audit_values(found: Audit) -> dict[str, Any]:
 
 
 def print_audit(console: Console, found: Audit) -> None:
-    """The ledger of samples, then the verdict."""
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    grid.add_column("policy")
-    for column in ("steps", "version", "appended", "trained", "dropped", "live", "lost", "twice"):
-        grid.add_column(column, justify="right")
+    """Print the counts of samples per policy, violations, and the verdict."""
+    grid = make_table(
+        ("policy",),
+        ("steps", "version", "appended", "trained", "dropped", "live", "lost", "twice"),
+    )
     for one in found.policies:
         steps = one.steps_applied + one.steps_skipped + one.steps_empty
         numbers = (steps, one.version, one.appended, one.trained, one.dropped, one.live)
@@ -96,7 +87,7 @@ Policy = Annotated[
 
 
 def generate(
-    job_id: JobId,
+    job_id: options.JobId,
     policy: Policy,
     text: Annotated[
         str, typer.Argument(metavar="TEXT", show_default=False, help="What to say; -: from stdin.")
@@ -113,13 +104,15 @@ def generate(
     data_dir: options.DataDir = None,
 ) -> None:
     """Let a policy answer, at its newest version."""
-    said = sys.stdin.read() if text == "-" else text
-    messages = [{"role": "user", "content": said}]
+    prompt = sys.stdin.read() if text == "-" else text
+    messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
 
-    async def ask(client: AsyncClient) -> Generation:
-        return await client.job(job_id).generate(
+    answer = call(
+        cluster,
+        data_dir,
+        lambda client: client.job(job_id).generate(
             policy,
             messages,
             temperature=temperature,
@@ -128,15 +121,14 @@ def generate(
             max_new_tokens=max_new_tokens,
             seed=seed,
             timeout=timeout,
-        )
-
-    answer = call(ask, address=cluster, data_dir=data_dir)
+        ),
+    )
     print(json.dumps(dataclasses.asdict(answer)) if as_json else answer.text)
 
 
 app = typer.Typer(help="Look at jobs and steer them.", no_args_is_help=True)
 app.command("audit")(audit)
-# Jobs that a list shows unless it is asked for more.
+# Default length of `troupe jobs list`.
 _LISTED = 50
 
 
@@ -151,22 +143,16 @@ def list_jobs(
     data_dir: options.DataDir = None,
 ) -> None:
     """List the newest jobs of the cluster, the newest last."""
-
-    async def ask(client: AsyncClient) -> list[Job]:
-        return await client.jobs(state, limit + 1)
-
-    jobs = call(ask, address=cluster, data_dir=data_dir)
+    jobs = call(cluster, data_dir, lambda client: client.jobs(state, limit + 1))
     more, jobs = len(jobs) > limit, jobs[-limit:]
     if as_json:
-        print(json.dumps([plain(job) for job in jobs], indent=2))
+        print(json.dumps([job_values(job) for job in jobs], indent=2))
         return
     console = Console()
     if not jobs:
         console.print("no jobs")
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("job", "state", "mode", "step", "reward", "age"):
-        table.add_column(column, justify="right" if column in ("step", "reward", "age") else "left")
+    table = make_table(("job", "state", "mode"), ("step", "reward", "age"))
     for job in jobs:
         age = (datetime.now(UTC) - job.created_at).total_seconds() if job.created_at else None
         table.add_row(
@@ -184,20 +170,20 @@ def list_jobs(
 
 @app.command()
 def show(
-    job_id: JobId,
+    job_id: options.JobId,
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
     """Show a job: where it is, its scores, and where its files are."""
 
-    async def ask(client: AsyncClient) -> tuple[Job, Any]:
+    async def fetch(client: AsyncClient) -> tuple[Job, Any]:
         handle = client.job(job_id)
         return await handle.info(), await handle.checkpoints()
 
-    job, checkpoints = call(ask, address=cluster, data_dir=data_dir)
+    job, checkpoints = call(cluster, data_dir, fetch)
     if as_json:
-        print(json.dumps(plain(job), indent=2))
+        print(json.dumps(job_values(job), indent=2))
         return
     console = Console()
     print_summary(console, job, checkpoints)
@@ -211,14 +197,14 @@ def show(
 
 @app.command()
 def watch(
-    job_id: JobId,
+    job_id: options.JobId,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
     """Follow a job until it ends; Ctrl-C leaves it running."""
     console = Console()
 
-    async def ask(client: AsyncClient) -> Job:
+    async def fetch(client: AsyncClient) -> Job:
         handle = client.job(job_id)
         progress = Progress(await handle.info())
         with make_display(console) as display:
@@ -227,25 +213,21 @@ def watch(
         print_summary(console, job, await handle.checkpoints(), progress)
         return job
 
-    job = call(ask, address=cluster, data_dir=data_dir)
+    job = call(cluster, data_dir, fetch)
     raise typer.Exit(0 if job.state == JobState.SUCCEEDED else FAILED)
 
 
 @app.command()
 def pause(
-    job_id: JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
+    job_id: options.JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
 ) -> None:
     """Let the step in flight finish, then give the workers back."""
-
-    async def ask(client: AsyncClient) -> Job:
-        return await client.job(job_id).pause()
-
-    _tell(call(ask, address=cluster, data_dir=data_dir))
+    _print_state(call(cluster, data_dir, lambda client: client.job(job_id).pause()))
 
 
 @app.command()
 def resume(
-    job_id: JobId,
+    job_id: options.JobId,
     spec: Annotated[
         Path | None,
         typer.Option(
@@ -257,43 +239,31 @@ def resume(
     data_dir: options.DataDir = None,
 ) -> None:
     """Go on with a paused, failed or cancelled job from its last committed step."""
-
-    async def ask(client: AsyncClient) -> Job:
-        return await client.job(job_id).resume(spec)
-
-    _tell(call(ask, address=cluster, data_dir=data_dir))
+    _print_state(call(cluster, data_dir, lambda client: client.job(job_id).resume(spec)))
 
 
 @app.command()
 def cancel(
-    job_id: JobId,
+    job_id: options.JobId,
     reason: Annotated[str, typer.Option(help="Kept with the job.")] = "",
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
     """End a job now. What it committed stays, and it can be resumed."""
-
-    async def ask(client: AsyncClient) -> Job:
-        return await client.job(job_id).cancel(reason)
-
-    _tell(call(ask, address=cluster, data_dir=data_dir))
+    _print_state(call(cluster, data_dir, lambda client: client.job(job_id).cancel(reason)))
 
 
 @app.command()
 def forget(
-    job_id: JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
+    job_id: options.JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
 ) -> None:
     """Delete what the cluster's memory holds of an ended job: its record, log, metrics,
     trajectories, rows and weights. What is in its directory stays, as checkpoints do."""
-
-    async def ask(client: AsyncClient) -> Job:
-        return await client.job(job_id).forget()
-
-    job = call(ask, address=cluster, data_dir=data_dir)
+    job = call(cluster, data_dir, lambda client: client.job(job_id).forget())
     Console().print(f"{job.id} is forgotten; its files stay in {job.directory}", highlight=False)
 
 
-def plain(job: Job) -> dict[str, Any]:
+def job_values(job: Job) -> dict[str, Any]:
     """A job as JSON values."""
 
     def value(item: Any) -> Any:
@@ -308,5 +278,5 @@ def plain(job: Job) -> dict[str, Any]:
     return {**fields, "spec": job.spec}
 
 
-def _tell(job: Job) -> None:
+def _print_state(job: Job) -> None:
     Console().print(f"{job.id} is {job.state}", highlight=False)

@@ -1,19 +1,142 @@
-"""Options that several commands share."""
+"""What several commands share: options, calls of a cluster, and the formats of numbers."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
+from pydantic import ValidationError
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 
-from troupe.client.aio import data_directory
+from troupe.client.aio import AsyncClient, data_directory, resolve_address, settings_for
 from troupe.cluster.settings import ClusterSettings
+from troupe.rpc.errors import InvalidArgument
+from troupe.rpc.retry import RetryPolicy
+
+T = TypeVar("T")
+# A person waits: long enough for a restart of the orchestrator, not for a mistyped address.
+_RETRY = RetryPolicy(max_attempts=7)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-~=+*#"
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        help="Directory of jobs, logs and the cluster's state; default: $TROUPE_DATA_DIR or runs.",
+        show_default=False,
+    ),
+]
+JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
+ClusterAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="HOST:PORT",
+        help="Orchestrator to use; default: the cluster that runs in the data directory.",
+        show_default=False,
+    ),
+]
+Rollouts = Annotated[int | None, typer.Option(help="Rollout workers to start.")]
+Trainers = Annotated[int | None, typer.Option(help="Trainer workers to start.")]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads per rollout and trainer worker; default: fair shares.")
+]
+PanelPort = Annotated[
+    int | None, typer.Option(help="Port of the control panel; default: 8080 or a free one.")
+]
+Panel = Annotated[bool, typer.Option("--panel/--no-panel", help="Start the control panel.")]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="A Redis that runs already, instead of an embedded one.")
+]
+RedisPort = Annotated[int | None, typer.Option(help="Port of the embedded Redis.")]
+StartTimeout = Annotated[
+    float, typer.Option(help="Seconds that a service may take until it is ready.")
+]
+TrainerIdleSeconds = Annotated[
+    float | None,
+    typer.Option(
+        help="End trainers that no policy has wanted for so long, until one does; default: never."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY.PATH=VALUE",
+        help="Change a field of the job, e.g. --set pipeline.steps=20. May be repeated.",
+    ),
+]
+
+
+def cluster_settings(
+    *,
+    data_dir: Path | None,
+    rollouts: int | None,
+    trainers: int | None,
+    threads: int | None,
+    panel: bool,
+    panel_port: int | None,
+    redis_url: str | None,
+    redis_port: int | None,
+    start_timeout: float,
+    trainer_idle_seconds: float | None = None,
+) -> ClusterSettings:
+    """Settings from options. Raises `InvalidArgument` naming the option that is out of range."""
+    try:
+        return ClusterSettings(
+            data_dir=data_directory(data_dir),
+            rollouts=1 if rollouts is None else rollouts,
+            trainers=1 if trainers is None else trainers,
+            threads=threads,
+            panel=panel,
+            panel_port=panel_port,
+            redis_url=redis_url,
+            redis_port=redis_port,
+            start_seconds=start_timeout,
+            trainer_idle_seconds=trainer_idle_seconds,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        option = {"start_seconds": "start-timeout"}.get(name, name.replace("_", "-"))
+        raise InvalidArgument(
+            f"{first['msg']}.", field=f"--{option}", value=first["input"]
+        ) from error
+
+
+def call(
+    address: str | None, data_dir: Path | None, use: Callable[[AsyncClient], Awaitable[T]]
+) -> T:
+    """`use(client)` on the cluster at `address`, else on the one that runs in `data_dir`."""
+
+    async def run() -> T:
+        target = resolve_address(address, data_dir)
+        settings = settings_for(target, data_dir).model_copy(update={"retry": _RETRY})
+        async with AsyncClient(target, settings=settings) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+def make_table(left: Sequence[str] = (), right: Sequence[str] = (), title: str = "") -> Table:
+    """A table with its left-aligned columns first, then its right-aligned ones."""
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title=escape(title) or None, title_justify="left"
+    )
+    for column in left:
+        table.add_column(column)
+    for column in right:
+        table.add_column(column, justify="right")
+    return table
 
 
 def duration(seconds: float | None) -> str:
@@ -78,93 +201,3 @@ def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = Fa
     if high - low < 1e-9:
         return bars[0] * len(shown)
     return "".join(bars[round((v - low) / (high - low) * (len(bars) - 1))] for v in shown)
-
-
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-dir",
-        help="Directory of jobs, logs and the cluster's state; default: $TROUPE_DATA_DIR or runs.",
-        show_default=False,
-    ),
-]
-ClusterAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="HOST:PORT",
-        help="Orchestrator to use; default: the cluster that runs in the data directory.",
-        show_default=False,
-    ),
-]
-Rollouts = Annotated[int | None, typer.Option(help="Rollout workers to start.")]
-Trainers = Annotated[int | None, typer.Option(help="Trainer workers to start.")]
-Threads = Annotated[
-    int | None, typer.Option(help="Threads per rollout and trainer worker; default: fair shares.")
-]
-PanelPort = Annotated[
-    int | None, typer.Option(help="Port of the control panel; default: 8080 or a free one.")
-]
-Panel = Annotated[bool, typer.Option("--panel/--no-panel", help="Start the control panel.")]
-RedisUrl = Annotated[
-    str | None, typer.Option(help="A Redis that runs already, instead of an embedded one.")
-]
-RedisPort = Annotated[int | None, typer.Option(help="Port of the embedded Redis.")]
-StartTimeout = Annotated[
-    float, typer.Option(help="Seconds that a service may take until it is ready.")
-]
-TrainerIdleSeconds = Annotated[
-    float | None,
-    typer.Option(
-        help="End trainers that no policy has wanted for so long, until one does; default: never."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY.PATH=VALUE",
-        help="Change a field of the job, e.g. --set pipeline.steps=20. May be repeated.",
-    ),
-]
-
-
-def cluster_settings(
-    *,
-    data_dir: Path | None,
-    rollouts: int | None,
-    trainers: int | None,
-    threads: int | None,
-    panel: bool,
-    panel_port: int | None,
-    redis_url: str | None,
-    redis_port: int | None,
-    start_timeout: float,
-    trainer_idle_seconds: float | None = None,
-) -> ClusterSettings:
-    """Settings from options. Raises `InvalidArgument` naming the option that is out of range."""
-    from pydantic import ValidationError
-
-    from troupe.rpc.errors import InvalidArgument
-
-    try:
-        return ClusterSettings(
-            data_dir=data_directory(data_dir),
-            rollouts=1 if rollouts is None else rollouts,
-            trainers=1 if trainers is None else trainers,
-            threads=threads,
-            panel=panel,
-            panel_port=panel_port,
-            redis_url=redis_url,
-            redis_port=redis_port,
-            start_seconds=start_timeout,
-            trainer_idle_seconds=trainer_idle_seconds,
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        option = {"start_seconds": "start-timeout"}.get(name, name.replace("_", "-"))
-        raise InvalidArgument(
-            f"{first['msg']}.", field=f"--{option}", value=first["input"]
-        ) from error

@@ -1,4 +1,4 @@
-"""`troupe population ...`: pools, payoffs and matches of a job."""
+"""`troupe population ...`: shows pools, payoffs and matches of a job; exports members."""
 
 from __future__ import annotations
 
@@ -8,36 +8,28 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
-from troupe.client.cli.connection import call
-from troupe.client.cli.options import duration, number, size, sparkline
-from troupe.client.population_records import Match, MetaStrategy, Pool, Population
+from troupe.client.cli.options import call, duration, make_table, number, size, sparkline
+from troupe.client.population_records import MetaStrategy, Pool, Population
 
 app = typer.Typer(help="Look at pools of policies and their matches.", no_args_is_help=True)
-JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
-# More columns than this are a matrix for a picture (the panel has one), not for a terminal.
+# Rows and columns of the payoff matrix on a terminal; the panel and --json have all.
 _COLUMNS = 12
 
 
 @app.command()
 def show(
-    job_id: JobId,
+    job_id: options.JobId,
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
     """Show pools with their members, what they got against each other, and whom learners meet."""
-
-    async def ask(client: AsyncClient) -> Population:
-        return await client.job(job_id).population()
-
-    found = call(ask, address=cluster, data_dir=data_dir)
+    found = call(cluster, data_dir, lambda client: client.job(job_id).population())
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
         return
@@ -52,7 +44,7 @@ def show(
 
 @app.command()
 def matches(
-    job_id: JobId,
+    job_id: options.JobId,
     member: Annotated[str, typer.Option(help="Only those in which this member played.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 30,
     as_json: options.AsJson = False,
@@ -60,11 +52,7 @@ def matches(
     data_dir: options.DataDir = None,
 ) -> None:
     """List matches between members, newest first."""
-
-    async def ask(client: AsyncClient) -> list[Match]:
-        return await client.job(job_id).matches(member, limit)
-
-    found = call(ask, address=cluster, data_dir=data_dir)
+    found = call(cluster, data_dir, lambda client: client.job(job_id).matches(member, limit))
     if as_json:
         print(json.dumps([dataclasses.asdict(one) for one in found], default=str))
         return
@@ -72,9 +60,7 @@ def matches(
     if not found:
         console.print("no matches")
         return
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("match", "iteration", "who got what", "state", "took"):
-        grid.add_column(column)
+    grid = make_table(("match", "iteration", "who got what", "state", "took"))
     for one in found:
         players = (
             f"{agent} {member} {number(one.payoffs.get(agent))}"
@@ -93,7 +79,7 @@ def matches(
 
 @app.command()
 def export(
-    job_id: JobId,
+    job_id: options.JobId,
     member: Annotated[
         str, typer.Argument(metavar="MEMBER", show_default=False, help="As `show` names it.")
     ],
@@ -105,11 +91,9 @@ def export(
 ) -> None:
     """Copy the weights of one member into DIR, where transformers and SGLang load them; a small
     network's, `troupe.networks.exported`."""
-
-    async def ask(client: AsyncClient) -> Path:
-        return await client.job(job_id).export_member(member, directory)
-
-    target = call(ask, address=cluster, data_dir=data_dir)
+    target = call(
+        cluster, data_dir, lambda client: client.job(job_id).export_member(member, directory)
+    )
     Console().print(f"exported {member} to {target}", highlight=False, soft_wrap=True)
 
 
@@ -123,10 +107,10 @@ def _facts(found: Population) -> list[str]:
     if curve := [one.nash_conv for one in found.history if one.nash_conv is not None]:
         lines.append(f"NashConv {number(curve[0])} -> {number(curve[-1])}  {sparkline(curve)}")
     if found.history and (gains := found.history[-1].gains):
-        told = ", ".join(
+        shown = ", ".join(
             f"{pool.name} {number(gain)}" for pool, gain in zip(found.pools, gains, strict=False)
         )
-        lines.append(f"newest members gained {told}")
+        lines.append(f"newest members gained {shown}")
     for slot in found.slots:
         share = f" in {slot.probability:.0%} of its games" if slot.probability else ""
         lines.append(f"{escape(slot.policy)} plays {escape(slot.member_id)}{share}")
@@ -140,12 +124,11 @@ def _facts(found: Population) -> list[str]:
 def _members(found: Population, pool: Pool) -> Table:
     solved = found.history[-1] if found.history else None
     ratings = {one.member_id: one for one in found.ratings}
-    title = f"{pool.name} ({', '.join(pool.agents)})"
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=escape(title), title_justify="left")
-    for column in ("member", "state", "from"):
-        grid.add_column(column)
-    for column in ("after step", "share", "rating", "matches", "weights"):
-        grid.add_column(column, justify="right")
+    grid = make_table(
+        ("member", "state", "from"),
+        ("after step", "share", "rating", "matches", "weights"),
+        f"{pool.name} ({', '.join(pool.agents)})",
+    )
     for one in pool.members:
         rating = ratings.get(one.id)
         kind = "" if one.kind in ("", "main") else f" ({one.kind.replace('_', ' ')})"
@@ -170,7 +153,7 @@ def _share(solved: MetaStrategy | None, pool: Pool, member_id: str) -> str:
 
 
 def _payoffs(found: Population) -> Table | None:
-    """What the first agent's members get; only where two play."""
+    """The payoff matrix of the first agent; None unless the game has two agents."""
     if len(found.agents) != 2 or not found.cells:
         return None
     row_pool, column_pool = (found.pool_of(agent) for agent in found.agents)
@@ -183,18 +166,15 @@ def _payoffs(found: Population) -> Table | None:
     title = f"what {found.agents[0]} gets"
     if len(columns) < len(kept[column_pool.name]) or len(rows) < len(kept[row_pool.name]):
         title += f" (the newest {_COLUMNS}; --json has all)"
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    grid.add_column("")
-    for at in columns:
-        grid.add_column(escape(column_pool.members[at].id), justify="right")
+    grid = make_table(("",), [escape(column_pool.members[at].id) for at in columns], title)
     for row in rows:
-        cells = [payoff(found, row, column) for column in columns]
+        cells = [_payoff(found, row, column) for column in columns]
         grid.add_row(escape(row_pool.members[row].id), *cells)
     return grid
 
 
-def payoff(found: Population, row: int, column: int) -> str:
-    """The first agent's mean in one cell of two players, with its confidence; a dot: unplayed."""
+def _payoff(found: Population, row: int, column: int) -> str:
+    """The first agent's mean payoff in a cell, with its confidence interval; a dot: not played."""
     for cell in found.cells:
         if cell.members == (row, column):
             at = 0

@@ -1,4 +1,7 @@
-"""`troupe train`: from a YAML file to a trained team in one command."""
+"""`troupe train`: runs a job on an embedded or given cluster, and shows its progress and result.
+
+`Progress`, the displays and `print_summary` also serve `troupe jobs`.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,21 @@ from troupe.client.aio import AsyncClient, check_address, settings_for
 from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.interrupts import Interrupted, Interrupts
-from troupe.client.cli.options import change, duration, number, score, sparkline
+from troupe.client.cli.options import change, duration, make_table, number, score, sparkline
 from troupe.client.cli.specification import load_with
-from troupe.client.errors import JobCancelled, JobFailed
-from troupe.client.events import Activity, Event, MetricsLogged, Notice, StateChanged
 from troupe.client.handle import AsyncJobHandle
-from troupe.client.records import Checkpoint, Job, JobState
+from troupe.client.records import (
+    Activity,
+    Checkpoint,
+    Event,
+    Job,
+    JobCancelled,
+    JobFailed,
+    JobState,
+    MetricsLogged,
+    Notice,
+    StateChanged,
+)
 from troupe.cluster.access import sign_in_link
 from troupe.cluster.daemon import start_detached
 from troupe.cluster.embedded import EmbeddedCluster
@@ -39,18 +51,18 @@ from troupe.cluster.state import ClusterState, running_state
 from troupe.job import JobSpec
 from troupe.rpc.errors import InvalidArgument, TroupeError
 
-# Recent enough to follow a change of pace, long enough not to jump about.
+# Steps over which the pace is averaged for the estimated time left.
 _PACE_STEPS = 5
 EVALUATION = "evaluation/"
 
 
 @dataclass(frozen=True)
 class PolicyLine:
-    """The newest numbers of one policy."""
+    """The newest metrics of one policy, for a line of the display."""
 
     name: str
     version: int
-    # Whether the newest step updated it; None: it does not say.
+    # Whether the newest step updated it; None: the step has no metric about that.
     updated: bool | None
     loss: float | None
     grad_norm: float | None
@@ -59,7 +71,7 @@ class PolicyLine:
 
 
 class Progress:
-    """Follows one job. `apply` events in order."""
+    """State of a job for display, built from its events, which `apply` takes in order."""
 
     def __init__(self, job: Job) -> None:
         """Starts from the job's record as it was before the first event."""
@@ -76,30 +88,30 @@ class Progress:
         self.activity = ""
         self.activity_done: tuple[float, float] = (0.0, 0.0)
         self.metrics: dict[str, float] = {}
-        # Of the newest step alone: a value that it does not have is not that of one before.
+        # Metrics of the newest step alone: a missing value must not be one of an earlier step.
         self.newest: Mapping[str, float] = {}
         self.rewards: defaultdict[str, list[float]] = defaultdict(list)
         self.before: dict[str, float] = {}
         self.evaluation: dict[str, float] = {}
         self.problem = job.problem
-        # Counted from the log, so that a replay shows what was and not what is.
+        # Counted from the events, so that a replay shows the versions of its time.
         self._versions = dict.fromkeys(self.policies, 0)
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
         self._last_step_at: float | None = None
 
     def apply(self, event: Event) -> None:
-        """Take one event in."""
+        """Update the state with one event."""
         match event:
             case StateChanged():
                 self.state = event.state
                 self.problem = event.problem
                 if event.state != JobState.RUNNING:
-                    # Time spent paused or starting says nothing about the pace.
+                    # Time spent paused or starting must not count as that of a step.
                     self._last_step_at = None
                 if event.state.ended:
                     self.activity = ""
             case MetricsLogged():
-                self._take(event)
+                self._add_metrics(event)
             case Activity():
                 self.activity = event.text
                 self.activity_done = (event.done, event.total)
@@ -107,7 +119,7 @@ class Progress:
             case Notice():
                 pass
 
-    def _take(self, event: MetricsLogged) -> None:
+    def _add_metrics(self, event: MetricsLogged) -> None:
         self.metrics.update(event.values)
         if is_step(event):
             self.newest = event.values
@@ -139,19 +151,19 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated from the pace of the newest steps; None until there is one."""
+        """Estimated seconds until the job ends, by the pace of the newest steps; None: unknown."""
         if not self._pace or self.state.ended:
             return None
         return sum(self._pace) / len(self._pace) * max(0, self.total_steps - self.step)
 
     def reward(self, agent: str) -> float | None:
-        """Its mean reward in the newest step."""
+        """The agent's mean reward in the newest step."""
         return self.newest.get(f"reward/{agent}/mean")
 
     def policy(self, name: str) -> PolicyLine:
-        """The newest numbers of a policy; none where the newest step did not update it."""
-        told = f"{name}/skipped" in self.newest
-        updated = _updates(self.newest, name) if told else None
+        """The newest metrics of a policy; None each where the newest step did not update it."""
+        known = f"{name}/skipped" in self.newest
+        updated = _updates(self.newest, name) if known else None
 
         def get(metric: str) -> float | None:
             return None if updated is False else self.metrics.get(f"{name}/{metric}")
@@ -203,7 +215,7 @@ _SEVERITY_STYLE = {"info": "dim", "warning": "yellow", "error": "red"}
 
 
 class LiveDisplay:
-    """Redraws a few times a second; notices scroll by above. A context manager."""
+    """A live table on a terminal, below the lines of notices. A context manager."""
 
     def __init__(self, console: Console) -> None:
         """`console` must be a terminal."""
@@ -221,11 +233,11 @@ class LiveDisplay:
         self._live.__exit__(None, None, None)
 
     def say(self, text: str) -> None:
-        """One line above the picture."""
+        """Print one line above the live table."""
         self._console.print(escape(text), style="dim", highlight=False)
 
     def show(self, progress: Progress, event: Event) -> None:
-        """Draw `progress`, to which `event` has been applied."""
+        """Redraw `progress`, to which `event` has been applied."""
         match event:
             case Notice():
                 style = _SEVERITY_STYLE[event.severity]
@@ -235,7 +247,7 @@ class LiveDisplay:
         self._live.update(self.picture(progress))
 
     def picture(self, progress: Progress) -> RenderableType:
-        """The whole picture."""
+        """The tables of agents and policies with the current activity."""
         parts: list[RenderableType] = [self._header(progress), self._agents(progress)]
         if progress.policies:
             parts.append(self._policies(progress))
@@ -249,7 +261,7 @@ class LiveDisplay:
             (str(progress.state), _STATE_STYLE.get(progress.state, "cyan")),
             f"  {progress.mode}  step {progress.step}/{progress.total_steps}",
             f"  eta {duration(progress.seconds_left)}",
-            # Networks have none.
+            # Small networks generate no tokens.
             f"  {number(progress.tokens_per_second)} tok/s" if progress.tokens_per_second else "",
         )
         grid = Table.grid(padding=(0, 0))
@@ -305,10 +317,10 @@ def _activity(progress: Progress) -> RenderableType:
 
 
 class PlainDisplay:
-    """Writes lines as events come. A context manager, as the live display is."""
+    """Prints a line per event, where the output is no terminal. A context manager."""
 
     def __init__(self, stream: TextIO) -> None:
-        """`stream` gets the lines; each is flushed, so that `tee` and CI logs follow."""
+        """`stream` is flushed after each line, for `tee` and CI logs."""
         self._stream = stream
 
     def __enter__(self) -> PlainDisplay:
@@ -318,11 +330,11 @@ class PlainDisplay:
         pass
 
     def say(self, text: str) -> None:
-        """One line for people."""
+        """Print one line."""
         print(text, file=self._stream, flush=True)
 
     def show(self, progress: Progress, event: Event) -> None:
-        """What `event`, already applied to `progress`, means in a line; activities are left out."""
+        """Print a line about `event`, which has been applied to `progress`; none for activities."""
         match event:
             case StateChanged():
                 why = f": {event.problem}" if event.problem else ""
@@ -352,26 +364,26 @@ class PlainDisplay:
             if policy.updated is False:
                 numbers = "no update"
             parts.append(f"{name} v{policy.version} {numbers}")
-        if progress.tokens_per_second:  # networks have none
+        if progress.tokens_per_second:  # small networks generate no tokens
             parts.append(f"{number(progress.tokens_per_second)} tok/s")
         parts.append(f"eta {duration(progress.seconds_left)}")
         return " | ".join(parts)
 
 
 class Display(Protocol):
-    """Shows progress, somehow."""
+    """What shows the progress of a job: `LiveDisplay` or `PlainDisplay`."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
     def say(self, text: str) -> None:
-        """One line for people."""
+        """Print one line."""
 
     def show(self, progress: Progress, event: Event) -> None:
-        """`event` has been applied to `progress`."""
+        """Show `event`, which has been applied to `progress`."""
 
 
 def make_display(console: Console) -> Display:
-    """A live picture on a terminal, lines elsewhere."""
+    """The live display on a terminal, else the plain one."""
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(console)
     return PlainDisplay(sys.stdout)
@@ -383,7 +395,7 @@ async def follow(
     display: Display,
     since: datetime | None = None,
 ) -> None:
-    """Show the job until it has ended; events before `since` are taken in but not shown."""
+    """Show the job until it has ended; events before `since` are applied but not shown."""
     async for event in handle.watch():
         progress.apply(event)
         if since is None or event.at >= since:
@@ -404,7 +416,7 @@ def print_summary(
     progress: Progress | None = None,
     panel: str = "",
 ) -> None:
-    """Print the table of scores and the places. `panel` says how to see the panel."""
+    """Print the scores of a job and where its files are. `panel`: how to open the panel."""
     console.print()
     took = ""
     if job.started_at and job.ended_at:
@@ -422,31 +434,28 @@ def print_summary(
         )
     title, rows = scores(job, progress)
     if rows:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=None)
-        table.add_column(title)
-        for column in ("before", "after", "change"):
-            table.add_column(column, justify="right")
+        table = make_table((title,), ("before", "after", "change"))
         for name, before, after in rows:
             table.add_row(escape(name), score(before), score(after), change(before, after))
         console.print(table)
         if title == _TRAINING:
             console.print(_NO_EVALUATION, highlight=False, soft_wrap=True)
     for name, place in places(job, checkpoints, panel):
-        # soft_wrap: a path broken in two cannot be copied.
+        # soft_wrap: a path with a line break cannot be copied.
         console.print(f"{name:<12} {escape(place)}", highlight=False, soft_wrap=True)
 
 
 def scores(
     job: Job, progress: Progress | None
 ) -> tuple[str, list[tuple[str, float | None, float | None]]]:
-    """Title and rows (name, before, after) of the table.
+    """Title and rows (name, before, after) of the table of scores.
 
-    Held-out evaluation where the job has one; else the training rewards of the first and the
-    last step, which say less.
+    Held-out evaluation where the job has one, else the training rewards of the first and the last
+    step.
     """
     names = [n for n in {**job.before, **job.after} if not n.startswith("trajectories/")]
     if names:
-        # The team's score is what the job is about: first.
+        # The team's score first.
         names.sort(key=lambda n: (n.startswith("reward/"), n))
         return "held out", [(n, job.before.get(n), job.after.get(n)) for n in names]
     if progress is None:
@@ -456,7 +465,7 @@ def scores(
 
 
 def places(job: Job, checkpoints: list[Checkpoint], panel: str) -> list[tuple[str, str]]:
-    """(what, where) of everything that the job left."""
+    """(name, path or command) of the metrics, logs and checkpoints of a job."""
     found: list[tuple[str, str]] = []
     if job.directory:
         directory = PurePath(job.directory)
@@ -477,11 +486,11 @@ def places(job: Job, checkpoints: list[Checkpoint], panel: str) -> list[tuple[st
 
 @dataclass(frozen=True)
 class Session:
-    """A cluster in use."""
+    """A connection to the cluster that trains, and that cluster where this command started it."""
 
     client: AsyncClient
     panel: str
-    # Ours: it ends with the command. None: it goes on without us.
+    # The cluster of this command, which ends with it; None: another one, which runs on.
     own: EmbeddedCluster | None
 
 
@@ -494,9 +503,9 @@ async def open_session(
     interrupts: Interrupts,
     say: Callable[[str], None],
 ) -> AsyncIterator[Session]:
-    """Find or start a cluster; one of our own is stopped at the end, whatever happens.
+    """Connect to a running cluster or start one, which is stopped at the end in any case.
 
-    Raises `Interrupted` when a signal comes while it starts, and what keeps it from starting.
+    Raises `Interrupted` when a signal comes while it starts, or the error of its start.
     """
     own: EmbeddedCluster | None = None
     try:
@@ -514,7 +523,7 @@ async def open_session(
                 own = EmbeddedCluster(settings, tell=say)
                 state = await interrupts.guard(own.start())
             target, panel = state.orchestrator_address, state.panel_url
-            say(_places(state))
+            say(_addresses(state))
         client_settings = settings_for(target, settings.data_dir)
         async with AsyncClient(target, settings=client_settings) as client:
             yield Session(client, panel, own)
@@ -524,7 +533,7 @@ async def open_session(
             await own.stop()
 
 
-def _places(state: ClusterState) -> str:
+def _addresses(state: ClusterState) -> str:
     panel = f"panel {state.panel_url}, " if state.panel_url else ""
     link = sign_in_link(state)
     opened = f"\nopen the panel with {link} (good once)" if link else ""
@@ -533,7 +542,7 @@ def _places(state: ClusterState) -> str:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """What one `troupe train` is to do."""
+    """Arguments of one `troupe train`."""
 
     spec: JobSpec | None
     job_id: str | None
@@ -608,7 +617,7 @@ def train(
 
 
 async def run(plan: TrainPlan, console: Console) -> int:
-    """Carry `plan` out; returns the exit status. Raises what ends in an error line."""
+    """Train as `plan` says; returns the exit status. Raises errors for the command line."""
     with Interrupts() as interrupts:
         try:
             async with open_session(
@@ -621,12 +630,12 @@ async def run(plan: TrainPlan, console: Console) -> int:
                 conclude = await _Training(plan, session, interrupts, console).run()
         except Interrupted:
             return interrupts.status
-    # With the cluster stopped, so that what matters stands last on the screen.
+    # After the cluster has stopped, so that the summary is the last output.
     return conclude()
 
 
 class _Training:
-    """One job on one cluster, from submission to summary."""
+    """Submits or resumes one job and follows it until it has ended or a signal comes."""
 
     def __init__(
         self, plan: TrainPlan, session: Session, interrupts: Interrupts, console: Console
@@ -637,11 +646,11 @@ class _Training:
         self._console = console
 
     async def run(self) -> Callable[[], int]:
-        """Until the job has ended or somebody interrupts; what is left to tell, as a function.
+        """Run until the job has ended or a signal comes; returns the conclusion as a function.
 
-        That function returns the exit status or raises what became of the job.
+        That function prints the summary and returns the exit status, or raises the job's error.
         """
-        # A resumed job's past is known already.
+        # A resumed job's earlier events are not shown again.
         since = datetime.now(UTC) if self._plan.resume else None
         handle = await self._interrupts.guard(self._submit_or_resume())
         job = await handle.info()
@@ -651,7 +660,7 @@ class _Training:
                 await self._interrupts.guard(self._follow(handle, progress, display, since))
         except Interrupted:
             await self._leave(handle)
-            return lambda: self._say_how_to_go_on(handle.id)
+            return lambda: self._print_how_to_resume(handle.id)
         job, checkpoints = await handle.info(), await handle.checkpoints()
         panel = self._session.panel
         if self._session.own is not None:
@@ -680,7 +689,7 @@ class _Training:
         display: Display,
         since: datetime | None,
     ) -> None:
-        """Until the job has ended; raises when a service of our own cluster is given up."""
+        """Follow the job until it has ended; raises when a service of our cluster has failed."""
         following = asyncio.create_task(follow(handle, progress, display, since))
         waiting: set[asyncio.Task[object]] = {following}
         if self._session.own is not None:
@@ -699,7 +708,7 @@ class _Training:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _leave(self, handle: AsyncJobHandle) -> None:
-        """After Ctrl-C: pause the job if the cluster goes with us."""
+        """After Ctrl-C: pause the job if the cluster ends with this command."""
         if self._session.own is None:
             return
         say = self._console.print
@@ -709,10 +718,10 @@ class _Training:
         except (Interrupted, TimeoutError):
             say("stopping within a step: what is committed stays", style="yellow")
         except TroupeError as error:
-            # It ended meanwhile, or the orchestrator is away: stopping is right all the same.
+            # The job has ended meanwhile, or the orchestrator is unreachable: stop all the same.
             say(str(error), style="yellow", highlight=False)
 
-    def _say_how_to_go_on(self, job_id: str) -> int:
+    def _print_how_to_resume(self, job_id: str) -> int:
         if self._session.own is None:
             text = (
                 f"the job goes on; `troupe jobs watch {job_id}` shows it, "

@@ -1,4 +1,4 @@
-"""`troupe workflow try`: plays a workflow without a model and without a cluster."""
+"""`troupe workflow try`: runs a workflow without a model and without a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -19,144 +19,15 @@ from troupe.client.cli.options import score
 from troupe.outcomes import described
 from troupe.rpc.errors import InvalidArgument
 from troupe.user_code import call_contained, interruptible
+from troupe.workflow.agent import UNAWAITED, TurnRecord
 from troupe.workflow.errors import EntrypointError, WorkflowError, as_invalid_argument
 from troupe.workflow.loading import Query
 from troupe.workflow.trying.policies import EchoPolicy, Policy, RandomPolicy, ScriptedPolicy
-from troupe.workflow.trying.setting import Setting
+from troupe.workflow.trying.rehearsal import Rehearsal, Rehearsed, explain, groups_of
+from troupe.workflow.trying.setting import Setting, open_setting
 from troupe.yaml_input import UnreadableText, read_file, read_json_object, read_text
 
-if TYPE_CHECKING:
-    from troupe.workflow.agent import TurnRecord
-    from troupe.workflow.trying.rehearsal import Rehearsed
-
 _SHOWN: Final = 600
-
-
-def as_record(one: Rehearsed) -> dict[str, Any]:
-    """A trajectory as JSON values."""
-    groups = {} if one.played is None else {id(r.turn): r for r in one.played.samples}
-    record: dict[str, Any] = {
-        "query_id": one.query.id,
-        "trajectory_id": one.trajectory_id,
-        "query": dict(one.query.data),
-        "turns": [_turn_record(turn, groups.get(id(turn))) for turn in one.turns],
-    }
-    if one.played is not None:
-        record["rewards"] = one.played.rewards
-        record["metrics"] = one.played.metrics
-    if one.failure is not None:
-        record["failure"] = {
-            "kind": one.failure.kind,
-            "message": one.failure.message,
-            "remedy": one.failure.remedy,
-            "traceback": one.failure.traceback,
-        }
-    return record
-
-
-def _turn_record(turn: TurnRecord, sample: Any) -> dict[str, Any]:
-    assert turn.reply is not None
-    record: dict[str, Any] = {
-        "agent": turn.role.name,
-        "policy": turn.role.policy,
-        "turn": turn.number,
-        "messages": [{"role": role, "content": content} for role, content in turn.messages],
-        "response": turn.reply.text,
-        "finish_reason": turn.reply.finish_reason,
-        "prompt_tokens": len(turn.prompt_ids),
-        "response_tokens": len(turn.reply.token_ids),
-        "reward": turn.reply.reward,
-    }
-    if sample is not None:
-        record["sample"] = {
-            "sample_id": sample.sample_id,
-            "group_id": sample.group_id,
-            "reward": sample.reward,
-        }
-    return record
-
-
-def print_rehearsed(console: Console, one: Rehearsed) -> None:
-    """The conversation, its rewards, and how it failed."""
-    from troupe.workflow.agent import UNAWAITED  # what was tried has loaded it
-
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-    say(f"\n{one.trajectory_id}  {_short(repr(dict(one.query.data)))}", "bold")
-    samples = {} if one.played is None else {id(r.turn): r for r in one.played.samples}
-    for turn in one.turns:
-        assert turn.reply is not None
-        drawn = "" if turn.siblings is None else f" ({turn.sibling + 1} of {turn.siblings})"
-        say(f"  {turn.role.name}[{turn.number}]{drawn}", "cyan")
-        # What siblings have in common is said once.
-        if turn.sibling == 0:
-            for role, content in turn.messages:
-                say(_block(f"{role}: {content}"), "dim")
-        say(_block(f"-> {turn.reply.text}"))
-        tokens = f"{len(turn.prompt_ids)}+{len(turn.reply.token_ids)} tokens"
-        facts = [turn.reply.finish_reason, tokens]
-        if row := samples.get(id(turn)):
-            facts += [f"reward {score(row.reward)}", f"group {row.group_id}"]
-        say(_block(", ".join(facts)), "dim")
-    if one.played is not None:
-        rewards = "  ".join(f"{name} {score(value)}" for name, value in one.played.rewards.items())
-        say(f"  rewards: {rewards or 'none'}", "green")
-        if left := one.played.metrics.get(UNAWAITED):
-            say(f"  {left:g} turns were asked for and never awaited", "yellow")
-        if logged := one.query.metrics:
-            say("  logged: " + "  ".join(f"{k} {score(v)}" for k, v in logged.items()), "green")
-    if one.failure is not None:
-        say(f"  FAILED after {len(one.turns)} turns: {one.failure.kind}", "bold red")
-        if one.failure.traceback:
-            say(one.failure.traceback)
-        said = f"{one.failure.message.rstrip('.')}. {one.failure.remedy}"
-        say("  " + " ".join(said.split()), "red")
-
-
-def print_totals(
-    console: Console,
-    ended: Sequence[Rehearsed],
-    groups: Counter[str],
-    agents: Collection[str] = (),
-) -> None:
-    """Counts, and what would teach nothing; `agents`: those of the job."""
-
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-    turns: Counter[str] = Counter()
-    for one in ended:
-        turns.update(turn.role.name for turn in one.turns)
-    failed = sum(one.failure is not None for one in ended)
-    counted = ", ".join(f"{name} {count}" for name, count in sorted(turns.items())) or "none"
-    say(f"\n{len(ended)} trajectories, {failed} failed; turns: {counted}", "bold")
-    sizes = Counter(groups.values())
-    shown = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
-    say(f"{sum(groups.values())} samples in {len(groups)} groups" + (f": {shown}" if shown else ""))
-    if sizes[1]:
-        say(
-            f"note: {sizes[1]} groups have one sample, which has nothing to be compared with; see "
-            "`algorithm.group_by` and `--group-size`",
-            "yellow",
-        )
-    for name in sorted(set(agents) - turns.keys()):
-        say(f"note: agent {name} was never asked", "yellow")
-    if broken := sum(turn.prefix_broken for one in ended for turn in one.turns):
-        say(
-            f"note: {broken} turns changed an earlier reply of their agent, so that its tokens "
-            "could not be reused",
-            "yellow",
-        )
-
-
-def _block(text: str) -> str:
-    return "\n".join(f"    {line}" for line in _short(text).splitlines() or [""])
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
-
 
 app = typer.Typer(help="Write workflows.", no_args_is_help=True)
 
@@ -167,7 +38,7 @@ def _group() -> None:
 
 
 class PolicyName(StrEnum):
-    """Who takes the turns."""
+    """The stand-in policies that can take the agents' turns."""
 
     RANDOM = "random"
     SCRIPT = "script"
@@ -220,8 +91,6 @@ def try_workflow(
 
     Exit status 1: a trajectory failed; 2: the input is wrong.
     """
-    from troupe.workflow.trying.rehearsal import Rehearsal, groups_of
-
     if split not in ("train", "held_out"):
         raise InvalidArgument(
             "there is no such split", field="--split", value=split, remedy="train or held_out."
@@ -229,7 +98,7 @@ def try_workflow(
     chosen = _policy(policy, script)
     setting = _open(source, job, split)
     asked = _queries(setting, query or [], queries, split)
-    # What a workflow leaves behind is not for the log; how it ended is shown.
+    # asyncio would log tasks that a failed workflow leaves; its failure is shown anyway.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     rehearsal = Rehearsal(setting, asked, chosen, group_size, seed, timeout)
     console = Console()
@@ -258,10 +127,7 @@ def try_workflow(
 
 
 def _open(source: str, job: Path | None, split: str) -> Setting:
-    """The setting; what the user's own modules raise is shown with their traceback only."""
-    from troupe.workflow.trying.rehearsal import explain
-    from troupe.workflow.trying.setting import open_setting
-
+    """The setting; an exception of the user's modules is shown with their traceback alone."""
     try:
         return open_setting(source, job, split=split)
     except EntrypointError as error:
@@ -334,3 +200,128 @@ def _parsed(text: str) -> dict[str, Any]:
             value=text,
             remedy="""Write `{"question": "..."}`.""",
         ) from error
+
+
+def as_record(one: Rehearsed) -> dict[str, Any]:
+    """A rehearsed trajectory as JSON values."""
+    groups = {} if one.played is None else {id(r.turn): r for r in one.played.samples}
+    record: dict[str, Any] = {
+        "query_id": one.query.id,
+        "trajectory_id": one.trajectory_id,
+        "query": dict(one.query.data),
+        "turns": [_turn_record(turn, groups.get(id(turn))) for turn in one.turns],
+    }
+    if one.played is not None:
+        record["rewards"] = one.played.rewards
+        record["metrics"] = one.played.metrics
+    if one.failure is not None:
+        record["failure"] = {
+            "kind": one.failure.kind,
+            "message": one.failure.message,
+            "remedy": one.failure.remedy,
+            "traceback": one.failure.traceback,
+        }
+    return record
+
+
+def _turn_record(turn: TurnRecord, sample: Any) -> dict[str, Any]:
+    assert turn.reply is not None
+    record: dict[str, Any] = {
+        "agent": turn.role.name,
+        "policy": turn.role.policy,
+        "turn": turn.number,
+        "messages": [{"role": role, "content": content} for role, content in turn.messages],
+        "response": turn.reply.text,
+        "finish_reason": turn.reply.finish_reason,
+        "prompt_tokens": len(turn.prompt_ids),
+        "response_tokens": len(turn.reply.token_ids),
+        "reward": turn.reply.reward,
+    }
+    if sample is not None:
+        record["sample"] = {
+            "sample_id": sample.sample_id,
+            "group_id": sample.group_id,
+            "reward": sample.reward,
+        }
+    return record
+
+
+def print_rehearsed(console: Console, one: Rehearsed) -> None:
+    """Print a trajectory: its conversation, rewards, metrics and failure."""
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"\n{one.trajectory_id}  {_short(repr(dict(one.query.data)))}", "bold")
+    samples = {} if one.played is None else {id(r.turn): r for r in one.played.samples}
+    for turn in one.turns:
+        assert turn.reply is not None
+        drawn = "" if turn.siblings is None else f" ({turn.sibling + 1} of {turn.siblings})"
+        say(f"  {turn.role.name}[{turn.number}]{drawn}", "cyan")
+        # Sibling turns share their prompt: it is shown once.
+        if turn.sibling == 0:
+            for role, content in turn.messages:
+                say(_block(f"{role}: {content}"), "dim")
+        say(_block(f"-> {turn.reply.text}"))
+        tokens = f"{len(turn.prompt_ids)}+{len(turn.reply.token_ids)} tokens"
+        facts = [turn.reply.finish_reason, tokens]
+        if row := samples.get(id(turn)):
+            facts += [f"reward {score(row.reward)}", f"group {row.group_id}"]
+        say(_block(", ".join(facts)), "dim")
+    if one.played is not None:
+        rewards = "  ".join(f"{name} {score(value)}" for name, value in one.played.rewards.items())
+        say(f"  rewards: {rewards or 'none'}", "green")
+        if left := one.played.metrics.get(UNAWAITED):
+            say(f"  {left:g} turns were asked for and never awaited", "yellow")
+        if logged := one.query.metrics:
+            say("  logged: " + "  ".join(f"{k} {score(v)}" for k, v in logged.items()), "green")
+    if one.failure is not None:
+        say(f"  FAILED after {len(one.turns)} turns: {one.failure.kind}", "bold red")
+        if one.failure.traceback:
+            say(one.failure.traceback)
+        reason = f"{one.failure.message.rstrip('.')}. {one.failure.remedy}"
+        say("  " + " ".join(reason.split()), "red")
+
+
+def print_totals(
+    console: Console,
+    ended: Sequence[Rehearsed],
+    groups: Counter[str],
+    agents: Collection[str] = (),
+) -> None:
+    """Print counts of turns and samples, and notes on groups and agents that train nothing."""
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    turns: Counter[str] = Counter()
+    for one in ended:
+        turns.update(turn.role.name for turn in one.turns)
+    failed = sum(one.failure is not None for one in ended)
+    counted = ", ".join(f"{name} {count}" for name, count in sorted(turns.items())) or "none"
+    say(f"\n{len(ended)} trajectories, {failed} failed; turns: {counted}", "bold")
+    sizes = Counter(groups.values())
+    shown = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
+    say(f"{sum(groups.values())} samples in {len(groups)} groups" + (f": {shown}" if shown else ""))
+    if sizes[1]:
+        say(
+            f"note: {sizes[1]} groups have one sample, which has nothing to be compared with; see "
+            "`algorithm.group_by` and `--group-size`",
+            "yellow",
+        )
+    for name in sorted(set(agents) - turns.keys()):
+        say(f"note: agent {name} was never asked", "yellow")
+    if broken := sum(turn.prefix_broken for one in ended for turn in one.turns):
+        say(
+            f"note: {broken} turns changed an earlier reply of their agent, so that its tokens "
+            "could not be reused",
+            "yellow",
+        )
+
+
+def _block(text: str) -> str:
+    return "\n".join(f"    {line}" for line in _short(text).splitlines() or [""])
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
