@@ -18,27 +18,20 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.stub_services import write_stub_services
-from troupe.cluster import (
+from troupe.cluster import ClusterSettings, EmbeddedCluster, NoCluster, NotWritable, embedded
+from troupe.cluster.daemon import start_detached, stop_running
+from troupe.cluster.errors import (
     ChildFailed,
     ClusterNotStarted,
     ClusterRunning,
-    ClusterSettings,
-    EmbeddedCluster,
-    NoCluster,
-    NotWritable,
     PortInUse,
     RedisMissing,
     RedisUnavailable,
     StateUnreadable,
     TransferDirNotWritable,
-    embedded,
-    read_state,
-    running_state,
-    start_detached,
-    stop_running,
 )
 from troupe.cluster.redis import ping, write_config
-from troupe.cluster.state import is_alive, state_path
+from troupe.cluster.state import is_alive, read_state, running_state, state_path
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,7 +1,7 @@
-"""Whose an embedded cluster is: its data directory is closed to other users, its token is its own.
+"""Access to an embedded cluster: the token of its services, and its data directory's permissions.
 
-Loopback is no boundary between the users of a machine: every one of them reaches the ports. Who
-may read the token's file may use the cluster, and that is the user who started it.
+Every user of a machine reaches its loopback ports, so services ask for a token. The token's file
+is readable by the user who started the cluster alone.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from troupe.rpc.settings import ClientSettings
 from troupe.rpc.tokens import one_time_link, read_token
 
 TOKEN_VARIABLE: Final = "TROUPE_TOKEN"
-# What a service or the supervisor writes besides jobs; jobs are behind the directory's own mode.
+# Folders with secrets or logs, whose files are made private one by one; the rest is protected by
+# the mode of the data directory.
 _SECRET_FOLDERS: Final = (".troupe", "logs", "redis")
 _TOKEN_BYTES: Final = 32
 
 
 def token_path(data_dir: Path) -> Path:
-    """Where the token of the cluster of `data_dir` stands."""
+    """The file with the token of the cluster of `data_dir`."""
     return data_dir / ".troupe" / "token"
 
 
 def require_token(data_dir: Path, environment: Mapping[str, str]) -> SecretStr:
-    """The token of the cluster of `data_dir`, which is made when there is none.
+    """The token of the cluster of `data_dir`, made and stored when there is none.
 
-    What `environment` (the services' own variables), else that of this process, says in
-    `TROUPE_TOKEN` goes before the one that the directory keeps. Raises OSError when it cannot be
-    written, InvalidArgument for one that no header can carry.
+    `TROUPE_TOKEN` of `environment` (the services' own variables), else of this process, overrides
+    the stored one. Raises OSError when the file cannot be written, InvalidArgument for a token that
+    no header can carry.
     """
     given = environment.get(TOKEN_VARIABLE)
     chosen = ClientSettings(token=SecretStr(given)).token if given else None
@@ -64,22 +65,22 @@ def sign_in_link(state: ClusterState) -> str:
 
 
 def close_to_others(data_dir: Path) -> None:
-    """Make `data_dir` 0700, and what holds secrets in it 0600, for this user alone.
+    """Make `data_dir` 0700, and the files in its folders of secrets 0600.
 
-    Raises `NotPrivate` where the directory, or what lies in its folders of secrets, belongs to
-    another user, who could have put there what this one would run; OSError.
+    Raises `NotPrivate` where the directory, or a file in its folders of secrets, belongs to another
+    user, who could have put code there that this one would run; OSError.
     """
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _close(data_dir, data_dir.stat(), data_dir)
+    _make_private(data_dir, data_dir.stat(), data_dir)
     for name in _SECRET_FOLDERS:
         folder = data_dir / name
         with contextlib.suppress(FileNotFoundError):
-            _close(folder, folder.lstat(), data_dir)
+            _make_private(folder, folder.lstat(), data_dir)
             for path in sorted(folder.rglob("*")):
-                _close(path, path.lstat(), data_dir)
+                _make_private(path, path.lstat(), data_dir)
 
 
-def _close(path: Path, status: os.stat_result, data_dir: Path) -> None:
+def _make_private(path: Path, status: os.stat_result, data_dir: Path) -> None:
     if status.st_uid != os.geteuid():
         raise NotPrivate(data_dir, path, status.st_uid)
     mode = stat.S_IMODE(status.st_mode)

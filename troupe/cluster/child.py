@@ -1,10 +1,10 @@
-"""One process of the cluster: started, watched, brought back when it dies, stopped.
+"""`Child`: one process of the cluster, which is started, watched, restarted when it dies, stopped.
 
 IDLE -> STARTING -> SERVING -> STOPPING -> STOPPED
            ^           |
            +-- WAITING <+   (died: back-off, or until the disk has room; then again)
 STARTING | WAITING -> FAILED (would not start, or dies again and again)
-SERVING -> STOPPING -> PARKED -> STARTING (nobody needs it for a while)
+SERVING -> STOPPING -> PARKED -> STARTING (not needed for a while)
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from troupe.cluster.layout import ChildSpec
 from troupe.disks import shortage
 
 TETHER = Path(__file__).with_name("tether.py")
-# A dead child is back fast enough that callers' retries bridge the gap ...
+# Seconds before the first restart: short, so that callers' retries bridge the gap.
 FIRST_BACKOFF = 0.2
-# ... but one that dies `max_restarts` times within so many seconds has a reason that time won't
-# cure.
+# A child that dies more than `max_restarts` times within so many seconds is given up.
 RESTART_WINDOW = 120.0
 _PROBE_SECONDS = 2.0
-_ALONE_SECONDS = 1.0
-_LOOK_FOR_ROOM_SECONDS = 1.0
+_GROUP_EXIT_SECONDS = 1.0
+_DISK_POLL_SECONDS = 1.0
 
 
 class ChildState(StrEnum):
-    """Where a child is in its life."""
+    """State of a child process."""
 
     IDLE = "idle"
     STARTING = "starting"
@@ -51,10 +50,10 @@ class ChildState(StrEnum):
 
 
 class Child:
-    """Keeps the process that `spec` describes alive. Used from one event loop."""
+    """Starts the process of `spec` and keeps it alive. Used from one event loop."""
 
     def __init__(self, spec: ChildSpec, log: Path, changed: Callable[[Child, str], None]) -> None:
-        """`changed(child, what happened)` is called after every move; '' when nothing to tell."""
+        """`changed(child, event)` is called after every change; `event` is for people or empty."""
         self.spec = spec
         self.log = log
         self.state = ChildState.IDLE
@@ -80,8 +79,8 @@ class Child:
                     self._move(ChildState.FAILED)
                     raise DiskFull(self.spec.name, self.log.parent, full) from error
                 if left and isinstance(error, ChildFailed):
-                    told = f"{self.spec.name} ended before it was ready; starting it again"
-                    self._move(ChildState.WAITING, told)
+                    event = f"{self.spec.name} ended before it was ready; starting it again"
+                    self._move(ChildState.WAITING, event)
                     continue
                 self._move(ChildState.FAILED)
                 raise
@@ -89,15 +88,14 @@ class Child:
         self._move(ChildState.SERVING)
 
     async def keep(self) -> None:
-        """Bring the process back whenever it dies: at once, or on a full disk when there is room.
-        Returns only by raising.
+        """Restart the process whenever it dies; on a full disk, once there is room. Never returns.
 
-        `ChildFailed` when it died too often, or by cancellation.
+        Raises `ChildFailed` when it has died too often.
         """
         while True:
             assert self._process is not None  # start() has returned
             status = await self._process.wait()
-            await self._back_off(f"{self.spec.name} {_how(status)}")
+            await self._back_off(f"{self.spec.name} {_describe_exit(status)}")
             self._sweep()
             self.restarts += 1
             self._move(ChildState.STARTING)
@@ -105,7 +103,7 @@ class Child:
                 await self._launch()
                 await self._until_ready()
             except ChildNotReady:
-                # Alive but mute: end it, which counts as one more death.
+                # Alive but not ready: kill it, which counts as one more death.
                 self._kill()
                 continue
             except ChildFailed:
@@ -113,7 +111,7 @@ class Child:
             self._move(ChildState.SERVING, f"{self.spec.name} is back")
 
     async def stop(self) -> None:
-        """SIGTERM, wait `stop_seconds`, SIGKILL. Nothing of its process group is left after it."""
+        """Stop the process: SIGTERM, and SIGKILL after `stop_seconds`; then its whole group."""
         if self._process is None:
             return
         self._move(ChildState.STOPPING)
@@ -126,13 +124,13 @@ class Child:
             except TimeoutError:
                 self._kill()
                 await self._process.wait()
-        await self._until_alone()
+        await self._await_group_exit()
         self._sweep()
         self.pid = None
         self._move(ChildState.STOPPED)
 
     async def park(self) -> None:
-        """`stop`, for as long as nobody needs it: `start` brings it back."""
+        """Stop the process until `start` is called again."""
         await self.stop()
         self._move(ChildState.PARKED, f"{self.spec.name} rests: nobody wants it")
 
@@ -151,7 +149,7 @@ class Child:
         self._move(ChildState.STOPPED)
 
     async def _launch(self) -> None:
-        """Raises `ChildFailed` when not even a process could be made (memory, process limit)."""
+        """Start the process. Raises `ChildFailed` when the system cannot (memory, limits)."""
         self._launches += 1
         try:
             self._process = await self._spawn()
@@ -174,47 +172,47 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Its own group: a terminal's Ctrl-C reaches the supervisor alone, and whatever
-                # the child starts can be ended with it.
+                # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, and the
+                # child's own processes can be killed with it.
                 start_new_session=True,
-                # What a service writes is its user's: states, logs, the append-only file.
+                # Files that a service writes are private to its user.
                 umask=0o077,
             )
 
     def _environment(self) -> dict[str, str]:
-        # TLS is for what leaves the machine: settings for that must not reach loopback's servers.
+        # TLS settings are for calls to other machines; servers on loopback do without TLS.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TROUPE_TLS_")}
         environment = inherited | dict(self.spec.environment)
         if worker := environment.get("TROUPE_WORKER_ID"):
-            # A restarted worker is a new worker to the orchestrator.
+            # To the orchestrator a restarted worker is another one.
             environment["TROUPE_WORKER_ID"] = f"{worker}-{self._launches}"
         return environment
 
     async def _until_ready(self) -> None:
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait())
-        asking = asyncio.ensure_future(self._ask())
+        probing = asyncio.ensure_future(self._probe())
         try:
-            await asyncio.wait({ended, asking}, return_when=asyncio.FIRST_COMPLETED)
-            # Ended comes first: somebody else may answer on the port that the child wanted.
+            await asyncio.wait({ended, probing}, return_when=asyncio.FIRST_COMPLETED)
+            # First whether it ended: another program may answer on the child's port.
             if ended.done():
                 self._sweep()
                 raise ChildFailed(
                     self.spec.name,
-                    f"{_how(ended.result())} before it was ready",
+                    f"{_describe_exit(ended.result())} before it was ready",
                     self.log,
                     logs.last_line(self.log),
                 )
-            if (reason := asking.result()) is not None:
+            if (reason := probing.result()) is not None:
                 raise ChildNotReady(
                     self.spec.name, self.spec.address, self.spec.start_seconds, reason, self.log
                 )
         finally:
             ended.cancel()
-            asking.cancel()
+            probing.cancel()
 
-    async def _ask(self) -> str | None:
-        """None once the probe is content, the last reason when `start_seconds` are over."""
+    async def _probe(self) -> str | None:
+        """None once the child is ready, or why it is not when `start_seconds` are over."""
         deadline = time.monotonic() + self.spec.start_seconds
         pause = 0.05
         while (reason := await self.spec.probe.ask(_PROBE_SECONDS)) is not None:
@@ -226,12 +224,12 @@ class Child:
 
     async def _back_off(self, died: str) -> None:
         if (full := await self._shortage()) is not None:
-            # Not its fault, and it would die again: Redis ends when it cannot write its log.
+            # It would die again: Redis ends when it cannot write its append-only file.
             self._move(
                 ChildState.WAITING, f"{died}: {full}; it is started again when there is room"
             )
             while await self._shortage() is not None:  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_FOR_ROOM_SECONDS)
+                await asyncio.sleep(_DISK_POLL_SECONDS)
             self._move(ChildState.WAITING, f"there is room: {self.spec.name} is started again")
             return
         now = time.monotonic()
@@ -253,7 +251,7 @@ class Child:
         await asyncio.sleep(pause)
 
     async def _shortage(self) -> str | None:
-        """Why nothing can be written beside the logs, which are in the data directory."""
+        """Why the data directory's disk cannot be written to; None: it can."""
         return await asyncio.to_thread(shortage, self.log.parent)
 
     def _kill(self) -> None:
@@ -262,20 +260,20 @@ class Child:
                 self._process.kill()
 
     def _sweep(self) -> None:
-        """End what the dead process left in its group (workers of its own)."""
+        """Kill the processes that the dead one left in its group."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _until_alone(self) -> None:
-        """Let what an ended process left finish by itself, for a moment.
+    async def _await_group_exit(self) -> None:
+        """Wait a moment for the rest of an ended process's group to exit by itself.
 
         Python's resource tracker removes shared memory and semaphores after its parent's end;
         killed too early, it leaves them behind.
         """
         assert self._process is not None
         with suppress(TimeoutError, ProcessLookupError, PermissionError):
-            async with asyncio.timeout(_ALONE_SECONDS):
+            async with asyncio.timeout(_GROUP_EXIT_SECONDS):
                 while True:
                     os.killpg(self._process.pid, 0)
                     await asyncio.sleep(0.02)
@@ -285,7 +283,7 @@ class Child:
         self._changed(self, event)
 
 
-def _how(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     try:

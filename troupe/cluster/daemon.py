@@ -1,4 +1,4 @@
-"""Clusters that outlive the command that started them: `troupe up --detach`, `troupe down`."""
+"""Runs an embedded cluster in the foreground until a signal, or detached (`troupe up -d`)."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ async def run_until_signal(
 ) -> None:
     """Start `cluster` and run it until SIGINT or SIGTERM; stop it then, in order.
 
-    `ready` is called once all services are healthy. Raises what kept it from starting or made it
-    fail.
+    `ready` is called once all services are healthy. Raises the error that kept it from starting, or
+    that of a service that is given up.
     """
     loop = asyncio.get_running_loop()
-    asked = asyncio.Event()
+    signalled = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, asked.set)
-    stopping = asyncio.create_task(asked.wait())
+        loop.add_signal_handler(number, signalled.set)
+    stopping = asyncio.create_task(signalled.wait())
     starting = asyncio.create_task(cluster.start())
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -70,8 +70,8 @@ async def run_until_signal(
 def start_detached(settings: ClusterSettings) -> ClusterState:
     """Start a cluster in a process of its own and wait until it is healthy.
 
-    Raises `ClusterRunning`, `NotWritable`, `NotPrivate`, or `ClusterNotStarted` with what the
-    supervisor said.
+    Raises `ClusterRunning`, `NotWritable`, `NotPrivate`, or `ClusterNotStarted` with the last lines
+    of the supervisor's log.
     """
     settings = settings.resolved()
     if (state := running_state(settings.data_dir)) is not None:
@@ -85,16 +85,16 @@ def start_detached(settings: ClusterSettings) -> ClusterState:
     with file:
         process = subprocess.Popen(
             [sys.executable, "-m", "troupe.cluster", "-"],
-            # Not as an argument: every user may read those, and they may hold passwords.
+            # Every user may read a process's arguments, and settings may hold passwords.
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     assert process.stdin is not None  # PIPE
-    with process.stdin, suppress(BrokenPipeError):  # one that died at once has said why
+    with process.stdin, suppress(BrokenPipeError):  # it has ended already; its log says why
         process.stdin.write(settings.model_dump_json().encode())
-    # Every service in a chain of three waits at most so long, plus what stopping takes.
+    # Services start in three stages of at most `start_seconds` each.
     deadline = time.monotonic() + 3 * settings.start_seconds + settings.stop_seconds
     while process.poll() is None and time.monotonic() < deadline:
         state = read_state(settings.data_dir)
@@ -112,8 +112,8 @@ def start_detached(settings: ClusterSettings) -> ClusterState:
 def stop_running(data_dir: Path, timeout: float = 60.0) -> ClusterState:
     """Stop the cluster of `data_dir` and wait until its supervisor is gone; returns its state.
 
-    Raises `NoCluster`. A supervisor that does not end in `timeout` seconds is killed, and what it
-    leaves is ended as after any crash.
+    Raises `NoCluster`. A supervisor that does not end within `timeout` seconds is killed, and its
+    children are ended as after any crash.
     """
     state = require_running(data_dir)
     with suppress(ProcessLookupError):

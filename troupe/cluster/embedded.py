@@ -1,4 +1,5 @@
-"""The embedded cluster: every service of Troupe on this machine, as children of one process."""
+"""`EmbeddedCluster`: all services of Troupe on this machine as child processes, their ports, and
+trainers that are parked while no policy needs one."""
 
 from __future__ import annotations
 
@@ -48,162 +49,19 @@ from troupe.scratch import is_foreseeable, private_directory
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc as rpc
 
-# Below 32768, where Linux's ephemeral range starts, and above the well-known services.
+# Ports to choose from: below 32768, where Linux's ephemeral range starts.
 FIRST_PORT, LAST_PORT = 20_000, 32_000
-
-
-def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen on `host:port` now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do: a connection in TIME_WAIT is no reason to call a port used.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
-                return False
-            raise
-        return True
-
-
-def require_free(port: int, *, field: str, option: str, host: str = "127.0.0.1") -> int:
-    """Return `port`, or raise `PortInUse` naming the setting and the option that changes it."""
-    if not is_free(port, host):
-        raise PortInUse(field=field, port=port, host=host, option=option)
-    return port
-
-
-def pick_ports(
-    names: Iterable[str],
-    *,
-    fixed: dict[str, int] | None = None,
-    host: str = "127.0.0.1",
-    seed: int | None = None,
-) -> dict[str, int]:
-    """A free port for every name, all different; `fixed` ones are taken as they are.
-
-    Two clusters that start at the same moment must not try the same ports: the search
-    begins at a random place unless `seed` says otherwise.
-    """
-    chosen = dict(fixed or {})
-    random = Random(seed if seed is not None else int.from_bytes(os.urandom(8), "big"))
-    candidate = random.randrange(FIRST_PORT, LAST_PORT)
-    tried = 0
-    for name in names:
-        if name in chosen:
-            continue
-        while candidate in chosen.values() or not is_free(candidate, host):
-            candidate = _next(candidate)
-            tried += 1
-            if tried > LAST_PORT - FIRST_PORT:
-                raise PortInUse(field="ports", port=candidate, host=host, option="")
-        chosen[name] = candidate
-        candidate = _next(candidate)
-    return chosen
-
-
-def _next(port: int) -> int:
-    return port + 1 if port + 1 < LAST_PORT else FIRST_PORT
-
-
+# How often the demand for trainers is polled, and the deadline of a poll.
 _POLL_SECONDS: Final = 1.0
-_ASK_SECONDS: Final = 5.0
-
-
-@dataclass(frozen=True)
-class TrainerDemand:
-    """What the binder says."""
-
-    # Trainers that would be of use.
-    wanted: int
-    # Policies that trainers hold or keep for others.
-    bound: int
-
-
-class ElasticTrainers:
-    """Parks the children `names` of a supervisor when nobody wants them; brings back who is."""
-
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        names: Sequence[str],
-        demand: Callable[[], Awaitable[TrainerDemand]],
-        idle_seconds: float,
-    ) -> None:
-        """`idle_seconds`: for how long nobody must have wanted any. `demand` may raise
-        `TroupeError`: who cannot be asked changes nothing."""
-        self._supervisor = supervisor
-        self._names = list(names)
-        self._demand = demand
-        self._idle_seconds = idle_seconds
-
-    async def run(self) -> None:
-        """Until it is cancelled."""
-        idle_since: float | None = None
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            try:
-                demand = await self._demand()
-            except TroupeError:
-                idle_since = None
-                continue
-            if demand.wanted or demand.bound:
-                idle_since = None
-                await self._bring(demand.wanted)
-                continue
-            now = time.monotonic()
-            idle_since = now if idle_since is None else idle_since
-            if now - idle_since >= self._idle_seconds:
-                await self._park()
-
-    async def _bring(self, wanted: int) -> None:
-        parked = self._in(ChildState.PARKED)
-        missing = wanted - (len(self._names) - len(parked))
-        await asyncio.gather(*map(self._supervisor.unpark, parked[: max(0, missing)]))
-
-    async def _park(self) -> None:
-        # One that is being brought back after its death is let come first.
-        await asyncio.gather(*map(self._supervisor.park, self._in(ChildState.SERVING)))
-
-    def _in(self, state: ChildState) -> list[str]:
-        return [name for name in self._names if self._supervisor.children[name].state == state]
-
-
-class Binder:
-    """The orchestrator's binder, as it may be asked."""
-
-    def __init__(self, address: str, token: SecretStr) -> None:
-        """`address`: of the orchestrator of this machine; `token`: that of its cluster."""
-        own: dict[str, Any] = {
-            "deadline_seconds": _ASK_SECONDS,
-            "retry": NO_RETRY,
-            # TLS is for what leaves the machine (`Child`).
-            **dict.fromkeys(("tls_ca", "tls_cert", "tls_key")),
-            "token": token,
-        }
-        settings = ClientSettings.of_environment().model_copy(update=own)
-        self._channel = connect(address, settings)
-        self._stub: rpc.OrchestratorAsyncStub = rpc.OrchestratorStub(self._channel)
-
-    async def demand(self) -> TrainerDemand:
-        """What it says now. Raises `TroupeError`."""
-        reply = await self._stub.GetCluster(pb.GetClusterRequest())
-        return TrainerDemand(reply.wanted_trainers, len(reply.bindings))
-
-    async def close(self) -> None:
-        """End what is asked."""
-        await self._channel.close(0)
-
-
-# From the addresses of all processes to the ways between them, made before any of them starts.
+_POLL_TIMEOUT_SECONDS: Final = 5.0
+# From the addresses of all processes to the routes between them, before any of them starts.
 Router = Callable[[Mapping[str, str]], Awaitable[Routes]]
 
 
 class EmbeddedCluster:
-    """Starts, watches and stops a cluster; an async context manager.
+    """Starts, supervises and stops a cluster; an async context manager.
 
-    The calling process is the supervisor: when it dies, by whatever signal, the cluster ends.
+    The calling process is the supervisor: when it dies, by any signal, the services end.
     """
 
     def __init__(
@@ -212,9 +70,9 @@ class EmbeddedCluster:
         tell: Callable[[str], None] = lambda event: None,
         router: Router | None = None,
     ) -> None:
-        """`tell` is called with what a person should know: a service died, a service is back.
+        """`tell` is called with events for people: a service died, a service is back.
 
-        `router` may lead calls between services another way, through proxies of its own.
+        `router` may route calls between services through proxies of its own.
         """
         self.settings = settings.resolved()
         self._tell = tell
@@ -236,8 +94,8 @@ class EmbeddedCluster:
         """Start everything and wait until all services are healthy.
 
         Raises `ClusterRunning`, `PortInUse`, `RedisMissing`, `RedisUnavailable`, `NotWritable`,
-        `NotPrivate`, `TransferDirNotWritable`, or what keeps a service from starting; nothing is
-        left running then.
+        `NotPrivate`, `TransferDirNotWritable`, or the error of a service that does not start; then
+        nothing is left running.
         """
         data_dir = self.settings.data_dir
         try:
@@ -255,28 +113,28 @@ class EmbeddedCluster:
         return self.state
 
     async def failure(self) -> TroupeError:
-        """Wait until a service is given up for good; returns why."""
+        """Wait until a service is given up for good; returns its error."""
         assert self._supervisor is not None, "start() first"
         error = await self._supervisor.failure()
         self._set_phase("failed", str(error))
         return error
 
     async def stop(self) -> None:
-        """Stop all services, dependents first, and remove what they shared in memory."""
+        """Stop all services, dependents first, and remove their shared memory."""
         if self._supervisor is None:
             return
         if self.state.phase != "failed":
             self._set_phase("stopping")
-        await self._settle()
+        await self._stop_elastic()
         await self._supervisor.stop()
         if self.state.phase != "failed":
             self._set_phase("stopped")
         await self._close()
 
     async def crash(self) -> None:
-        """End everything at once as a power cut does: SIGKILL, and what is in memory is gone.
+        """Kill all processes at once, as a power cut does; the cluster can be started again.
 
-        For those who test what survives. The cluster can be started again.
+        For tests of what survives.
         """
         if self._supervisor is not None:
             if self._elastic is not None:
@@ -351,27 +209,27 @@ class EmbeddedCluster:
 
     async def _follow_demand(self, supervisor: Supervisor, idle_seconds: float) -> None:
         assert self._token is not None  # _start_locked
-        binder = Binder(self.state.orchestrator_address, self._token)
+        client = DemandClient(self.state.orchestrator_address, self._token)
         names = [name for name in supervisor.children if name.startswith("trainer-")]
         try:
-            await ElasticTrainers(supervisor, names, binder.demand, idle_seconds).run()
+            await ElasticTrainers(supervisor, names, client.demand, idle_seconds).run()
         except Exception as error:
             self._tell(f"trainers follow what is wanted no longer: {error!r}")
             raise
         finally:
-            await binder.close()
+            await client.close()
 
     def _tell_addresses(self, cluster_id: str, specs: Sequence[ChildSpec]) -> None:
-        """Have this user's programs find the token by the address of a service."""
+        """Record the services' addresses, by which this user's programs find the token."""
         addresses = [spec.address for spec in specs if TOKEN_VARIABLE in spec.environment]
         try:
             self._record = ClusterRecord(cluster_id, token_path(self.settings.data_dir), addresses)
         except OSError as error:
-            # Who names the data directory still finds it.
+            # Programs that name the data directory still find it.
             self._tell(f"programs that are given an address find no token: {error.strerror}")
 
-    async def _settle(self) -> None:
-        """Have nobody park or bring back anything any more."""
+    async def _stop_elastic(self) -> None:
+        """Stop parking and unparking trainers."""
         if self._elastic is not None:
             self._elastic.cancel()
             await asyncio.gather(self._elastic, return_exceptions=True)
@@ -414,14 +272,14 @@ class EmbeddedCluster:
         try:
             write_state(self._state)
         except OSError as error:
-            # A full disk must not take down services that may well survive it.
+            # Services may survive a full disk: it must not end them.
             self._tell(f"the cluster's state file cannot be written: {error.strerror}")
 
     async def _close(self) -> None:
-        await self._settle()
+        await self._stop_elastic()
         data_dir = self.settings.data_dir
         if self._state is not None:
-            # Only copies for the engines: training state is on disk.
+            # These hold copies for engines; training state is on disk.
             gone = {transfer_fallback_dir(data_dir)}
             if self._state.transfer_dir == (own := default_transfer_dir(data_dir)):
                 gone.add(own)
@@ -450,7 +308,7 @@ def _record(child: Child) -> ServiceRecord:
 
 
 def _make_transfer_dir(directory: Path) -> None:
-    """Raises `TransferDirNotWritable`."""
+    """Make the transfer directory. Raises `TransferDirNotWritable`."""
     try:
         if is_foreseeable(directory):
             private_directory(directory)
@@ -459,3 +317,139 @@ def _make_transfer_dir(directory: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise TransferDirNotWritable(directory, error) from error
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on this port of loopback now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do: a connection in TIME_WAIT does not block the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
+                return False
+            raise
+        return True
+
+
+def require_free(port: int, *, field: str, option: str) -> int:
+    """Return `port`, or raise `PortInUse` naming the setting and the option that changes it."""
+    if not is_free(port):
+        raise PortInUse(field=field, port=port, option=option)
+    return port
+
+
+def pick_ports(
+    names: Iterable[str],
+    *,
+    fixed: dict[str, int] | None = None,
+) -> dict[str, int]:
+    """A free port for every name, all different; `fixed` ones are used as given.
+
+    The search begins at a random port, so that clusters that start at the same time do not collide.
+    """
+    chosen = dict(fixed or {})
+    candidate = Random(os.urandom(8)).randrange(FIRST_PORT, LAST_PORT)
+    tried = 0
+    for name in names:
+        if name in chosen:
+            continue
+        while candidate in chosen.values() or not is_free(candidate):
+            candidate = _next_port(candidate)
+            tried += 1
+            if tried > LAST_PORT - FIRST_PORT:
+                raise PortInUse(field="ports", port=candidate, option="")
+        chosen[name] = candidate
+        candidate = _next_port(candidate)
+    return chosen
+
+
+def _next_port(port: int) -> int:
+    return port + 1 if port + 1 < LAST_PORT else FIRST_PORT
+
+
+@dataclass(frozen=True)
+class TrainerDemand:
+    """The demand for trainers, as the orchestrator reports it."""
+
+    # Number of trainers with which no policy would wait.
+    wanted: int
+    # Number of policies bound to trainers.
+    bound: int
+
+
+class ElasticTrainers:
+    """Parks trainer processes while no policy needs one, and starts them again on demand."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        names: Sequence[str],
+        demand: Callable[[], Awaitable[TrainerDemand]],
+        idle_seconds: float,
+    ) -> None:
+        """`names`: children of `supervisor`; they are parked after `idle_seconds` without demand.
+        When `demand` raises `TroupeError`, nothing changes."""
+        self._supervisor = supervisor
+        self._names = list(names)
+        self._demand = demand
+        self._idle_seconds = idle_seconds
+
+    async def run(self) -> None:
+        """Follow the demand until cancelled."""
+        idle_since: float | None = None
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            try:
+                demand = await self._demand()
+            except TroupeError:
+                idle_since = None
+                continue
+            if demand.wanted or demand.bound:
+                idle_since = None
+                await self._unpark(demand.wanted)
+                continue
+            now = time.monotonic()
+            idle_since = now if idle_since is None else idle_since
+            if now - idle_since >= self._idle_seconds:
+                await self._park()
+
+    async def _unpark(self, wanted: int) -> None:
+        parked = self._names_in(ChildState.PARKED)
+        missing = wanted - (len(self._names) - len(parked))
+        await asyncio.gather(*map(self._supervisor.unpark, parked[: max(0, missing)]))
+
+    async def _park(self) -> None:
+        # One that is restarting is parked later, when it serves.
+        await asyncio.gather(*map(self._supervisor.park, self._names_in(ChildState.SERVING)))
+
+    def _names_in(self, state: ChildState) -> list[str]:
+        return [name for name in self._names if self._supervisor.children[name].state == state]
+
+
+class DemandClient:
+    """Asks the orchestrator for the demand for trainers."""
+
+    def __init__(self, address: str, token: SecretStr) -> None:
+        """`address`: the orchestrator of this machine; `token`: that of its cluster."""
+        own: dict[str, Any] = {
+            "deadline_seconds": _POLL_TIMEOUT_SECONDS,
+            "retry": NO_RETRY,
+            # No TLS on loopback.
+            **dict.fromkeys(("tls_ca", "tls_cert", "tls_key")),
+            "token": token,
+        }
+        settings = ClientSettings.of_environment().model_copy(update=own)
+        self._channel = connect(address, settings)
+        self._stub: rpc.OrchestratorAsyncStub = rpc.OrchestratorStub(self._channel)
+
+    async def demand(self) -> TrainerDemand:
+        """The demand now. Raises `TroupeError`."""
+        reply = await self._stub.GetCluster(pb.GetClusterRequest())
+        return TrainerDemand(reply.wanted_trainers, len(reply.bindings))
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close(0)

@@ -1,4 +1,4 @@
-"""What can go wrong with an embedded cluster, each with the setting at fault and the remedy."""
+"""Errors of an embedded cluster, each with the setting at fault and the remedy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from troupe.rpc.errors import (
 
 
 class PortInUse(FailedPrecondition):
-    """Something else listens on a port that was asked for."""
+    """Another program listens on a port that was asked for."""
 
     default_kind = "port_in_use"
 
-    def __init__(self, *, field: str, port: int, host: str, option: str) -> None:
+    def __init__(self, *, field: str, port: int, option: str) -> None:
         change = f" or choose another with {option}" if option else ""
         super().__init__(
-            f"another program listens on port {port} of {host}.",
+            f"another program listens on port {port} of 127.0.0.1.",
             field=field,
             value=port,
             remedy=f"Stop it (`ss -ltnp 'sport = :{port}'` names it){change}.",
@@ -46,7 +46,7 @@ class RedisMissing(FailedPrecondition):
 
 
 class RedisUnavailable(Unavailable):
-    """The Redis that the settings name does not answer."""
+    """The Redis of the settings does not answer."""
 
     default_kind = "redis_unavailable"
 
@@ -95,12 +95,12 @@ class StateUnreadable(Internal):
 
 
 class ClusterNotStarted(Internal):
-    """A detached supervisor gave up; the message is what it said."""
+    """A detached supervisor ended; the message is the last line of its log."""
 
     default_kind = "cluster_not_started"
 
-    def __init__(self, said: str, log: Path) -> None:
-        super().__init__(said or f"the cluster did not start. Its log is {log}.")
+    def __init__(self, last_line: str, log: Path) -> None:
+        super().__init__(last_line or f"the cluster did not start. Its log is {log}.")
 
 
 class ChildFailed(Internal):
@@ -109,9 +109,9 @@ class ChildFailed(Internal):
     default_kind = "service_failed"
 
     def __init__(self, name: str, what: str, log: Path | None, last_line: str = "") -> None:
-        said = f" Its last words: {last_line}" if last_line else ""
+        last = f" Its last words: {last_line}" if last_line else ""
         super().__init__(
-            f"{what}.{said}",
+            f"{what}.{last}",
             field="service",
             value=name,
             remedy=f"Its log is {log}." if log else None,
@@ -119,7 +119,7 @@ class ChildFailed(Internal):
 
 
 class DiskFull(FailedPrecondition):
-    """A service cannot start, since the disk of the data directory has no room."""
+    """A service cannot start: the disk of the data directory is full."""
 
     default_kind = "disk_full"
 
@@ -147,7 +147,7 @@ class ChildNotReady(DeadlineExceeded):
 
 
 class TransferDirNotWritable(FailedPrecondition):
-    """The directory for states cannot be used."""
+    """The directory for weights and training states cannot be used."""
 
     default_kind = "transfer_dir_not_writable"
 
@@ -162,7 +162,7 @@ class TransferDirNotWritable(FailedPrecondition):
 
 
 class NotPrivate(FailedPrecondition):
-    """What the data directory holds belongs to another user of the machine."""
+    """The data directory, or a secret file in it, belongs to another user of the machine."""
 
     default_kind = "data_dir_not_private"
 
@@ -178,7 +178,7 @@ class NotPrivate(FailedPrecondition):
 
 
 class NotUtf8(InvalidArgument):
-    """The name of the data directory cannot be written down: in Redis, in JSON, in a message."""
+    """The name of the data directory is not UTF-8, which Redis, JSON and messages need."""
 
     default_kind = "data_dir_not_utf8"
 
@@ -192,7 +192,7 @@ class NotUtf8(InvalidArgument):
 
 
 class NotWritable(FailedPrecondition):
-    """The data directory cannot be used."""
+    """The data directory cannot be written."""
 
     default_kind = "data_dir_not_writable"
 

@@ -1,4 +1,4 @@
-"""What an embedded cluster consists of: a pure function from settings and ports to children.
+"""The processes of an embedded cluster: a pure function from settings and ports to child specs.
 
 Services are named as modules to run (`python -m services.<name>`) and never imported: the
 library knows no service.
@@ -21,11 +21,11 @@ from troupe.cluster.probes import Probe, ProbeKind
 from troupe.cluster.settings import LOOPBACK, ClusterSettings, transfer_fallback_dir
 
 CORE = ("experience_store", "reward", "orchestrator")
-# In a route: whoever calls. Workers tell their address themselves, to everybody the same one.
+# The caller in routes to workers, which advertise one address to all callers.
 ANYBODY = "*"
-# (caller, callee) -> the "host:port" at which this caller finds this callee.
+# (caller, callee) -> the "host:port" at which this caller reaches this callee.
 Routes = Mapping[tuple[str, str], str]
-# What each kind of service calls, by the variable that tells it where.
+# The callees of each kind of service, with the variable that has their address.
 _CALLS: Mapping[str, Mapping[str, str]] = {
     "experience_store": {"redis": "TROUPE_REDIS_URL"},
     "reward": {},
@@ -46,7 +46,7 @@ _CALLS: Mapping[str, Mapping[str, str]] = {
     "control_panel": {"orchestrator": "TROUPE_ORCHESTRATOR_ADDRESS"},
 }
 _WORKERS = ("rollout", "trainer")
-# A job is set aside after three deaths (`limits.worker_deaths`).
+# One more than the deaths after which a job is set aside (`limits.worker_deaths`: three).
 _ORCHESTRATOR_ATTEMPTS = 4
 
 
@@ -57,7 +57,7 @@ class ChildSpec:
     name: str
     command: tuple[str, ...]
     probe: Probe
-    # As other processes and people reach it.
+    # "host:port" for other processes and people.
     address: str
     environment: Mapping[str, str] = field(default_factory=dict)
     # Names of children that must be ready before this one starts.
@@ -65,10 +65,10 @@ class ChildSpec:
     metrics_address: str = ""
     start_seconds: float = 120.0
     stop_seconds: float = 15.0
-    # Times that it is started at first. An orchestrator may end with a job that it goes on with,
-    # until it has set that aside.
+    # How often its first start is attempted. An orchestrator may crash on a job that it resumes,
+    # until it has set that job aside.
     start_attempts: int = 1
-    # Deaths within two minutes after which it is given up; longest pause before a restart.
+    # Deaths within two minutes after which it is given up, and the longest pause before a restart.
     max_restarts: int = 6
     max_backoff_seconds: float = 8.0
 
@@ -92,7 +92,7 @@ def port_names(settings: ClusterSettings) -> list[str]:
 
 
 def links(settings: ClusterSettings) -> list[tuple[str, str]]:
-    """Every (caller, callee) that a route can lead elsewhere; workers are called by `ANYBODY`."""
+    """Every (caller, callee) that a route may redirect; `ANYBODY` is the caller of workers."""
     found: list[tuple[str, str]] = []
     for name in service_names(settings):
         module, _, _ = name.partition("-")
@@ -106,8 +106,8 @@ def links(settings: ClusterSettings) -> list[tuple[str, str]]:
 def thread_budget(settings: ClusterSettings, cores: int) -> int:
     """Threads of one rollout or trainer worker.
 
-    Never more in sum than there are cores: two spinning thread pools on one core slow each
-    other down by an order of magnitude.
+    In sum at most the cores: two spinning thread pools on one core slow each other down by an
+    order of magnitude.
     """
     if settings.threads is not None:
         return settings.threads
@@ -128,10 +128,9 @@ def plan(
 ) -> list[ChildSpec]:
     """The children of a cluster in an order that respects `after`.
 
-    `settings` are resolved; `ports` holds one per `port_names`; `redis_command` is empty when
-    the Redis at `redis_url` is somebody else's; `token` is what services ask for
-    and send, None: they ask for none. A caller goes straight to a callee unless
-    `routes` names another way.
+    `settings` are resolved; `ports` has one per `port_names`; `redis_command` is empty when the
+    Redis at `redis_url` runs already; services require and send `token` (None: none). Callers reach
+    callees directly unless `routes` has another address.
     """
     children: list[ChildSpec] = []
     base = _shared_environment(settings, ports, redis_url, token, parent_pid)
@@ -167,7 +166,7 @@ def plan(
                 metrics_address=f"{LOOPBACK}:{metrics_port}",
                 environment={
                     **base,
-                    **_detours(name, module, base, routes),
+                    **_redirected(name, module, base, routes),
                     **thread_environment(threads),
                     "TROUPE_PORT": str(port),
                     "TROUPE_METRICS_PORT": str(metrics_port),
@@ -214,7 +213,7 @@ def _shared_environment(
         "TROUPE_TRANSFER_DIR": str(settings.transfer_dir),
         "TROUPE_TRANSFER_FALLBACK_DIR": str(transfer_fallback_dir(settings.data_dir)),
         "TROUPE_PARENT_PID": str(parent_pid),
-        "TROUPE_LOG_FORMAT": settings.log_format,
+        "TROUPE_LOG_FORMAT": "json",  # as `logs.last_line` expects
         "PYTHONPATH": python_path(Path.cwd(), os.environ.get("PYTHONPATH", "")),
         "PYTHONUNBUFFERED": "1",
         **settings.environment,
@@ -222,8 +221,8 @@ def _shared_environment(
     }
 
 
-def _detours(name: str, module: str, base: Mapping[str, str], routes: Routes) -> dict[str, str]:
-    """The variables that lead the service `name` where `routes` wants it."""
+def _redirected(name: str, module: str, base: Mapping[str, str], routes: Routes) -> dict[str, str]:
+    """The address variables of the service `name` that `routes` changes."""
     changed: dict[str, str] = {}
     for callee, variable in _CALLS[module].items():
         way = routes.get((name, callee))
@@ -245,7 +244,7 @@ def python_path(directory: Path, inherited: str) -> str:
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Bounds every thread pool that numerical libraries would size by the machine."""
+    """Variables that bound the thread pools of numerical libraries, which else use all cores."""
     count = str(threads)
     return {
         "TROUPE_THREADS": count,

@@ -1,8 +1,7 @@
 """Log files of the cluster's processes: `data_dir/logs/<service>.log`.
 
-A process writes its log itself, at the end of the file. Whoever supervises it rotates the file
-meanwhile: what is in it is copied to `<service>.log.1`, and the file begins anew, so that a process
-that prints without end fills no disk.
+A process appends to its log itself. Its supervisor rotates the file meanwhile: the content is
+copied to `<service>.log.1` and the file is truncated, so that no process fills the disk.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-# A file that is longer is rotated; of what is moved so much is kept, the end of it.
+# A longer file is rotated; at most so many bytes, its end, are kept in `.log.1`.
 ROTATE_BYTES = 16 * 2**20
 CHECK_SECONDS = 0.2
 SUPERVISOR_LOG = "supervisor.log"
 _COPY_BYTES = 1 << 20
-# What was written while the file was copied is copied as well, so often.
+# How often lines that were written during the copy are copied as well.
 _CATCH_UPS = 3
 _TAIL_BYTES = 8192
 
 
 def open_log(path: Path, title: str) -> FileIO:
-    """Open `path` for appending, after a line that says what begins here."""
+    """Open `path` for appending, after a header line with `title` and the time."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     rotate(path)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -39,10 +38,10 @@ def open_log(path: Path, title: str) -> FileIO:
 
 
 def rotate(path: Path) -> None:
-    """Begin the log `path` anew once it is longer than `ROTATE_BYTES`, while its process goes on
-    writing. The end of what was in it is in `.1` then; both files say what was cut.
+    """Truncate the log `path` once it is longer than `ROTATE_BYTES`, while its process writes on.
 
-    On a disk without room it begins anew without a copy.
+    Its end is copied to `.log.1`; lines in both files say how much was cut. On a full disk it is
+    truncated without a copy.
     """
     try:
         with path.open("r+b") as file:
@@ -52,7 +51,7 @@ def rotate(path: Path) -> None:
             older = path.with_suffix(".log.1")
             try:
                 copied = _copy_end(file, size, older)
-            except OSError:  # no room: then this makes some
+            except OSError:  # no room: deleting the old copy makes some
                 older.with_suffix(".tmp").unlink(missing_ok=True)
                 older.unlink(missing_ok=True)
                 copied = 0
@@ -68,8 +67,8 @@ def rotate(path: Path) -> None:
 
 
 def _copy_end(file: BinaryIO, size: int, older: Path) -> int:
-    """Put the last `ROTATE_BYTES` of `file`, which has `size` bytes and grows, into `older`.
-    Returns up to where it is copied."""
+    """Copy the last `ROTATE_BYTES` of `file`, which has `size` bytes and grows, to `older`.
+    Returns the position up to which it is copied."""
     scratch = older.with_suffix(".tmp")
     position = size - ROTATE_BYTES
     with scratch.open("wb") as copy:
@@ -92,7 +91,7 @@ def _copy_end(file: BinaryIO, size: int, older: Path) -> int:
 
 
 def last_line(path: Path, limit: int = 300) -> str:
-    """What the process said last, in one line of at most `limit` characters."""
+    """The last message in a log, in one line of at most `limit` characters; "" for none."""
     for file in (path, path.with_suffix(".log.1")):
         lines = [line for line in _tail(file) if line.strip() and not line.startswith("---")]
         if lines:

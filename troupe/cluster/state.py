@@ -41,14 +41,14 @@ class ServiceRecord(BaseModel):
     metrics_address: str = ""
     probe: str
     pid: int | None = None
-    # Start of process `pid` in seconds since the epoch: tells it from a later one of that id.
+    # Start time of process `pid` in seconds since the epoch, which tells it from a later one.
     created: float | None = None
     restarts: int = 0
     log: Path
 
 
 class ClusterState(BaseModel):
-    """What others need to know about a cluster. Holds the password of its Redis."""
+    """Contents of the state file: phase, addresses and processes; has the password of its Redis."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -68,12 +68,12 @@ class ClusterState(BaseModel):
 
 
 def state_path(data_dir: Path) -> Path:
-    """Where the state of the cluster of `data_dir` stands."""
+    """The state file of the cluster of `data_dir`."""
     return data_dir / ".troupe" / "cluster.json"
 
 
 def write_state(state: ClusterState) -> None:
-    """Replace the state file; a reader sees the old or the new one, whole."""
+    """Replace the state file atomically."""
     path = state_path(state.data_dir)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
@@ -84,7 +84,7 @@ def write_state(state: ClusterState) -> None:
 
 
 def read_state(data_dir: Path) -> ClusterState | None:
-    """The last state written, of a cluster that may long be gone; None when there is none.
+    """The last state written, perhaps of a cluster that has ended; None when there is none.
 
     Raises `StateUnreadable` when the file is damaged.
     """
@@ -103,10 +103,10 @@ def read_state(data_dir: Path) -> ClusterState | None:
 
 
 def running_state(data_dir: Path) -> ClusterState | None:
-    """The state of the cluster that runs in `data_dir` now; None when none does."""
+    """The state of the cluster that runs in `data_dir`; None when none does."""
     if not is_locked(data_dir):
         return None
-    # Between taking the lock and the first write there is a moment without (or with an old) file.
+    # The supervisor locks first and writes then: for a moment there is no file, or an old one.
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
         state = read_state(data_dir)
@@ -127,7 +127,7 @@ def require_running(data_dir: Path) -> ClusterState:
 
 
 class ClusterLock:
-    """Held by the one supervisor of a data directory."""
+    """The lock that the one supervisor of a data directory holds."""
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
@@ -147,22 +147,22 @@ class ClusterLock:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Let go; without effect when not held."""
+        """Release the lock; without effect when it is not held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def is_locked(data_dir: Path) -> bool:
-    """Whether a supervisor lives for `data_dir`."""
+    """Whether a supervisor holds the lock of `data_dir`."""
     try:
         descriptor = os.open(_lock_path(data_dir), os.O_RDWR)
     except FileNotFoundError:
         return False
-    except OSError as error:  # a file where the directory should be, somebody else's directory
+    except OSError as error:  # not a directory, or not one of this user
         raise NotWritable(data_dir, error) from error
     try:
-        # A shared lock: two that look at the same time must not take each other for a cluster.
+        # A shared lock, so that two concurrent checks do not see each other's lock.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -172,14 +172,14 @@ def is_locked(data_dir: Path) -> bool:
 
 
 def created_at(pid: int) -> float | None:
-    """When process `pid` started, or None when there is none."""
+    """The start time of process `pid`; None when there is none."""
     with suppress(psutil.Error):
         return float(psutil.Process(pid).create_time())
     return None
 
 
 def is_alive(pid: int | None, created: float | None) -> bool:
-    """Whether the very process that was recorded still runs (and is no zombie)."""
+    """Whether process `pid` that started at `created` still runs, and is no zombie."""
     if pid is None or created is None:
         return False
     with suppress(psutil.Error):
@@ -196,8 +196,8 @@ def _lock_path(data_dir: Path) -> Path:
 async def end_orphans(state: ClusterState | None, *, timeout: float) -> list[str]:
     """End the processes that `state` names and that still run; returns their names.
 
-    They get SIGTERM, after `timeout` seconds SIGKILL. A process is only touched when it started
-    at the recorded moment: an id alone may by now be somebody else's.
+    They get SIGTERM, after `timeout` seconds SIGKILL. A process is signalled only when its start
+    time is the recorded one: its id may have been reused.
     """
     if state is None:
         return []

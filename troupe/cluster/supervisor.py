@@ -1,4 +1,4 @@
-"""Starts children in the order of their dependencies, keeps them alive, stops them in reverse."""
+"""`Supervisor`: starts children in the order of their dependencies, restarts and stops them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """A set of children. Everything runs in one event loop; no call is made twice at once."""
+    """Child processes under supervision, in one event loop; calls must not overlap."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Supervisor:
         log_dir: Path,
         changed: Callable[[Child, str], None] = lambda child, event: None,
     ) -> None:
-        """`changed(child, event)` is called whenever a child moves; `event` is for people."""
+        """`changed(child, event)` is called whenever a child changes; `event` is for people."""
         _check_order(specs)
         self.children = {
             spec.name: Child(spec, log_dir / f"{spec.name}.log", changed) for spec in specs
@@ -63,36 +63,36 @@ class Supervisor:
             raise
 
     async def failure(self) -> TroupeError:
-        """Wait until a child is given up; returns the reason. The others run on."""
+        """Wait until a child is given up; returns its error. The others run on."""
         assert self._failure is not None, "start() first"
         return await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
         """Stop all children, those that others need last. Safe to call at any time."""
-        await self._let_go()
-        await self._end_rotating()
+        await self._stop_keepers()
+        await self._stop_rotating()
         for level in reversed(levels([c.spec for c in self.children.values()])):
             await asyncio.gather(*(self.children[name].stop() for name in level))
 
     async def kill(self) -> None:
-        """End all children at once and without a word, as a power cut does."""
-        # No await in between: nobody is brought back before the last one is dead.
+        """Kill all children at once, as a power cut does."""
+        # No await in between, so that none is restarted before all are dead.
         for child in self.children.values():
             child.strike()
-        await self._let_go()
-        await self._end_rotating()
-        # One that a keeper was just starting.
+        await self._stop_keepers()
+        await self._stop_rotating()
+        # Also one that was just being restarted.
         await asyncio.gather(*(child.kill() for child in self.children.values()))
 
     async def park(self, name: str) -> None:
-        """Stop a child that nobody needs now; it is not brought back before `unpark`."""
+        """Stop a child until `unpark` is called for it."""
         keeper = self._keepers.pop(name)
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
         await self.children[name].park()
 
     async def unpark(self, name: str) -> None:
-        """Start a parked child and wait until it is ready; one that cannot be is given up."""
+        """Start a parked child and wait until it is ready; if it fails, it is given up."""
         child = self.children[name]
         try:
             await child.start()
@@ -106,7 +106,7 @@ class Supervisor:
         self._keepers[name] = asyncio.create_task(self._keep(child), name=name)
 
     async def _rotate_logs(self) -> None:
-        """Keep every log bounded, whatever its process prints."""
+        """Rotate the logs of all children, so that they stay bounded."""
         while True:
             try:
                 for log in self._logs:
@@ -115,13 +115,13 @@ class Supervisor:
                 _log.warning("logs are not rotated: %s", error)
             await asyncio.sleep(CHECK_SECONDS)
 
-    async def _end_rotating(self) -> None:
+    async def _stop_rotating(self) -> None:
         rotating, self._rotating = self._rotating, None
         if rotating is not None:
             rotating.cancel()
             await asyncio.gather(rotating, return_exceptions=True)
 
-    async def _let_go(self) -> None:
+    async def _stop_keepers(self) -> None:
         for keeper in self._keepers.values():
             keeper.cancel()
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
@@ -140,7 +140,7 @@ class Supervisor:
 
 
 def levels(specs: Sequence[ChildSpec]) -> list[list[str]]:
-    """Names grouped so that each group needs only members of earlier groups."""
+    """Names in groups, each of which depends only on earlier groups."""
     depth: dict[str, int] = {}
     for spec in specs:  # ordered: _check_order
         depth[spec.name] = 1 + max((depth[name] for name in spec.after), default=-1)
