@@ -177,7 +177,7 @@ def test_weights_are_served_from_where_they_are_published(transfer: Transfer) ->
 async def test_what_is_served_stays_when_its_version_is_deleted_and_files_are_filled_again(
     engine: EmbeddedEngine, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("troupe.transfer.spares.MIN_BYTES", 0)
+    monkeypatch.setattr("troupe.transfer.segment_pool.MIN_BYTES", 0)
     served = make_model(1)
     ref = publish(transfer, served, 1)
     await engine.update_weights(ref, transfer)

@@ -106,7 +106,6 @@ async def test_what_the_server_can_do_is_read_from_its_document(client: SglangCl
     assert features.loads == "/v1/loads"
     assert features.tensors
     assert features.memory
-    assert features.adapters
     assert features.adapter_tensors
     load = await client.load(features.loads)
     assert (load.running, load.waiting, load.uncached_tokens) == (0, 0, 0)
