@@ -38,11 +38,10 @@ test: setup ## the default test suite
 test-slow: setup ## the tests that need minutes, a browser, containers or SGLang
 	$(BIN)/python -m pytest -m slow --timeout 1800 -rs -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-# What computes: on another CPU it rounds otherwise. (Not what races processes, or repeats the same
-# computation with ever more examples: test_consistency is hypothesis' and twice as long as all this.)
-NUMERIC := tests/algorithms tests/networks \
-  $(addprefix tests/trainer/test_,compute.py credit.py critic.py deterministic.py exact_sum.py exports.py \
-    kernels.py learner.py lora.py lora_training.py networks.py passes.py policy_model.py short_attention.py) \
+# Tests of computations, whose rounding depends on the CPU. (Not test_consistency: hypothesis repeats
+# the same computation there, for twice as long as all of these take.)
+NUMERIC := tests/algorithms tests/networks tests/trainer/learning tests/trainer/networks \
+  $(addprefix tests/trainer/test_,compute.py exports.py) \
   $(addprefix tests/rollout/engines/test_engine_,adapters.py apart.py deterministic.py embedded.py \
     models.py sampling.py scoring.py slots.py updates.py)
 

@@ -20,8 +20,15 @@ import pytest
 from services.trainer.gang.gang import Gangs, free_port
 from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
-from tests.trainer.test_gang import alone, assert_close, assert_equal, gang_spec, rows_of, together
-from tests.trainer.test_gang_steps import ranks
+from tests.trainer.gang.test_gang import (
+    alone,
+    assert_close,
+    assert_equal,
+    gang_spec,
+    rows_of,
+    together,
+)
+from tests.trainer.gang.test_gang_steps import ranks
 from troupe.job import JobSpec
 from troupe.rpc import Aborted, DeadlineExceeded
 

@@ -25,7 +25,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.state.training_state import Frontier, StateStore, TrainingState
 from tests.support.training import make_rollout, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
-from tests.trainer.test_learner import make_rows
+from tests.trainer.learning.test_learner import make_rows
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb

@@ -13,8 +13,8 @@ from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_adapted, load_model
 from services.trainer.learning.ranks import Stopped
 from tests.trainer.batches import random_rows
-from tests.trainer.test_lora import CPU, lora_spec
-from tests.trainer.test_passes import SHAPE, gradient, learner_of
+from tests.trainer.learning.test_lora import CPU, lora_spec
+from tests.trainer.learning.test_passes import SHAPE, gradient, learner_of
 
 
 def side_by_side(tokenizer: Path, members: int) -> tuple[Learner, torch.Tensor]:

@@ -16,9 +16,8 @@ import pytest
 
 from services.trainer.gang.gang import Gang, Gangs
 from services.trainer.settings import TrainerSettings
-from tests.trainer.stage import TrainingStage, fill_up
-from tests.trainer.test_gang import assert_equal, gang_spec, rows_of, together
-from tests.trainer.test_gang_steps import (
+from tests.trainer.gang.test_gang import assert_equal, gang_spec, rows_of, together
+from tests.trainer.gang.test_gang_steps import (
     assert_close,
     copied,
     gang_of,
@@ -27,6 +26,7 @@ from tests.trainer.test_gang_steps import (
     step,
     violations,
 )
+from tests.trainer.stage import TrainingStage, fill_up
 from troupe.job import JobSpec
 from troupe.rpc import Aborted, FailedPrecondition, NotFound, ResourceExhausted
 

@@ -17,7 +17,7 @@ from services.trainer.learning.lora import Adapter, adapter_of
 from services.trainer.learning.model import load_adapted, load_model
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, full_batch_gradient, random_rows, relative_error
-from tests.trainer.test_learner import make_rows
+from tests.trainer.learning.test_learner import make_rows
 from troupe.adapters import AdapterContent, NotAnAdapter, is_adapter, merged
 from troupe.job import JobSpec
 from troupe.rpc import InvalidArgument

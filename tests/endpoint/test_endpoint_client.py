@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.rollout.endpoint.stage import (
+from tests.endpoint.stage import (
     ADD,
     Stage,
     calls,

@@ -15,7 +15,7 @@ from services.trainer.learning.lora import adapter_of
 from services.trainer.learning.model import load_adapted, load_model, load_tokenizer
 from services.trainer.state.checkpoint import checkpoint_path, lineage_of, save_checkpoint
 from tests.support.training import make_spec, tiny_config
-from tests.trainer.test_learner import make_rows
+from tests.trainer.learning.test_learner import make_rows
 from troupe.checkpoints.merging import merge_in_place
 from troupe.job import JobSpec
 from troupe.rpc import InvalidArgument

@@ -11,7 +11,7 @@ from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.rollout.endpoint.stage import Stage, calls, in_turn, says, text_of
+from tests.endpoint.stage import Stage, calls, in_turn, says, text_of
 from troupe.v1 import common_pb2 as common
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 
+from tests.trainer.gang.test_gang import gang_spec
 from tests.trainer.stage import Trainer, TrainingStage, fill_up
-from tests.trainer.test_gang import gang_spec
 from troupe.job import JobSpec
 from troupe.rpc import Aborted, FailedPrecondition, ResourceExhausted, connect
 from troupe.v1 import common_pb2 as pb

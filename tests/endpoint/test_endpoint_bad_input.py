@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from tests.rollout.endpoint.stage import ADD, Stage, open_stage, until
-from tests.rollout.endpoint.test_endpoint_client import ASKED, COMPLETED, client_of
+from tests.endpoint.stage import ADD, Stage, open_stage, until
+from tests.endpoint.test_endpoint_client import ASKED, COMPLETED, client_of
 from troupe.v1 import common_pb2 as common
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.trainer.learning.lora import adapter_of
 from services.trainer.learning.model import load_adapted
+from tests.trainer.learning.test_lora import CPU, lora_spec
 from tests.trainer.stage import Trainer, TrainingStage
-from tests.trainer.test_lora import CPU, lora_spec
 from troupe.adapters import AdapterContent, base_key, merged
 from troupe.checkpoints.merging import merge_in_place
 from troupe.checkpoints.verifying import Lineage

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.rollout.endpoint import dialogues
+from tests.endpoint import dialogues
 from tests.rollout.house import House, evaluation, make_spec, open_house, training
 from tests.support.scripted_engine import Script
 from tests.workflow.stage import make_tokenizer

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from services.trainer.gang.gang import Gang
-from tests.trainer.stage import Trainer, TrainingStage
-from tests.trainer.test_gang import gang_spec
-from tests.trainer.test_gang_steps import (
+from tests.trainer.gang.test_gang import gang_spec
+from tests.trainer.gang.test_gang_steps import (
     assert_close,
     copied,
     gang_of,
@@ -22,6 +21,7 @@ from tests.trainer.test_gang_steps import (
     step,
     violations,
 )
+from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec
 from troupe.rpc import Aborted, TroupeError
 

@@ -26,7 +26,7 @@ from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
 COMPLETED, FAILED = pb.TRAJECTORY_STATE_COMPLETED, pb.TRAJECTORY_STATE_FAILED
-NETWORKS = Path(__file__).parents[2] / "examples" / "poker_networks" / "psro.yaml"
+NETWORKS = Path(__file__).parents[3] / "examples" / "poker_networks" / "psro.yaml"
 AGENTS = {"alice": {"policy": "player"}, "bob": {"policy": "player"}}
 
 

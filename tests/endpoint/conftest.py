@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.rollout.endpoint.stage import Stage, open_stage
+from tests.endpoint.stage import Stage, open_stage
 from tests.rollout.processes import ServiceProcess
 
 

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 from structlog.testing import capture_logs
 
-from tests.rollout.endpoint.stage import ADD, TOOLED, calls
+from tests.endpoint.stage import ADD, TOOLED, calls
 from tests.workflow.stage import Script, make_agents, make_chat
 from troupe.endpoint.promises import mismatch
 from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
 Kind = pb.InvocationError
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 

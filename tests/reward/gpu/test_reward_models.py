@@ -22,7 +22,7 @@ from services.reward.gpu.resident import ResidentModel
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.elastic.cells import DeviceCell, Model
 
-SERVER = Path(__file__).parent / "model_server.py"
+SERVER = Path(__file__).parents[1] / "model_server.py"
 
 
 def served(log: Path, *options: str, gpus: int = 1, **fields: Any) -> ModelSettings:

@@ -16,8 +16,8 @@ from services.trainer.learning.model import load_model, load_tokenizer
 from services.trainer.state.checkpoint import _write_whole, checkpoint_path, save_checkpoint
 from services.trainer.state.training_state import StateStore
 from tests.support.training import make_spec
+from tests.trainer.learning.test_files import make_state
 from tests.trainer.stage import fill_up
-from tests.trainer.test_files import make_state
 from troupe.checkpoints.kept import prune, remove, versions_in
 from troupe.checkpoints.verifying import Lineage
 from troupe.rpc import ResourceExhausted
