@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.functions.library.judge import read_score
-from troupe.model_text import DEEPEST, Parsed, read_json, read_reply
+from troupe.model_output import DEEPEST, Parsed, read_json, read_reply
 from troupe.workflow.environments.adapters.spaces import numbers, rendered
 from troupe.workflow.environments.episode import read_move
 from troupe.workflow.environments.errors import IllegalMoveError

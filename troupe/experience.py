@@ -25,6 +25,7 @@ import grpc
 import xxhash
 from google.protobuf.message import Message
 
+from troupe.protobuf_wire import repeated
 from troupe.rpc import (
     ClientSettings,
     DeadlineExceeded,
@@ -34,7 +35,6 @@ from troupe.rpc import (
     new_id,
 )
 from troupe.v1 import experience_store_pb2 as pb
-from troupe.wire import repeated
 
 _METHOD: Final = "/troupe.v1.ExperienceStore/Write"
 # Calls in flight: one is being answered while the next one is sent.

@@ -17,7 +17,7 @@ from services.reward import host
 
 
 class PacedCores:
-    """A backend (`services.reward.groups.CpuBackend`) that tells the worker, and not the kernel."""
+    """A backend (`services.reward.cgroups.CpuBackend`) that tells the worker, not the kernel."""
 
     name = "paced"
 

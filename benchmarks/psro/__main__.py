@@ -24,7 +24,7 @@ from typing import Any, Final
 from benchmarks.command import finish, options_of
 from benchmarks.psro.theirs import iterations, progress
 from benchmarks.references import ReferenceUnavailable, reference_python
-from troupe.populations.learned import ExactPsro
+from troupe.populations.psro import ExactPsro
 from troupe.populations.tree import SequenceForm
 
 # What OpenSpiel's linear program needs.

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.psro.theirs import iterations, progress
 from troupe.job.network import NetworkSpec, QLearningSpec
-from troupe.populations.learned import LearnedPsro, Oracle
+from troupe.populations.psro import LearnedPsro, Oracle
 
 # OpenSpiel's, of each best response: a fifth of its example's, with which it gets there sooner.
 EPISODES: Final = 2_000

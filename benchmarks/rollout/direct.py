@@ -12,7 +12,7 @@ from benchmarks.rollout.workload import POLICY, TURNS, WORDS, embedded, publish
 from benchmarks.workloads.plain_turns import question
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import SamplingParams
-from services.rollout.preparation import settle
+from services.rollout.job_setup import settle
 from troupe.transfer import Transfer
 from troupe.workflow.languages import load_language
 from troupe.workflow.messages import parse_messages

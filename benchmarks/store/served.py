@@ -20,7 +20,7 @@ from benchmarks.store.workload import (
     make_appends,
     open_request,
 )
-from troupe import wire
+from troupe import protobuf_wire
 from troupe.rpc import new_id
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -106,7 +106,7 @@ async def claim_all(stub: Stub, job: str, step: int, timings: Timings) -> list[s
     claims: list[str] = []
     while True:
         answer: bytes = await timings.of("claim", stub.claim(claim_request(job, step, MICRO_BATCH)))
-        rest, rows = wire.split(answer, 0, len(answer), Claim.SAMPLES_FIELD_NUMBER)
+        rest, rows = protobuf_wire.split(answer, 0, len(answer), Claim.SAMPLES_FIELD_NUMBER)
         claimed = Claim.FromString(rest)
         if claimed.outcome == Claim.OUTCOME_EXHAUSTED:
             return claims

@@ -28,7 +28,7 @@ from examples.reasoning_team.prompts import criticise, propose, revise
 from examples.reasoning_team.supervised import Row, answer_all, train_step
 from examples.reasoning_team.tasks import TASKS, Tasks, score
 from examples.reasoning_team.tokenizer import make_tokenizer
-from troupe.checkpoints.kept import remove
+from troupe.checkpoints.retention import remove
 from troupe.disks import system_error
 
 # Raised when a change here makes other models of the same settings: a cached DIR is made anew.

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.control_panel import calls
 from services.control_panel.views import Problem
-from troupe.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
+from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.rpc.errors import InvalidArgument
 
 # Deployed functions come with their source; other bodies are small.

@@ -31,10 +31,10 @@ from services.experience_store.samples import PayloadGoneError, Samples
 from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
 from troupe.experience import samples_digest
+from troupe.protobuf_wire import tag, varint
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.wire import tag, varint
 
 Response = store_pb.ClaimMicroBatchResponse
 

@@ -25,10 +25,10 @@ from services.experience_store.records import STATE_OF, Payload, PolicyKeys, Sam
 from services.experience_store.requests import ROW_BYTES, Fill
 from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
+from troupe.protobuf_wire import repeated, tag, varint
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.wire import repeated, tag, varint
 
 MIB: Final = 2**20
 # Enough for what waits until the groups of a step are complete, and little beside a model.

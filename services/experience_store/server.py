@@ -19,7 +19,7 @@ from services.chassis.telemetry import Telemetry
 from services.experience_store import requests
 from services.experience_store.claims import ClaimRequest
 from services.experience_store.database import Database
-from services.experience_store.meters import Meters
+from services.experience_store.metrics import Meters
 from services.experience_store.records import Ending, Payload, StagedRow
 from services.experience_store.requests import (
     check_columns,
@@ -35,7 +35,7 @@ from services.experience_store.samples import DEFAULT_BYTES, MIB, FastRowReader,
 from services.experience_store.steps import Amendment
 from services.experience_store.store import Store
 from services.experience_store.trajectories import Append
-from troupe import wire
+from troupe import protobuf_wire
 from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, to_status
 from troupe.rpc.ids import check_name
 from troupe.v1 import common_pb2 as pb
@@ -151,14 +151,16 @@ class WriteBatch:
     @staticmethod
     def parse(data: bytes) -> WriteBatch:
         """The batch in `data`. Raises `DecodeError`."""
-        rest, spans = wire.split(data, 0, len(data), store_pb.WriteRequest.ENDINGS_FIELD_NUMBER)
+        rest, spans = protobuf_wire.split(
+            data, 0, len(data), store_pb.WriteRequest.ENDINGS_FIELD_NUMBER
+        )
         request = store_pb.WriteRequest.FromString(rest)
         field = store_pb.AppendTrajectoryRequest.SAMPLES_FIELD_NUMBER
         view = memoryview(data)
         endings: list[store_pb.AppendTrajectoryRequest] = []
         payloads: list[list[Payload]] = []
         for span in spans:
-            ending, samples = wire.split(data, *span, field)
+            ending, samples = protobuf_wire.split(data, *span, field)
             endings.append(store_pb.AppendTrajectoryRequest.FromString(ending))
             payloads.append([view[start:end] for start, end in samples])
         return WriteBatch(request.request_id, endings, payloads, request.fills)

@@ -18,8 +18,8 @@ from troupe.scheduling.elastic import Kin
 from troupe.v1 import reward_pb2 as pb
 
 if TYPE_CHECKING:
+    from services.reward.cgroups import CoreLease
     from services.reward.function import RegisteredFunction
-    from services.reward.groups import CoreLease
 
 # A call that waits for a quota fails with the reason this long before its caller's deadline, and at
 # most this share of the caller's time before.

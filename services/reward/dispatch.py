@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from services.reward.call import CallOutcome, WorkerSlot
+from services.reward.cgroups import CoreLease
 from services.reward.function import RegisteredFunction, quantile
-from services.reward.groups import CoreLease
 from services.reward.host import FunctionHost
 from services.reward.queues import CORES, PendingInvocation, Queues
 from services.reward.quota.manager import Budget, QuotaManager

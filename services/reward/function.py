@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from services.reward.call import FunctionCall
 from services.reward.resources import needs_of
-from services.reward.sandbox import (
+from services.reward.sandboxes import landlock
+from services.reward.sandboxes.profile import (
     BUBBLEWRAP,
     CONTAINER,
     PROCESS,
@@ -31,7 +32,6 @@ from services.reward.sandbox import (
     find_engine,
     unprivileged_user,
 )
-from services.reward.sandboxes import landlock
 from troupe.functions.costs import costs_of
 from troupe.functions.validation import Refuse, check_costs
 from troupe.outcomes import NotJsonError, parse_json

@@ -18,9 +18,7 @@ import structlog
 
 from services.chassis.telemetry import Telemetry
 from services.reward.call import CallOutcome, FunctionCall, WorkerSlot
-from services.reward.function import RegisteredFunction
-from services.reward.gpu.manager import ModelManager, ModelUnavailable
-from services.reward.groups import (
+from services.reward.cgroups import (
     CgroupLimits,
     ControlGroups,
     CoreCount,
@@ -30,10 +28,18 @@ from services.reward.groups import (
     open_groups,
     usable_cores,
 )
+from services.reward.function import RegisteredFunction
+from services.reward.gpu.manager import ModelManager, ModelUnavailable
 from services.reward.queues import CORES, OWN_HOST, WORKERS
 from services.reward.resources import MEMORY, PLENTY, SANDBOX, HostResources
-from services.reward.sandbox import CONTAINER, LEVELS, PROCESS, SandboxProfile, find_engine
 from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
+from services.reward.sandboxes.profile import (
+    CONTAINER,
+    LEVELS,
+    PROCESS,
+    SandboxProfile,
+    find_engine,
+)
 from services.reward.sandboxes.seccomp import filter_path
 from services.reward.settings import RewardSettings
 from services.reward.slot import ProcessSlot

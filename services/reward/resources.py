@@ -10,7 +10,7 @@ from typing import Final
 
 from services.reward.gpu.manager import MODEL, ModelPlacement
 from services.reward.quota.manager import QUOTA
-from services.reward.sandbox import PROCESS
+from services.reward.sandboxes.profile import PROCESS
 from troupe.scheduling.elastic import Running
 from troupe.v1 import reward_pb2 as pb
 

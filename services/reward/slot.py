@@ -21,9 +21,9 @@ import structlog
 
 from services.reward import worker
 from services.reward.call import CallDeadline, CallOutcome, FunctionCall, WorkerSlot, outcome_of
+from services.reward.cgroups import CgroupLimits, CoreLease, CoreManager, family, kill_with_children
 from services.reward.function import RegisteredFunction
-from services.reward.groups import CgroupLimits, CoreLease, CoreManager, family, kill_with_children
-from services.reward.sandbox import BUBBLEWRAP, SandboxProfile
+from services.reward.sandboxes.profile import BUBBLEWRAP, SandboxProfile
 from troupe.v1 import reward_pb2 as pb
 
 log = structlog.get_logger("troupe.reward")

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
-from services.rollout.preparation import Preparation, by_policy, parse_spec, settle
-from services.rollout.prepared import PreparedJob
+from services.rollout.job_setup import Preparation, by_policy, parse_spec, settle
+from services.rollout.prepared_job import PreparedJob
 from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.requests import Scored, ScoreRequest
-from services.rollout.prepared import PreparedJob
+from services.rollout.prepared_job import PreparedJob
 from services.rollout.serving.policy import ServedPolicy
 from troupe.rpc.errors import (
     DeadlineExceeded,

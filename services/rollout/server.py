@@ -21,10 +21,10 @@ from services.chassis.transfer import HostTransfer
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import Device, SamplingParams
 from services.rollout.games import describe
+from services.rollout.job_setup import EngineFactory, Preparation, collect_seldom
 from services.rollout.jobs import JobTable
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.preparation import EngineFactory, Preparation, collect_seldom
-from services.rollout.prepared import PreparedJob
+from services.rollout.prepared_job import PreparedJob
 from services.rollout.scoring import score
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.router import StickyRoute

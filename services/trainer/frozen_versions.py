@@ -17,7 +17,7 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.binding import PolicyBinding
 from services.trainer.state.checkpoint import PUBLISHED
 from services.trainer.versions import Publication
-from troupe.checkpoints.kept import remove
+from troupe.checkpoints.retention import remove
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb

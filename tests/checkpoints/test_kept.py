@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from troupe.checkpoints.kept import none_such, prune, versions_in, versions_of_all
+from troupe.checkpoints.retention import none_such, prune, versions_in, versions_of_all
 
 
 def _job(tmp_path: Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from troupe.checkpoints.kept import copy_checkpoint
+from troupe.checkpoints.retention import copy_checkpoint
 from troupe.checkpoints.verifying import Lineage, digests, verify
 from troupe.rpc.errors import DataLoss, FailedPrecondition
 

@@ -11,9 +11,9 @@ from services.experience_store.records import SampleRecord
 from services.experience_store.samples import RecentRows
 from services.experience_store.store import Store
 from tests.support.experience import Stage, make_sample, make_stage
+from troupe.protobuf_wire import varint
 from troupe.rpc import new_id
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.wire import varint
 
 _RECORD = SampleRecord(
     state="C",

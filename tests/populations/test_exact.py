@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from troupe.populations.learned import ExactPsro
+from troupe.populations.psro import ExactPsro
 from troupe.populations.tree import SequenceForm
 
 pyspiel = pytest.importorskip("pyspiel")

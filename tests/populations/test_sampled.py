@@ -14,9 +14,9 @@ pytest.importorskip("pyspiel")
 
 from troupe.populations.games import Array
 from troupe.populations.histories import Histories
-from troupe.populations.learned import MetaGame, SampledGame
 from troupe.populations.matches import Precision
 from troupe.populations.payoffs import PayoffTable
+from troupe.populations.psro import MetaGame, SampledGame
 
 
 def mixed_tables(tree: Histories, random: np.random.Generator) -> list[Array]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.reward.call import FunctionCall
-from services.reward.groups import CoreLease
+from services.reward.cgroups import CoreLease
 from services.reward.sandboxes.container import ContainerBackend
 from services.reward.sandboxes.manager import SandboxLimits, SandboxManager
 from tests.reward.test_reward_sandboxes import Trajectory, function

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from services.reward.host import layers
-from services.reward.sandbox import SandboxProfile
 from services.reward.sandboxes import landlock, seccomp
+from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.slot import WorkerProcess
 from tests.support.needs import BUBBLEWRAP
 

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.call import FunctionCall
+from services.reward.cgroups import Affinity, CoreManager, usable_cores
 from services.reward.function import RegisteredFunction
-from services.reward.groups import Affinity, CoreManager, usable_cores
 from services.reward.queues import PendingInvocation, Queues
 from services.reward.quota.manager import Budget
 from tests.reward.test_reward_service import Client, client_of

@@ -11,8 +11,8 @@ import pytest
 
 from services.chassis.telemetry import Telemetry
 from services.reward.call import CallOutcome, FunctionCall
+from services.reward.cgroups import CoreLease
 from services.reward.function import RegisteredFunction
-from services.reward.groups import CoreLease
 from services.reward.host import FunctionHost
 from services.reward.queues import PendingInvocation
 from services.reward.quota.manager import Budget

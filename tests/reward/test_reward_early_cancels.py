@@ -8,8 +8,8 @@ from typing import Any
 
 from services.chassis.telemetry import Telemetry
 from services.reward.call import CallOutcome, FunctionCall
+from services.reward.cgroups import CoreLease
 from services.reward.function import RegisteredFunction
-from services.reward.groups import CoreLease
 from services.reward.host import FunctionHost
 from services.reward.runtime import Runtime
 from tests.support.places import BarePlace

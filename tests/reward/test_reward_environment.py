@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from services.reward.sandbox import SandboxProfile, environment_of_functions
+from services.reward.sandboxes.profile import SandboxProfile, environment_of_functions
 from services.reward.slot import WorkerProcess
 
 SECRETS = {

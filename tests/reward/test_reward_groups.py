@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.reward.groups import (
+from services.reward.cgroups import (
     CGROUPS,
     CgroupLimits,
     ControlGroups,

@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 
 from services.reward import worker
-from services.reward.sandbox import SandboxProfile
 from services.reward.sandboxes import seccomp
 from services.reward.sandboxes.manager import SandboxManager
+from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.slot import WorkerProcess
 from tests.reward.test_reward_sandboxes import Trajectory, sandboxes_of
 from tests.support.needs import BUBBLEWRAP

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.sandbox import BUBBLEWRAP as LEVEL
-from services.reward.sandbox import SandboxProfile
+from services.reward.sandboxes.profile import BUBBLEWRAP as LEVEL
+from services.reward.sandboxes.profile import SandboxProfile
 from tests.support.needs import BUBBLEWRAP
 from tests.support.sandbox_root import shown_below_tmp
 

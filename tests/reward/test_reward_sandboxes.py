@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 
 from services.reward.call import CallDeadline, CallOutcome, FunctionCall
+from services.reward.cgroups import open_groups
 from services.reward.function import RegisteredFunction
-from services.reward.groups import open_groups
 from services.reward.sandboxes import manager
 from services.reward.sandboxes.manager import SandboxGone, SandboxLimits, SandboxManager
 from tests.support.needs import BUBBLEWRAP

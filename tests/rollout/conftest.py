@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.rollout import jobs, preparation
+from services.rollout import job_setup, jobs
 from tests.rollout.processes import ServiceProcess
 
 
@@ -42,5 +42,5 @@ def reward_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service
 def _settling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs begin and end here by the hundreds, in a process with the modules of the whole suite:
     each would thaw and walk all of them (half a second). Who tests just that has its own."""
-    for module in (jobs, preparation):
+    for module in (jobs, job_setup):
         monkeypatch.setattr(module, "settle", lambda: None)

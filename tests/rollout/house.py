@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.chassis.app import serve
 from services.rollout.engines.factory import make_engine
-from services.rollout.preparation import EngineFactory
+from services.rollout.job_setup import EngineFactory
 from services.rollout.server import RolloutService
 from services.rollout.settings import RolloutSettings
 from tests.workflow.stage import make_tokenizer

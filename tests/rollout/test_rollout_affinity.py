@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.rollout.engines.requests import Device
-from services.rollout.preparation import devices_of
+from services.rollout.job_setup import devices_of
 from tests.rollout.house import House, evaluation, make_spec, open_house
 from troupe.job import JobSpec, PolicySpec
 from troupe.v1 import common_pb2 as common

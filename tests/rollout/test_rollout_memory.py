@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.preparation import collect_seldom
+from services.rollout.job_setup import collect_seldom
 
 
 class _Cycle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.rollout.engines.requests import Device
-from services.rollout.prepared import OpenGroups
+from services.rollout.prepared_job import OpenGroups
 from services.rollout.serving.router import Backlog, PolicyRouter, StickyRoute
 from tests.rollout.hand_engines import HandEngine, ask, drew, make, settle
 from troupe.job import RoutingSpec

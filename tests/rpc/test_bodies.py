@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe import bodies
-from troupe.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
+from troupe import http_bodies
+from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 
 
 def sent(*chunks: bytes, gone: bool = False) -> Callable[[], Awaitable[dict[str, Any]]]:
@@ -70,7 +70,7 @@ def test_many_at_once_are_whole_or_refused_and_nothing_stays_held(
 async def test_who_waits_for_room_is_given_up_and_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(http_bodies, "BODY_SECONDS", 0.1)
     reader = BodyReader(10, total=10)
 
     async def wait() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.prepared import OpenGroups
+from services.rollout.prepared_job import OpenGroups
 from troupe.scheduling.elastic import Action, turn
 from troupe.scheduling.elastic.order import group_waiters, head_start
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.model_text import Parsed
+from troupe.model_output import Parsed
 from troupe.workflow.messages import PARSERS, call_ids, canonical
 
 ADD: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import BinaryIO, TypeVar
 
 import xxhash
 
-from troupe.checkpoints.kept import publish, scratch_beside, target_path
+from troupe.checkpoints.retention import publish, scratch_beside, target_path
 from troupe.checkpoints.verifying import verify
 from troupe.client.conversion import numbers_by_word
 from troupe.client.population_records import Match, Population

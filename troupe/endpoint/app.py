@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from troupe.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.endpoint.errors import ApiError, of_workflow, unknown_address
 from troupe.endpoint.openai_forms import (
     ChatAnswer,
@@ -27,6 +26,7 @@ from troupe.endpoint.openai_forms import (
     check_object,
     event,
 )
+from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.workflow.agent import Agent
 from troupe.workflow.backend import EndpointOptions
 from troupe.workflow.conversation import ChatTokenizer

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from troupe.endpoint.errors import ApiError, refused
-from troupe.model_text import read_json
+from troupe.model_output import read_json
 from troupe.workflow.messages import Reply
 
 # Bound on comparisons of a part of a value with a part of a schema.

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
-from troupe.model_text import (
+from troupe.model_output import (
     THINK_TAGS,
     Call,
     CallSyntax,

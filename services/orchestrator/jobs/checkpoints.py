@@ -14,7 +14,7 @@ from services.chassis.folders import FileChunk, files_below, read_folder, write_
 from services.orchestrator.context import JobContext
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.records import timestamp
-from troupe.checkpoints.kept import none_such, prune, versions_of_all
+from troupe.checkpoints.retention import none_such, prune, versions_of_all
 from troupe.rpc import Aborted, ResourceExhausted
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import trainer_pb2 as tr

@@ -17,15 +17,15 @@ import grpc
 import structlog
 
 from services.reward.call import CallOutcome, FunctionCall, WorkerSlot
+from services.reward.cgroups import CoreCount, CoreLease
 from services.reward.dispatch import Dispatcher
 from services.reward.function import RegisteredFunction, Sources
 from services.reward.gpu.manager import MODEL, ModelPlacement
-from services.reward.groups import CoreCount, CoreLease
 from services.reward.host import FunctionHost
 from services.reward.queues import CORES, WORKERS
 from services.reward.quota.manager import QUOTA, QuotaManager
 from services.reward.resources import MEMORY, PLENTY, SANDBOX, HostResources, needs_of
-from services.reward.sandbox import CONTAINER, PROCESS
+from services.reward.sandboxes.profile import CONTAINER, PROCESS
 from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.scheduling.elastic import Action, Amounts
 from troupe.scheduling.elastic.cells import Model

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from services.reward import worker
-from services.reward.groups import CgroupLimits, ControlGroups, CoreLease, CoreManager
-from services.reward.sandbox import SandboxProfile
+from services.reward.cgroups import CgroupLimits, ControlGroups, CoreLease, CoreManager
 from services.reward.sandboxes import supervisor
+from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.sandboxes.sandbox import SandboxBackend
 
 

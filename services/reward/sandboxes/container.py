@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from services.reward import worker
-from services.reward.groups import BASE_MIB, CoreLease
-from services.reward.sandbox import HANDED_OUT, SandboxProfile, find_engine
+from services.reward.cgroups import BASE_MIB, CoreLease
 from services.reward.sandboxes import supervisor
+from services.reward.sandboxes.profile import HANDED_OUT, SandboxProfile, find_engine
 from services.reward.sandboxes.sandbox import SandboxBackend
 
 _COMMAND_SECONDS: Final = 30.0

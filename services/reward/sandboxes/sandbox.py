@@ -17,7 +17,7 @@ from typing import Any, Final
 import structlog
 
 from services.reward import worker
-from services.reward.groups import CoreLease, family, kill_with_children
+from services.reward.cgroups import CoreLease, family, kill_with_children
 from services.reward.slot import HEADER, how_it_ended, read_frame, start_process
 from troupe.rpc import TroupeError
 

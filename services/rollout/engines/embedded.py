@@ -18,16 +18,16 @@ import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines.base import ServingEngine, Tensors
-from services.rollout.engines.continuous import ContinuousBatcher
+from services.rollout.engines.deterministic_batcher import FixedBatcher, check_architecture
 from services.rollout.engines.errors import EngineDied, EngineStartFailed
-from services.rollout.engines.fixed import FixedBatcher, check_architecture
+from services.rollout.engines.paged_batcher import ContinuousBatcher
 from services.rollout.engines.requests import (
     EngineResponse,
     Memory,
     SamplingParams,
     ScoreRequest,
 )
-from services.rollout.engines.slotted import SlotBatcher, fits_slots
+from services.rollout.engines.slot_batcher import SlotBatcher, fits_slots
 from services.rollout.engines.subprocess_batcher.batcher import SubprocessBatcher
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import (

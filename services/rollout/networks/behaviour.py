@@ -12,7 +12,7 @@ import torch
 from services.rollout.games import not_enumerable
 from services.rollout.networks.arena import Arena, ServedVersion
 from services.rollout.networks.episodes import served_now
-from services.rollout.prepared import PreparedJob
+from services.rollout.prepared_job import PreparedJob
 from services.rollout.scoring import check_version
 from services.rollout.serving.policy import ServedPolicy
 from troupe.job import NetworkSpec

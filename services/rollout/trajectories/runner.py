@@ -10,17 +10,17 @@ from typing import Final
 
 import structlog
 
-from services.rollout.prepared import PreparedJob
+from services.rollout.prepared_job import PreparedJob
 from services.rollout.trajectories.concurrency import EarlyStartGate
 from services.rollout.trajectories.records import TrajectoryLog
 from services.rollout.trajectories.trajectory import RunningTrajectory
 from troupe.endpoint.server import EndpointServer
 from troupe.outcomes import described
+from troupe.protobuf_wire import repeated
 from troupe.rpc.errors import Internal, TroupeError, Unavailable
 from troupe.states import TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
-from troupe.wire import repeated
 
 log = structlog.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import structlog
 
-from services.rollout.prepared import PreparedJob
+from services.rollout.prepared_job import PreparedJob
 from services.rollout.rewards import TrajectoryTools
 from services.rollout.trajectories import records
 from services.rollout.trajectories.clock import TrajectoryClock

@@ -22,7 +22,7 @@ from services.trainer.state.training_state import StateStore, reported, sync_dir
 from services.trainer.versions import Versions
 from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat, is_transformers
-from troupe.checkpoints.kept import prune
+from troupe.checkpoints.retention import prune
 from troupe.checkpoints.verifying import Lineage, digests
 from troupe.checkpoints.writing import write_checkpoint
 from troupe.job import JobSpec

@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from troupe.checkpoints.kept import remove
+from troupe.checkpoints.retention import remove
 from troupe.disks import is_full, system_error
 from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted, TroupeError
 from troupe.transfer import checksum_of

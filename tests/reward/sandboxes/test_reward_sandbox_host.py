@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from services.reward import sandbox
-from services.reward.sandbox import SandboxProfile
-from services.reward.sandboxes import landlock, view
+from services.reward.sandboxes import landlock, mounts, profile
+from services.reward.sandboxes.profile import SandboxProfile
 from tests.support.needs import BUBBLEWRAP
 from troupe.cluster.redis import write_config
 from troupe.rpc import FailedPrecondition
@@ -110,7 +109,7 @@ def test_nothing_of_the_kernel_can_be_written() -> None:
 @pytest.mark.usefixtures("everybodys_python")
 def test_nor_where_the_service_is_somebody(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
     who = ("setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups")
-    monkeypatch.setattr(sandbox, "filter_path", lambda: None)  # in a folder of root's
+    monkeypatch.setattr(profile, "filter_path", lambda: None)  # in a folder of root's
     if subprocess.run([*who, "unshare", "-Ur", "true"], capture_output=True).returncode:
         pytest.skip("this machine lets nobody make namespaces of users")
     with monkeypatch.context() as patch:
@@ -119,7 +118,7 @@ def test_nor_where_the_service_is_somebody(user: int, monkeypatch: pytest.Monkey
         assert "setpriv" not in " ".join(command)
         found = inside(LOOKS_AROUND, *who)
     check(found)
-    if sandbox._disables_users():
+    if profile._disables_users():
         tried = "import ctypes, json; print(json.dumps(ctypes.CDLL(None).unshare(0x10000000)))"
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: user)
@@ -134,7 +133,7 @@ def test_nor_where_root_may_not_make_namespaces(monkeypatch: pytest.MonkeyPatch)
     tried = [*who, "setpriv", "--reuid=65534", "unshare", "-Ur", "true"]
     if subprocess.run(tried, capture_output=True).returncode:
         pytest.skip("this machine lets nobody make namespaces of users")
-    monkeypatch.setattr(sandbox, "_capabilities", lambda: sandbox._BECOME)
+    monkeypatch.setattr(profile, "_capabilities", lambda: profile._BECOME)
     command, _ = SandboxProfile("bubblewrap").wrap(["-c", ""])
     assert command.index("--reuid") < command.index("--unshare-user")
     check(inside(LOOKS_AROUND, *who))
@@ -144,7 +143,7 @@ def test_nor_where_root_may_not_make_namespaces(monkeypatch: pytest.MonkeyPatch)
 def test_what_root_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     profile = SandboxProfile("bubblewrap")
     with monkeypatch.context() as patch:
-        patch.setattr(sandbox, "_capabilities", lambda: 0)
+        patch.setattr(profile, "_capabilities", lambda: 0)
         with pytest.raises(FailedPrecondition, match="cannot become another user"):
             profile.wrap([])
     bubblewrap = shutil.which("bwrap")
@@ -162,10 +161,10 @@ def test_what_root_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_users_of_a_container_that_has_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_mapped", lambda number, file: number < 65536)
-    assert sandbox._next_user() == 65534
-    monkeypatch.setattr(sandbox, "_mapped", lambda number, file: False)
-    assert sandbox._next_user() is None
+    monkeypatch.setattr(profile, "_mapped", lambda number, file: number < 65536)
+    assert profile._next_user() == 65534
+    monkeypatch.setattr(profile, "_mapped", lambda number, file: False)
+    assert profile._next_user() is None
 
 
 SECRET = f"secret-{os.urandom(8).hex()}"
@@ -309,19 +308,19 @@ def test_the_default_data_directory_is_one(
     monkeypatch.delenv("TROUPE_DATA_DIR", raising=False)
     if relative:
         monkeypatch.setenv("TROUPE_DATA_DIR", "runs")
-    assert str(project.resolve() / "runs") in view.kept()
+    assert str(project.resolve() / "runs") in mounts.kept()
 
 
 def test_what_cannot_be_hidden_is_left_out(project: Path) -> None:
     data = project / "package/runs"
     fill(data)
-    found = view.without([str(project)], [str(data)])
+    found = mounts.without([str(project)], [str(data)])
     assert str(project / "tasks.py") in found
     assert str(project / "package/inner.py") in found
     assert not any(str(data).startswith(path) or path.startswith(str(data)) for path in found)
     named = [str(data / "models"), str(project)]
-    assert str(data / "models") in view.without(named, [str(data)], declared=True)
-    assert str(data) not in view.without(named, [str(data)], declared=True)
+    assert str(data / "models") in mounts.without(named, [str(data)], declared=True)
+    assert str(data) not in mounts.without(named, [str(data)], declared=True)
 
 
 @pytest.mark.skipif(landlock.version() == 0, reason="the kernel has no landlock")

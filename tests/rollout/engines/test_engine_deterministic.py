@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from services.rollout.engines import fixed
+from services.rollout.engines import deterministic_batcher
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.requests import EngineResponse, SamplingParams
-from services.rollout.engines.slots import LENGTHS, padded
+from services.rollout.engines.slot_cache import LENGTHS, padded
 from tests.rollout.engines.asking import LONG, prompt, until
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
@@ -251,13 +251,13 @@ async def test_models_without_fixed_shapes_are_refused(config: dict[str, Any]) -
 async def test_a_machine_that_mixes_rows_is_noticed_when_weights_are_loaded(
     transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = fixed.FixedBatcher._forward
+    real = deterministic_batcher.FixedBatcher._forward
 
     def mixing(self: Any, runs: Any, ids: Any, wanted: Any) -> torch.Tensor:
         logits = real(self, runs, ids, wanted)
         return logits + 1e-6 * logits.mean()  # of all rows: as a kernel that splits them unevenly
 
-    monkeypatch.setattr(fixed.FixedBatcher, "_forward", mixing)
+    monkeypatch.setattr(deterministic_batcher.FixedBatcher, "_forward", mixing)
     with pytest.raises(FailedPrecondition, match=r"pipeline\.deterministic") as info:
         async with fresh(transfer):
             pass

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.continuous import ContinuousBatcher
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import (
     BadTurn,
@@ -19,6 +18,7 @@ from services.rollout.engines.errors import (
     TurnDeadline,
 )
 from services.rollout.engines.factory import make_engine
+from services.rollout.engines.paged_batcher import ContinuousBatcher
 from tests.rollout.engines.asking import ask, prompt, until
 from tests.rollout.engines.models import (
     VOCABULARY,

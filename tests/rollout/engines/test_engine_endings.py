@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from services.rollout.engines.continuous import Ended
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import TurnReturned
+from services.rollout.engines.paged_batcher import Ended
 from services.rollout.engines.requests import EngineResponse, SamplingParams
-from services.rollout.engines.slotted import NOTIFY_GROUP, NOTIFY_ITERATIONS, notify_ended
+from services.rollout.engines.slot_batcher import NOTIFY_GROUP, NOTIFY_ITERATIONS, notify_ended
 from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as pb

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.rollout.engines import continuous
+from services.rollout.engines import paged_batcher
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed, NonFiniteLogits
 from tests.rollout.engines.asking import ask, prompt
@@ -62,7 +62,7 @@ async def test_other_architectures(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
-    assert continuous.supports(model.config) == packed
+    assert paged_batcher.supports(model.config) == packed
     model_spec = ModelSpec(config=config, tokenizer="unused")
     engine = EmbeddedEngine("e0", "solver", PolicySpec(model=model_spec))
     await engine.start()

@@ -22,7 +22,7 @@ from services.rollout.engines.errors import (
     ScoreRefused,
 )
 from services.rollout.engines.requests import ScoreRequest
-from services.rollout.engines.slotted import SlotBatcher
+from services.rollout.engines.slot_batcher import SlotBatcher
 from testbed.simulated_engine import SimulatedEngine
 from tests.rollout.engines.asking import LONG, ask, prompt
 from tests.rollout.engines.models import (

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engines import slotted
+from services.rollout.engines import slot_batcher
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.requests import SamplingParams
-from services.rollout.engines.slots import SlotAllocator, SlotRun, slot_bytes
-from services.rollout.engines.slotted import SlotBatcher, fits_slots
+from services.rollout.engines.slot_batcher import SlotBatcher, fits_slots
+from services.rollout.engines.slot_cache import SlotAllocator, SlotRun, slot_bytes
 from services.rollout.engines.turns import EngineTurn
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
@@ -131,7 +131,7 @@ def test_keys_are_copied_only_of_turns_far_apart(
     slots: list[int], where: slice | torch.Tensor
 ) -> None:
     model = make_model(0)
-    cache = slotted.RaggedCache(model.config, torch.float32, running=8, max_context=128)
+    cache = slot_batcher.RaggedCache(model.config, torch.float32, running=8, max_context=128)
     cache.plan([SlotRun(slot, 4, 1) for slot in slots], len(slots))
     [members] = cache.padded_runs
     assert type(members.slots) is type(where)
@@ -154,11 +154,11 @@ def test_half_precision_draws_from_whole_keys_where_contexts_are_short(
     context: int, kept: torch.dtype
 ) -> None:
     model = make_model(0).bfloat16()
-    cache = slotted.RaggedCache(model.config, model.dtype, running=8, max_context=context)
+    cache = slot_batcher.RaggedCache(model.config, model.dtype, running=8, max_context=context)
     assert {t.dtype for t in (*cache.keys, *cache.values)} == {kept}
     # Of one turn as much memory as is counted before.
     counted = slot_bytes(model.config, kept, context)
-    turns = slotted.CACHE_BYTES // counted
+    turns = slot_batcher.CACHE_BYTES // counted
     assert fits_slots(model, turns, context)
     assert not fits_slots(model, turns + 1, context)
 
@@ -194,7 +194,7 @@ async def test_half_precision_draws_what_its_model_would(tmp_path: Path, context
 async def test_weights_that_are_no_numbers_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slotted, "STEP_TOKENS", 16)
+    monkeypatch.setattr(slot_batcher, "STEP_TOKENS", 16)
     transfer, model, broken = transfer_in(tmp_path), make_model(0), make_model(1)
     for parameter in broken.parameters():
         parameter.data.fill_(float("nan"))
@@ -215,7 +215,7 @@ def test_drawing_turns_attend_as_the_fused_kernel_does(
     lengths: list[int], slots: list[int]
 ) -> None:
     model = make_model(0)
-    cache = slotted.RaggedCache(model.config, torch.float32, running=8, max_context=128)
+    cache = slot_batcher.RaggedCache(model.config, torch.float32, running=8, max_context=128)
     heads, dim = cache.heads, cache.keys[0].shape[3]
     generator = torch.Generator().manual_seed(slots[0])
 
@@ -230,7 +230,7 @@ def test_drawing_turns_attend_as_the_fused_kernel_does(
     key, value = (numbers(1, heads, len(lengths), dim) for _ in range(2))
     layer = torch.nn.Module()
     layer.layer_idx = 0  # type: ignore[assignment]
-    found, _ = slotted.slot_attention(layer, query, key, value, None, 0.3, cache)
+    found, _ = slot_batcher.slot_attention(layer, query, key, value, None, 0.3, cache)
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         assert torch.equal(cache.keys[0][slot, :, length - 1], key[0, :, row])
         assert torch.equal(cache.values[0][slot, :, length - 1], value[0, :, row])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from services.rollout import jobs, preparation
+from services.rollout import job_setup, jobs
 from services.rollout.engines.weights import skeleton
-from services.rollout.preparation import settle
+from services.rollout.job_setup import settle
 from tests.rollout.house import CONFIG, PLAYS, House, make_spec, open_house, tokenizer_path
 from tests.workflow.stage import make_tokenizer
 from troupe.job import JobSpec
@@ -125,7 +125,7 @@ async def test_models_of_released_jobs_do_not_pile_up(
         return model
 
     monkeypatch.setattr("services.rollout.engines.embedded.skeleton", noted)
-    for module in (jobs, preparation):
+    for module in (jobs, job_setup):
         monkeypatch.setattr(module, "settle", settle)  # as services do
     for _ in range(3):
         await house.prepare("one_turn")

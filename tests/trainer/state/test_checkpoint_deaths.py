@@ -18,7 +18,7 @@ from services.trainer.state.training_state import StateStore
 from tests.support.training import make_spec
 from tests.trainer.learning.test_files import make_state
 from tests.trainer.stage import fill_up
-from troupe.checkpoints.kept import prune, remove, versions_in
+from troupe.checkpoints.retention import prune, remove, versions_in
 from troupe.checkpoints.verifying import Lineage
 from troupe.rpc import ResourceExhausted
 from troupe.transfer import checksum_of

@@ -23,8 +23,8 @@ from rich.table import Table
 
 from troupe import __version__
 from troupe.checkpoints.card import rewards_in, rewards_of, write_card
-from troupe.checkpoints.kept import choose, copy_checkpoint, only_policy
 from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
+from troupe.checkpoints.retention import choose, copy_checkpoint, only_policy
 from troupe.checkpoints.verifying import Lineage
 from troupe.client.aio import ADDRESS_VARIABLE, AsyncClient, data_directory
 from troupe.client.cli import options

@@ -24,7 +24,7 @@ from typing import Any, Final
 import httpx
 
 from troupe.functions.declaration import reward
-from troupe.model_text import read_json, read_reply
+from troupe.model_output import read_json, read_reply
 from troupe.rpc.addresses import host_of, is_loopback_host, without_secrets
 
 # HTTP statuses after which a request is repeated.

@@ -19,10 +19,10 @@ from typing import Any, Final, NoReturn
 import torch
 
 from services.chassis.process import keep_freed_memory
-from services.rollout.engines.continuous import PASS_SECONDS
+from services.rollout.engines.paged_batcher import PASS_SECONDS
 from services.rollout.engines.requests import SamplingParams
-from services.rollout.engines.slots import KVSlot
-from services.rollout.engines.slotted import SlotBatcher
+from services.rollout.engines.slot_batcher import SlotBatcher
+from services.rollout.engines.slot_cache import KVSlot
 from services.rollout.engines.subprocess_batcher import batcher
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import add_adapter, load_config, skeleton

@@ -30,9 +30,9 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.continuous import PASS_SECONDS, Ended
 from services.rollout.engines.errors import EngineStartFailed
-from services.rollout.engines.slotted import notify_ended
+from services.rollout.engines.paged_batcher import PASS_SECONDS, Ended
+from services.rollout.engines.slot_batcher import notify_ended
 from services.rollout.engines.turns import EngineTurn
 from troupe.job import LoraSpec, ModelSpec
 

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from services.rollout.engines import continuous
+from services.rollout.engines import paged_batcher
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.requests import Draw
 from services.rollout.engines.sampling import draw
-from services.rollout.engines.slots import MASKED, SlotCache, SlotRun, padded
-from services.rollout.engines.slotted import SlotBatcher
+from services.rollout.engines.slot_batcher import SlotBatcher
+from services.rollout.engines.slot_cache import MASKED, SlotCache, SlotRun, padded
 from troupe.rpc.errors import FailedPrecondition
 
 NAME: Final = "troupe_fixed"
@@ -37,7 +37,7 @@ _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_architecture(config: PretrainedConfig, policy: str) -> None:
     """Raise `EngineStartFailed` for models whose passes cannot have a fixed shape."""
     text = config.get_text_config()
-    if continuous.supports(config) and not any(getattr(text, name, None) for name in _EXPERTS):
+    if paged_batcher.supports(config) and not any(getattr(text, name, None) for name in _EXPERTS):
         return
     raise EngineStartFailed(
         "the embedded engine computes only dense models with plain causal attention "

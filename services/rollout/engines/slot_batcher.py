@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from services.rollout.engines import continuous
-from services.rollout.engines.continuous import PASS_SECONDS, STEP_TOKENS, Ended
+from services.rollout.engines import paged_batcher
+from services.rollout.engines.paged_batcher import PASS_SECONDS, STEP_TOKENS, Ended
 from services.rollout.engines.requests import Draw
 from services.rollout.engines.sampling import draw
-from services.rollout.engines.slots import (
+from services.rollout.engines.slot_cache import (
     CACHE_BYTES,
     LENGTHS,
     MASKED,
@@ -63,7 +63,7 @@ _READING_ROWS: Final = 64
 def fits_slots(model: PreTrainedModel, max_running: int, max_context: int) -> bool:
     """Whether `SlotBatcher` can serve `model`: plain causal attention, and memory for `max_running`
     turns at full length."""
-    if not continuous.supports(model.config) or max_context > LENGTHS[-1]:
+    if not paged_batcher.supports(model.config) or max_context > LENGTHS[-1]:
         return False
     dtype = cache_dtype(model.dtype, max_context)
     return max_running * slot_bytes(model.config, dtype, max_context) <= CACHE_BYTES

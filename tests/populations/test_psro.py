@@ -17,7 +17,8 @@ from troupe.networks.actor import Actor, Seat  # noqa: E402
 from troupe.networks.environments.openspiel import GameCopies  # noqa: E402
 from troupe.networks.learning import make_learner  # noqa: E402
 from troupe.populations.histories import Histories  # noqa: E402
-from troupe.populations.learned import (  # noqa: E402
+from troupe.populations.matches import Precision  # noqa: E402
+from troupe.populations.psro import (  # noqa: E402
     LearnedPsro,
     Oracle,
     SampledGame,
@@ -25,7 +26,6 @@ from troupe.populations.learned import (  # noqa: E402
     enumerated,
     train,
 )
-from troupe.populations.matches import Precision  # noqa: E402
 
 
 def oracle(updates: int, copies: int = 64, gradients: int = 2) -> Oracle:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from services.reward import worker
-from services.reward.sandboxes import landlock, view
+from services.reward.sandboxes import landlock, mounts
 from services.reward.sandboxes.seccomp import filter_path
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import reward_pb2 as pb
@@ -142,7 +142,7 @@ class SandboxProfile:
         """
         bubblewrap = find_bubblewrap()
         files = [word for word in program if os.path.isabs(word)]
-        imports = view.imports()
+        imports = mounts.imports()
         environment = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": "/tmp",
@@ -174,7 +174,7 @@ class SandboxProfile:
             *(["--as-pid-1"] if first else []),
             # Private mounts first: they would cover an interpreter below the host's /tmp.
             *self._private(),
-            *view.root(files, imports),
+            *mounts.root(files, imports),
             *(["--ro-bind", self.source, SOURCE] if self.source else []),
             *("--remount-ro", "/", "--chdir", "/tmp"),
             *user.after,
@@ -186,14 +186,14 @@ class SandboxProfile:
     def _files(self) -> list[list[str]]:
         """Paths that landlock lets a process read, write, and list: those declared, and those that
         a Python program needs; files of the services only if they were declared by name."""
-        hidden = view.kept()
-        imports = [*([self.source] if self.source else []), *view.imports()]
-        modules, _ = view.shown(imports)
+        hidden = mounts.kept()
+        imports = [*([self.source] if self.source else []), *mounts.imports()]
+        modules, _ = mounts.shown(imports)
         needed = [*landlock.SYSTEM, sys.base_prefix, sys.prefix, worker.__file__, *modules]
-        reads = view.without(needed, hidden)
+        reads = mounts.without(needed, hidden)
         return [
-            [*reads, *view.without(self.reads, hidden, declared=True)],
-            view.without(self.writes, hidden, declared=True),
+            [*reads, *mounts.without(self.reads, hidden, declared=True)],
+            mounts.without(self.writes, hidden, declared=True),
             imports,  # where the interpreter looks for modules
         ]
 
@@ -204,7 +204,7 @@ class SandboxProfile:
     def _private(self) -> list[str]:
         size = str(self.disk_mib << 20)
         return [
-            *("--proc", "/proc", *view.kernel(), "--dev", "/dev"),
+            *("--proc", "/proc", *mounts.kernel(), "--dev", "/dev"),
             *("--perms", "1777", "--size", size, "--tmpfs", "/tmp"),
             # Shared memory takes memory like a disk.
             *("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"),

@@ -13,7 +13,7 @@ import structlog
 
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.requests import Device
-from services.rollout.prepared import PreparedJob
+from services.rollout.prepared_job import PreparedJob
 from services.rollout.rewards import JobFunctions
 from services.rollout.serving.engine_moves import EngineMoves
 from services.rollout.serving.policy import ServedPolicy
