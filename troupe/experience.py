@@ -1,4 +1,4 @@
-"""What services that write to or train from the experience store share.
+"""Definitions shared by services that write to or train from the experience store.
 
 `samples_digest` names a set of samples: the trainer commits a step with that of the samples that it
 trained, and the store compares it with that of the samples that it handed out.

@@ -1,1 +1,1 @@
-"""What every server shares: settings, serving, health, drain, idempotency, telemetry."""
+"""Parts that all services share: settings, serving, health, drain, idempotency, telemetry."""

@@ -60,7 +60,7 @@ class WaitingService(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """What it waits for, in words; calls that are refused meanwhile repeat it."""
+        """What the service waits for, in words; calls that are refused meanwhile repeat it."""
 
 
 @runtime_checkable

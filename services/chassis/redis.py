@@ -227,7 +227,7 @@ class RedisClient:
                 await asyncio.sleep(_START_BACKOFF.backoff(min(attempt, 16), error, rng))
 
     async def listen(self, pattern: str) -> AsyncGenerator[Published, None]:
-        """What is published on channels like `pattern`, for ever, on a connection of its own; None
+        """Messages on channels like `pattern`, without end, on a connection of its own; None
         once the subscription has begun. Raises what redis-py raises when Redis is away.
         """
         pubsub = self._redis.pubsub()

@@ -96,7 +96,7 @@ class ServiceSettings(BaseSettings):
     """Name or address at which other hosts reach this one's states, where it is not that of
     `address`."""
     transfer_port: int = Field(default=0, ge=0, le=65535)
-    """Its port, one per host; 0 takes a free one."""
+    """Port of the host's transfer owner; 0 takes a free one."""
     transfer_ucx: bool = True
     """Move bytes between hosts through UCX where both have it; otherwise through gRPC."""
     simulated_trace_dir: Path | None = None
@@ -126,7 +126,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def strangers(self) -> str | None:
-        """Who can use this server without a token, for a warning; None where it has a token."""
+        """Users who can call this server without a token, for a warning; None where it has one."""
         if self.token is not None:
             return None
         local = is_loopback_host(self.host)

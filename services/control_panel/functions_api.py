@@ -128,7 +128,7 @@ async def read_logs(
     version: Annotated[str, Query(description="Default: all versions.")] = "",
     lines: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[dict[str, Any]]:
-    """What its calls printed last."""
+    """The last lines that calls of the function printed."""
     call = upstream(request).functions.ReadLogs(
         pb.ReadLogsRequest(name=name, version=version, lines=lines)
     )

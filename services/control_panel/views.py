@@ -25,13 +25,13 @@ class Problem(View):
     status: int
     """HTTP status."""
     detail: str
-    """What went wrong."""
+    """Message of the error."""
     field: str | None = None
     """The offending field, as the caller wrote it."""
     value: str | None = None
-    """Its value."""
+    """The field's value."""
     remedy: str | None = None
-    """What the caller can do."""
+    """The remedy: how the caller can mend the error."""
 
 
 class JobView(View):
@@ -48,7 +48,7 @@ class JobView(View):
     """Steps done."""
     total_steps: int
     activity: str
-    """What it does now, for people."""
+    """Current activity of the job, for people."""
     versions: dict[str, int]
     """Version per policy."""
     metrics: dict[str, float]

@@ -233,7 +233,7 @@ class StagedRow(NamedTuple):
         )
 
     def record(self, query: str, trajectory: str, required: Collection[str]) -> str:
-        """Its first `SampleRecord`, formatted; `required` are columns besides the reward."""
+        """First `SampleRecord` of a sample, formatted; `required`: columns besides the reward."""
         missing = [name for name in required if name not in self.columns]
         if self.reward is None:
             missing.append(REWARD)

@@ -331,5 +331,5 @@ def enum_name(enum: object, number: int) -> str:
 
 
 def printable(text: str) -> str:
-    """What an error may repeat of a text that can hold anything."""
+    """The part of an arbitrary text that an error may repeat."""
     return text.encode("unicode_escape").decode()[:ID_LENGTH]

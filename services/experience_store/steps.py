@@ -66,7 +66,7 @@ class StepStatus:
     expected: int = 0
     """Trajectories admitted, redundant ones and those of dropped queries too."""
     ended: int = 0
-    """Those of them that ended; by the drop of their query too."""
+    """Ids of the trajectories that ended, by the drop of their query too."""
     complete: int = 0
     """Queries all of whose trajectories have ended."""
     endings: dict[str, Ending] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class Appended:
     drop_reason: str = ""
     """Why its trajectory was dropped before the append."""
     group_complete: bool = False
-    """Its group has all its members, and the redundant trajectories of its query were ended."""
+    """The group is complete, and the redundant trajectories of its query were ended."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Append:
     step: int
     trajectory: str
     ending: Ending
-    """Its `attempt` identifies this append; its `rows` are set from the rows here."""
+    """The ending; `attempt` identifies this append, `rows` are set from the rows here."""
     rows: Sequence[StagedRow] = ()
     by_policy: Mapping[str, Sequence[StagedRow]] = field(init=False)
 

@@ -45,7 +45,7 @@ def locate(key: str, workers: Iterable[WorkerHandle]) -> orch.LocateStateRespons
 
 
 def _likelihood(key: str, beat: orch.HeartbeatRequest) -> int:
-    """What a worker holds of a key: 3 its version, 2 its policy, 1 its job, 0 nothing."""
+    """How much a worker holds of a key: 3 its version, 2 its policy, 1 its job, 0 nothing."""
     match = _KEY.match(key)
     if match is None:
         return 0

@@ -51,7 +51,7 @@ async def audit(shared: Shared, job_id: str) -> orch.AuditJobResponse:
 def contradictions(
     policies: Collection[es.PolicyAudit], versions: Collection[orch.PolicyVersion]
 ) -> list[str]:
-    """What is wrong with the recorded `versions`, oldest first, as texts.
+    """Faults in the recorded `versions` (oldest first), as texts.
 
     A version must follow from the one before by one applied step, or have the first one's content
     without a step (a restart), and the newest must be the store's. The record may be one step
@@ -104,7 +104,7 @@ def contradictions(
 
 
 def _restart(before: orch.PolicyVersion, one: orch.PolicyVersion, first: str) -> list[str]:
-    """What is wrong with a restart after `before`; `first`: the first version's checksum."""
+    """Faults of a restart after `before`; `first`: the first version's checksum."""
     policy, version = one.weights.policy, one.weights.version
     found = []
     if (version, one.step) != (before.weights.version + 1, before.step):

@@ -77,7 +77,7 @@ class CallDeadline:
 
 @dataclass(eq=False)
 class FunctionCall:
-    """What a function is called with, for which job and trajectory, and within what time."""
+    """A call's arguments, the job and trajectory that it is for, and its time limits."""
 
     arguments_json: str
     job_id: str = ""
@@ -111,7 +111,7 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What became of one call: `result_json` after `seconds` of running, or `error`.
+    """Outcome of one call: `result_json` after `seconds` of running, or `error`.
 
     `cold_seconds`: how long a worker took to start and to import the code; 0 for a warm worker.
     """

@@ -377,7 +377,7 @@ class LocalHost:
         )
 
     def confinement(self, profile: SandboxProfile) -> list[str]:
-        """What confines calls of this profile here, for people: "namespaces", "seccomp", ..."""
+        """Mechanisms that confine this profile on this host: "namespaces", "seccomp", ..."""
         return layers(profile, self._groups)
 
     def close(self) -> None:

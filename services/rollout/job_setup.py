@@ -113,7 +113,7 @@ class EngineFactory(Protocol):
 
 @dataclass(frozen=True)
 class _JobCode:
-    """What trajectories play: a workflow on queries, or an environment of networks."""
+    """The program of trajectories: a workflow on queries, or an environment of networks."""
 
     workflow: Workflow | None = None
     queries: QuerySource | None = None

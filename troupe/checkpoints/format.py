@@ -58,7 +58,7 @@ class Conversion:
 
 
 class CheckpointFormat:
-    """What a checkpoint of a model consists of, and how the model's tensors become it.
+    """The format of a model's checkpoint, and the conversion of the model's tensors to it.
 
     `layout`: its tensors on the meta device, by the names that `save_pretrained` gives them, in the
     dtypes that a model of `dtype` has: some architectures keep a few tensors in float32.
@@ -349,7 +349,7 @@ def _outline(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _saved(outline: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` writes, before conversions, on the meta device."""
+    """The tensors that `save_pretrained` writes, before conversions, on the meta device."""
     state = {n: t for n, t in outline.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
     if not is_transformers(outline):
         found: dict[int, str] = {}

@@ -41,7 +41,7 @@ def difference(
     superfluous: Iterable[str],
     reshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None,
 ) -> str:
-    """What is wrong with a checkpoint, by the names of its tensors; empty if nothing is.
+    """Faults of a checkpoint, by the names of its tensors; empty if there is none.
 
     `reshaped`: (shape in the checkpoint, shape in the model) by name.
     """

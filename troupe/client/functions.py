@@ -276,7 +276,7 @@ def prepare(
     version: str | None,
     costs: Mapping[str, Any],
 ) -> Deployment:
-    """What to deploy of `source`; see `AsyncFunctions.deploy`. Raises `InvalidArgument`."""
+    """Functions of `source` to deploy; see `AsyncFunctions.deploy`. Raises `InvalidArgument`."""
     target, folder, files = _read(str(source), entrypoint)
     try:
         found = described(target, folder)

@@ -223,7 +223,7 @@ class AsyncJobHandle:
         return await receive(self._stub.ExportMember(request), to)
 
     async def tables(self) -> Tables:
-        """What the experience store holds of the job, by policy and state."""
+        """Counts of the job's samples in the experience store, by policy and state."""
         request = es.DescribeTablesRequest(job_id=self.id)
         return Tables.of(await self._stub.DescribeTables(request))
 

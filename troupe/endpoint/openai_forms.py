@@ -380,7 +380,7 @@ class ChatRequest(_Request):
 
     @cached_property
     def promises(self) -> Promises:
-        """What the replies must satisfy. Raises `ApiError`."""
+        """Requirements that replies must satisfy. Raises `ApiError`."""
         return promises_of(
             tools=self.tools,
             tool_choice=self.tool_choice,

@@ -34,7 +34,7 @@ class DeclarationError(TypeError):
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a function declares. `costs` holds what was given to the decorator and nothing else, by
+    """A function's declaration. `costs` holds what was given to the decorator and nothing else, by
     the names of a job's `rewards` and `tools`."""
 
     kind: Kind

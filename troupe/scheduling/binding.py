@@ -115,11 +115,11 @@ class Policy:
     """Workers that hold it, or to which it is being bound; empty: not bound."""
     bound_at: float = 0.0
     busy: bool = False
-    """It cannot be suspended now: it is being bound, steps, or publishes."""
+    """Whether the policy cannot be suspended now: it is being bound, steps, or publishes."""
     leaving: bool = False
-    """It is being suspended or released: its places are about to become free."""
+    """Whether the policy is being suspended or released, so that its places become free."""
     accumulating: bool = False
-    """It has accumulated gradients of a step, which a release would lose."""
+    """Whether the policy has accumulated gradients of a step, which a release would lose."""
     near: frozenset[str] = frozenset()
     """Workers on whose host its state is, or that still hold it from before."""
     prefetched: frozenset[str] = frozenset()

@@ -239,7 +239,7 @@ class Chunk:
     spans: tuple[ChecksumSpan, ...]
 
     def of(self, data: memoryview) -> memoryview:
-        """Its bytes in the data section."""
+        """Bytes of the chunk in the data section."""
         return data[self.offset : self.offset + self.nbytes]
 
     def damaged(self, data: memoryview) -> str:

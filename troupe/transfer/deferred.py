@@ -114,7 +114,7 @@ class _DeferredReading:
         self._left = list(self._pieces)
 
     def piece(self, name: str, where: slice) -> memoryview:
-        """Some bytes of a tensor, whose group is made unless it is in memory."""
+        """A range of bytes of a tensor, whose group is made unless it is in memory."""
         number = self.tensors.group_of(name)
         with self._locks[number]:
             views = self._views.get(number)

@@ -478,7 +478,7 @@ class SegmentStore:
         return any(note(path, "damaged") is not None for path in self.paths(key))
 
     def manifest(self, key: str) -> Manifest:
-        """What is stored under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
+        """The manifest stored under `key`, without tensors. Raises KeyNotFound, Corrupt."""
         try:
             return blob.read_manifest(self.path(key))
         except FileNotFoundError:

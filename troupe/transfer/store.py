@@ -60,7 +60,7 @@ class FetchRequest:
 
     @property
     def wanted(self) -> StateRequest:
-        """What peers are asked for."""
+        """The request as it is sent to peers."""
         return StateRequest(self.key, self.deadline or 0.0, self.expected, self.base)
 
 

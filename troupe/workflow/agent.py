@@ -321,7 +321,7 @@ def first_of(strings: Sequence[str], text: str) -> int | None:
 
 
 Messages = str | Sequence[Mapping[str, Any] | Reply]
-"""What `chat` takes: a string (one user message), or a list of messages and replies."""
+"""Argument of `chat`: a string (one user message), or a list of messages and replies."""
 
 
 Offered = Sequence[Mapping[str, Any]] | None
@@ -351,7 +351,7 @@ class Agent:
 
     @property
     def role(self) -> Role:
-        """Its policy, tokenizer and sampling."""
+        """The agent's policy, tokenizer and sampling."""
         return self._role
 
     @overload

@@ -152,13 +152,13 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EndpointOptions:
-    """What clients of an agent's OpenAI endpoint may decide."""
+    """Options that clients of an agent's OpenAI endpoint may set."""
 
     lenient: bool = False
     """Accept what only constrained decoding could guarantee, without a guarantee."""
     sampling: Literal["job", "client"] = "job"
-    """Who decides temperature, top_p and top_k: the agent's `sampling` in the job, or each
-    request."""
+    """Whether temperature, top_p and top_k come from the agent's `sampling` in the job, or from
+    each request."""
 
 
 ENDPOINT_OPTIONS: Final = EndpointOptions()

@@ -615,7 +615,7 @@ def _relative_to(directory: Path, path: str) -> str:
 
 
 def _frontier(commit: es.StepCommit) -> dict[str, Any]:
-    """What the store has counted as trained up to a policy's commit."""
+    """Counts of trained samples up to a policy's commit, by the store."""
     digest = f"{commit.samples_digest:016x}" if commit.HasField("samples_digest") else None
     return {
         "committed_step": commit.step,

@@ -187,7 +187,7 @@ class TrainerLease:
     # Called by the trainer scheduler.
 
     def scheduling_view(self, now: float) -> binding.Policy:
-        """What the policy needs, for `binding.decide`; the scheduler adds where it is."""
+        """The policy's demand, for `binding.decide`; the scheduler adds where the policy is."""
         work = self._work()
         self._arrivals.note(work, now)
         oldest = self._arrivals.oldest

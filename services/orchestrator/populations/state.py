@@ -103,7 +103,7 @@ class PopulationStore:
         await self._fenced("matches", JobKeys(job_id).matches, job_id, epoch, args)
 
     async def matches(self, job_id: str, names: Collection[str]) -> dict[str, orch.Match]:
-        """Those of the named matches that have ended, by trajectory id."""
+        """Outcomes of the named matches that have ended, by trajectory id."""
         if not names:
             return {}
         found = await self._redis.call("HMGET", JobKeys(job_id).matches[1], *names)

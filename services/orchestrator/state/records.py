@@ -73,7 +73,7 @@ _CODECS: Final[Mapping[str, _Codec]] = {
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What is stored of a job. Times are seconds since the epoch."""
+    """The stored record of a job. Times are seconds since the epoch."""
 
     job_id: str
     request_id: str

@@ -124,7 +124,7 @@ class RecentTrajectories:
     async def find(
         self, job_id: str, trajectory_ids: Collection[str]
     ) -> list[orch.GetTrajectoryResponse]:
-        """Those of the training trajectories that are still kept, in no order."""
+        """Records of the training trajectories that are still kept, in no order."""
         if not trajectory_ids:
             return []
         full = JobKeys(job_id).trajectories("train")[2]

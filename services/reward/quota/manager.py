@@ -42,7 +42,7 @@ _TIMEOUT: Final = 5.0
 
 
 class QuotaSettings(BaseModel):
-    """What an interface outside allows to all its callers together."""
+    """Limits that an external service sets to all its callers together."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

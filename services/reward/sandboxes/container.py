@@ -111,7 +111,7 @@ class ContainerBackend(SandboxBackend):
 
 
 def _first_input(limits: Mapping[str, int], source: str) -> bytes:
-    """What `_BOOT` reads: the texts of supervisor and worker, and the uploaded source."""
+    """The input of `_BOOT`: the texts of supervisor and worker, and the uploaded source."""
     files = [path for path in Path(source).rglob("*") if path.is_file()] if source else []
     body = json.dumps(
         {

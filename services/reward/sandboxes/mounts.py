@@ -195,7 +195,7 @@ def _machine() -> Mapping[str, str]:
 
 
 def _contents(folder: str) -> tuple[list[str], list[str]]:
-    """What can be imported from a folder, and what else it contains; empty if it cannot be read."""
+    """Modules that can be imported from a folder, and its other files; empty if unreadable."""
     modules: list[str] = []
     others: list[str] = []
     try:

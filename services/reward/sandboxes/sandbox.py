@@ -50,7 +50,7 @@ class CallTimedOut(Exception):
 
 
 class SandboxBackend:
-    """What runs and limits a sandbox: bubblewrap on this host, or a container engine.
+    """Backend that runs and limits sandboxes: bubblewrap on this host, or a container engine.
 
     All methods but `launch` may raise OSError, `freeze` TimeoutError.
     """

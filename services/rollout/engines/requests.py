@@ -1,4 +1,4 @@
-"""What engines are asked and what they answer: sampling parameters, responses, scores, load."""
+"""Requests and responses of engines: sampling parameters, tokens, scores, load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines that are servers share: proof that a published version is served.
+"""Proof that a server serves a published version, shared by engines that are servers.
 
 Three things. A `Proof`: log-probs of a fixed prompt, computed here by a plain forward pass over the
 published weights, which the server must give too. `NamesCheck`: whether the server takes every

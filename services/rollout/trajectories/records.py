@@ -1,4 +1,4 @@
-"""What is stored of a trajectory: its turns as samples for the trainer, a transcript for people,
+"""Records of a trajectory: its turns as samples for the trainer, a transcript for people,
 its end.
 
 The chain of one sample: `GeneratedTurn` (what an engine draws and a workflow reads) -> `TurnRecord`

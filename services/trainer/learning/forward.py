@@ -112,7 +112,7 @@ _PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError)
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a model's forward pass allows; tried out by `capabilities_of`, not assumed."""
+    """Capabilities of a model's forward pass; tried out by `capabilities_of`, not assumed."""
 
     # Rows may lie side by side in one sequence (packing.py).
     packs: bool

@@ -147,7 +147,7 @@ class BatchSummary:
 
 @dataclass
 class StepSums:
-    """What accumulates during a step besides gradients: counts, statistics, rows held back."""
+    """Sums of a step besides gradients: counts, statistics, rows held back."""
 
     # Loss normalizer of the present update, and the sum of those of the step's earlier updates.
     normalizer: int = 0

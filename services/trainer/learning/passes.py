@@ -35,7 +35,7 @@ from troupe.rpc import FailedPrecondition
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """What the loss reads of T response tokens, row after row; all on one device."""
+    """Inputs of the loss for T response tokens, row after row; all on one device."""
 
     # [T] log-probs under the engine that sampled them (mu).
     behaviour: torch.Tensor
@@ -243,7 +243,7 @@ class _ThreadModel:
 
 @dataclass
 class _ThreadResult:
-    """What one thread computed: statistics of each batch, and why a loss cannot be used."""
+    """Result of one thread: statistics of each batch, and why a loss cannot be used."""
 
     statistics: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""

@@ -104,7 +104,7 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Frontier:
-    """What a version was trained on; kept with its weights, optimizer and generators."""
+    """Record of what a version was trained on; kept with its weights and optimizer state."""
 
     # Step whose samples made this version; -1: none, these are the first weights.
     step: int = -1

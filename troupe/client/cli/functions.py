@@ -189,7 +189,7 @@ def logs(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """What the calls of a function printed; Ctrl-C ends `--follow`."""
+    """Prints the logs of a function's calls; Ctrl-C ends `--follow`."""
     function, version = _split(name)
 
     async def print_lines(client: AsyncClient) -> None:

@@ -371,7 +371,7 @@ class PlainDisplay:
 
 
 class Display(Protocol):
-    """What shows the progress of a job: `LiveDisplay` or `PlainDisplay`."""
+    """Interface of a progress display: `LiveDisplay` or `PlainDisplay`."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...

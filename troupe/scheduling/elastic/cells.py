@@ -30,7 +30,7 @@ class DeviceCell:
 
     @property
     def devices(self) -> range:
-        """Its devices."""
+        """Indices of the cell's devices."""
         return range(self.first, self.first + self.size)
 
     def holds(self, other: DeviceCell) -> bool:
@@ -250,7 +250,7 @@ class Model:
 
     @property
     def wish(self) -> Wish:
-        """What it needs to become resident."""
+        """The devices that the model needs: how many, and where it was last."""
         return Wish(self.size, self.home)
 
 

@@ -72,7 +72,7 @@ class SpeedUp:
         return self._n * self._xx - squared > _SPREAD * squared
 
     def offered(self, levels: Sequence[int], nth: int = 0) -> tuple[int, ...]:
-        """Those of `levels` (ascending) that the next run may have; `nth` counts the calls.
+        """The levels (ascending) that the next run may have; `nth` counts the calls.
 
         All of them, unless all runs had one level: then the other levels are known only by a
         declaration, which would choose that level again. So one call in `_EVERY` explores another

@@ -91,7 +91,7 @@ class Action:
         object.__setattr__(self, "kind", repr((self.host, vector)))
 
     def on(self, resource: str) -> Elastic | None:
-        """Its use of `resource`, elastic or as one fixed level; None: none."""
+        """The action's use of `resource`, elastic or as one fixed level; None: none."""
         if self.elastic is not None and self.elastic.resource == resource:
             return self.elastic
         amount = self.least.get(resource, 0)
@@ -376,7 +376,7 @@ def split(
 def _fitting(
     queue: Sequence[Action], free: Amounts, quotas: frozenset[str]
 ) -> tuple[list[Action], list[Action]]:
-    """What can start at its lowest level in the order of the queue, and what has to wait."""
+    """Actions that can start at their lowest level, in the order of the queue, and the others."""
     left = dict(free)
     blocked: set[str] = {resource for resource, amount in free.items() if amount <= 0}
     fitting: list[Action] = []

@@ -30,7 +30,7 @@ _LEAST_SECONDS: Final = 1e-6
 
 
 class Kin(NamedTuple):
-    """What a call has in common with others; empty fields: unknown.
+    """Properties that a call shares with others; empty fields: unknown.
 
     `content` stands for its arguments.
     """

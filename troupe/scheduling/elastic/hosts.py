@@ -111,7 +111,7 @@ class _PlannedHost:
         return not self.blocked.keys().isdisjoint(needs)
 
     def lacks(self, needs: Amounts, order: int) -> list[str]:
-        """Those of `needs` that are not available here to position `order` of the queue."""
+        """The needs that are not available here to position `order` of the queue."""
         left, blocked = self.left, self.blocked
         return [
             r

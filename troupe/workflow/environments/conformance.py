@@ -198,7 +198,7 @@ class EnvironmentTrial:
 
 
 def interface(trial: EnvironmentTrial) -> str:
-    """It can be constructed, its properties are consistent, and reset keeps the contract."""
+    """Checks construction, properties and `reset` of an environment."""
     environment = trial.new()
     if not isinstance(environment, Environment):
         raise Broken(f"makes a {type(environment).__name__}, not an Environment")

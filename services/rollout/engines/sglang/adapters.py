@@ -52,7 +52,7 @@ class AdapterVersions:
             self._names.clear()
 
     def begin(self) -> ServedAdapter:
-        """What a new turn is generated with until it ends; `ended` has to follow."""
+        """The adapter and version that a new turn is generated with; `ended` has to follow."""
         self._turns[self._now.name] += 1
         return self._now
 

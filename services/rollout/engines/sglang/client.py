@@ -55,7 +55,7 @@ class SglangClient:
         await self._http.aclose()
 
     async def features(self) -> Features:
-        """What the server can do."""
+        """Features of the server."""
         return Features.of(await self._json("GET", "/openapi.json"))
 
     async def model_info(self) -> Json:
@@ -320,7 +320,7 @@ def _message(response: httpx.Response) -> str:
 
 @dataclass(frozen=True)
 class Features:
-    """What a server can do, read from its OpenAPI document.
+    """Features of a server, read from its OpenAPI document.
 
     `retract`: a pause can return running turns to the queue; otherwise they are aborted and
     continued by us. `tensors`: weights can be sent as tensors; `sessions`: such updates run between
