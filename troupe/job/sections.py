@@ -116,7 +116,8 @@ class EndpointSpec(Section):
     """Accept what only constrained decoding could enforce (`tool_choice: required`, a JSON schema):
     the prompt states it, and a reply that violates it is marked. False: refuse it."""
     sampling: Literal["job", "client"] = "job"
-    """Whether temperature, top_p and top_k come from `sampling` of the agent, or from each request."""
+    """Whether temperature, top_p and top_k come from `sampling` of the agent, or from each
+    request."""
 
 
 class AgentSpec(Section):
