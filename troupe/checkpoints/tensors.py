@@ -126,9 +126,9 @@ def _is_tied(model: Any) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    told = ", ".join(f"'{name}'" for name in names[:_NAMED])
+    listed = ", ".join(f"'{name}'" for name in names[:_NAMED])
     count = "tensor" if len(names) == 1 else f"{len(names)} tensors:"
-    return f"{count} {told}{_more(len(names))}"
+    return f"{count} {listed}{_more(len(names))}"
 
 
 def _more(count: int) -> str:

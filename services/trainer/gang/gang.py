@@ -325,7 +325,7 @@ class Gang:
 
     def _answer(self, name: str, stop: threading.Event | None) -> Frame:
         assert self._channel is not None
-        told = 0.0
+        stopped_at = 0.0
         while True:
             frame = self._channel.receive(_POLL_SECONDS)
             if frame is not None:
@@ -334,10 +334,10 @@ class Gang:
                 raise EOFError
             if stop is None or not stop.is_set():
                 continue
-            if not told:
-                told = time.monotonic()
+            if not stopped_at:
+                stopped_at = time.monotonic()
                 self._channel.send(Frame({"order": "stop"}))
-            elif time.monotonic() - told > self._settings.gang_timeout_seconds:
+            elif time.monotonic() - stopped_at > self._settings.gang_timeout_seconds:
                 log.error("a gang does not stop", order=name)
                 raise EOFError
 

@@ -196,10 +196,10 @@ class RankLearner(Learner):
         """Go on from what a gang or a single device has suspended."""
         found = self._received(tensors, path)
         if self._group.rank:
-            fresh, told = split_fields(TokenStatistics())
+            fresh, counts = split_fields(TokenStatistics())
             found = {n: t for n, t in found.items() if not n.startswith("tokens/")}
             found |= under("tokens", fresh)
-            values = {**values, "tokens": told}
+            values = {**values, "tokens": counts}
         self.adopt(found, values)
 
     def _received(self, tensors: Described, path: Path | None) -> Tensors:

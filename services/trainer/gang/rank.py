@@ -202,15 +202,15 @@ def join_ranks(
 
 def _report_arrivals(store: Store, size: int, channel: Channel, seconds: float) -> None:
     """Report the number of ranks that have joined to the lead, until all have."""
-    until, told = time.monotonic() + seconds, 0
-    while told < size and time.monotonic() < until:
+    until, reported = time.monotonic() + seconds, 0
+    while reported < size and time.monotonic() < until:
         came = store.add(_CAME, 0)
-        if came > told:
-            told = came
+        if came > reported:
+            reported = came
             channel.send(Frame({"came": came}))
-        elif told < size:
+        elif reported < size:
             time.sleep(_PAUSE_SECONDS)
-    if told >= size:
+    if reported >= size:
         store.set(_ALL, "1")
 
 
