@@ -8,7 +8,10 @@ import pytest
 import pytest_asyncio
 
 from tests.endpoint.stage import Stage, open_stage
+from tests.rollout.conftest import _fresh, _settling, reward_process, store_process
 from tests.rollout.processes import ServiceProcess
+
+__all__ = ["_fresh", "_settling", "reward_process", "store_process"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -22,7 +22,7 @@ from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.tools import Tools
 
 # Modules of the service itself, which are never imported again.
-_NOT_RELOADED: Final = frozenset({"troupe", "services", "__main__", "__mp_main__"})
+_NOT_RELOADED: Final = frozenset({"troupe", "services", "testbed", "__main__", "__mp_main__"})
 _INSTALLED: Final = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
 
 # Modification times of files, in nanoseconds, when their modules were imported.

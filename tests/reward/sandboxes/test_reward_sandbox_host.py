@@ -141,17 +141,17 @@ def test_nor_where_root_may_not_make_namespaces(monkeypatch: pytest.MonkeyPatch)
 
 @ROOT
 def test_what_root_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    profile = SandboxProfile("bubblewrap")
+    confined = SandboxProfile("bubblewrap")
     with monkeypatch.context() as patch:
         patch.setattr(profile, "_capabilities", lambda: 0)
         with pytest.raises(FailedPrecondition, match="cannot become another user"):
-            profile.wrap([])
+            confined.wrap([])
     bubblewrap = shutil.which("bwrap")
     assert bubblewrap is not None
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: bubblewrap if name == "bwrap" else None)
         with pytest.raises(FailedPrecondition, match="setpriv is not installed"):
-            profile.wrap([])
+            confined.wrap([])
     private = tmp_path / "site-packages"
     private.mkdir(mode=0o700)
     (private / "tasks.py").touch()
@@ -228,7 +228,8 @@ def project(tmp_path: Path) -> Path:
 def fill(data: Path) -> list[Path]:
     """A data directory with what a cluster writes there."""
     data.mkdir(parents=True, exist_ok=True)
-    write_config(data, 1234, password=SECRET)
+    config, _ = write_config(data, 1234)
+    config.write_text(f"{config.read_text()}# {SECRET}\n")
     names = (".troupe/cluster.json", "redis/appendonlydir/appendonly.aof.1.incr.aof")
     names = (*names, "logs/orchestrator.log", "job/rows.jsonl", "functions/abc/package/code.py")
     for name in names:
