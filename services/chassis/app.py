@@ -35,8 +35,10 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class ServiceDefinition(Protocol):
-    """A service that the chassis serves. Handlers raise `TroupeError`; they never abort the
-    context."""
+    """Interface of a service that the chassis serves.
+
+    Its handlers report errors by raising `TroupeError`, never by aborting the context.
+    """
 
     name: str
     """Full gRPC name, "troupe.v1.Reward"."""
@@ -45,10 +47,10 @@ class ServiceDefinition(Protocol):
         """Register the servicer."""
 
     async def start(self) -> None:
-        """Get ready; calls are refused (UNAVAILABLE) and health is NOT_SERVING until then."""
+        """Start the service; until it returns, calls get UNAVAILABLE and health is NOT_SERVING."""
 
     async def stop(self, grace: float) -> None:
-        """Release all resources within `grace` seconds; no call is in flight any more.
+        """Release all resources within `grace` seconds, after the last call has ended.
 
         Also called after a `start` that failed or was interrupted.
         """
@@ -56,26 +58,26 @@ class ServiceDefinition(Protocol):
 
 @runtime_checkable
 class WaitingService(Protocol):
-    """A service that can name what its start waits for."""
+    """Interface of a service that can say what its start is waiting for."""
 
     @property
     def problem(self) -> str | None:
-        """What the service waits for, in words; calls that are refused meanwhile repeat it."""
+        """The reason why `start` still waits; included in the errors of calls refused meanwhile."""
 
 
 @runtime_checkable
 class LeavingService(Protocol):
-    """A service that announces its end before the calls in flight have ended."""
+    """Interface of a service that announces its shutdown before its calls have drained."""
 
     async def leave(self) -> None:
-        """Announce it within a few seconds; calls in flight go on, new ones are refused already."""
+        """Announce the shutdown, within a few seconds; new calls are already refused."""
 
 
 Factory = Callable[[S, Telemetry], ServiceDefinition]
 
 
 class RunningServer(Generic[S]):
-    """One service behind its gRPC port, from binding to the end of the drain."""
+    """A gRPC server with one service, from binding its port to the end of the drain."""
 
     def __init__(self, make: ServiceDefinition | Factory[S], settings: S) -> None:
         self._make = make
@@ -89,7 +91,7 @@ class RunningServer(Generic[S]):
 
     @property
     def address(self) -> str:
-        """The "host:port" to call, with the port that was bound."""
+        """The "host:port" that clients call, with the port that was bound."""
         return self.settings.address
 
     @property
@@ -98,11 +100,11 @@ class RunningServer(Generic[S]):
         return self.settings.metrics_port
 
     async def open(self) -> None:
-        """Take the ports, make the service, answer health checks with NOT_SERVING.
+        """Bind the ports, make the service, answer health checks with NOT_SERVING.
 
         Raises `TroupeError` when a port cannot be bound.
         """
-        # Also for `asyncio.to_thread` in users' code.
+        # The default executor also runs `asyncio.to_thread` calls of users' code.
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
         server = grpc.aio.server(
             interceptors=[self._interceptor], options=server_options(self.settings)
@@ -167,7 +169,7 @@ class RunningServer(Generic[S]):
             settings.port_file.unlink(missing_ok=True)
         if self._started and isinstance(self.service, LeavingService):
             await self.service.leave()
-        # Refuses new connections at once and ends when nothing is in flight.
+        # `stop` refuses new connections at once and ends when no call is in flight.
         stopping = asyncio.ensure_future(server.stop(settings.drain_seconds + 1))
         await asyncio.wait({stopping}, timeout=min(_stream_drain(settings), settings.drain_seconds))
         self._interceptor.cut_streams()
@@ -194,7 +196,7 @@ async def serve(
 ) -> AsyncIterator[RunningServer[S]]:
     """Serve in this event loop: `async with serve(service, settings) as server`.
 
-    `make` is the service, or what makes it from settings (with the real ports) and telemetry.
+    `make` is the service, or a factory that takes settings (with the bound ports) and telemetry.
     """
     server = RunningServer(make, settings)
     await server.open()
@@ -213,7 +215,7 @@ app_log = structlog.get_logger("troupe.process")
 
 __all__ = ["RunningServer", "ServiceDefinition", "run", "serve"]
 
-# Threads of libraries that never end must not keep a stopped process alive.
+# Grace period before a forced exit: library threads that never end would keep the process alive.
 _EXIT_SECONDS = 5.0
 _INSIST_SECONDS = 1.0
 _ENDING = frozenset(
@@ -222,7 +224,7 @@ _ENDING = frozenset(
 
 
 def run(make_service: Factory[S], settings: S | type[S]) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status, with which the caller must exit.
+    """Serve until SIGTERM or SIGINT; returns the status with which the caller must exit.
 
     Settings are read from the environment when a class is given. `make_service` runs after the
     thread budget is set, so it is the place to import numerical libraries.
@@ -258,11 +260,11 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
 
 
 def run_to_end(main: Coroutine[Any, Any, None]) -> None:
-    """Run an event loop until `main` has ended, whatever else tries to end it.
+    """Run an event loop until `main` has ended, even if a job's code tries to end it earlier.
 
-    `SystemExit` and `KeyboardInterrupt` of any task or callback leave the loop, and a callback may
-    stop it. A service's own code does neither, so a job's code did, and the service goes on.
-    Signals are handled elsewhere (`_live`).
+    A `SystemExit` or `KeyboardInterrupt` in any task or callback ends an event loop, and a callback
+    may stop it. A service's own code does neither, so a job's code must have; it is logged and the
+    loop goes on. Signals are handled in `_live`.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
@@ -319,8 +321,11 @@ def _set_from_thread(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> No
 
 
 def refuse_own_end() -> None:
-    """Forbid code of this process to send ending signals to it or to its supervisor: a job's code
-    would otherwise end one worker after another, each as if a person had stopped it."""
+    """Forbid code of this process to send terminating signals to it or to its supervisor.
+
+    Otherwise a job's code could end one worker after another, and each would look as if an operator
+    had stopped it.
+    """
     protected = {0, -1, os.getpid(), os.getppid(), os.getpgrp()}
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:

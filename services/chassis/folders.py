@@ -1,4 +1,4 @@
-"""Copies folders between services that share no disk, as streams of chunks."""
+"""Copying of folders between services that share no disk, as streams of chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class FileChunk:
-    """A piece of a file. `checksum`: xxh3-64 of the whole file, with its last chunk; else 0."""
+    """A chunk of a file. `checksum`: xxh3-64 of the whole file in its last chunk, else 0."""
 
     path: str
     data: bytes
@@ -29,7 +29,10 @@ class FileChunk:
 
 
 async def read_folder(root: Path) -> AsyncIterator[FileChunk]:
-    """All files below `root`, by name. Raises FileNotFoundError when one is removed meanwhile."""
+    """Stream all files below `root`, in order of name, as chunks.
+
+    Raises FileNotFoundError if a file is removed meanwhile.
+    """
     for path in await asyncio.to_thread(files_below, root):
         name = path.relative_to(root).as_posix()
         digest = xxhash.xxh3_64()
@@ -45,10 +48,10 @@ async def read_folder(root: Path) -> AsyncIterator[FileChunk]:
 
 
 async def write_folder(target: Path, chunks: AsyncIterator[FileChunk]) -> int:
-    """Write the chunks of `read_folder` to the folder `target`, all or nothing; returns the bytes.
+    """Write the chunks of `read_folder` atomically to the folder `target`; returns the bytes.
 
-    A folder that exists stays. Raises DataLoss for a damaged file, or a name that leads out of the
-    folder; OSError.
+    An existing folder is left as it is. Raises DataLoss for a damaged file or a name that leads out
+    of the folder, and OSError.
     """
     draft = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     size = 0
@@ -93,7 +96,7 @@ def _publish(draft: Path, target: Path) -> None:
     try:
         draft.rename(target)
     except OSError:
-        if not target.is_dir():  # else another process was first
+        if not target.is_dir():  # else another process has published it first
             raise
     handle = os.open(target.parent, os.O_RDONLY)
     try:

@@ -21,17 +21,17 @@ log = structlog.get_logger("troupe.heartbeat")
 Message = Callable[[], orchestrator_pb2.HeartbeatRequest]
 # Timeout of one beat.
 _TIMEOUT_SECONDS = 2.0
-# Interval while the orchestrator is away, so that it soon hears of workers when it is back.
+# Interval while the orchestrator is unreachable, so that it learns of workers soon after a restart.
 _AWAY_SECONDS = 0.25
 # Bounds of the interval that the orchestrator may ask for.
 _MIN_SECONDS, _MAX_SECONDS = 0.05, 30.0
 
 
 class Heartbeat:
-    """Calls `Orchestrator.Heartbeat` every `interval` seconds until stopped.
+    """Background task that calls `Orchestrator.Heartbeat` every `interval` seconds until stopped.
 
-    `message()` makes every beat anew; worker id, address, memory and host are filled in where it
-    leaves them empty.
+    `message()` builds the request of each beat; worker id, address, memory and host are filled in
+    if it leaves them empty.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Heartbeat:
         self._task = asyncio.create_task(self._beat_on(), name="heartbeat")
 
     async def leave(self) -> None:
-        """Announce, now and with every later beat, that the worker leaves."""
+        """Announce, now and in every later beat, that the worker is leaving."""
         self._leaving = True
         if self._task is not None:
             async with self._channel() as channel:
                 await self._beat(orchestrator_pb2_grpc.OrchestratorStub(channel), leaving=True)
 
     async def stop(self) -> None:
-        """Announce that the worker leaves, if the orchestrator answers, and stop."""
+        """Announce that the worker is leaving, if the orchestrator answers, and stop the beats."""
         if self._task is None:
             return
         task, self._task = self._task, None
@@ -81,7 +81,7 @@ class Heartbeat:
     async def _beat(
         self, stub: orchestrator_pb2_grpc.OrchestratorAsyncStub, *, leaving: bool = False
     ) -> float:
-        """One beat; returns seconds until the next."""
+        """Send one heartbeat; returns the seconds until the next."""
         address = self._settings.orchestrator_address
         try:
             request = self._filled(self._message())
@@ -93,7 +93,7 @@ class Heartbeat:
             self._reached = False
             return min(self._interval, _AWAY_SECONDS)
         except Exception:
-            # A fault in message() must not make a living worker look dead for ever.
+            # An error in message() must not make a live worker look dead.
             log.exception("no heartbeat could be made")
             return self._interval
         if not self._reached:
@@ -118,7 +118,7 @@ class Heartbeat:
 
 @cache
 def host_id() -> str:
-    """Equal for processes that can share memory: same boot, same host or container."""
+    """The id of a memory domain: equal for processes of one boot of one host or container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux

@@ -1,5 +1,4 @@
-"""Idempotency of calls by request id: a repeated call gets the first response, or joins the
-call."""
+"""Idempotency by request id: a repeated call joins the running call or gets its response."""
 
 from __future__ import annotations
 
@@ -17,16 +16,18 @@ from troupe.rpc import AlreadyExists, InvalidArgument, ResourceExhausted, Unavai
 T = TypeVar("T")
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
-# Ids that Troupe makes have some 40 characters.
+# Longest request id; ids that Troupe makes have about 40 characters.
 MAX_ID_LENGTH: Final = 512
-# Bytes of a remembered response beside its own: id, digest, and entry in the table.
+# Overhead of a remembered response in bytes: its id, digest and table entry.
 _ENTRY_BYTES: Final = 1024
 _LATER_MS: Final = 500
 
 
 def forgets(when: Callable[[Any], bool]) -> Callable[[Handler], Handler]:
-    """Marks a handler whose responses are not remembered when `when(response)`: a repeated call
-    runs again."""
+    """Decorator of a handler whose response is not remembered if `when(response)` is true.
+
+    A repeated call then runs again.
+    """
 
     def mark(handler: Handler) -> Handler:
         handler.forgets = when  # type: ignore[attr-defined]
@@ -36,8 +37,10 @@ def forgets(when: Callable[[Any], bool]) -> Callable[[Handler], Handler]:
 
 
 def compares(what: Callable[[Any], bytes]) -> Callable[[Handler], Handler]:
-    """Marks a handler whose repeated requests are compared by `what(request)`, not by every
-    byte."""
+    """Decorator of a handler whose repeated requests are compared by `what(request)`.
+
+    By default requests with the same id must be equal in every byte.
+    """
 
     def mark(handler: Handler) -> Handler:
         handler.compares = what  # type: ignore[attr-defined]
@@ -47,11 +50,11 @@ def compares(what: Callable[[Any], bytes]) -> Callable[[Handler], Handler]:
 
 
 class IdempotencyCache:
-    """Remembers responses by key for `ttl` seconds, bounded in number and bytes.
+    """Cache of responses by request key, kept for `ttl` seconds, bounded in number and bytes.
 
-    A failed call is forgotten, so that it can be repeated. A call runs to its end even when all its
-    callers are gone: a caller that comes back with its id finds the result. Therefore requests in
-    flight are bounded in bytes, too.
+    A failed call is forgotten, so that it can be repeated. A call runs to its end even if all its
+    callers have disconnected: a caller that retries with its id gets the result. Therefore requests
+    in flight are bounded in bytes, too.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class IdempotencyCache:
         max_running_bytes: int = 2**30,
         field: str = "request_id",
     ) -> None:
-        """`field`: the name of the id in requests, for errors."""
+        """`field`: the name of the request's id field, for error messages."""
         self._ttl = ttl
         self._max_entries = max_entries
         self._max_bytes = max_bytes
@@ -81,7 +84,7 @@ class IdempotencyCache:
         return len(self._running) + len(self._done)
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether a call with that key runs, or its response is remembered: `run` joins it."""
+        """Whether a call with that key is running or remembered, so that `run` would join it."""
         self._expire()
         return key in self._running or key in self._done
 
@@ -95,13 +98,14 @@ class IdempotencyCache:
         abandoned: Callable[[], None] | None = None,
         forget: Callable[[T], bool] | None = None,
     ) -> T:
-        """The response of `call()`, run once per `key`. `size` is that of the request in bytes,
-        where `payload` is not all of it. `abandoned()` is called when the last caller left before
-        the end. A response for which `forget(response)` is not remembered.
+        """The response of `call()`, which runs once per `key`.
 
-        Raises `AlreadyExists` when `key` came with another `payload` before, `InvalidArgument` for
-        an id that is too long, `ResourceExhausted` (to be repeated later) while too many bytes of
-        requests are in flight, and whatever `call` raises.
+        `size`: bytes of the request, if `payload` is not all of it. `abandoned()` is called if all
+        callers disconnect before the end. A response with `forget(response)` is not remembered.
+
+        Raises `AlreadyExists` if `key` came with another `payload` before, `InvalidArgument` for an
+        id that is too long, `ResourceExhausted` (retryable) while too many bytes of requests are in
+        flight, and what `call` raises.
         """
         self._expire()
         name = key[-1] if isinstance(key, tuple) else key
@@ -126,7 +130,7 @@ class IdempotencyCache:
         return response
 
     async def close(self) -> None:
-        """Cancel the calls that run, and wait for their end."""
+        """Cancel the running calls and wait for their end."""
         tasks = [entry.task for entry in self._running.values()]
         for task in tasks:
             task.cancel()
@@ -147,7 +151,7 @@ class IdempotencyCache:
                 value=name,
                 remedy="Send a short id, such as a UUID.",
             )
-        # A single request is admitted whatever its size: else it never would be.
+        # A single request is admitted at any size: otherwise it could never run.
         if self._running and self._running_bytes + size > self._max_running_bytes:
             raise ResourceExhausted(
                 f"{self._running_bytes:,} bytes of requests are in flight",
@@ -183,7 +187,7 @@ class IdempotencyCache:
         response = entry.task.result()
         if forget is not None and forget(response):
             return
-        # Only the response is kept: the task's context references the request.
+        # Keep only the response, not the task, whose context references the request.
         done = _Done(entry.digest, response, self._clock() + self._ttl)
         self._done[key] = done
         self._bytes += done.size

@@ -1,4 +1,4 @@
-"""The interceptor around every handler: authentication, deadlines, idempotency, typed errors."""
+"""gRPC interceptor around every handler: authentication, deadlines, idempotency, typed errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = structlog.get_logger("troupe.calls")
 class ObservedCall:
     """Log context, span and metrics of one call, from its arrival to its outcome.
 
-    The context stays bound: gRPC gives every call a context of its own.
+    The log context is never unbound: gRPC runs every call in a context of its own.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ObservedCall:
         telemetry.rpc_in_flight.labels(method).inc()
 
     def end(self, code: grpc.StatusCode, error: TroupeError | None, slow: float) -> None:
-        """Record the outcome; a unary call over `slow` seconds is reported as such."""
+        """Record the outcome; a unary call longer than `slow` seconds is logged as slow."""
         seconds = time.perf_counter() - self._start
         telemetry = self._telemetry
         telemetry.rpc_in_flight.labels(self._method).dec()
@@ -76,8 +76,8 @@ class ObservedCall:
         if isinstance(error, Internal) and cause is not None:
             log.error("call failed", error=str(error), exc_info=cause, **fields)
             return
-        # A caller that is pushed back repeats every second: only the 1st, 2nd, 4th ... are
-        # warnings.
+        # A caller that is pushed back retries every second: only the 1st, 2nd, 4th ... refusal is
+        # logged as a warning.
         counts = self._telemetry.refused
         counts[self._method, error.kind] += 1
         times = counts[self._method, error.kind]
@@ -86,9 +86,9 @@ class ObservedCall:
 
 
 _HEALTH: Final = "/grpc.health."
-# Answered at any time, also before the service is ready and while it drains.
+# Methods that are answered at any time, also before the service is ready and while it drains.
 _INFRASTRUCTURE: Final = (_HEALTH, "/grpc.reflection.")
-# Received bytes -> the request (or the stream of requests), and the error if they are invalid.
+# Decoder: received bytes -> the request (or stream of requests), and the error if it is invalid.
 Decode = Callable[[Any], tuple[Any, TroupeError | None]]
 
 
@@ -97,7 +97,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(self, settings: ServiceSettings, telemetry: Telemetry) -> None:
         self.state = "starting"
-        # What the service waits for, in words, for the errors of calls refused meanwhile.
+        # Why the service is not ready yet, for the errors of calls refused meanwhile.
         self.problem: Callable[[], str | None] = lambda: None
         self.idempotency = IdempotencyCache(settings.idempotency_seconds)
         self._settings = settings
@@ -106,7 +106,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         bearer = None if token is None else f"Bearer {token.get_secret_value()}"
         self._authorization = None if bearer is None else bearer.encode()
         self._wrapped: dict[str, Any] = {}
-        # Calls in flight, by their task; those cut short at the end of a drain.
+        # Tasks of the calls in flight, and of those that are cancelled at the end of a drain.
         self._streams: set[asyncio.Task[Any]] = set()
         self._unary: set[asyncio.Task[Any]] = set()
         self._cut: set[asyncio.Task[Any]] = set()
@@ -114,7 +114,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
     ) -> Any:
-        """The handler of the method called, wrapped; gRPC refuses unknown methods itself."""
+        """The wrapped handler of the called method; gRPC itself refuses unknown methods."""
         wrapped = self._wrapped.get(details.method)
         if wrapped is None:
             handler = await continuation(details)
@@ -124,11 +124,11 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return wrapped
 
     def cut_streams(self) -> None:
-        """End every open stream with UNAVAILABLE, so that its client goes elsewhere."""
+        """End every open stream with UNAVAILABLE, so that its client reconnects elsewhere."""
         self._cut_all(self._streams)
 
     def cut_unary(self) -> None:
-        """End every unary call still in flight the same way."""
+        """End every unary call in flight with UNAVAILABLE."""
         self._cut_all(self._unary)
 
     def _cut_all(self, tasks: set[asyncio.Task[Any]]) -> None:
@@ -227,7 +227,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return ObservedCall(self._telemetry, method.lstrip("/"), kind, request, context)
 
     def _admit(self, method: str, context: Any) -> None:
-        """Raise unless this caller may call this method now."""
+        """Raise `TroupeError` unless this caller may call this method now."""
         if self._authorization is not None and not method.startswith(_HEALTH):
             sent = dict(context.invocation_metadata() or ()).get("authorization", "")
             if not hmac.compare_digest(str(sent).encode(), self._authorization):
@@ -244,7 +244,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             )
 
     async def _bounded(self, method: str, behavior: Any, request: Any, context: Any) -> Any:
-        """The handler's response, at the latest when the deadline has passed."""
+        """Await the handler's response, bounded by the call's deadline."""
         given = context.time_remaining()
         limit = self._settings.server_deadline_seconds
         if given is not None:
@@ -266,8 +266,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _judge(
         self, raised: BaseException, method: str
     ) -> tuple[grpc.StatusCode, TroupeError | None]:
-        """The status and typed error for what a handler raised; no error where gRPC has
-        answered."""
+        """The status and typed error for a handler's exception; no error if gRPC has replied."""
         if isinstance(raised, TroupeError):
             return raised.code, raised
         if isinstance(raised, grpc.aio.AbortError):
@@ -294,7 +293,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """A serializer that passes responses through that a handler has serialized already."""
+    """A serializer that passes on bytes, for handlers that serialize their responses themselves."""
     return lambda response: response if isinstance(response, bytes) else serialize(response)
 
 

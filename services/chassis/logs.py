@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object (or one readable line) per event, bound to its call's ids."""
+"""Structured logs: one JSON object (or readable line) per event, with the ids of its call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opentelemetry import trace
 from troupe.rpc.addresses import without_secrets
 from troupe.rpc.channel import CONTEXT_IDS, context_key
 
-# Bound ids are in every line of a call, and in the context of every task that it starts.
+# Bound ids appear in every log line of a call and of the tasks that it starts.
 _ID_LENGTH: Final = 200
 
 
@@ -66,8 +66,9 @@ def configure(service: str, level: str, style: str) -> None:
 
 
 def follow_stdlib() -> None:
-    """Let `logging` decide level and output until `configure` is called: structlog by itself would
-    print every debug event of a server in a test or a notebook.
+    """Let `logging` decide level and output until `configure` is called.
+
+    structlog's default would print every debug event of a server in a test or a notebook.
     """
     if structlog.is_configured():
         return
@@ -84,8 +85,10 @@ def follow_stdlib() -> None:
 
 
 def bind_call(request: Any, metadata: Iterable[tuple[str, Any]]) -> None:
-    """Bind job, policy and trajectory of this call, from the request's fields or else from its
-    metadata."""
+    """Bind the ids of this call's job, policy and trajectory to its log context.
+
+    They are taken from the request's fields, or else from the call's metadata.
+    """
     sent = dict(metadata)
     bound = {name: sent[key] for name in CONTEXT_IDS if (key := context_key(name)) in sent}
     if isinstance(request, Message):
@@ -101,8 +104,7 @@ def bind_call(request: Any, metadata: Iterable[tuple[str, Any]]) -> None:
 
 @lru_cache(maxsize=256)
 def _id_fields(descriptor: Descriptor) -> list[tuple[str, tuple[str, ...]]]:
-    """The paths of the context ids in a request type: its own fields, or those of a message in
-    it."""
+    """The paths of the context ids in a request type: top-level fields, or fields of a message."""
     found: dict[str, tuple[str, ...]] = {}
     for field in descriptor.fields:
         if field.name in CONTEXT_IDS and field.message_type is None:
@@ -117,7 +119,7 @@ def _id_fields(descriptor: Descriptor) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _hide_secrets(logger: Any, method: str, rendered: Any) -> str:
-    """Remove secrets from the rendered text, as the last step: tracebacks hold addresses, too."""
+    """Remove secrets from the rendered text; the last step, as tracebacks may hold URLs, too."""
     return without_secrets(str(rendered))
 
 

@@ -1,10 +1,10 @@
 """`python -m services.chassis.probe HOST:PORT [SERVICE]`: exit 0 when the server is SERVING.
 
-`http://HOST:PORT/PATH` in place of it: exit 0 when that is answered with 200 (the panel's
-/healthz). Both speak TLS where `TROUPE_TLS_*` say that servers do, and go through no proxy.
+With `http://HOST:PORT/PATH` instead: exit 0 when that is answered with 200 (the panel's /healthz).
+Both use TLS if `TROUPE_TLS_*` say that servers do, and never a proxy.
 
-The health check of containers. It runs every few seconds beside the service, so it imports nothing
-but gRPC: the clients of `troupe.rpc` take several times as long to load.
+This is the health check of containers. It runs every few seconds beside the service, so it imports
+only gRPC: the clients of `troupe.rpc` take several times as long to load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 def main() -> int:
-    """Check once; prints the answer when it is not SERVING."""
+    """Check once; returns the exit status, and prints the answer unless it is SERVING."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("service", nargs="?", default="", help="default: the server as a whole")
@@ -52,7 +52,7 @@ def _check_http(url: str, timeout: float) -> int:
     assert parts.hostname is not None
     connection = HTTPConnection(parts.hostname, parts.port, timeout=timeout)
     if os.environ.get("TROUPE_TLS_CERT"):
-        # The certificate names the panel's address for others, not the loopback.
+        # The panel's certificate names its public address, not the loopback.
         context = ssl._create_unverified_context()
         connection = HTTPSConnection(parts.hostname, parts.port, timeout=timeout, context=context)
     try:

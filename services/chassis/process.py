@@ -1,4 +1,4 @@
-"""The process of a service: its ports, its parent's end, the memory that it keeps."""
+"""Process-level setup of a service: port binding, parent watch, malloc settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import port_error
 
 _PERIOD_SECONDS = 0.5
-# After this long without the parent the orderly stop has failed: the process ends itself.
+# Seconds after the parent's end until the process kills itself, if its orderly stop has hung.
 _GIVE_UP_SECONDS = 30.0
 # Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD: Final = -1
@@ -52,8 +52,8 @@ def _watch(parent: psutil.Process, gone: Callable[[], None]) -> None:
 def keep_freed_memory() -> None:
     """Tell glibc's malloc to keep freed memory; without effect for other C libraries.
 
-    Messages of some hundred KB come and go by the thousand; getting the pages of each from the
-    kernel again costs a tenth of the work.
+    Services handle thousands of messages of some hundred KB; getting the pages of each from the
+    kernel again costs a tenth of the CPU time.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -66,7 +66,7 @@ def server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
     """gRPC server options: those of a channel, and how often clients may ping."""
     return [
         *channel_options(settings.max_message_mib),
-        # Without it two servers share one port and each answers half of the calls.
+        # With SO_REUSEPORT two servers would share one port, and each get half of the calls.
         ("grpc.so_reuseport", 0),
         # Clients ping every 20 s, also between calls.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -83,12 +83,12 @@ def bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
         if credentials is None:
             return server.add_insecure_port(f"{host}:{settings.port}")
         return server.add_secure_port(f"{host}:{settings.port}", credentials)
-    except RuntimeError as error:  # another process bound it after the probe
+    except RuntimeError as error:  # another process bound the port after the probe
         raise port_error(settings.host, settings.port, "TROUPE_PORT", error) from error
 
 
 def _probe(host: str, port: int, variable: str) -> None:
-    """Raise the reason why `port` cannot be bound, which gRPC does not give."""
+    """Raise `TroupeError` with the reason why `port` cannot be bound, which gRPC does not give."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -115,7 +115,7 @@ def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
 
 
 def read_pem(path: Path | None, field: str) -> bytes:
-    """Content of the PEM file that the setting `field` names. Raises InvalidArgument."""
+    """The content of the PEM file that the setting `field` names. Raises InvalidArgument."""
     try:
         if path is None:
             raise FileNotFoundError(errno.ENOENT, "not set")

@@ -1,8 +1,9 @@
-"""The Redis of a service that keeps its state in one: connections, retries, scripts, typed errors.
+"""Redis client of the services that keep state in Redis: retries, Lua scripts, typed errors.
 
-`RedisClient` sends commands and Lua scripts to one server, or to a Redis Cluster. All of them must
-be repeatable: what fails because Redis is away, full for now, or restarting is sent again. An error
-says which Redis failed and what to do about it; its text never holds the password of the URL.
+`RedisClient` sends commands and Lua scripts to one server or to a Redis Cluster. All of them must
+be idempotent: a command that fails because Redis is unreachable, temporarily full or restarting is
+sent again. An error says which Redis failed and what to do about it; its text never contains the
+password of the URL.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ Command: TypeAlias = Sequence[Value]
 Published: TypeAlias = tuple[bytes, bytes] | None
 
 CLUSTER_SCHEMES: Final = {"redis-cluster": "redis", "rediss-cluster": "rediss"}
-# Streams, effect replication of scripts that read the clock, and UNLINK are there from here on.
+# Oldest Redis version with streams, effect replication of scripts that read the clock, and UNLINK.
 OLDEST_VERSION: Final = (6, 2)
-# A client of a cluster learns which node serves a slot by a redirection from another node.
+# A cluster client learns which node serves a slot from redirections (MOVED).
 _CLUSTER_TRIES: Final = 3
-# Redis executes one command at a time: a burst of calls waits in this process, not in sockets.
+# Connections at most. Redis executes one command at a time, so a burst may as well queue here.
 _MAX_CONNECTIONS: Final = 32
-# A subscription is silent while nothing is published.
+# Read timeout of a subscription, which is silent while nothing is published.
 _LISTEN_SECONDS: Final = 1.0
-# Between two attempts to reach Redis when the service starts.
+# Seconds between two attempts to reach Redis when the service starts.
 _START_BACKOFF: Final = RetryPolicy(initial_backoff=0.1, max_backoff=2.0)
 
-# TimeoutError is an OSError; the client of a cluster raises errors that are no RedisError.
+# TimeoutError is an OSError; the cluster client also raises errors that are not RedisErrors.
 FAILURES: Final = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
 _UNREACHABLE: Final = (
     exceptions.ConnectionError,
@@ -61,7 +62,7 @@ _UNREACHABLE: Final = (
     exceptions.RedisClusterException,
     OSError,
 )
-# A replica, a primary without its replicas, a full disk.
+# Error codes of a replica, of a primary without enough replicas, and of a full disk.
 _NO_WRITES: Final = (
     exceptions.ReadOnlyError,
     exceptions.MasterDownError,
@@ -73,7 +74,7 @@ _OTHER_TYPE: Final = "WRONGTYPE"
 
 @dataclass(frozen=True)
 class Script:
-    """A Lua script: one atomic change, or a read that must be consistent."""
+    """A Lua script with its digest: one atomic write, or a consistent read."""
 
     text: str
     sha: str
@@ -86,7 +87,7 @@ class Script:
 
 
 class RedisClient:
-    """Runs commands and scripts on the Redis at a URL, repeating them while it is away."""
+    """Client that runs commands and scripts on one Redis, and retries while it is unreachable."""
 
     unavailable: ClassVar[type[Unavailable]] = Unavailable
     """The error of a Redis that does not answer, or takes no writes for now."""
@@ -102,11 +103,11 @@ class RedisClient:
         patience: float,
         disk: Path | None = None,
     ) -> None:
-        """`scripts`: texts by name. `name`: what Redis calls this client.
+        """`scripts`: Lua texts by name. `name`: the client's name in Redis (CLIENT SETNAME).
 
-        One attempt takes at most `timeout` seconds; repetitions by `retries` end after `patience`
-        seconds. `disk`: the data directory of a Redis on this machine, which fails when its disk is
-        full. Raises `FailedPrecondition` for what is no URL of a Redis.
+        One attempt takes at most `timeout` seconds; retries by `retries` end after `patience`
+        seconds. `disk`: the data directory of a Redis on this machine, to report a full disk.
+        Raises `FailedPrecondition` for an invalid URL.
         """
         self.address = shown(url)
         self.clustered = urlsplit(url).scheme in CLUSTER_SCHEMES
@@ -119,8 +120,8 @@ class RedisClient:
         self._scripts = {script: Script.of(text) for script, text in scripts.items()}
         self._slots = asyncio.Semaphore(_MAX_CONNECTIONS)
         options: dict[str, Any] = {
-            # Bounded by the caller: redis-py's own way (asyncio.wait_for) swallows a cancellation
-            # on Python 3.11, and makes a task of every write.
+            # The caller bounds each attempt: redis-py's own timeout (asyncio.wait_for) swallows
+            # cancellations on Python 3.11, and makes a task of every write.
             "socket_timeout": None,
             "socket_connect_timeout": timeout,
             "protocol": 2,
@@ -138,16 +139,16 @@ class RedisClient:
             ) from error
 
     async def call(self, *command: Value) -> Any:
-        """The reply to one command. Text is bytes; HGETALL gives a dictionary, as in redis-py."""
+        """The reply to one command: text as bytes, HGETALL as a dictionary, as in redis-py."""
         return (await self.call_each([command]))[0]
 
     async def call_each(
         self, commands: Sequence[Command], *, keep_mistyped: bool = False
     ) -> list[Any]:
-        """The replies to commands that are sent together, which is not atomic.
+        """The replies to commands that are sent as one pipeline, which is not atomic.
 
-        Raises the first error among them. `keep_mistyped`: where a key holds another type than its
-        command is for, the reply is the error that says so.
+        Raises the first error among them. `keep_mistyped`: a WRONGTYPE error is returned as the
+        reply of its command instead.
         """
         if not commands:
             return []
@@ -206,10 +207,10 @@ class RedisClient:
             return await self._retries.run(attempt, self._patience)
 
     async def wait_ready(self) -> dict[str, str]:
-        """Wait, without end, until Redis answers; returns its INFO.
+        """Wait without a time limit until Redis answers; returns its INFO.
 
-        The service is NOT_SERVING meanwhile. Raises `FailedPrecondition` when the server is too
-        old, or wants other credentials: waiting would not help.
+        The service is NOT_SERVING meanwhile. Raises `FailedPrecondition` if the server is too old
+        or refuses the credentials, since waiting would not help.
         """
         attempt, rng = 0, random.Random()
         self.problem = f"it waits for Redis at {self.address}"
@@ -221,14 +222,16 @@ class RedisClient:
                 return info
             except Unavailable as error:
                 self.problem = str(error)
-                # Each of the first few attempts, then about twice a minute.
+                # Log each of the first few attempts, then about two a minute.
                 if attempt <= 3 or attempt % 16 == 0:
                     log.warning("waiting_for_redis", attempt=attempt, error=str(error))
                 await asyncio.sleep(_START_BACKOFF.backoff(min(attempt, 16), error, rng))
 
     async def listen(self, pattern: str) -> AsyncGenerator[Published, None]:
-        """Messages on channels like `pattern`, without end, on a connection of its own; None
-        once the subscription has begun. Raises what redis-py raises when Redis is away.
+        """Stream the messages on channels that match `pattern`, on a connection of its own.
+
+        Yields None first, once the subscription has begun. Raises redis-py's errors if Redis is
+        unreachable.
         """
         pubsub = self._redis.pubsub()
         try:
@@ -251,7 +254,7 @@ class RedisClient:
         await self._redis.aclose()
 
     async def _send(self, commands: Sequence[Command]) -> list[Any]:
-        """The replies, an exception where Redis answered with an error."""
+        """The replies to a pipeline; an error reply is returned as an exception."""
         async with self._slots, asyncio.timeout(self._timeout):
             return await self._exchange(commands)
 
@@ -267,7 +270,7 @@ class RedisClient:
             return list(await pipeline.execute(raise_on_error=False))
 
     async def _load_scripts(self) -> None:
-        """Make every server know the scripts."""
+        """Load the scripts into every server (SCRIPT LOAD)."""
         targets = {"target_nodes": RedisCluster.PRIMARIES} if self.clustered else {}
         async with asyncio.timeout(self._timeout):
             for script in self._scripts.values():
@@ -291,7 +294,7 @@ class RedisClient:
         return info
 
     async def _failure(self, error: Exception) -> TroupeError:
-        """The typed error of what redis-py raised."""
+        """The typed error for an exception of redis-py."""
         found = self._typed(error)
         if self._disk is None or not isinstance(found, Unavailable):
             return found
@@ -330,7 +333,7 @@ class RedisClient:
                 remedy=f"Begin TROUPE_STORE_REDIS_URL with {wanted}.",
             )
         if isinstance(error, _UNREACHABLE):
-            # `redis.ConnectionError: Error 111 connecting to ...` and the like.
+            # For example `redis.ConnectionError: Error 111 connecting to ...`.
             return self.unavailable(
                 f"Redis at {self.address} does not answer: {text or type(error).__name__}",
                 kind="redis_unavailable",
@@ -359,7 +362,7 @@ class RedisClient:
 
 
 def shown(url: str) -> str:
-    """The address in `url` as logs and errors may show it: without user and password."""
+    """The address in `url` without user and password, for logs and errors."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return f"unix://{parts.path}"
@@ -373,7 +376,7 @@ def _server(url: str, options: Mapping[str, Any]) -> Any:
 
 
 def _cluster(url: str, options: Mapping[str, Any]) -> Any:
-    """The client of a cluster whose nodes are found through those that the URL names."""
+    """A cluster client that discovers the nodes from those that the URL names."""
     parts = urlsplit(url)
     login, _, nodes = parts.netloc.rpartition("@")
     first, *others = nodes.split(",")

@@ -22,13 +22,13 @@ S = TypeVar("S", bound="ServiceSettings")
 
 
 class ServiceSettings(BaseSettings):
-    """The settings of every server. A service with more settings derives from this."""
+    """The settings that all services have; a service with more settings derives from this class."""
 
     model_config = SettingsConfigDict(
         env_prefix="TROUPE_", env_ignore_empty=True, extra="ignore", frozen=True
     )
 
-    # Where it listens.
+    # Listening addresses.
     host: str = "127.0.0.1"
     """Interface to listen on; loopback unless told otherwise."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -40,7 +40,7 @@ class ServiceSettings(BaseSettings):
     port_file: Path | None = None
     """Written with "grpc_port metrics_port" once the service serves."""
 
-    # Who may call.
+    # Authentication and TLS.
     token: Token | None = None
     """Bearer token that callers must send; the same for all services."""
     tls_cert: Path | None = None
@@ -69,19 +69,19 @@ class ServiceSettings(BaseSettings):
     threads: int = Field(default=1, gt=0)
     """Thread budget of numerical libraries in this process."""
 
-    # What it tells.
+    # Logging.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     slow_call_seconds: float = Field(default=5, gt=0)
     """A unary call longer than this is logged and counted."""
 
-    # Where the others are.
+    # Addresses of the other services.
     orchestrator_address: str = "127.0.0.1:50051"
     experience_store_address: str = "127.0.0.1:50052"
     reward_address: str = "127.0.0.1:50055"
     redis_url: str = "redis://127.0.0.1:6379/0"
 
-    # Where its data is.
+    # Data directories and weight transfer.
     data_dir: Path = Path("runs")
     """Jobs' directories; shared by the services of a host, or of the cluster."""
     transfer_dir: Path = Field(default_factory=lambda: memory_root() / f"troupe-{os.getuid()}")
@@ -102,7 +102,7 @@ class ServiceSettings(BaseSettings):
     simulated_trace_dir: Path | None = None
     """Where simulated stand-ins write when they were busy (`testbed.timeline`)."""
 
-    # Who it is.
+    # Identity of the process.
     worker_id: str = Field(
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     )
@@ -112,7 +112,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def address(self) -> str:
-        """The address at which others reach this server, with the bound port once it runs."""
+        """The "host:port" at which others reach this server, with the bound port once it runs."""
         if self.advertise_address:
             return self.advertise_address
         host = socket.gethostname() if is_wildcard(self.host) else self.host
@@ -126,7 +126,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def strangers(self) -> str | None:
-        """Users who can call this server without a token, for a warning; None where it has one."""
+        """A warning's text on who can call this server without a token; None if it has a token."""
         if self.token is not None:
             return None
         local = is_loopback_host(self.host)
@@ -134,7 +134,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def shares_states(self) -> bool:
-        """Whether states move between this host and others (`transfer_serve`)."""
+        """Whether weights and states are transferred between hosts (`transfer_serve`)."""
         if self.transfer_serve == "auto":
             return not is_loopback_host(self.host)
         return self.transfer_serve == "on"
@@ -158,10 +158,10 @@ def is_wildcard(host: str) -> bool:
 
 
 def read_settings(model: type[S], program: str) -> S | None:
-    """Settings from the environment; None where they are invalid, after an error on stderr."""
+    """Read settings from the environment; None if they are invalid, after an error on stderr."""
     try:
         return model()
-    except SettingsError as error:  # of a variable that holds JSON: it says which
+    except SettingsError as error:  # a variable with invalid JSON; the message names it
         print(f"{program}: {error}. See docs/operating.md.", file=sys.stderr)
     except ValidationError as error:
         from troupe.job.loading import explained

@@ -23,7 +23,7 @@ from prometheus_client import (
 from services.chassis.settings import ServiceSettings
 from troupe.rpc.errors import port_error
 
-# Calls take from a fraction of a millisecond (a cached answer) to minutes (loading a model).
+# Histogram buckets, from a fraction of a millisecond (a cached answer) to minutes (a model load).
 SECONDS_BUCKETS: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
@@ -31,7 +31,7 @@ SECONDS_BUCKETS: Final = (
 
 
 class Telemetry:
-    """The registry of a server's metrics, and its tracer. One per server."""
+    """The Prometheus registry and the tracer of one server."""
 
     def __init__(self, service: str = "troupe") -> None:
         self.service = service
@@ -48,7 +48,7 @@ class Telemetry:
         self.rpc_slow = self.counter(
             "troupe_rpc_slow", "Unary calls longer than slow_call_seconds.", ["method"]
         )
-        # Calls refused so far, by method and kind of error.
+        # Number of refused calls, by method and kind of error.
         self.refused: collections.Counter[tuple[str, str]] = collections.Counter()
         self._httpd: Any = None
 
@@ -71,7 +71,7 @@ class Telemetry:
         return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
     def serve_metrics(self, settings: ServiceSettings) -> int:
-        """Answer `/metrics` on a thread; returns the port. Raises `TroupeError`."""
+        """Serve `/metrics` in a thread; returns the port. Raises `TroupeError`."""
         try:
             self._httpd, _ = start_http_server(
                 settings.metrics_port, settings.host, registry=self.registry
@@ -83,13 +83,13 @@ class Telemetry:
         return int(self._httpd.server_port)
 
     def close(self) -> None:
-        """Stop answering `/metrics`; the port is free half a second later."""
+        """Stop serving `/metrics`; the port is free half a second later."""
         httpd, self._httpd = self._httpd, None
         if httpd is None:
             return
 
         def shut() -> None:
-            httpd.shutdown()  # waits for the server's thread, which looks up twice a second
+            httpd.shutdown()  # waits for the server's thread, which polls twice a second
             httpd.server_close()
 
         threading.Thread(target=shut, name="metrics-close", daemon=True).start()
@@ -98,7 +98,7 @@ class Telemetry:
 def configure_tracing(service: str) -> Any:
     """Export spans to the collector that `OTEL_EXPORTER_OTLP_ENDPOINT` names, if it is set.
 
-    Returns the provider (shut it down to flush), or None: then trace context is only passed on.
+    Returns the provider (shut it down to flush), or None: then trace context is only propagated.
     """
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     if not any(os.environ.get(name) for name in names):

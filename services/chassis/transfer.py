@@ -1,14 +1,15 @@
-"""`HostTransfer`: a service's `Transfer`, which also reaches the states of other hosts.
+"""`HostTransfer`: a service's `Transfer`, which also fetches states from other hosts.
 
-Which hosts hold a state is known from three sources, none of which has to be right:
+A host's *owner* is the process that serves its states to other hosts. Which hosts hold a state is
+found from three sources, each of which may be out of date:
 
-- a reference may name holders (`WeightsRef.holders`): its publisher was one a moment ago;
+- a reference may name holders (`WeightsRef.holders`), such as its publisher;
 - the orchestrator knows from heartbeats where the hosts are and what their workers have loaded
-  (`Orchestrator.LocateState`), also after it or the publisher was restarted;
-- an owner answers itself whether it has this key with this checksum.
+  (`Orchestrator.LocateState`), also after a restart of it or of the publisher;
+- an owner itself answers whether it has the key with the checksum.
 
-So no list of holders is kept that could be lost or wrong, and a host that fetched a version can
-hand it on. A worker whose orchestrator is away asks the owners that it knew last.
+So there is no central list of holders that could be lost or wrong, and a host that has fetched a
+version can serve it. A worker whose orchestrator is unreachable asks the owners it knew last.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _SOCKET_NAME_BYTES: Final = 108
 
 @dataclass(frozen=True)
 class OwnerAddress:
-    """Addresses of the host's owner: for other hosts, and for processes of its own host."""
+    """Addresses of a host's owner: for other hosts, and for processes of its own host."""
 
     address: str
     local: str
@@ -57,7 +58,7 @@ class OwnerAddress:
 
 
 class HostOwnership:
-    """Runs the host's owner process, or finds the one that another service runs. Thread-safe."""
+    """Handle of the host's owner process, started here or by another service. Thread-safe."""
 
     def __init__(
         self,
@@ -68,13 +69,16 @@ class HostOwnership:
         *,
         certified: bool = False,
     ) -> None:
-        """`start(port)` starts an owner process over `root`; 0: at any port. `port` is where it
-        has to be; 0: the port of the one before it, if that is free. Services of the same `mark`
-        share an owner. `certified`: it shows a certificate, which may not name the loopback."""
+        """`start(port)` starts an owner process over `root`; 0: at any port.
+
+        `port`: its fixed port; 0: the port of the previous owner, if that is free. Services with
+        the same `mark` share an owner. `certified`: the owner uses a TLS certificate, which may not
+        name the loopback.
+        """
         self._path = root / f".owner-{mark}"
         socket = (root / f".socket-{mark}").absolute()
-        # For processes that share the directory and no loopback, as containers do; the kernel
-        # limits the length of its name.
+        # Unix socket for processes that share the directory but no loopback, as containers do; the
+        # kernel limits the length of its path.
         self.socket = socket if len(os.fsencode(socket)) < _SOCKET_NAME_BYTES else None
         self._port, self._certified = port, certified
         self._start = start
@@ -85,14 +89,14 @@ class HostOwnership:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process runs it."""
+        """Whether this process runs the owner."""
         return self._process is not None
 
     def place(self) -> OwnerAddress | None:
         """The addresses of the owner, if one has been started."""
         try:
             return OwnerAddress(**json.loads(self._path.read_bytes()))
-        except (OSError, ValueError, TypeError):  # none yet, or it is being written
+        except (OSError, ValueError, TypeError):  # there is no file yet, or it is being written
             return None
 
     def near(self) -> str | None:
@@ -106,8 +110,7 @@ class HostOwnership:
         return place.local if here else place.address
 
     def look(self) -> None:
-        """Start an owner unless another service runs one. Blocks meanwhile. Raises
-        `TroupeError`."""
+        """Start an owner unless another service runs one. Blocking. Raises `TroupeError`."""
         with self._mutex:
             if self._closed or self._process is not None:
                 return
@@ -128,9 +131,9 @@ class HostOwnership:
             log.info("other hosts read states from here", address=process.address)
 
     def close(self) -> None:
-        """End the owner process if this service runs it; another may take over. Repeatable.
+        """End the owner process if this service runs it; another may take over. Idempotent.
 
-        A process that is just being started is left: it ends with this one.
+        An owner that is just being started is left alone: it ends with this process.
         """
         if not self._mutex.acquire(timeout=_CLOSE_SECONDS):
             log.warning("an owner that does not start is left behind")
@@ -156,17 +159,19 @@ class HostOwnership:
 
 
 _LOCATE_SECONDS: Final = 5.0
-# How often services look whether the host has an owner.
+# Seconds between checks whether the host has an owner.
 _LOOK_SECONDS: Final = 1.0
-# How long an owner is waited for that the host should have.
+# Seconds to wait for the host's owner before a fetch fails.
 _OWNER_SECONDS: Final = 30.0
 _SWEEP_SECONDS: Final = 10.0
 _HINTS: Final = 4096
 
 
 class HostTransfer(Transfer):
-    """A `Transfer` over this host's `transfer_dir` and, where `settings.shares_states`, over other
-    hosts' states, which are reached between `start` and `stop`."""
+    """A `Transfer` over this host's `transfer_dir` and, if `settings.shares_states`, other hosts.
+
+    Other hosts' states can be fetched between `start` and `stop`.
+    """
 
     def __init__(self, settings: ServiceSettings, telemetry: Telemetry) -> None:
         self._settings = settings
@@ -185,7 +190,7 @@ class HostTransfer(Transfer):
         super().__init__(settings.transfer_dir, fallback=fallback, peers=peers)
         telemetry.registry.register(self.counters)
         if settings.shares_states:
-            # Clusters that share a machine may share the directory.
+            # Several clusters on one machine may share the directory.
             mark = hashlib.sha256(settings.orchestrator_address.encode()).hexdigest()[:8]
             self._owner = HostOwnership(
                 self.roots[0],
@@ -196,7 +201,7 @@ class HostTransfer(Transfer):
             )
 
     async def start(self) -> None:
-        """Have an owner on this host. Raises `TroupeError` when none can serve."""
+        """Make sure that this host has an owner. Raises `TroupeError` if none can be started."""
         if self._owner is None:
             threading.Thread(target=self._sweep_on, name="transfer-sweep", daemon=True).start()
             return
@@ -211,7 +216,7 @@ class HostTransfer(Transfer):
             raise self._refusal
 
     async def stop(self) -> None:
-        """Stop what `start` started. Repeatable."""
+        """Stop the owner and the threads that `start` started. Idempotent."""
         self._stopped.set()
         if self._owner is not None:
             await asyncio.to_thread(self._owner.close)
@@ -220,13 +225,13 @@ class HostTransfer(Transfer):
 
     @property
     def address(self) -> str:
-        """The address at which other hosts read this one's states; "" where they cannot."""
+        """The address at which other hosts read this host's states; "" if they cannot."""
         place = None if self._owner is None else self._owner.place()
         return "" if place is None else place.address
 
     @property
     def holders(self) -> list[str]:
-        """The holders that a reference to a state of this host names."""
+        """The `WeightsRef.holders` for a state of this host."""
         return [self.address] if self.address else []
 
     def hint(self, key: str, holders: Collection[str]) -> None:
@@ -240,9 +245,9 @@ class HostTransfer(Transfer):
                 self._hints.popitem(last=False)
 
     def locate(self, key: str, expected: str | None = None) -> Sequence[str]:
-        """Owners of other hosts that may have `key`, likely ones first. Blocking.
+        """Owners of other hosts that may have `key`, most likely first. Blocking.
 
-        Raises Unavailable when the orchestrator is away and no owner was known before.
+        Raises Unavailable if the orchestrator is unreachable and no owner was known before.
         """
         with self._mutex:
             hinted = self._hints.get(key, ())
@@ -260,7 +265,7 @@ class HostTransfer(Transfer):
         return [one for one in dict.fromkeys((*hinted, *owners)) if one != self.address]
 
     def directory(self, key: str) -> pb.LocateStateResponse:
-        """The orchestrator's answer to where `key` may be. Blocking. Raises `TroupeError`."""
+        """Ask the orchestrator which hosts may have `key`. Blocking. Raises `TroupeError`."""
         if self._directory is None:
             raise Unavailable("this host reaches no other one", kind="directory_away")
         request = pb.LocateStateRequest(key=key)
@@ -312,8 +317,7 @@ class HostTransfer(Transfer):
             time.sleep(0.05)
 
     def _look_on(self, owner: HostOwnership) -> None:
-        """Keep an owner running; in one thread, as an owner process ends with the one that started
-        it."""
+        """Keep an owner running, from one thread: an owner ends with the thread that started it."""
         while True:
             try:
                 owner.look()
@@ -328,7 +332,7 @@ class HostTransfer(Transfer):
                 return
 
     def _sweep_on(self) -> None:
-        """Sweep periodically, where there is no owner that does."""
+        """Sweep periodically, on a host without an owner that does."""
         while not self._stopped.wait(_SWEEP_SECONDS):
             self.sweep()
 
@@ -351,7 +355,7 @@ class HostTransfer(Transfer):
 
 
 class _OtherHosts:
-    """`sources.FetchSource`: has this host's owner fetch from other hosts."""
+    """A `sources.FetchSource` that has this host's owner fetch states from other hosts."""
 
     def __init__(self, host: HostTransfer, client: ClientSettings) -> None:
         self._host, self._client = host, client
@@ -360,12 +364,12 @@ class _OtherHosts:
 
     @property
     def address(self) -> str:
-        """For error messages."""
+        """A description of the source for error messages."""
         return "other hosts"
 
     @property
     def deadline_seconds(self) -> float:
-        """Bound of a fetch whose caller gives no deadline."""
+        """Default deadline of a fetch, in seconds."""
         return 600.0
 
     def fetch(

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
-# Keeps a group whose rewards nearly agree from blowing up; the value that TRL uses.
+# Bounds the advantages of a group whose rewards are nearly equal; the value that TRL uses.
 EPSILON = 1e-4
 
 
@@ -38,7 +38,7 @@ def group_statistics(
     n = len(group_rewards)
     flat = torch.tensor([r for group in group_rewards for r in group], dtype=torch.float64)
     index = torch.repeat_interleave(torch.arange(n), sizes)
-    # Centred on the first member, so that equal rewards give zero and not rounding dust.
+    # Centred on the first member, so that equal rewards give exactly zero despite rounding.
     first = torch.tensor([group[0] for group in group_rewards], dtype=torch.float64)
     delta = flat - first[index]
     shift = torch.zeros(n, dtype=torch.float64).index_add_(0, index, delta) / sizes
@@ -54,12 +54,12 @@ def group_advantages(
     scale_by_std: bool = True,
     epsilon: float = EPSILON,
 ) -> torch.Tensor:
-    """A_i = (r_i - mean(G(i))) / (std(G(i)) + epsilon), or without the division.
+    """GRPO advantages A_i = (r_i - mean(G(i))) / (std(G(i)) + epsilon), float64 [n].
 
-    `rewards`: n samples; `group_rewards`: for each its group's final rewards, its own
-    included. Returns float64 [n]. Independent of how samples are spread over micro-batches,
-    since each sample brings its whole group's rewards. NaN rewards give NaN advantages, and so do
-    finite ones whose squares are not.
+    `scale_by_std` False leaves the division out (Dr. GRPO). `rewards`: of n samples;
+    `group_rewards`: for each sample the final rewards of its group, its own included, so that the
+    result does not depend on how samples are spread over micro-batches. NaN rewards give NaN
+    advantages, and so do finite rewards whose squares overflow.
     """
     _same_length(rewards, group_rewards)
     if not rewards:
@@ -72,9 +72,9 @@ def group_advantages(
 def leave_one_out_advantages(
     rewards: Sequence[float], group_rewards: Sequence[Sequence[float]]
 ) -> torch.Tensor:
-    """A_i = r_i - mean(G(i) without i), float64 [n]; zero in a group of one.
+    """RLOO advantages A_i = r_i - mean(G(i) without i), float64 [n]; zero in a group of one.
 
-    Arguments as of `group_advantages`. Equal to n/(n-1) (r_i - mean(G(i))), n = |G(i)|.
+    Arguments as in `group_advantages`. Computed as n/(n-1) (r_i - mean(G(i))), n = |G(i)|.
     """
     centred = group_advantages(rewards, group_rewards, scale_by_std=False)
     sizes = _float64([len(group) for group in group_rewards])
@@ -82,9 +82,9 @@ def leave_one_out_advantages(
 
 
 def batch_statistics(rewards: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation of B's rewards, bit for bit whatever their order.
+    """Mean and standard deviation of a step's rewards, bitwise independent of their order.
 
-    At least one reward.
+    `rewards` must not be empty.
     """
     mean, std = group_statistics([sorted(rewards)])
     return float(mean), float(std)
@@ -97,28 +97,31 @@ def batch_advantages(
     *,
     epsilon: float = EPSILON,
 ) -> torch.Tensor:
-    """A_i = (r_i - mean_i) / (std_i + epsilon), float64 [n].
+    """REINFORCE++ advantages A_i = (r_i - mean_i) / (std_i + epsilon), float64 [n].
 
-    `mean`, `std`: for each sample those of all samples of its step (`batch_statistics`), or of
-    those of its agent.
+    `mean`, `std`: for each sample, the `batch_statistics` of all samples of its step or of its
+    agent's samples.
     """
     _same_length(rewards, mean)
     return _scaled(_float64(rewards) - _float64(mean), _float64(std), epsilon)
 
 
 def role_advantages(rewards: Sequence[float], baselines: Sequence[float]) -> torch.Tensor:
-    """A_i = r_i - b_k(i), float64 [n]; `baselines`: for each sample its role's."""
+    """Role-conditioned (RAE) advantages A_i = r_i - b_k(i), float64 [n].
+
+    `baselines`: for each sample, the moving average of its role.
+    """
     _same_length(rewards, baselines)
     return _float64(rewards) - _float64(baselines)
 
 
 def moved_baseline(baseline: float, rewards: Sequence[float], decay: float) -> float:
-    """b_k after a step whose samples of role k had these `rewards`, whatever their order.
+    """The RAE baseline b_k after a step with these `rewards` of role k; independent of their order.
 
-    n updates b <- decay b + (1 - decay) r, with every r the mean of the n: decay^n b +
-    (1 - decay^n) mean. SPIRAL updates b before it subtracts it from r, one trajectory after
-    another; here b stays as it was before the step, so that A does not depend on the order in
-    which samples come, and b not on the sample that it is subtracted from.
+    Equals n updates b <- decay b + (1 - decay) r with every r replaced by the mean of the n:
+    decay^n b + (1 - decay^n) mean. SPIRAL updates b trajectory by trajectory, before it subtracts b
+    from r. This implementation uses the b from before the step for all its samples, so that A does
+    not depend on the order of samples, nor b on the sample that it is subtracted from.
     """
     if not rewards:
         return baseline
@@ -127,7 +130,7 @@ def moved_baseline(baseline: float, rewards: Sequence[float], decay: float) -> f
 
 
 def _scaled(centred: torch.Tensor, std: torch.Tensor, epsilon: float) -> torch.Tensor:
-    # Division by an infinite deviation would give zero, and hide the fault.
+    # Division by an infinite deviation would give advantage zero, and hide overflowing rewards.
     return torch.where(torch.isfinite(std), centred / (std + epsilon), torch.nan)
 
 

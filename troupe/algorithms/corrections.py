@@ -13,9 +13,9 @@ masked: w_t = rho_t inside [1/c, c], else the token carries no loss at all (IceP
 sequence_masked: w_t = rho(y) for all tokens of y where rho(y) is inside [1/c, c], else y carries no
     loss at all. rho(y) strays further the longer y is: it wants a larger c than a token does.
 
-Losses that weigh tokens by rho_t themselves take from a mask only which tokens carry a loss. What
-a mask takes out is out before anything is computed of it: its gradient is exactly zero, whatever
-its log-probs are (`taken` in losses.py).
+A loss that already weighs tokens by rho_t uses a mask only to decide which tokens carry a loss.
+Masked tokens are removed before the loss is computed, so their gradient is exactly zero even if
+their log-probs are infinite (`taken` in losses.py).
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ Correction = Literal["none", "truncated", "masked", "sequence_masked"]
 
 
 def truncated_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
-    """min(rho_t, cap), per token [T], without gradient. `cap` >= 1."""
+    """Truncated importance weights min(rho_t, cap), per token [T], without gradient. `cap` >= 1."""
     return ratio.detach().clamp(max=cap)
 
 
 def masked_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
-    """rho where 1/cap <= rho <= cap, else 0, per token [T], without gradient. `cap` >= 1.
+    """Masked importance weights [T], without gradient: rho where 1/cap <= rho <= cap, else 0.
 
-    `ratio`: each token's own, or its sequence's (`sequence_ratio`).
+    `ratio`: each token's own, or that of its sequence (`sequence_ratio`). `cap` >= 1.
     """
     constant = ratio.detach()
     return torch.where(within(constant, cap), constant, torch.zeros_like(constant))
 
 
 def within(ratio: torch.Tensor, cap: float) -> torch.Tensor:
-    """Bool [T]: whether 1/cap <= rho_t <= cap; false for NaN."""
+    """Mask of the tokens with 1/cap <= rho_t <= cap, bool [T]; false for NaN."""
     return (ratio >= 1.0 / cap) & (ratio <= cap)
 
 
 def sequence_ratio(
     logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, sequences: torch.Tensor
 ) -> torch.Tensor:
-    """rho(y) of the sequence of each token, [T]; `sequences` as of `sequence_sums`."""
+    """Importance ratio rho(y) of each token's sequence, [T]; `sequences` as in `sequence_sums`."""
     return bounded_exp(sequence_sums(logprobs - behaviour_logprobs, sequences))
 
 
 def corrected_loss(
     logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """-w_t A_t, per token [T], with the gradient -w_t A_t grad log pi(a_t)."""
+    """Policy-gradient loss -w_t A_t per token [T], with the gradient -w_t A_t grad log pi(a_t)."""
     factors = weights * advantages
     x = where_weighed(logprobs, factors)
-    # exp(x - constant x) is one, and its derivative that of x.
+    # exp(x - detached x) has the value one and the derivative of x.
     return -factors * torch.exp(x - x.detach())

@@ -1,9 +1,9 @@
-"""A loss of log-probs under a linear output layer, without the [N, V] logits of all tokens.
+"""Chunked loss over the log-probs of a linear output layer, without all tokens' [N, V] logits.
 
-A block of tokens goes through layer, log-softmax, loss and their backward at once, in buffers that
-are reused: only its share of the gradients of hidden states and layer is kept. Nothing is computed
-twice, unless the loss couples more tokens than a block has (as Cut Your Losses, Wijmans et al.
-2024, and Liger Kernel, Hsu et al. 2024, do for the cross-entropy).
+Each block of tokens runs through output layer, log-softmax, loss and their backward pass in reused
+buffers; only its gradients with respect to hidden states and layer are kept. Nothing is computed
+twice, unless the loss couples more tokens than fit a block. Cut Your Losses (Wijmans et al. 2024)
+and Liger Kernel (Hsu et al. 2024) do the same for cross-entropy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ except ImportError:  # torch's CPU builds come without it
 
 log = logging.getLogger(__name__)
 
-# Elements of a row that a Triton program holds at a time.
+# Elements of a row of logits that a Triton program holds at a time.
 _BLOCK: Final = 8192
 _WARPS: Final = 16
 _TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,10 +66,11 @@ def score_rows(
     entropy: torch.Tensor,
     mass: torch.Tensor,
 ) -> None:
-    """Fill in the log-probs of `targets` (int64 [n]), the entropies in nats, and `mass`, the log of
-    the sum of exponentials: float32 [n], of logits [n, V] (contiguous) over `temperatures` [n].
+    """Fill `logprobs`, `entropy` and `mass` (float32 [n]) from logits over temperatures.
 
-    A masked token (-inf) has no share in the entropy.
+    `logits`: [n, V], contiguous; `targets`: int64 [n]; `temperatures`: [n]. `logprobs` are those of
+    the targets, `entropy` is in nats, `mass` is the logsumexp. A logit of -inf contributes nothing
+    to the entropy.
     """
     vocabulary = logits.shape[1]
     _score[(len(logits),)](
@@ -94,8 +95,11 @@ def slope_rows(
     by_logprob: torch.Tensor,
     by_entropy: torch.Tensor,
 ) -> None:
-    """Overwrite `logits` with the slope of a loss by them, given its slopes by the log-probs of
-    `targets` and by the entropies, float32 [n]; the rest as `score_rows` was given and left it."""
+    """Overwrite `logits` with the gradient of a loss with respect to them.
+
+    `by_logprob`, `by_entropy`: the loss's gradients with respect to the targets' log-probs and the
+    entropies, float32 [n]. Other arguments as passed to, and filled by, `score_rows`.
+    """
     vocabulary = logits.shape[1]
     shared = (targets, temperatures, entropy, mass, by_logprob, by_entropy)
     _slope[(len(logits),)](logits, *shared, vocabulary, BLOCK=_block(vocabulary), num_warps=_WARPS)
@@ -106,7 +110,7 @@ def _block(vocabulary: int) -> int:
 
 
 if triton is not None:
-    # (Triton reads annotations, and knows none of Python's.)
+    # Without annotations: Triton reads them as its own, and does not know Python's.
     @triton.jit  # type: ignore[untyped-decorator]
     def _score(  # type: ignore[no-untyped-def]
         logits,
@@ -133,7 +137,7 @@ if triton is not None:
             shift = tl.where(total > 0, top - higher, 0.0)
             spread = tl.exp(shift) * (spread + shift * total)
             total = total * tl.exp(shift)
-            # (Of a block in which all tokens are masked the largest is -inf, too.)
+            # In a block whose logits are all -inf the maximum is -inf, too.
             away = tl.where(x == float("-inf"), x, x - higher)
             weight = tl.exp(away)
             total += tl.sum(weight, 0)
@@ -178,20 +182,22 @@ if triton is not None:
             tl.store(start + place, slope.to(logits.dtype.element_ty), mask=inside)
 
 
-# Logits of one block in bytes: enough rows for the matrix products to run at full
-# speed, little beside what else a pass needs.
+# Bytes of one block's logits: enough rows for matrix products at full speed, and little memory
+# compared with the rest of a pass.
 _BLOCK_BYTES: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
-# Elements that are exponentiated at a time: on a CPU what stays in its caches.
+# Elements that are exponentiated at a time: few enough to stay in a CPU's caches.
 _SCRATCH_ELEMENTS: Final = {"cpu": 1 << 18, "cuda": 1 << 26}
 
-# (log-probs [n], entropies [n], which tokens they are of) -> summed loss, a scalar.
+# (log-probs [n], entropies [n], slice of the tokens) -> summed loss, a scalar.
 LossOf = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probs and entropies of N tokens, [N] in nats, without gradient: float32, or float64 for
-    float64 hidden states."""
+    """Log-probs and entropies of N tokens, [N] each, in nats, without gradient.
+
+    float32, or float64 for float64 hidden states.
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -239,8 +245,8 @@ def linear_loss(
     """The sum of `loss_of` over all tokens, differentiable in `hidden`, weight and bias.
 
     Shapes as in `linear_scores`. `spans`: lengths, which add up to N, of the runs of tokens whose
-    losses depend on each other; None: every token stands alone. A run that is longer than
-    `block` costs one more product with the weight. The loss may be differentiated once.
+    losses depend on each other; None: the loss is a sum over tokens. A run longer than `block`
+    costs one more product with the weight. Double backward is not supported.
     """
     work = _Work(hidden.detach(), head, targets, temperatures, block)
     loss = _LinearLoss.apply(hidden, head.weight, head.bias, work, loss_of, spans)  # type: ignore[no-untyped-call]
@@ -305,7 +311,7 @@ class _Grads:
 def _differentiate(
     loss_of: LossOf, work: _Work, part: slice
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The loss of some tokens and its derivatives by their log-probs and entropies."""
+    """The loss of the tokens in `part`, and its gradients by their log-probs and entropies."""
     with torch.enable_grad():
         logprobs = work.logprobs[part].detach().requires_grad_()
         entropy = work.entropy[part].detach().requires_grad_()
@@ -334,7 +340,7 @@ class _Work:
             raise ValueError(f"hidden and targets must be [N, d] and [N], got {shapes}")
         kind = hidden.device.type
         vocabulary = head.weight.shape[0]
-        # As a linear layer would under autocast.
+        # Cast to the dtype that a linear layer would use under autocast.
         product = hidden.dtype
         if torch.is_autocast_enabled(kind):
             product = torch.get_autocast_dtype(kind)
@@ -417,7 +423,8 @@ class _Work:
         by_entropy: torch.Tensor | None,
         grads: _Grads,
     ) -> None:
-        """Add the gradients of `part`, which was scored last, given the loss's own slopes [n]."""
+        """Add the gradients of `part`, the last scored, given the loss's gradients [n] (see
+        `slope_rows`)."""
         slope = self._buffer[: part.stop - part.start]
         if self._fused:
             slopes = (
@@ -446,7 +453,7 @@ class _Work:
         by_logprob: torch.Tensor | None,
         by_entropy: torch.Tensor | None,
     ) -> None:
-        """Overwrite the log-probs of `part`, `slope`, with the loss's slope by the logits."""
+        """Overwrite `slope`, which has the log-probs of `part`, with the gradient by the logits."""
         entropy = self.entropy[part]
         rows = self._scratch_rows
         for start in range(0, len(slope), rows):

@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 
 
 def sequence_sums(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """For each token the sum of `values` over its sequence, [T]; differentiable.
+    """Sum of `values` over each token's sequence, [T]; differentiable.
 
-    `sequences`: int64 [T], equal for neighbours of one sequence, whose tokens lie together.
+    `sequences`: int64 [T], the sequence id of each token; tokens of a sequence are adjacent.
     """
     segments = _segments(sequences)
-    # T is a bound on the number of sequences that no device has to be asked for.
+    # T bounds the number of sequences; the exact number would need a device synchronization.
     sums = torch.zeros_like(values).index_add(0, segments, values)
     return sums.index_select(0, segments)
 
@@ -26,9 +26,9 @@ def sequence_sums(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor
 def sequence_means(
     values: torch.Tensor, sequences: torch.Tensor, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """For each token the mean of `values` over its sequence, [T]; differentiable.
+    """Mean of `values` over each token's sequence, [T]; differentiable.
 
-    `kept`: bool [T], the tokens that count; None: all. Where none does the mean is zero.
+    `kept`: bool [T], the tokens that count; None: all. The mean over no tokens is zero.
     """
     if kept is None:
         counted = torch.ones_like(values, requires_grad=False)
@@ -39,7 +39,7 @@ def sequence_means(
 
 
 def _segments(sequences: torch.Tensor) -> torch.Tensor:
-    """Sequences counted from zero in the order in which they come, int64 [T]."""
+    """Sequence ids renumbered from zero in order of appearance, int64 [T]."""
     fresh = torch.ones_like(sequences)
     fresh[1:] = (sequences[1:] != sequences[:-1]).to(sequences.dtype)
     return fresh.cumsum(0) - 1

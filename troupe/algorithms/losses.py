@@ -4,11 +4,11 @@ A step's loss is `(1/N) sum_t w_t l_t` over all its tokens t. Micro-batches accu
 gradient of `sum_t w_t l_t`; the one division by N comes when the step is complete and N is
 known. Symbols: rho_t = pi(a_t)/mu(a_t) importance ratio, A_t advantage, w_t token weight.
 
-*Recomputed old log-probs*: the loss's ratio is pi/pi_old, pi_old the weights that the step began
-with, whatever drew the tokens; a correction then weighs each token's loss by what it makes of
-pi_old/mu, a constant. With `ppo_clip` and `truncated` that is decoupled PPO: Hilton et al. 2022
-("Batch size-invariance for policy optimization"), section 3, with pi_old the proximal and mu the
-behaviour policy; Fu et al. 2025 (AReaL), section 5.2.
+*Recomputed old log-probs*: the loss's ratio is pi/pi_old, where pi_old has the weights that the
+step began with, not those that drew the tokens. A correction then multiplies each token's loss by a
+constant weight derived from pi_old/mu. With `ppo_clip` and `truncated` that is decoupled PPO:
+Hilton et al. 2022 ("Batch size-invariance for policy optimization"), section 3, with pi_old the
+proximal and mu the behaviour policy; Fu et al. 2025 (AReaL), section 5.2.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Normalize = Literal["token", "sequence", "constant"]
 
 
 def token_weights(lengths: Sequence[int], normalize: Normalize) -> torch.Tensor:
-    """w_t of all tokens of sequences with these response lengths; float64 [sum(lengths)].
+    """Token weights w_t of sequences with these response lengths; float64 [sum(lengths)].
 
-    "token", "constant": 1; "sequence": 1/length, so that every sequence counts alike.
+    "token", "constant": 1; "sequence": 1/length, so that all sequences have equal weight.
     """
     sizes = torch.tensor(list(lengths), dtype=torch.int64)
     if normalize != "sequence":
@@ -52,10 +52,10 @@ def token_weights(lengths: Sequence[int], normalize: Normalize) -> torch.Tensor:
 
 
 def normalizer(lengths: Sequence[int], normalize: Normalize, constant: int = 1) -> int:
-    """N's share of these sequences.
+    """The contribution of these sequences to the loss normalizer N.
 
-    "token": their tokens; "sequence": how many have any token; "constant": `constant` tokens for
-    each of those, however many it has (Dr. GRPO, Liu et al. 2025, section 3.2).
+    "token": their number of tokens; "sequence": the number of sequences with at least one token;
+    "constant": `constant` per such sequence (Dr. GRPO, Liu et al. 2025, section 3.2).
     """
     if normalize == "token":
         return sum(lengths)
@@ -66,8 +66,7 @@ def normalizer(lengths: Sequence[int], normalize: Normalize, constant: int = 1) 
 def k3_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
     """Estimate of KL(pi || ref) at each token [T]: q - log q - 1 with q = ref(a_t)/pi(a_t).
 
-    Never negative, unbiased over a_t ~ pi (Schulman's k3). q is bounded as ratios are
-    (`bounded_exp`).
+    Never negative, unbiased over a_t ~ pi (Schulman's k3). q is bounded by `bounded_exp`.
     """
     log_q = reference_logprobs - logprobs
     return bounded_exp(log_q) - log_q.clamp(max=MAX_LOG_RATIO) - 1.0
@@ -83,9 +82,9 @@ def policy_loss(
     correction: Correction = "none",
     correction_cap: float = 2.0,
 ) -> torch.Tensor:
-    """`ppo_clip` of each token [T]: clipped, or corrected as `correction` says.
+    """The `ppo_clip` loss per token [T]: with PPO's clip, or with `correction` in its place.
 
-    `ratio`: each token's; under `sequence_masked` its sequence's.
+    `ratio`: rho_t of each token; under `sequence_masked` rho(y) of its sequence.
     """
     if correction == "none":
         return clipped_loss(ratio, advantages, clip_low, clip_high)
@@ -101,7 +100,7 @@ def correction_ratio(
 ) -> torch.Tensor:
     """The ratio that the correction bounds, [T]: rho(y) for `sequence_masked`, else rho_t.
 
-    Raises ValueError where it needs `sequences` and has none.
+    Raises ValueError if `sequence_masked` comes without `sequences`.
     """
     if correction != "sequence_masked":
         return importance_ratio(logprobs, behaviour_logprobs)
@@ -126,24 +125,27 @@ def grpo_loss_sum(
     entropy: torch.Tensor | None = None,
     entropy_coefficient: float = 0.0,
 ) -> torch.Tensor:
-    """sum_t w_t (policy_t + beta KL_t - c H_t), a scalar; the caller divides by N.
+    """The summed loss sum_t w_t (policy_t + beta KL_t - c H_t), a scalar; the caller divides by N.
 
     All arguments are [T]; gradients flow through `logprobs` and `entropy`. `sequences` (int64, see
-    `sequence_sums`) names each token's sequence, all of whose tokens are there: `gspo` and
-    `sequence_masked` need it. What is masked carries no KL and no entropy either, is no part of its
-    sequence's ratio under `gspo`, and its gradient is exactly zero, whatever its numbers are; N
-    counts it all the same, so that it does not depend on the weights. `truncated` weighs the policy
-    term only.
-    `old_logprobs`: of the weights that the step began with, where the loss is against those.
-    Raises ValueError for `truncated` with another loss than `ppo_clip` and no `old_logprobs`: they
-    use rho_t already.
+    `sequence_sums`) is the sequence id of each token; `gspo` and `sequence_masked` need it, with
+    whole sequences.
+
+    A masked token has no KL and no entropy term either, does not count in its sequence's ratio
+    under `gspo`, and has a gradient of exactly zero even if its log-probs are not finite. N counts
+    it nevertheless, so that N does not depend on the weights. `truncated` scales the policy term
+    only. `old_logprobs`: those of the weights that the step began with, if the loss is relative to
+    them.
+
+    Raises ValueError for `truncated` with another loss than `ppo_clip` and no `old_logprobs`: the
+    other losses use rho_t already.
     """
     start = logprobs if old_logprobs is None else old_logprobs
     seen = correction_ratio(start.detach(), behaviour_logprobs, sequences, correction)
     kept = taken(seen, correction, correction_cap) & (weights != 0)
 
     def of_kept(values: torch.Tensor) -> torch.Tensor:
-        # Before anything is computed of them: a gradient of zero times infinity is NaN.
+        # Selected before anything is computed: the gradient of zero times infinity is NaN.
         return torch.where(kept, values, torch.zeros_like(values))
 
     logprobs, advantages = of_kept(logprobs), of_kept(advantages)
@@ -175,7 +177,7 @@ def grpo_loss_sum(
 
 
 def taken(seen: torch.Tensor, correction: Correction, cap: float) -> torch.Tensor:
-    """Bool [T]: tokens that a correction leaves in the loss, given their `correction_ratio`."""
+    """Mask of the tokens that a correction keeps, bool [T]; `seen`: their `correction_ratio`."""
     if correction in ("masked", "sequence_masked"):
         return within(seen, cap)
     return torch.ones_like(seen, dtype=torch.bool)
@@ -191,7 +193,7 @@ def _objective(
     clip_low: float,
     clip_high: float,
 ) -> torch.Tensor:
-    """The loss of each token [T] against a policy whose log-probs are `anchor`."""
+    """The policy loss per token [T], relative to the policy whose log-probs are `anchor`."""
     if loss == "dppo_mask":
         return divergence_masked_loss(logprobs, anchor, advantages, clip_low, clip_high)
     if loss == "gspo":

@@ -1,4 +1,4 @@
-"""Policy objectives of a token, as losses.
+"""Policy objectives per token (PPO clip, GSPO, CISPO, DPPO), as losses.
 
 Symbols: pi the policy being trained, mu the one that drew the tokens, rho_t = pi(a_t)/mu(a_t),
 A_t advantage, l and h the lower and upper clip range (`clip_low`, `clip_high`).
@@ -25,22 +25,25 @@ from troupe.algorithms.logprobs import sequence_means
 
 Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
 
-# Of log-ratios: e^30 is beyond any cap and clip. Of more, the exponential or the square of a
-# gradient would overflow single precision, and zero times infinity is NaN in the gradient of what a
-# clip or a mask takes out.
+# Bound on log-ratios: e^30 exceeds every cap and clip. Beyond it the exponential, or the square of
+# a gradient, would overflow single precision, and the gradient of a clipped or masked token would
+# be zero times infinity, which is NaN.
 MAX_LOG_RATIO: Final = 30.0
-# `dppo_mask`: a token that mu found impossible must not carry the step alone.
+# `dppo_mask`: cap on rho_t, so that a token that mu found impossible does not dominate the step.
 MAX_WEIGHT = 20.0
 
 
 def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
-    """rho_t [T] = pi(a_t) / mu(a_t), mu being the policy that generated the tokens."""
+    """Importance ratio rho_t = pi(a_t) / mu(a_t), [T]; mu is the policy that drew the tokens."""
     return bounded_exp(logprobs - behaviour_logprobs)
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(min(log_ratio, 30)), with the gradient exp(30) beyond the bound, whose direction is
-    right, and none at infinity; NaN stays NaN."""
+    """exp(min(log_ratio, 30)), with a finite gradient everywhere.
+
+    The gradient beyond the bound is exp(30), which keeps its direction, and zero at infinity. NaN
+    stays NaN.
+    """
     within = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
     x = torch.where(torch.isfinite(log_ratio), log_ratio, torch.zeros_like(log_ratio))
     beyond = math.exp(MAX_LOG_RATIO) * (1.0 + (x - x.detach()))
@@ -53,10 +56,10 @@ def sequence_level_ratio(
     sequences: torch.Tensor,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """s(y) [T] of each token's sequence y, with gradient: exp(mean_t log rho_t).
+    """GSPO's ratio s(y) = exp(mean_t log rho_t) of each token's sequence y, [T], with gradient.
 
-    `sequences` as of `sequence_sums`; the whole of every sequence has to be there. `kept`: bool
-    [T], the tokens that the mean is over where a correction takes others out; None: all.
+    `sequences` as in `sequence_sums`, all of them whole. `kept`: bool [T], the tokens that a
+    correction keeps, over which the mean is taken; None: all.
     """
     return bounded_exp(sequence_means(logprobs - behaviour_logprobs, sequences, kept))
 
@@ -64,7 +67,7 @@ def sequence_level_ratio(
 def clipped_loss(
     ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> torch.Tensor:
-    """-min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t), per token [T] (PPO, eq. 7)."""
+    """PPO's loss -min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t) per token [T] (eq. 7)."""
     clipped = torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
@@ -72,7 +75,7 @@ def clipped_loss(
 def is_clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> torch.Tensor:
-    """Bool [T]: tokens whose gradient the clip removes."""
+    """Mask of the tokens whose gradient the clip removes, bool [T]."""
     above = (advantages > 0) & (ratio > 1.0 + clip_high)
     below = (advantages < 0) & (ratio < 1.0 - clip_low)
     return above | below
@@ -81,14 +84,16 @@ def is_clipped(
 def cispo_loss(
     logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, clip_high: float
 ) -> torch.Tensor:
-    """-sg(min(rho_t, 1 + high)) A_t log pi(a_t), per token [T]: every token keeps a gradient."""
+    """CISPO's loss -sg(min(rho_t, 1 + high)) A_t log pi(a_t) per token [T]; sg: stop gradient."""
     factors = ratio.detach().clamp(max=1.0 + clip_high) * advantages
     return -factors * where_weighed(logprobs, factors)
 
 
 def where_weighed(logprobs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """log pi(a_t), and a constant zero where it is multiplied by zero: the log-prob of a token that
-    pi finds impossible is infinite, and zero times infinity is NaN."""
+    """`logprobs` where `factors` are not zero, else a constant zero.
+
+    The log-prob of a token that pi finds impossible is -inf, and zero times infinity is NaN.
+    """
     return torch.where(factors == 0, torch.zeros_like(logprobs), logprobs)
 
 
@@ -99,10 +104,11 @@ def is_outside(
     low: float,
     high: float,
 ) -> torch.Tensor:
-    """Bool [T]: tokens that `dppo_mask` masks.
+    """Mask of the tokens that `dppo_mask` removes from the loss, bool [T].
 
-    pi(a_t) - mu(a_t) > high and A_t > 0, or mu(a_t) - pi(a_t) > low and A_t < 0. Unlike a ratio's
-    range this leaves rare tokens alone, whose ratio strays far while the distribution hardly moves.
+    These have pi(a_t) - mu(a_t) > high and A_t > 0, or mu(a_t) - pi(a_t) > low and A_t < 0. Unlike
+    a clip of the ratio this keeps rare tokens, whose ratio changes much while the distribution
+    hardly does.
     """
     moved = logprobs.detach().exp() - behaviour_logprobs.exp()
     return ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))
@@ -115,7 +121,7 @@ def divergence_masked_loss(
     low: float,
     high: float,
 ) -> torch.Tensor:
-    """-sg(min(rho_t, 20)) A_t log pi(a_t), or zero where `is_outside`, per token [T]."""
+    """DPPO's loss per token [T]: -sg(min(rho_t, 20)) A_t log pi(a_t), or zero if `is_outside`."""
     weights = importance_ratio(logprobs, behaviour_logprobs).detach().clamp(max=MAX_WEIGHT)
     outside = is_outside(logprobs, behaviour_logprobs, advantages, low, high)
     factors = torch.where(outside, torch.zeros_like(weights), weights * advantages)
@@ -132,9 +138,9 @@ def removed_by(
     clip_high: float,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Bool [T]: tokens that the loss clips or masks; with `cispo` those whose weight is capped.
+    """Mask of the tokens that the loss clips or masks, or (`cispo`) whose weight it caps, bool [T].
 
-    `kept` as of `sequence_level_ratio`.
+    `kept` as in `sequence_level_ratio`.
     """
     if loss == "dppo_mask":
         return is_outside(logprobs, behaviour_logprobs, advantages, clip_low, clip_high)

@@ -19,7 +19,7 @@ from troupe.algorithms.objectives import Loss, importance_ratio, removed_by
 
 @dataclass
 class TokenStatistics:
-    """Sums over tokens; `add` one micro-batch after another, then read the means.
+    """Accumulator of token metrics: `add` each micro-batch, then read `metrics`.
 
     Sums stay tensors until they are read, so that adding never waits for a device.
     """
@@ -32,7 +32,7 @@ class TokenStatistics:
     ratio_max: torch.Tensor | float = 0.0
     # Tokens that the loss clips or masks.
     clipped: torch.Tensor | float = 0.0
-    # Tokens without a policy gradient because a mask, the loss's or the correction's, took it.
+    # Tokens without a policy gradient because the loss or the correction masks them.
     masked: torch.Tensor | float = 0.0
     mismatch_kl: torch.Tensor | float = 0.0
     reference_kl: torch.Tensor | float = 0.0
@@ -61,7 +61,7 @@ class TokenStatistics:
         old_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
     ) -> None:
-        """Add T tokens; `loss_sum` is a scalar, the rest [T], as `grpo_loss_sum` is given it."""
+        """Add T tokens; `loss_sum` is a scalar, the rest are [T], as passed to `grpo_loss_sum`."""
         if logprobs.numel() == 0:
             return
         ratio = importance_ratio(logprobs, behaviour_logprobs)
@@ -76,7 +76,7 @@ class TokenStatistics:
         anchor = behaviour_logprobs if old_logprobs is None else old_logprobs
         start = logprobs if old_logprobs is None else old_logprobs
         seen = correction_ratio(start, behaviour_logprobs, sequences, correction)
-        # A correction takes the place of PPO's clip, unless that is against other weights.
+        # A correction replaces PPO's clip, unless the clip is relative to recomputed log-probs.
         if correction == "none" or loss != "ppo_clip" or recomputed:
             of_loss = (logprobs, anchor, advantages, sequences, clip_low, clip_high)
             kept = taken(seen, correction, correction_cap)
@@ -90,7 +90,7 @@ class TokenStatistics:
             if correction != "truncated":
                 masked = masked | cut
         self.masked = self.masked + masked.sum()
-        # Between the policy that generated the tokens and the trainer's copy of it.
+        # The mismatch between the policy that generated the tokens and the trainer's copy of it.
         mismatch = k3_kl(behaviour_logprobs, logprobs)
         self.mismatch_kl = self.mismatch_kl + mismatch.sum(dtype=torch.float64)
         self.entropy = self.entropy + entropy.sum(dtype=torch.float64)
@@ -123,7 +123,7 @@ class TokenStatistics:
             "importance_sampling_ratio/min": float(self.ratio_min) if self.tokens else 0.0,
             "importance_sampling_ratio/mean": float(self.ratio) / n,
             "importance_sampling_ratio/max": float(self.ratio_max),
-            # (sum rho)^2 / (n sum rho^2): what share of the tokens the weighed ones are worth.
+            # (sum rho)^2 / (n sum rho^2): effective sample size as a fraction of the tokens.
             "effective_sample_size": float(self.ratio) ** 2 / (n * squares) if squares else 0.0,
             "clip_fraction": float(self.clipped) / n,
             "masked_fraction": float(self.masked) / n,

@@ -1,15 +1,15 @@
-"""Advantages from a value function, and how that function is fitted.
+"""Generalized advantage estimation (GAE), and the loss that fits its value function.
 
 Symbols: s_t what stands before token t, V(s_t) its predicted return, r_t what token t earns,
 gamma the discount, lambda the trace decay, delta_t a temporal difference, A_t the advantage,
 R_t the return that V(s_t) is fitted to.
 
-A *chain* is everything that one agent says in one trajectory (on one seat of a game), token after
-token and turn after turn: one episode. s_t is the prompt of t's turn and what stands before t in
-its response, so that whatever others say and the environment answers between two turns is part of
-the transition from the last token of the one to the first token of the next. r_t is zero but at the
-last token of a turn that has a reward of its own and at the last token of the chain, which earns
-both its own and the agent's. V is zero behind the end.
+A *chain* is all tokens that one agent (one seat of a game) generates in one trajectory, turn after
+turn: one episode. s_t is the prompt of t's turn and the part of its response before t. What other
+agents and the environment add between two turns is therefore part of the transition from the last
+token of one turn to the first token of the next. r_t is zero except at the last token of a turn
+with a reward of its own and at the last token of the chain, which earns its turn's reward plus the
+agent's. V is zero after the end.
 
 gae: delta_t = r_t + gamma V(s_{t+1}) - V(s_t), A_t = sum_l (gamma lambda)^l delta_{t+l}.
     Schulman et al. 2016 (GAE), equations 11, 12 and 16. R_t = A_t + V(s_t), the lambda-return.
@@ -33,11 +33,10 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> torch.Tensor:
-    """A_t of all tokens of chains with these `lengths`, which lie one behind the other.
+    """GAE advantages A_t of concatenated chains with these `lengths`, float64 [T] on the CPU.
 
-    `rewards` r_t and `values` V(s_t) are [T], T = sum(lengths). Returns float64 [T] on the CPU:
-    bit for bit the same for a chain, whatever it comes with. Raises ValueError where the
-    arguments are not of one length.
+    `rewards` r_t and `values` V(s_t) are [T], T = sum(lengths). A chain's advantages are bitwise
+    independent of the other chains. Raises ValueError if lengths do not match.
     """
     total = sum(lengths)
     if rewards.shape != (total,) or values.shape != (total,):
@@ -57,17 +56,17 @@ def gae(
 
 
 def clipped_values(values: torch.Tensor, old_values: torch.Tensor, clip: float) -> torch.Tensor:
-    """clip(V, V_old - e, V_old + e) of each token [T]; `clip` e > 0."""
+    """Clipped values clip(V, V_old - e, V_old + e) per token [T]; `clip` is e > 0."""
     return old_values + torch.clamp(values - old_values, -clip, clip)
 
 
 def value_loss(
     values: torch.Tensor, returns: torch.Tensor, old_values: torch.Tensor, clip: float
 ) -> torch.Tensor:
-    """1/2 max((V - R)^2, (clip(V) - R)^2) of each token [T]; `clip` 0: 1/2 (V - R)^2.
+    """PPO's value loss 1/2 max((V - R)^2, (clip(V) - R)^2) per token [T].
 
-    Gradients flow through `values`; `old_values` are V when the step began. Where V has not moved
-    since, as in the first update of every step, the clip changes neither loss nor gradient.
+    `clip` 0: 1/2 (V - R)^2. Gradients flow through `values`; `old_values` are V when the step
+    began. While V is unchanged, as in the first update of a step, the clip has no effect.
     """
     error = (values - returns).square()
     if clip > 0:
@@ -77,7 +76,7 @@ def value_loss(
 
 @dataclass
 class ValueStatistics:
-    """Sums over tokens, of how well values predict returns; `add`, then read the means.
+    """Accumulator of critic metrics, how well values predict returns: `add`, then read `metrics`.
 
     Sums stay tensors until they are read, so that adding never waits for a device.
     """
@@ -113,14 +112,16 @@ class ValueStatistics:
             self.clipped = self.clipped + ((v - old).abs() > clip).sum()
 
     def metrics(self) -> dict[str, float]:
-        """Means over all tokens added. `critic/explained_variance` is 1 - Var(R - V) / Var(R):
-        1 for perfect values, 0 for any constant, below for worse; 0 where returns do not vary.
+        """The metrics: means over all tokens added.
+
+        `critic/explained_variance` is 1 - Var(R - V) / Var(R): 1 for perfect values, 0 for any
+        constant, negative for worse; 0 if returns do not vary.
         """
         n = max(self.tokens, 1)
         mean, bias = float(self.returns) / n, float(self.errors) / n
         variance = float(self.return_squares) / n - mean * mean
         left = float(self.error_squares) / n - bias * bias
-        # What is left of equal returns when their squares are subtracted is rounding.
+        # The computed variance of equal returns is not exactly zero but a rounding error.
         varies = variance > 1e-12 * max(1.0, mean * mean)
         return {
             "loss/value": float(self.loss) / n,

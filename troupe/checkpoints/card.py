@@ -21,9 +21,10 @@ print(actor.sample(seed=0, explore=False).returns)
 
 
 def write_card(folder: Path, rewards: Mapping[str, float]) -> None:
-    """Write README.md beside the weights; `rewards` by name, of the step that made them.
+    """Write a checkpoint's README.md (the model card) beside its weights.
 
-    Without a lineage (`troupe.json` was removed) nothing is written. Raises OSError.
+    `rewards`: by metric name, of the step that made the version. Writes nothing for a
+    checkpoint without a lineage file (`troupe.json`). Raises OSError.
     """
     lineage = Lineage.read(folder)
     if lineage is None:
@@ -49,7 +50,7 @@ def write_card(folder: Path, rewards: Mapping[str, float]) -> None:
     }
     rows |= {f"`{name}`": f"{value:.4g}" for name, value in sorted(rewards.items())}
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
-    # JSON is YAML: no library, and nothing to escape by hand.
+    # JSON is valid YAML, so the front matter needs neither a YAML library nor escaping by hand.
     front = "".join(f"{name}: {json.dumps(value)}\n" for name, value in head.items())
     what = "A LoRA adapter" if adapter else "A causal language model"
     what = "A small network" if network else what
@@ -62,7 +63,7 @@ def write_card(folder: Path, rewards: Mapping[str, float]) -> None:
 
 
 def _is_network(folder: Path) -> bool:
-    """Whether `troupe.networks.exported` loads it."""
+    """Whether the checkpoint is of a small network, which `troupe.networks.exported` loads."""
     try:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return bool(described["model_type"] == "troupe_network")
@@ -76,7 +77,7 @@ def rewards_of(rows: Mapping[str, float]) -> dict[str, float]:
 
 
 def rewards_in(metrics: Path, step: int) -> dict[str, float]:
-    """Rewards of a step in a job's `metrics.jsonl`; empty where it has none."""
+    """The rewards of a step in a job's `metrics.jsonl`; empty if the file has none for it."""
     try:
         with metrics.open(encoding="utf-8") as lines:
             for line in lines:

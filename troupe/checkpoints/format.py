@@ -1,13 +1,13 @@
 """The checkpoint format of a model: how its tensors are named and shaped in files and for engines.
 
-transformers holds some tensors of a model otherwise than its checkpoints do: the experts of a
-mixture are stacked into one tensor in memory and are one by one in a file, and modules are renamed.
-Engines other than transformers know the names of the file alone, and skip others without a word. So
-what is published, exported and sent to a server has the format of the file.
+transformers keeps some tensors of a model in another form in memory than in checkpoint files: the
+experts of a mixture are one stacked tensor in memory and one tensor each in a file, and some
+modules are renamed. Inference engines know the names of the file only, and silently skip others.
+Therefore published, exported and transferred weights have the format of the file.
 
-Both ways are transformers' own conversions (`transformers.core_model_loading`): `CheckpointFormat`
-does what `save_pretrained` does, `ModelArrangement` what `from_pretrained` does. They work on a
-group of tensors at a time (a layer's experts), never on a second copy of the model.
+Both directions use transformers' own conversions (`transformers.core_model_loading`):
+`CheckpointFormat` does what `save_pretrained` does, `ModelArrangement` what `from_pretrained` does.
+They convert one group of tensors at a time (a layer's experts), never a second copy of the model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.overrides import TorchFunctionMode
 from troupe.transfer.deferred import DeferredTensors, Layout, TensorGroup
 
 Tensors = Mapping[str, torch.Tensor]
-# Gives a tensor by its name.
+# Function that returns a tensor, given its name.
 Read = Callable[[str], torch.Tensor]
 
 
 class FormatMismatch(ValueError):
-    """Tensors that no checkpoint of the model consists of; `name`: one of them."""
+    """The tensors are not those of a checkpoint of the model; `name`: one that does not fit."""
 
     def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class FormatMismatch(ValueError):
 
 @dataclass(frozen=True)
 class Conversion:
-    """Tensors that are converted together: the names of `sources` become those of `layout`."""
+    """One group of tensors that is converted as a unit, from the names in `sources` to `layout`."""
 
     sources: tuple[str, ...]
     layout: Layout
@@ -46,13 +46,13 @@ class Conversion:
 
     @classmethod
     def unchanged(cls, name: str, tensor: torch.Tensor, target: str = "") -> Conversion:
-        """Of a tensor that stays as it is; `target`: its other name."""
+        """A conversion that leaves the tensor as it is; `target`: its new name, if it has one."""
         target = target or name
         return cls((name,), {target: tensor}, _Same(name, target))
 
     @property
     def renames(self) -> tuple[str, str] | None:
-        """Source and target where the tensor itself stays as it is."""
+        """The names (source, target) if the tensor is at most renamed; None if it is converted."""
         is_same = isinstance(self.convert, _Same)
         return (self.sources[0], next(iter(self.layout))) if is_same else None
 
@@ -60,13 +60,15 @@ class Conversion:
 class CheckpointFormat:
     """The format of a model's checkpoint, and the conversion of the model's tensors to it.
 
-    `layout`: its tensors on the meta device, by the names that `save_pretrained` gives them, in the
-    dtypes that a model of `dtype` has: some architectures keep a few tensors in float32.
+    `layout`: the checkpoint's tensors on the meta device, by the names that `save_pretrained` gives
+    them, in the dtypes of a model loaded in `dtype`: some architectures keep a few in float32.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        """`model`: a transformers model, as it was loaded or made; FSDP may have sharded it. Of
-        any other module tensors are named and shaped as they are."""
+        """Derive the format of `model`, a transformers model that may be sharded by FSDP.
+
+        Tensors of any other module keep their names and shapes.
+        """
         outline = _outline(model, dtype)
         state = _saved(outline, dtype)
         self._aliases = _aliases(outline)
@@ -75,35 +77,41 @@ class CheckpointFormat:
         self.layout: Layout = _joined(self.conversions)
 
     def of(self, tensors: Tensors) -> DeferredTensors:
-        """`tensors`, the model's by its own names, as a checkpoint has them, made when they are
-        read. A tied tensor may be there under any of its names."""
+        """The model's `tensors` in checkpoint format; each group is converted when it is read.
+
+        A tied tensor may be given under any of its names.
+        """
         read = functools.partial(self.read, tensors)
         on_device = any(tensor.device.type == "cuda" for tensor in tensors.values())
         return _deferred(self.conversions, read, on_device=on_device)
 
     def read(self, tensors: Tensors, name: str) -> torch.Tensor:
-        """The tensor that the model calls `name`, in the dtype that checkpoints have it in."""
+        """One tensor by its name in the model, cast to its dtype in checkpoints."""
         found = next(alias for alias in self._aliases.get(name, (name,)) if alias in tensors)
         return tensors[found].detach().to(self._dtypes[name])
 
 
 class ModelArrangement:
-    """How a checkpoint's tensors become those of `model`, whatever variant of its format they have.
+    """Conversion of a checkpoint's tensors to those of `model`, for every variant of its format.
 
-    `layout`: what `model` gets, on the meta device by its own names. `conversions`: of the
-    checkpoint's names into the model's.
+    `layout`: the model's tensors on the meta device, by the model's names. `conversions`: from the
+    checkpoint's names to the model's.
     """
 
     def __init__(self, model: torch.nn.Module, checkpoint: Layout) -> None:
-        """Raises FormatMismatch for a tensor that the model has no use for, or that cannot be
-        converted."""
+        """Plan the conversion of a checkpoint of this layout.
+
+        Raises FormatMismatch for a tensor that the model does not have or that cannot be converted.
+        """
         self.conversions = _to_model(model, checkpoint)
         self.layout: Layout = _joined(self.conversions)
 
     @classmethod
     def of(cls, model: torch.nn.Module, checkpoint: Tensors) -> ModelArrangement:
-        """As the constructor; the last one of a model is remembered, since every version of a
-        policy has the same layout."""
+        """The arrangement for `checkpoint`, cached per model: a policy's versions share a layout.
+
+        Raises as the constructor.
+        """
         layout = checkpoint.layout if isinstance(checkpoint, DeferredTensors) else checkpoint
         known = model.__dict__.get("_troupe_arrangement")
         marks = {name: (tensor.dtype, tensor.shape) for name, tensor in layout.items()}
@@ -114,18 +122,20 @@ class ModelArrangement:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Names of the checkpoint by the model's, of tensors that are not converted."""
+        """Checkpoint names by model names, for the tensors that are at most renamed."""
         pairs = [one.renames for one in self.conversions]
         return {target: source for source, target in filter(None, pairs)}
 
     def arranged(self, checkpoint: Tensors) -> DeferredTensors:
-        """The model's tensors, made of `checkpoint` when they are read."""
+        """The model's tensors, converted from `checkpoint` when they are read."""
         return _deferred(self.conversions, checkpoint.__getitem__)
 
 
 def in_float32(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors of `model`, by name, that transformers loads in float32 although the model is loaded
-    in `dtype` (`_keep_in_fp32_modules_strict`); not copies."""
+    """The tensors that stay float32 in a model loaded in `dtype`, by name; not copies.
+
+    transformers lists them in `_keep_in_fp32_modules_strict`.
+    """
     plan = model._get_dtype_plan(dtype) if is_transformers(model) else {}
     if not plan:
         return {}
@@ -137,15 +147,17 @@ def in_float32(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def keep_float32(model: Any, exact: Tensors) -> None:
-    """Hold the tensors that `in_float32` found in that dtype, with these values: making a model in
-    another dtype, or casting it, rounds them."""
+    """Set the tensors that `in_float32` found back to float32 with their exact values.
+
+    Making a model in another dtype, or casting it, has rounded them.
+    """
     slots = model.state_dict(keep_vars=True)
     for name, tensor in exact.items():
         slots[name].data = tensor.to(device=slots[name].device, dtype=torch.float32)
 
 
 class _Same:
-    """Another name for the same tensor."""
+    """A conversion that only renames a tensor."""
 
     def __init__(self, source: str, target: str) -> None:
         self._source, self._target = source, target
@@ -164,11 +176,11 @@ class _Converted:
         model: Any,
         rename: Callable[[str], str],
     ) -> None:
-        """`first`: the name that it converts to, the first of several; `rename`: what becomes of
-        the names that it gives."""
+        """`first`: the first of the names that the converter produces; `rename`: maps the names
+        that it produces to the final ones."""
         self._converter, self._first, self._model = converter, first, model
         self._rename = rename
-        # Name and the pattern that matched it, in the order of a checkpoint.
+        # (tensor name, the pattern that matched it), in the order of a checkpoint.
         self.collected: list[tuple[str, str]] = []
 
     def __call__(self, read: Read) -> Tensors:
@@ -183,7 +195,11 @@ class _Converted:
 
 
 def _to_checkpoint(model: Any, outline: Any, state: Tensors) -> list[Conversion]:
-    """As `transformers.core_model_loading.revert_weight_conversion` converts a whole state."""
+    """The conversions from the model's names to a checkpoint's.
+
+    They follow `transformers.core_model_loading.revert_weight_conversion`, which converts a whole
+    state at once.
+    """
     if not is_transformers(outline):
         return [Conversion.unchanged(name, tensor) for name, tensor in state.items()]
     from transformers.core_model_loading import (
@@ -206,7 +222,10 @@ def _to_checkpoint(model: Any, outline: Any, state: Tensors) -> list[Conversion]
 
 
 def _to_model(model: Any, checkpoint: Layout) -> list[Conversion]:
-    """As `transformers.core_model_loading.convert_and_load_state_dict_in_model`."""
+    """The conversions from a checkpoint's names to the model's.
+
+    They follow `transformers.core_model_loading.convert_and_load_state_dict_in_model`.
+    """
     slots = model.state_dict()
     if not is_transformers(model):
         for name in checkpoint:
@@ -247,15 +266,15 @@ def _planned(
     converters: Mapping[str, Any],
     rename: Callable[[str], str],
 ) -> list[Conversion]:
-    """Which of `tensors`, on the meta device, are converted together.
+    """Group `tensors` (on the meta device) into conversions.
 
-    `matched`: the name that one is converted to and the pattern that matched it, or None.
+    `matched`: returns a tensor's name after conversion and the pattern that matched it, or None.
     """
     from transformers.core_model_loading import dot_natural_key
 
     together: dict[str, _Converted] = {}
     made: list[Conversion] = []
-    # (The order is a part of some conversions: experts are stacked in it.)
+    # The order matters to some conversions: experts are stacked in the order in which they come.
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = matched(name)
         if pattern is None:
@@ -279,12 +298,12 @@ def _planned(
 
 
 def _conversions(model: Any, outline: Any, names: Iterable[str]) -> list[Any]:
-    """The conversions that `save_pretrained` undoes.
+    """The load-time conversions that saving a checkpoint of `model` has to revert.
 
-    Those with which `model` was loaded, else those of its architecture. A checkpoint that holds
-    experts as the model does (`save_original_format=False`) was loaded without some: no engine
-    knows that variant, so it counts as if the model was made here. Prefixes only go back where
-    loading took them away.
+    These are the conversions that `model` was loaded with, or by default those of its architecture.
+    A checkpoint with stacked experts (`save_original_format=False`) was loaded without some of
+    them; engines do not know that variant, so its model is saved like a newly made one. A prefix is
+    restored only if loading removed it.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters
@@ -311,8 +330,11 @@ def _conversions(model: Any, outline: Any, names: Iterable[str]) -> list[Any]:
 
 
 class _MadeIn(TorchFunctionMode):
-    """What this thread makes of no floating-point tensor and without naming a dtype has this one.
-    (transformers would set the default of the process, in which other threads compute.)"""
+    """Default dtype of new floating-point tensors, for the current thread only.
+
+    It applies to tensors that are made without a dtype and without a floating-point input.
+    transformers itself would set the default of the process, where other threads compute.
+    """
 
     _NAMING = frozenset({torch.Tensor.to, torch.Tensor.float, torch.Tensor.double})
 
@@ -334,8 +356,7 @@ class _MadeIn(TorchFunctionMode):
 
 
 def _outline(model: Any, dtype: torch.dtype) -> Any:
-    """A model like `model` without values, in `dtype`; `model` itself where transformers did not
-    make it."""
+    """A copy of `model` in `dtype` on the meta device; for other than transformers' it itself."""
     if not is_transformers(model):
         return model
     from transformers import AutoModelForCausalLM
@@ -366,7 +387,7 @@ def _saved(outline: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _aliases(outline: Any) -> dict[str, Sequence[str]]:
-    """Names of tied tensors, by each of them."""
+    """All names of each tied tensor, by each of its names."""
     together: dict[int, list[str]] = {}
     for name, tensor in outline.state_dict(keep_vars=True).items():
         together.setdefault(id(tensor), []).append(name)
@@ -374,7 +395,7 @@ def _aliases(outline: Any) -> dict[str, Sequence[str]]:
 
 
 def is_transformers(model: Any) -> bool:
-    """Whether transformers knows how checkpoints of `model` look."""
+    """Whether `model` is a transformers model, whose checkpoint format the library defines."""
     from transformers import PreTrainedModel
 
     return isinstance(model, PreTrainedModel)

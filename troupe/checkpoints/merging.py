@@ -1,4 +1,4 @@
-"""An exported adapter made into a whole model, in place."""
+"""Merging an exported LoRA adapter into its base model, in place."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a checkpoint is an adapter."""
+    """Whether the checkpoint in `folder` is a LoRA adapter."""
     return (folder / ADAPTER_FILES[0]).is_file()
 
 
 def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
-    """Make the adapter in `folder` a model that needs nothing else. Blocking; needs torch.
+    """Replace the adapter in `folder` by the merged model. Blocking; needs torch.
 
-    `base`: where its base is; default: where the adapter says. The base must be, bit for bit, the
-    one that the adapter was trained on. Raises `FailedPrecondition` (kinds "torch_missing",
-    "base_not_found"), `DataLoss` (kinds "base_mismatch", "checkpoint_corrupt"); the adapter is
-    left as it was then.
+    `base`: path or hub id of the base; default: the one that the adapter names. It must be, bit for
+    bit, the base that the adapter was trained on. Raises `FailedPrecondition` (kinds
+    "torch_missing", "base_not_found"), `DataLoss` (kinds "base_mismatch", "checkpoint_corrupt");
+    the adapter is then unchanged.
     """
     try:
         import torch

@@ -15,25 +15,28 @@ from troupe.checkpoints.verifying import verify
 from troupe.rpc.errors import FailedPrecondition, NotFound
 
 _NAME: Final = re.compile(r"v([0-9]{1,18})")
-# Leftovers of processes that were killed while they wrote or deleted a checkpoint.
+# Directories that processes leave behind when killed while they write or delete a checkpoint.
 _LEFT: Final = re.compile(r"\.v([0-9]+)\.")
 
 
 def versions_in(directory: Path) -> list[tuple[int, Path]]:
-    """Checkpoints in the directory of a policy, by version, ascending."""
+    """(version, path) of the checkpoints in a policy's directory, ascending."""
     paths = [path for path in directory.glob("v*") if path.is_dir()]
     return sorted((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name)))
 
 
 def versions_of_all(job: Path) -> dict[str, list[tuple[int, Path]]]:
-    """Checkpoints in the directory of a job, by policy."""
+    """(version, path) of the checkpoints in a job's directory, by policy."""
     found = {path.name: versions_in(path) for path in sorted((job / "checkpoints").glob("*"))}
     return {policy: versions for policy, versions in found.items() if versions}
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Delete all but the `keep` newest in the directory of a policy, and what killed processes
-    left there: versions up to the newest are written no more."""
+    """Delete all but the `keep` newest checkpoints in a policy's directory.
+
+    Also deletes partial directories of killed processes: no version up to the newest is still being
+    written.
+    """
     there = versions_in(directory)
     for _, path in there[:-keep]:
         remove(path)
@@ -44,7 +47,7 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory, renaming it first: an interrupted delete leaves no half of it."""
+    """Delete a directory after renaming it: an interrupted delete leaves no partial checkpoint."""
     doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
     with contextlib.suppress(OSError):
         path.rename(doomed)
@@ -52,7 +55,7 @@ def remove(path: Path) -> None:
 
 
 def none_such(policy: str, version: int | None, known: Iterable[str]) -> NotFound:
-    """The error for a version that is not kept, or a policy without any; `known`: those kept."""
+    """The error for a version without a kept checkpoint; `known`: those kept, for its message."""
     wanted = policy if version is None else f"{policy}@{version}"
     return NotFound(
         f"there is no checkpoint of {wanted}; there are: {', '.join(known) or 'none'}",
@@ -63,9 +66,9 @@ def none_such(policy: str, version: int | None, known: Iterable[str]) -> NotFoun
 
 
 def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None) -> Path:
-    """The checkpoint's directory; default: the only policy, the newest version.
+    """The directory of a kept checkpoint; default: the only policy, the newest version.
 
-    Raises `NotFound`, naming what there is.
+    Raises `NotFound`, naming the checkpoints that exist.
     """
     job = data_dir / job_id
     if not job_id or not job.is_dir():
@@ -84,7 +87,10 @@ def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None)
 
 
 def only_policy(kept: Collection[str], policy: str | None) -> str:
-    """`policy`, or the one that has checkpoints. Raises `NotFound` where one has to be named."""
+    """`policy`, or by default the only policy with checkpoints.
+
+    Raises `NotFound` if there are none, or several to choose from.
+    """
     if policy is not None:
         return policy
     if len(kept) == 1:
@@ -100,15 +106,15 @@ def only_policy(kept: Collection[str], policy: str | None) -> str:
 
 
 def copy_checkpoint(checkpoint: Path, to: str | Path) -> Path:
-    """Copy a checkpoint into the new directory `to`, which appears when it is whole.
+    """Copy a checkpoint into the new directory `to`, atomically.
 
-    Raises `FailedPrecondition` when `to` is taken or cannot be written, `DataLoss` when the
-    checkpoint is damaged.
+    Raises `FailedPrecondition` if `to` exists or cannot be written, `DataLoss` if the checkpoint is
+    damaged.
     """
     target = target_path(to)
     scratch = scratch_beside(target)
     try:
-        # Not with their modes: services keep what they write to their user.
+        # File modes are not copied: services write files that only their own user can read.
         shutil.copytree(checkpoint, scratch, copy_function=shutil.copyfile, dirs_exist_ok=True)
         for below in scratch.rglob("*/"):
             below.chmod(0o755)
@@ -143,7 +149,7 @@ def scratch_beside(to: Path) -> Path:
 
 def publish(scratch: Path, to: Path) -> None:
     """Rename the filled directory of `scratch_beside` to `to`."""
-    # mkdtemp creates it for its user alone; a checkpoint is for everybody who may read `to`.
+    # mkdtemp makes a directory that only its user can read.
     scratch.chmod(0o755)
     scratch.replace(to)
 

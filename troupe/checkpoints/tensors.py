@@ -1,8 +1,8 @@
-"""Checkpoints that have the tensors of their model: none is missing, spare or of another shape.
+"""Check that a checkpoint has exactly its model's tensors: none missing, extra or misshaped.
 
-transformers gives a tensor that a checkpoint lacks random values, drops one that the model does not
-have, and says so in a log line. A policy would then be trained from, or served with, weights that
-nobody made. Whoever loads weights from a directory, a hub or another service asks here.
+transformers fills a tensor that the checkpoint lacks with random values, drops one that the model
+does not have, and only logs it. A policy would then be trained or served with partly random
+weights. All code that loads weights from a directory, a hub or another service uses this check.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-# Names in a message; a model has thousands.
+# At most this many tensor names in an error message; a model may have thousands.
 _NAMED: Final = 3
 _TIED_REMEDY: Final = (
     "Set `tie_word_embeddings: true` in its config.json where the output layer is the embedding; "
@@ -29,7 +29,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 class TensorsDoNotFit(ValueError):
-    """A checkpoint has not the tensors of its model. `remedy`: what the user can do."""
+    """A checkpoint's tensors are not those of its model. `remedy`: what the user can do."""
 
     def __init__(self, message: str, remedy: str = _REMEDY) -> None:
         super().__init__(message)
@@ -41,9 +41,9 @@ def difference(
     superfluous: Iterable[str],
     reshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None,
 ) -> str:
-    """Faults of a checkpoint, by the names of its tensors; empty if there is none.
+    """A text that lists how a checkpoint's tensors differ from its model's; empty if they agree.
 
-    `reshaped`: (shape in the checkpoint, shape in the model) by name.
+    `reshaped`: (shape in the checkpoint, shape in the model) by tensor name.
     """
     parts = []
     if lacking := sorted(missing):
@@ -57,7 +57,7 @@ def difference(
 
 
 def shape_difference(found: Shapes, expected: Shapes) -> str:
-    """`difference` of tensors by name and shape."""
+    """The `difference` between found and expected tensors, given as shapes by name."""
     both = found.keys() & expected.keys()
     reshaped = {
         name: (found[name], expected[name])
@@ -68,9 +68,9 @@ def shape_difference(found: Shapes, expected: Shapes) -> str:
 
 
 def load_causal_lm(source: str | Path, *, dtype: Any, revision: str | None = None) -> Any:
-    """The transformers model of a checkpoint that has exactly its tensors. Blocking; needs torch.
+    """Load a transformers model from a checkpoint that must have exactly its tensors.
 
-    Raises TensorsDoNotFit, and what `from_pretrained` raises.
+    Blocking; needs torch. Raises TensorsDoNotFit, and what `from_pretrained` raises.
     """
     from transformers import AutoModelForCausalLM
 
@@ -79,7 +79,7 @@ def load_causal_lm(source: str | Path, *, dtype: Any, revision: str | None = Non
         revision=revision,
         dtype=dtype,
         output_loading_info=True,
-        # Refused here, by name: transformers' own error refers to a table in the log.
+        # Raised with the tensor names: transformers' own error refers to a table in the log.
         ignore_mismatched_sizes=True,
     )
     missing, superfluous = set(about["missing_keys"]), set(about["unexpected_keys"])
@@ -104,7 +104,7 @@ def load_causal_lm(source: str | Path, *, dtype: Any, revision: str | None = Non
 
 
 def _output_weight(model: Any) -> str:
-    """The name of the output layer's weight; empty where there is none."""
+    """The name of the output layer's weight; empty if the model has none."""
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     named = model.named_parameters(remove_duplicate=False)
@@ -113,7 +113,7 @@ def _output_weight(model: Any) -> str:
 
 
 def _claims_tied(model: Any) -> bool:
-    """Whether the configuration asks for it, of an architecture that can."""
+    """Whether the configuration ties input and output embeddings, and the architecture can."""
     config = model.config
     text = config.get_text_config()
     asked = getattr(config, "tie_word_embeddings", False)

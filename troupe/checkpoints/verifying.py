@@ -18,7 +18,7 @@ LINEAGE: Final = "troupe.json"
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a checkpoint comes from, and the checksums of its files."""
+    """The origin of a checkpoint (job, policy, version, step) and the checksums of its files."""
 
     job_id: str
     job: str
@@ -26,9 +26,9 @@ class Lineage:
     version: int
     # The step whose samples made the version, from 0; -1: the first weights.
     step: int
-    # Checksum of the version as published to engines.
+    # Checksum of the tensors that were published to engines.
     checksum: str
-    # Directory, hub id or model type that training began with.
+    # Directory, hub id or model type of the initial weights.
     base_model: str
     # Checksum of the frozen base under an adapter, as published; empty without an adapter.
     base_checksum: str = ""
@@ -44,15 +44,17 @@ class Lineage:
 
     @classmethod
     def read(cls, folder: Path) -> Lineage | None:
-        """The lineage in `folder`; None where there is none that can be read."""
+        """The lineage in `folder`; None if it is missing or cannot be read."""
         with contextlib.suppress(OSError, ValueError):
             return cls.parse(folder)
         return None
 
     @classmethod
     def parse(cls, folder: Path) -> Lineage:
-        """The lineage in `folder`. Raises FileNotFoundError where there is none, other OSError,
-        ValueError for a file that is no lineage."""
+        """Read the lineage in `folder`.
+
+        Raises FileNotFoundError if there is none, other OSError, ValueError if it is malformed.
+        """
         try:
             values: Mapping[str, Any] = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
             known = {one.name for one in fields(cls)}
@@ -65,17 +67,17 @@ _CHUNK_BYTES: Final = 1 << 20
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """xxh3-128 of every file in `folder` but `LINEAGE`, by name. Raises OSError."""
+    """The xxh3-128 checksum of every file in `folder` except `LINEAGE`, by name. Raises OSError."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != LINEAGE)
     return {path.name: _digest(path) for path in files}
 
 
 def verify(folder: Path, suffix: str = "", *, called: str = "") -> None:
-    """Compare files whose names end in `suffix` with the checksums in the lineage.
+    """Compare a checkpoint's files with the checksums in its lineage.
 
-    Checkpoints without a lineage, and files that were added, are not checked. `called`: the name of
-    the checkpoint in errors, if not `folder`. Raises DataLoss of kind "checkpoint_corrupt", naming
-    the file.
+    Checks the files whose names end in `suffix`; not checkpoints without a lineage, nor files that
+    were added later. `called`: the checkpoint's name in errors, by default `folder`. Raises
+    DataLoss of kind "checkpoint_corrupt", naming the file.
     """
     called = called or str(folder)
     for name, wanted in _files(folder, called).items():

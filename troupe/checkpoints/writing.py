@@ -1,7 +1,7 @@
-"""Safetensors files that are written a group of tensors at a time.
+"""Incremental writer of safetensors files, one group of tensors at a time.
 
-The library's own writer wants all tensors at once. A model in the format of its checkpoints is made
-group by group (`troupe.checkpoints.format`), and so is what a gang's ranks gather.
+The safetensors library needs all tensors at once. Weights in checkpoint format are converted group
+by group (`troupe.checkpoints.format`), and a gang's ranks gather them so, to save memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-# Of a checkpoint, as `save_pretrained` cuts it.
+# Longest file of a checkpoint before it is split, as in `save_pretrained`.
 _MOST_FILE_BYTES: Final = 50 * 10**9
 
 Write = Callable[[str, torch.Tensor], None]
@@ -37,8 +37,10 @@ Write = Callable[[str, torch.Tensor], None]
 
 @contextmanager
 def safetensors_file(path: Path, layout: Layout) -> Iterator[Write]:
-    """A file at `path` with tensors of these names, shapes and dtypes: whoever has it open writes
-    each of them once, in any order. Raises OSError."""
+    """Open a new safetensors file at `path` for tensors of these names, shapes and dtypes.
+
+    Yields a function that writes one tensor; call it once for each, in any order. Raises OSError.
+    """
     prefix, offsets = _header(layout)
     with path.open("wb") as file:
         file.write(prefix)
@@ -51,8 +53,10 @@ def safetensors_file(path: Path, layout: Layout) -> Iterator[Write]:
 
 
 def write_checkpoint(folder: Path, tensors: DeferredTensors) -> None:
-    """Write the weights of a checkpoint into `folder`, a group of tensors in memory at a time:
-    `model.safetensors`, or numbered files and their index where one would be longer than 50 GB."""
+    """Write a checkpoint's weights into `folder`, with one group of tensors in memory at a time.
+
+    Writes `model.safetensors`, or numbered files with an index if it would exceed 50 GB.
+    """
     files = _files(tensors)
     if len(files) > 1:
         index: dict[str, Any] = {
@@ -69,7 +73,7 @@ def write_checkpoint(folder: Path, tensors: DeferredTensors) -> None:
 
 
 def _files(tensors: DeferredTensors) -> dict[str, dict[str, torch.Tensor]]:
-    """Layouts by file, groups whole."""
+    """Distribute the tensors over files: layout by file name; a group is never split."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for group in tensors.groups:
@@ -89,8 +93,11 @@ def _files(tensors: DeferredTensors) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _header(layout: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """All of a file before its tensors, which lie in the order of their names; and where each
-    begins. As safetensors has it: 8 bytes of length, then JSON padded to a multiple of 8."""
+    """The header of a safetensors file, and the offset in bytes at which each tensor begins.
+
+    The header is its length (8 bytes), then JSON padded to a multiple of 8. Tensors are sorted by
+    name.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     start = 0

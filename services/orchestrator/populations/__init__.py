@@ -10,11 +10,10 @@ from troupe.rpc import FailedPrecondition
 
 
 async def on_demand(module: str) -> Any:
-    """Imports a module of this package in a thread.
+    """Import a module of this package lazily, in a thread.
 
-    Most jobs have no population, and the libraries that solve games are slow to import.
-
-    Raises FailedPrecondition of kind "populations_missing".
+    Most jobs have no population, and the libraries that solve games are slow to import. Raises
+    FailedPrecondition of kind "populations_missing" if they are not installed.
     """
     try:
         return await asyncio.to_thread(importlib.import_module, f"{__name__}.{module}")

@@ -1,7 +1,8 @@
 """The decisions of `population.algorithm`: opponents of each learner, settled members, restarts.
 
-Pure functions of the specification and the state, so a runner that takes a job over decides the
-same.
+A *learner* is a policy in training, a *member* one of its frozen versions in a pool. A new member
+is a *candidate* until it is *settled*, that is counted in the meta-strategy. All functions are pure
+functions of specification and state, so a runner that takes a job over makes the same decisions.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from troupe.rpc import FailedPrecondition
 
 
 def sections(spec: JobSpec) -> tuple[PopulationSpec, Pools]:
-    """The `population` section and the pools of a job that has them."""
+    """The `population` section and the pools of a job with a population."""
     assert spec.population is not None, "the job has one"
     assert spec.pools is not None, "the job has one"
     return spec.population, spec.pools
 
 
 def solve_pools(spec: JobSpec, state: PopulationState, visible: dict[str, list[int]]) -> Profile:
-    """The meta-strategy of each player over the members at `visible` indices of its pool.
+    """Solve for each player's meta-strategy over the members at `visible` indices of its pool.
 
     Raises FailedPrecondition of kind "not_zero_sum" or "no_meta_strategy", naming the field.
     """
@@ -69,7 +70,7 @@ def solve_pools(spec: JobSpec, state: PopulationState, visible: dict[str, list[i
 
 
 def measured(spec: JobSpec) -> bool:
-    """Whether payoffs are measured at all, by matches or exactly."""
+    """Whether the job measures payoffs, by matches or exactly."""
     population, _ = sections(spec)
     return population.matches.least > 0 or population.game is not None
 
@@ -79,7 +80,7 @@ def settle_due(spec: JobSpec, state: PopulationState) -> list[str]:
     population, pools = sections(spec)
     fresh = [name for name in pools.learners if state.newest(name).state == CANDIDATE]
     if population.algorithm == "pipeline_psro":
-        # The lowest level of each pool: the learner that was settled longest ago.
+        # Only the lowest level of each pool is due: the learner that was settled longest ago.
         lowest = {levels(pool, state)[0] for pool in pools.pools}
         return [name for name in fresh if name in lowest]
     if population.algorithm != "league":
@@ -98,8 +99,11 @@ def settle_due(spec: JobSpec, state: PopulationState) -> list[str]:
 def restart_due(
     spec: JobSpec, state: PopulationState, settled: Collection[str] | None = None
 ) -> list[str]:
-    """With `restart: base` the learners that begin again with their first weights: after an
-    iteration, or after the candidates of `settled` were settled."""
+    """The learners that restart from their first weights now (`restart: base`).
+
+    This happens after an iteration or, with `settled`, after these learners' candidates were
+    settled.
+    """
     population, pools = sections(spec)
     if population.restart == "latest":
         return []
@@ -112,14 +116,14 @@ def restart_due(
 
 
 def levels(pool: OpponentPool, state: PopulationState) -> list[str]:
-    """With `pipeline_psro` a pool's learners by level, lowest first: settled longest ago."""
+    """A pool's learners by level of `pipeline_psro`, lowest (settled longest ago) first."""
     return sorted(
         pool.learners, key=lambda name: (state.settled_at.get(name, 0), pool.learners.index(name))
     )
 
 
 def mixtures(spec: JobSpec, state: PopulationState) -> dict[str, dict[str, Mixture]]:
-    """By learner and pool: the probabilities of opponents, which are members or live learners."""
+    """The opponents' probabilities by learner and pool; opponents are members or live learners."""
     population, pools = sections(spec)
     if pools.together:
         return {}
@@ -160,7 +164,7 @@ def solution(spec: JobSpec, state: PopulationState, step: int) -> Solution:
 def by_pool(
     pools: Pools, state: PopulationState, visible: dict[str, list[int]], profile: Profile
 ) -> dict[str, Mixture]:
-    """A profile by agent as mixtures by pool: the mean over the agents of a pool."""
+    """Convert a profile by agent to mixtures by pool: the mean over the agents of a pool."""
     found = {}
     for pool in pools.pools:
         rows = [profile[pools.agents.index(agent)] for agent in pool.agents]
@@ -175,8 +179,10 @@ def by_pool(
 def _gains(
     pools: Pools, state: PopulationState, settled: dict[str, list[int]], payoffs: Array
 ) -> dict[str, float]:
-    """By pool, how much more its newest members get than the mixture of the last solution, both
-    against that mixture; empty if there are no newest members."""
+    """The payoff gain of each pool's newest members over the mixture of the last solution.
+
+    Both are measured against that mixture. Empty if no pool has a new member.
+    """
     if not state.history:
         return {}
     before = []
@@ -200,7 +206,7 @@ def _gains(
         if newest:
             gain = float(max(newest) - each @ before[player])
             found[pool] = max(found.get(pool, gain), gain)
-    # In the order of the pools; 0 for those without a new member.
+    # In the order of the pools; 0 for a pool without a new member.
     return {pool.name: found.get(pool.name, 0.0) for pool in pools.pools} if found else {}
 
 
@@ -216,7 +222,7 @@ def _past(population: PopulationSpec, state: PopulationState, pool: str, learner
 
 
 def _below(spec: JobSpec, state: PopulationState, learner: str) -> dict[str, Mixture]:
-    """With `pipeline_psro`: mixtures of settled members and of the candidates of lower levels."""
+    """The mixtures of `pipeline_psro`: over settled members and candidates of lower levels."""
     _, pools = sections(spec)
     visible = {}
     for pool in pools.pools:
@@ -264,7 +270,7 @@ def _league(pools: Pools, state: PopulationState) -> list[LeagueMember]:
 
 
 def _live_wins(pools: Pools, state: PopulationState) -> dict[tuple[str, str], float]:
-    """Win rates of members, in which learners stand for their newest members, too."""
+    """Win rates between members; a live learner has the rates of its newest member."""
     rates = state.win_rates()
     names = {state.newest(learner).member_id: learner for learner in pools.learners}
     found = dict(rates)

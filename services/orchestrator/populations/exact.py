@@ -1,8 +1,8 @@
-"""Exact payoffs and NashConv of members in a game whose tree can be walked (`population.game`).
+"""Exact payoffs and NashConv of members in a game with an enumerable tree (`population.game`).
 
-A rollout worker lists the prompts of every information state, and engines score how likely each
-member answers which move; payoffs follow without matches. Answers are stored member by member, so
-that a runner which takes the job over computes with the same numbers.
+A rollout worker lists the prompts of all information states, and engines score each member's
+probability of every move; payoffs then follow without matches. Each member's answers are stored, so
+that a runner that takes the job over computes with the same numbers.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from troupe.workflow import WorkflowError
 from troupe.workflow.environments import IllegalRule
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
 
-# Most characters of one scoring call, so that it ends within `limits.turn_seconds` and little work
-# is lost with a worker. A prompt counts once per move.
+# Maximum characters of one scoring call, so that it ends within `limits.turn_seconds` and little
+# work is lost with a worker. A prompt counts once per move.
 _CALL_CHARACTERS: Final = 1 << 17
-# Added per message, for the chat template.
+# Characters added per message, for the chat template.
 _TEMPLATE_CHARACTERS: Final = 64
 AnswerT = TypeVar("AnswerT")
-# Names of a pool and of a member: as the pool's agents play it.
+# (pool, member id): the member as the pool's agents play it.
 _Player = tuple[str, str]
 
 
 class ExactPayoffs:
-    """The exact payoffs and NashConv of one job's members."""
+    """Computes the exact payoffs and NashConv of one job's members."""
 
     def __init__(
         self, job: JobContext, store: PopulationStore, slots: Slots, state: PopulationState
@@ -62,7 +62,7 @@ class ExactPayoffs:
         self._plans: dict[_Player, list[Array]] = {}
 
     async def settle(self) -> None:
-        """Finds out what all members do, and fills the payoff table.
+        """Collect the policies of all members, and fill the payoff table.
 
         Raises `TroupeError`: FailedPrecondition of kind "game_not_enumerable" for games that are
         unknown, too large, not the workflow's, or whose members' answers have no probabilities.
@@ -91,7 +91,7 @@ class ExactPayoffs:
             await asyncio.to_thread(self._settle_cells, game)
 
     async def nash_conv(self, mixtures: dict[str, Mixture]) -> float:
-        """The sum of what agents gain by best responses to the `mixtures` of members, by pool."""
+        """NashConv of the `mixtures` of members by pool: the sum of gains by best responses."""
         assert self._game is not None, "after `settle`"
         game = self._game
         played = {
@@ -110,7 +110,7 @@ class ExactPayoffs:
         return self._state.places(pool.name, SETTLED, CANDIDATE)
 
     async def _load_plans(self, game: Game, players: list[_Player]) -> None:
-        """Loads the stored answers of `players`, and forgets those of all other members."""
+        """Load the stored answers of `players`, and delete those of all other members."""
         self._plans = {one: self._plans[one] for one in players if one in self._plans}
         names = {"/".join(one): one for one in players}
         await self._store.forget_answers(self._job.job_id, self._job.epoch, but=names)
@@ -122,7 +122,7 @@ class ExactPayoffs:
     async def _ask_members(
         self, game: Game, pool: OpponentPool, members: list[str], deadline: Deadline
     ) -> None:
-        """Loads members into slots, at most as many as there are, and asks all of them at once."""
+        """Load members into slots, as many as there are slots, and score all of them at once."""
         places = self._state.pools[pool.name]
         wanted: dict[str, list[int]] = {one.name: [] for one in self._pools.pools}
         wanted[pool.name] = [places.index(one) for one in members]
@@ -198,9 +198,9 @@ class Game:
 
 
 class MoveProbabilities:
-    """Asks a job's rollout workers how likely members make which move in every information state.
+    """Gets members' move probabilities in every information state from a job's rollout workers.
 
-    A call to a worker that is lost is repeated at another one.
+    A call to a worker that is lost is repeated at another worker.
     """
 
     def __init__(self, job: JobContext, slots: Slots, state: PopulationState) -> None:
@@ -243,7 +243,7 @@ class MoveProbabilities:
     async def answers(
         self, game: Game, pool: OpponentPool, slot: str, deadline: Deadline
     ) -> list[list[float]]:
-        """By question, the probability of each move, for the member in a slot of the pool."""
+        """The probability of each move, by question, for the member in a slot of the pool."""
         if self._job.spec.environment is not None:
             return await self._behaviour(slot, deadline)
         agent = self._job.spec.agents[pool.agents[0]]
@@ -265,7 +265,7 @@ class MoveProbabilities:
         return found
 
     async def _behaviour(self, slot: str, deadline: Deadline) -> list[list[float]]:
-        """Moves' probabilities of a network policy, for all questions in one call."""
+        """The move probabilities of a network policy, for all questions in one call."""
         request = ro.BehaveRequest(
             job_id=self._job.job_id,
             policy=slot,
@@ -291,7 +291,7 @@ class MoveProbabilities:
     async def _call_any_worker(
         self, call: Callable[[WorkerHandle], Awaitable[AnswerT]], deadline: Deadline
     ) -> AnswerT:
-        """The answer of a rollout worker that serves the slots' versions."""
+        """The answer of any rollout worker that serves the slots' versions."""
         attempts, engines = RetryBackoff(deadline), self._slots.engines
         while True:
             workers = engines.ready(self._slots.match_floors())
@@ -320,7 +320,7 @@ async def _score(
 
 
 def _calls(questions: Sequence[Question]) -> Iterator[list[Question]]:
-    """The questions, in order, in parts of at most `_CALL_CHARACTERS`."""
+    """Split the questions, in order, into calls of at most `_CALL_CHARACTERS`."""
     some: list[Question] = []
     size = 0
     for one in questions:

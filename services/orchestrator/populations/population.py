@@ -1,7 +1,7 @@
-"""The population of one job: iterations of training, freezing members, matches, and decisions.
+"""The population loop of one job: iterations of training, freezing members, matches, decisions.
 
-Every decision is durable before the next one begins, so a runner that takes the job over does what
-is missing and nothing twice. Members are frozen, and opponents drawn, while no step is open.
+Every decision is durable before the next one begins, so a runner that takes the job over continues
+without repeating anything. Members are frozen, and opponents drawn, while no step is open.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
 _log = structlog.get_logger(__name__)
-# How often a match is played that workers abort.
+# Maximum attempts at a match that workers abort.
 _ATTEMPTS: Final = 3
-# Failed matches in a row, in rounds that fail as a whole, after which the job fails.
+# The job fails after this many failed matches in a row, if whole rounds fail.
 _MOST_FAILED_IN_A_ROW: Final = 16
-# Time limit for writing the results of a wave that broke off.
+# Time limit in seconds for writing the results of a wave that was interrupted.
 _LAST_SECONDS: Final = 5.0
-# Iterations back in which retired members are looked for whose files are not needed any more.
+# Number of iterations whose retired members are checked for files that can be deleted.
 _SWEPT: Final = 3
 
 
 class PopulationRun:
-    """The population of a running job.
+    """Runs the population of a job.
 
-    Between steps `catch_up` does what is due; during them `slots.cast_of` draws opponents.
+    Between steps `catch_up` does what is due; during steps `slots.cast_of` gives the opponents.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class PopulationRun:
     async def open(
         cls, job: JobContext, trainers: Trainers, store: PopulationStore
     ) -> PopulationRun:
-        """The population as the runner before left it; of a new job its learners' first versions.
+        """Load the job's population from its durable state, or begin it with first versions.
 
-        Policies must be bound.
+        The job's policies must be bound.
         """
         weights = MemberWeights(job, trainers)
         state = await store.load(job.job_id)
@@ -102,20 +102,20 @@ class PopulationRun:
             await store.save(job.job_id, job.epoch, state)
         found = cls(job, trainers, store, weights, state)
         if state.stopped:
-            # A resume may have come with another `population.stop`.
+            # The job may have been resumed with another `population.stop`.
             record = await job.shared.store.get(job.job_id)
             if not found._stop_reason(time.time() - record.created_at):
                 state.stopped = ""
         return found
 
     def attach(self, dispatch: Dispatch, engines: Engines) -> None:
-        """Sets how matches are dispatched, and the engines that serve slots."""
+        """Set how matches are dispatched, and the engines that serve slots."""
         self.slots.engines = engines
         self._matches = Matches(self._job, dispatch, self._store, self.slots, self.state)
 
     @property
     def stopped(self) -> bool:
-        """Whether the population is complete: no further iteration begins."""
+        """Whether the population has met its stop condition: no further iteration begins."""
         return bool(self.state.stopped)
 
     def next_due(self, step: int) -> int:
@@ -127,10 +127,10 @@ class PopulationRun:
         return max(due, step + 1)
 
     async def catch_up(self, step: int, *, finished: bool, seconds: float) -> None:
-        """Does what is due after `step` steps, `seconds` after the job began.
+        """Do what is due after `step` steps, `seconds` after the job began.
 
-        Raises `TroupeError`: a member that is gone, matches that fail, payoffs that the meta-solver
-        is not for.
+        Raises `TroupeError`: a member's files are lost, matches fail, or the meta-solver does not
+        support the payoffs.
         """
         state = self.state
         over = finished and step > state.began
@@ -149,18 +149,18 @@ class PopulationRun:
         await self.slots.cast(step, self._deadline("loading opponents"))
 
     async def close(self) -> None:
-        """Stops matches in the background. Repeatable."""
+        """Stop background matches. Idempotent."""
         matches, self._background_matches = self._background_matches, None
         if matches is not None:
             await cancel_all([matches])
 
     async def watch(self) -> None:
-        """Raises errors of matches in the background; returns when they are over."""
+        """Wait for background matches, and raise their error."""
         if self._background_matches is not None:
             await asyncio.shield(self._background_matches)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the newest solution."""
+        """The metrics of the newest solution."""
         state = self.state
         found = {
             "population/iteration": float(state.iteration),
@@ -175,7 +175,7 @@ class PopulationRun:
         return found
 
     async def _measure(self) -> None:
-        """Computes exact payoffs if possible, and plays rounds of matches until none is due."""
+        """Compute exact payoffs if possible, and play rounds of matches until none is due."""
         if self._exact is not None:
             await self._exact.settle()
         while plan := self._matches.due():
@@ -183,7 +183,7 @@ class PopulationRun:
             await self._save()
 
     async def _conclude(self, step: int, seconds: float) -> None:
-        """Completes the payoffs of all members, then decides on settling, mixtures and stopping."""
+        """Complete the payoffs of all members, then decide on settling, mixtures and stopping."""
         if self._background_matches is not None:
             try:
                 await self._background_matches
@@ -209,7 +209,7 @@ class PopulationRun:
             await self._job.info(f"the population is complete: {state.stopped}")
 
     async def _freeze(self, step: int) -> None:
-        """Ends an iteration: learners' current versions become candidates, older ones retire."""
+        """End an iteration: learners' current versions become candidates, older ones retire."""
         state, retired = self.state, []
         fresh: list[FrozenMember] = []
         for learner in self._pools.learners:
@@ -218,7 +218,7 @@ class PopulationRun:
             if newest.state == CANDIDATE:
                 retired.append(newest)
             if ref.checksum == parent.checksum:
-                continue  # it has not changed: there is such a member
+                continue  # the learner's version has not changed since its newest member
             where = {"step": step, "iteration": state.iteration + 1}
             fresh.append(_member(self._job, ref, size, **where, parent=parent.member_id))
         for one in retired:
@@ -242,9 +242,10 @@ class PopulationRun:
             await self._weights.drop(one, files=True)
 
     def _note_restarts(self, learners: Iterable[str]) -> None:
-        """Notes learners that have to begin again with their first weights, unless they have them.
+        """Record which learners restart from their first weights, unless they have them already.
 
-        Durable before it is done, so that after a restart the same versions are left.
+        The record is durable before the restart is made, so that it is made once even if the
+        orchestrator restarts in between.
         """
         for learner in learners:
             weights = self._trainers.policies[learner].weights
@@ -252,7 +253,10 @@ class PopulationRun:
                 self.state.restarting[learner] = weights.version
 
     async def _begin_again(self) -> None:
-        """Moves learners that begin again to their next version. No step may be open."""
+        """Move restarted learners to their next version, which has their first weights.
+
+        No step may be open.
+        """
         state = self.state
         if not state.restarting:
             return
@@ -298,7 +302,7 @@ class PopulationRun:
 
 
 async def _first(job: JobContext, weights: MemberWeights) -> PopulationState:
-    """The state of a new job: pools of the learners' first versions, one of them in every slot."""
+    """The state of a new job: pools of the learners' first versions, one in every slot."""
     _, pools = sections(job.spec)
     members = {}
     for learner in pools.learners:
@@ -329,7 +333,7 @@ async def _first(job: JobContext, weights: MemberWeights) -> PopulationState:
 def _member(
     job: JobContext, ref: pb.WeightsRef, size: int, *, step: int, iteration: int, parent: str
 ) -> FrozenMember:
-    """The member for a frozen version: a candidate, or settled if it is a first version."""
+    """Make the member for a frozen version: a candidate, or settled if it is a first version."""
     _, pools = sections(job.spec)
     return FrozenMember(
         member_id=member_id_of(ref),
@@ -348,7 +352,7 @@ def _member(
 
 @dataclass(frozen=True)
 class PlannedMatch:
-    """One match: a cell of the payoff table, and its number among the cell's matches."""
+    """One match to play: a cell of the payoff table, and its number among the cell's matches."""
 
     cell: Members
     number: int
@@ -366,7 +370,7 @@ def due(spec: JobSpec, state: PopulationState) -> list[PlannedMatch]:
         return []
     wanted, width = population.matches, population.matches.half_width
     precision = Precision(wanted.least, wanted.most, float("inf") if width is None else width)
-    # Only members that may still be met.
+    # Only between members that may still become opponents.
     places = [state.places(pools.pool_of(one).name, SETTLED, CANDIDATE) for one in pools.agents]
     visible = set(visible_cells(places, symmetric=pools.symmetric))
     return [
@@ -392,7 +396,7 @@ class Matches:
         self._state = state
         self._population, self._pools = sections(job.spec)
         self._ended: dict[str, orch.Match] = {}
-        # Failures of this round; failures since the last match that completed.
+        # Failed matches of this iteration, and in a row since the last completed match.
         self._failed = self._failed_in_a_row = 0
 
     def due(self) -> list[PlannedMatch]:
@@ -400,14 +404,14 @@ class Matches:
         return due(self._job.spec, self._state)
 
     async def play(self, plan: Sequence[PlannedMatch]) -> None:
-        """Plays what has not ended of `plan`, and counts all of it.
+        """Play the matches of `plan` that have not ended, then count all of it.
 
-        Raises `TroupeError`: a fault of the job, or ResourceExhausted where too many fail.
+        Raises `TroupeError`: an error of the job, or ResourceExhausted if too many matches fail.
         """
         names = {one.name: one for one in plan}
         known = await self._store.matches(self._job.job_id, list(names))
         self._ended = dict(known)
-        # Failures before a resume do not count: their cause may be mended.
+        # Failures before a resume do not count: their cause may have been fixed.
         self._failed = 0
         for _ in range(_ATTEMPTS):
             left = [one for name, one in names.items() if name not in self._ended]
@@ -424,8 +428,8 @@ class Matches:
         if failed < len(plan):
             self._failed_in_a_row = 0
         elif len(known) < len(plan):
-            # Whatever the limit of failures: such rounds would follow each other for ever. But a
-            # single round of a few matches may fail as a whole by chance.
+            # Regardless of the failure limit, since rounds that fail as a whole would repeat for
+            # ever. But a single round of a few matches may fail as a whole by chance.
             self._failed_in_a_row += len(plan)
             if self._failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
                 last = next(one for name, one in self._ended.items() if name not in known)
@@ -437,7 +441,7 @@ class Matches:
         self._count_results(plan)
 
     async def _waves(self, left: Sequence[PlannedMatch], total: int) -> None:
-        """Plays matches in waves, with few loads of members."""
+        """Play matches in waves that share loaded members, so that few members are loaded."""
         pool_of = [self._pools.pool_of(agent).name for agent in self._pools.agents]
         served = {pool.name: len(pool.match_slots) for pool in self._pools.pools}
         cells = list(dict.fromkeys(one.cell for one in left))
@@ -462,7 +466,7 @@ class Matches:
 
         def on_end(event: ro.TrajectoryEvent) -> None:
             if event.state == pb.TRAJECTORY_STATE_ABORTED:
-                return  # the worker's doing, not the game's: it is played again
+                return  # aborted by the worker, not by the game: it is played again
             match = self._match(event, members[event.trajectory_id])
             new[event.trajectory_id] = self._ended[event.trajectory_id] = match
             recent.add(event)
@@ -491,7 +495,7 @@ class Matches:
                 except Superseded as error:
                     return batch.fail(error)
                 except TroupeError as error:
-                    # Written with what ends next.
+                    # The failed results are written again together with the next ones.
                     self._warn(error)
                 if not self._slots.separate_match_slots:
                     text = f"matches: {len(self._ended)} of {total}"
@@ -501,7 +505,7 @@ class Matches:
         try:
             await run_batch(self._dispatch, batch, tickets, tick())
         except BaseException:
-            # What has ended must not be played again, whatever ended the wave.
+            # Results are written even if the wave failed, so that no ended match is repeated.
             try:
                 async with asyncio.timeout(_LAST_SECONDS):
                     await write()
@@ -520,7 +524,7 @@ class Matches:
         return ro.Ticket(
             query_id=one.name,
             trajectory_id=one.name,
-            # Training items in their order: the same ones for every cell.
+            # Training items in dataset order, the same ones for every cell.
             split="train",
             index=one.number,
             seed=admission.seed_of(self._job.spec.seed, seed, one.number, 0),
@@ -532,7 +536,7 @@ class Matches:
         )
 
     def _members(self, one: PlannedMatch) -> dict[str, str]:
-        """By agent: the member that plays it."""
+        """The member that plays each agent, by agent."""
         return {
             agent: self._state.pools[self._pools.pool_of(agent).name][place]
             for agent, place in zip(self._agents_of(one), one.cell, strict=True)
@@ -571,7 +575,7 @@ class Matches:
             if match.state != pb.TRAJECTORY_STATE_COMPLETED:
                 continue
             members = self._members(one)
-            # By player of the cell: in a symmetric game members take turns as agents.
+            # Payoffs by player of the cell: in a symmetric game members take turns as agents.
             by_member = [match.payoffs[agent] for agent in self._agents_of(one)]
             state.table.record(one.cell, by_member)
             state.played += 1
@@ -581,7 +585,7 @@ class Matches:
             state.ratings |= rated(state.ratings, names, paid)
 
     def _agents_of(self, one: PlannedMatch) -> list[str]:
-        """By player of the cell: its agent; in a symmetric game members take turns as agents."""
+        """The agent of each player of the cell; in a symmetric game members take turns."""
         agents = self._pools.agents
         if not self._pools.symmetric:
             return list(agents)
@@ -605,7 +609,7 @@ class Matches:
         if event.state != pb.TRAJECTORY_STATE_FAILED:
             return
         self._failed += 1
-        # Over all rounds of the iteration, since later rounds have few matches.
+        # Counted over all rounds of the iteration, since later rounds have few matches.
         failed, planned = self._state.failed + self._failed, self._state.planned + total
         limit = self._job.spec.limits.max_failed_fraction
         if admission.too_many_failed(failed, planned, limit):

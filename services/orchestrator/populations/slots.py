@@ -37,7 +37,7 @@ from troupe.v1 import trainer_pb2 as tr
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
-# Time limit for writing or reading the files of one policy.
+# Time limit in seconds for writing or reading the files of one policy.
 _SECONDS: Final = 600.0
 _DROP_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 1.0
@@ -47,8 +47,8 @@ _TRAINER: Final = orch.WORKER_KIND_TRAINER
 class Slots:
     """Loads members into slots, and draws the opponents of training queries.
 
-    That a slot serves a member as its version n is durable before any engine loads it, so that one
-    version of a slot always has the same content.
+    A slot's assignment (member, version n of the slot) is durable before any engine loads it, so
+    that a version of a slot always has the same content.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Slots:
         self._job, self._weights, self._store = job, weights, store
         self._state = state
         self._population, self._pools = sections(job.spec)
-        # Held while members are published for slots, or those in no slot are dropped.
+        # Lock, held while members are published for slots, or unpublished because no slot has them.
         self._placement_lock = asyncio.Lock()
         self.engines: Engines
 
@@ -71,7 +71,7 @@ class Slots:
         return self._population.evaluation_slots > 0
 
     async def refs(self, deadline: Deadline) -> dict[str, pb.WeightsRef]:
-        """Publishes the members in slots; returns each slot's weights."""
+        """Publish the members in slots; returns each slot's weights."""
         held = dict.fromkeys(member for member, _ in self._state.slots.values())
         published = {
             name: await self._weights.publish(self._state.members[name], deadline) for name in held
@@ -82,14 +82,14 @@ class Slots:
         }
 
     async def republish(self, slot: str) -> None:
-        """Publishes a slot's weights again, since no host has them any more."""
+        """Publish a slot's weights again after all hosts have lost them."""
         seconds = self._job.shared.settings.bind_timeout_seconds
         member, _ = self._state.slots[slot]
         deadline = Deadline(f"publishing {member} again", seconds, "bind_timeout_seconds")
         await self._weights.publish(self._state.members[member], deadline)
 
     async def load_matches(self, wanted: Mapping[str, list[int]], deadline: Deadline) -> None:
-        """Loads the members at the `wanted` indices of each pool into the slots of matches."""
+        """Load the members at the `wanted` indices of each pool into the slots of matches."""
         members = {
             pool.name: [self._state.pools[pool.name][at] for at in wanted[pool.name]]
             for pool in self._pools.pools
@@ -98,7 +98,7 @@ class Slots:
         await self._load(self._place(members, slots), deadline)
 
     def places(self) -> dict[tuple[str, str], str]:
-        """By pool and member: the slot of matches in which it is."""
+        """The match slot that serves each member, by (pool, member)."""
         return {
             (pool.name, self._state.slots[slot][0]): slot
             for pool in self._pools.pools
@@ -106,7 +106,7 @@ class Slots:
         }
 
     def match_floors(self) -> dict[str, int] | None:
-        """The versions that matches need: beside training they do not wait for newest ones."""
+        """The minimum versions that matches need: they do not wait for training's newest ones."""
         if not self.separate_match_slots:
             return None
         training = [slot for pool in self._pools.pools for slot in pool.slots]
@@ -114,11 +114,11 @@ class Slots:
 
     @property
     def training_floors(self) -> dict[str, int]:
-        """The versions that training needs of the slots of matches: any."""
+        """The minimum versions that training needs of the match slots: any version will do."""
         return {slot: 0 for pool in self._pools.pools for slot in pool.evaluation_slots}
 
     async def cast(self, step: int, deadline: Deadline) -> None:
-        """Draws the opponents of the steps from `step` on, and loads them."""
+        """Draw the opponents of the steps from `step` on, and load them."""
         state = self._state
         if self._pools.together:
             return
@@ -167,9 +167,9 @@ class Slots:
         return casting is None or bool(every and step >= casting.step + every)
 
     def cast_of(self, index: int) -> tuple[dict[str, str], list[str]]:
-        """By agent the policy that plays it in the training query at `index`; and its learners.
+        """The policy that plays each agent in the training query at `index`, and its learners.
 
-        A function of the job's seed and the draw, so the same after a restart.
+        A pure function of the job's seed and the draw of opponents, so the same after a restart.
         """
         casting = self._state.casting
         if self._pools.together or casting is None:
@@ -190,7 +190,10 @@ class Slots:
     def _place(
         self, wanted: Mapping[str, list[str]], slots: Mapping[str, tuple[str, ...]]
     ) -> dict[str, str]:
-        """By slot the member to load, for all `wanted` members; loaded ones stay where they are."""
+        """Assign the `wanted` members to slots; returns, by slot, the member to load.
+
+        Members that are loaded already keep their slots.
+        """
         placed: dict[str, str] = {}
         for pool, members in wanted.items():
             free = list(slots[pool])
@@ -207,8 +210,8 @@ class Slots:
 
     async def _load(self, members: Mapping[str, str], deadline: Deadline) -> None:
         state = self._state
-        # Steps and matches load members concurrently: neither may drop a member that the other has
-        # published and not yet put into a slot.
+        # Steps and matches load members concurrently: neither may unpublish a member that the other
+        # has published and not yet put into a slot.
         async with self._placement_lock:
             changed = {slot: one for slot, one in members.items() if state.slots[slot][0] != one}
             before = {state.slots[slot][0] for slot in changed}
@@ -238,7 +241,7 @@ def slot_ref(slot: str, version: int, weights: pb.WeightsRef) -> pb.WeightsRef:
 
 
 def member_id_of(ref: pb.WeightsRef) -> str:
-    """`{learner}@{version}`."""
+    """The member id of a frozen version: `{learner}@{version}`."""
     return f"{ref.policy}@{ref.version}"
 
 
@@ -247,16 +250,16 @@ def _frozen(mixture: Mixture) -> Mixture:
 
 
 class MemberWeights:
-    """Has trainer workers keep, publish and drop members' weights."""
+    """Client of the trainer workers that keep, publish and delete members' weights."""
 
     def __init__(self, job: JobContext, trainers: Trainers) -> None:
         self._job = job
         self._trainers = trainers
 
     async def freeze(self, learner: str) -> tuple[pb.WeightsRef, int]:
-        """Writes a learner's newest version as a member's files; returns it and the files' bytes.
+        """Write a learner's newest version as a member's files; returns it and the files' bytes.
 
-        No step of it may be open. Raises `TroupeError` if that fails for good.
+        The learner must have no open step. Raises `TroupeError` if retries fail.
         """
         deadline = Deadline(f"freezing {learner}", _SECONDS, "population")
         attempts = RetryBackoff(deadline)
@@ -278,13 +281,13 @@ class MemberWeights:
             except TroupeError as error:
                 trainer.unbind_after(error)
                 if error.kind == "version_not_kept":
-                    # Binding again publishes the version again.
+                    # Bind again, which publishes the version again.
                     await trainer.rebind(deadline)
                     error = Unavailable(str(error))
                 await attempts.failed(error)
 
     async def publish(self, member: FrozenMember, deadline: Deadline) -> pb.WeightsRef:
-        """Publishes a member's weights to the transfer layer, for engines to load.
+        """Publish a member's weights to the transfer layer, for engines to load.
 
         Raises NotFound of kind "member_gone" if no trainer worker has its files any more.
         """
@@ -303,13 +306,13 @@ class MemberWeights:
         return response.weights
 
     async def drop(self, member: FrozenMember, *, files: bool) -> None:
-        """Removes a member's published weights, and with `files` its files, as workers answer."""
+        """Unpublish a member's weights, and with `files` delete its files; best effort."""
         await _drop(self._job, member, files=files)
 
     async def _call_any_worker(
         self, call: Callable[[WorkerHandle], Awaitable[T]], deadline: Deadline, what: str
     ) -> T:
-        """The answer of the first trainer worker that can give one; `what` is for people."""
+        """The answer of the first trainer worker that succeeds; `what` names the call in errors."""
         attempts, workers = RetryBackoff(deadline), self._job.shared.workers
         deadline.report(what)
         until = time.monotonic() + self._job.shared.settings.workers_timeout_seconds
@@ -325,7 +328,7 @@ class MemberWeights:
                 except TroupeError as error:
                     passing = error
             if passing is None and refused is not None:
-                # Hosts may not share files: a worker that has them may be about to come back.
+                # Hosts may not share files: the worker that has them may be restarting.
                 away = [one for one in workers.all() if one.kind == _TRAINER and not one.usable]
                 if not away or time.monotonic() >= until:
                     raise refused
@@ -341,16 +344,16 @@ class MemberWeights:
 
 
 async def unpublish_members(job: JobContext) -> None:
-    """Removes all published members of a job that has ended or is paused; their files stay.
+    """Unpublish all members of a job that has ended or is paused; their files stay.
 
-    Workers that do not answer in time keep them. Raises `Superseded`: another orchestrator that has
-    the job now may have published members of its own.
+    Workers that do not answer in time keep them. Raises `Superseded` if another orchestrator has
+    taken the job over, since that may have published members, too.
     """
     state = await job.shared.populations.load(job.job_id)
     if state is None:
         return
     held = {member for member, _ in state.slots.values()}
-    # All members: after a crash some may be published that are in no slot.
+    # All members, not only those in slots: a crash may have left others published.
     members = sorted(state.members.values(), key=lambda one: one.member_id not in held)
     with suppress(TimeoutError):
         async with asyncio.timeout(job.shared.settings.cleanup_seconds):

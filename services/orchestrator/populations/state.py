@@ -1,4 +1,4 @@
-"""The durable state of a job's population, in Redis: one record that is replaced as a whole."""
+"""The durable state of a job's population: one Redis record that is replaced atomically."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ if TYPE_CHECKING:  # numpy and scipy are slow to import, and most jobs have no p
 CANDIDATE: Final = "candidate"
 SETTLED: Final = "settled"
 RETIRED: Final = "retired"
-# Probabilities by name of a member, or of a learner as it is now (`live`).
+# Probabilities by opponent: a member's id, or the name of a live learner (`live`).
 Mixture = dict[str, float]
 _LIVE: Final = "="
-# Fields of `PopulationState` that are JSON as they are.
+# Fields of `PopulationState` that are stored as plain JSON.
 _PLAIN: Final = (
     *("pools", "iteration", "began", "pending", "mixtures", "planned", "failed", "played"),
     *("settled_at", "restarting", "began_with", "stopped"),
 )
-# Digits of an index into a Redis list, at most.
+# Maximum digits of an index into a Redis list.
 _DIGITS: Final = 18
 
 
 class PopulationStore:
-    """Records and matches by job. Writes fail if another orchestrator has taken the job over."""
+    """Store of population records and matches, by job.
+
+    Writes raise `Superseded` if another orchestrator has taken the job over.
+    """
 
     def __init__(self, redis: RedisAccess, jobs: JobStore) -> None:
         self._redis = redis
         self._jobs = jobs
-        # Matches and steps write concurrently; an older state must not be written later.
+        # Lock: matches and steps write concurrently, and an older state must not overwrite a newer.
         self._writing = WeakValueDictionary[str, asyncio.Lock]()
 
     async def load(self, job_id: str) -> PopulationState | None:
@@ -48,12 +51,12 @@ class PopulationStore:
         if not found:
             return None
         fields = {name.decode(): value.decode() for name, value in found.items()}
-        # Imports numpy and scipy in a thread, or says what is missing.
+        # Imports numpy and scipy in a thread, or raises an error that names what is missing.
         await on_demand("decisions")
         return PopulationState.from_fields(fields)
 
     async def save(self, job_id: str, epoch: int, state: PopulationState) -> None:
-        """Replaces the record. Raises `Superseded`."""
+        """Replace the record. Raises `Superseded`."""
         async with self._writing.setdefault(job_id, asyncio.Lock()):
             await self._write(job_id, epoch, state.to_fields())
 
@@ -64,8 +67,10 @@ class PopulationStore:
         state: PopulationState,
         loaded: Mapping[str, tuple[str, int]],
     ) -> None:
-        """Writes which members slots serve, with those that are being `loaded`; `state` changes
-        once that is durable. Raises `Superseded`."""
+        """Write which members the slots serve, with the ones that are about to be `loaded`.
+
+        `state` is changed once the write is durable. Raises `Superseded`.
+        """
         async with self._writing.setdefault(job_id, asyncio.Lock()):
             slots = {**state.slots, **loaded}
             await self._write(job_id, epoch, replace(state, slots=slots).slot_fields())
@@ -83,7 +88,7 @@ class PopulationStore:
         return {name: one.decode() for name, one in kept if one is not None}
 
     async def forget_answers(self, job_id: str, epoch: int, *, but: Collection[str]) -> None:
-        """Deletes all answers but those of the named members. Raises `Superseded`."""
+        """Delete all answers except those of the members in `but`. Raises `Superseded`."""
         key = JobKeys(job_id).answers
         names = {name.decode() for name in await self._redis.call("HKEYS", key)}
         if over := names.difference(but):
@@ -91,19 +96,19 @@ class PopulationStore:
             await self._redis.call("HDEL", key, *over)
 
     async def add_answers(self, job_id: str, epoch: int, answers: Mapping[str, str]) -> None:
-        """Stores members' answers in a game, JSON by `{pool}/{member}`. Raises `Superseded`."""
+        """Store members' answers in a game, JSON by `{pool}/{member}`. Raises `Superseded`."""
         args = [part for item in answers.items() for part in item]
         await self._fenced("population", [JobKeys(job_id).answers], job_id, epoch, args)
 
     async def add_matches(self, job_id: str, epoch: int, matches: Mapping[str, orch.Match]) -> None:
-        """Stores how matches ended, by trajectory id. Raises `Superseded`."""
+        """Store outcomes of matches, by trajectory id. Raises `Superseded`."""
         if not matches:
             return
         args = [part for name, one in matches.items() for part in (name, one.SerializeToString())]
         await self._fenced("matches", JobKeys(job_id).matches, job_id, epoch, args)
 
     async def matches(self, job_id: str, names: Collection[str]) -> dict[str, orch.Match]:
-        """Outcomes of the named matches that have ended, by trajectory id."""
+        """The outcomes of the named matches that have ended, by trajectory id."""
         if not names:
             return {}
         found = await self._redis.call("HMGET", JobKeys(job_id).matches[1], *names)
@@ -114,7 +119,7 @@ class PopulationStore:
         }
 
     async def ended(self, job_id: str) -> int:
-        """How many matches have ended, counted in the payoffs or not."""
+        """The number of matches that have ended, counted in the payoffs or not."""
         return int(await self._redis.call("LLEN", JobKeys(job_id).matches[0]))
 
     async def page(
@@ -169,7 +174,7 @@ class PopulationStore:
         epoch: int,
         args: Iterable[str | bytes],
     ) -> None:
-        """Runs a script that writes only if `epoch` is the job's newest. Raises `Superseded`."""
+        """Run a script that writes only if `epoch` is the job's newest. Raises `Superseded`."""
         keys = [JobKeys(job_id).record, *where]
         if await self._redis.run_script(script, keys, [str(epoch), *args]) != b"written":
             await self._jobs.check_epoch(job_id, epoch)
@@ -187,12 +192,12 @@ def no_population(job_id: str) -> NotFound:
 
 
 def live(policy: str) -> str:
-    """The name, in a mixture, of a learner as it is now rather than a frozen version."""
+    """The name of a live learner in a mixture, as opposed to a frozen version of it."""
     return f"{_LIVE}{policy}"
 
 
 def live_policy(name: str) -> str | None:
-    """The learner that a name of `live` stands for; None for a member."""
+    """The learner of a name that `live` made; None for a member's id."""
     return name[1:] if name.startswith(_LIVE) else None
 
 
@@ -233,7 +238,7 @@ class Solution:
 
 @dataclass
 class Casting:
-    """The opponents of training until the next draw."""
+    """The opponents drawn for training, valid until the next draw."""
 
     step: int
     """The first step that it is for."""
@@ -245,7 +250,10 @@ class Casting:
 
 @dataclass
 class PopulationState:
-    """The state from which a resume goes on. Cells of `table` hold indices into `pools`."""
+    """The whole state of a population, from which a job resumes.
+
+    Cells of `table` are indices into `pools`.
+    """
 
     pools: dict[str, list[str]]
     """By pool: member ids, oldest first."""
@@ -282,7 +290,7 @@ class PopulationState:
     stopped: str = ""
 
     def win_rates(self) -> dict[tuple[str, str], float]:
-        """By pair of members: the share of matches that the first wins, draws counting half."""
+        """The win rate of the first of each pair of members, draws counting half."""
         return {
             pair: (won + 0.5 * drawn) / played for pair, (won, drawn, played) in self.wins.items()
         }
@@ -293,12 +301,12 @@ class PopulationState:
         return max(own, key=lambda one: (one.iteration, one.version))
 
     def first(self, learner: str) -> FrozenMember:
-        """A learner's first member, with whose weights it begins again."""
+        """A learner's first member, whose weights it restarts from."""
         own = [one for one in self.members.values() if one.learner == learner]
         return min(own, key=lambda one: one.version)
 
     def parent(self, learner: str) -> FrozenMember:
-        """The member from whose weights the learner went on."""
+        """The member whose weights the learner has continued from."""
         newest = self.newest(learner)
         if self.began_with.get(learner, 0) > newest.version:
             return self.first(learner)
@@ -322,7 +330,7 @@ class PopulationState:
         return [at for at, member in found if self.members[member].state in states]
 
     def to_fields(self) -> list[str]:
-        """All fields of the Redis hash, in pairs."""
+        """The fields of the Redis hash, as a flat list of names and values."""
         values = {name: getattr(self, name) for name in _PLAIN} | {
             "members": [asdict(one) for one in self.members.values()],
             "history": [asdict(one) for one in self.history],
@@ -334,13 +342,13 @@ class PopulationState:
         return ["state", json.dumps(values), *self.slot_fields()]
 
     def slot_fields(self) -> list[str]:
-        """The fields that change when members are loaded into slots, in pairs."""
+        """The fields that change when members are loaded into slots, as `to_fields`."""
         casting = None if self.casting is None else asdict(self.casting)
         return ["slots", json.dumps(self.slots), "casting", json.dumps(casting)]
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> PopulationState:
-        """The state that `to_fields` wrote, bit for bit."""
+        """Inverse of `to_fields`, bit for bit."""
         from troupe.populations.payoffs import PayoffTable, Rating
 
         values: dict[str, Any] = json.loads(fields["state"])

@@ -1,4 +1,4 @@
-"""A job's population as the message that users get."""
+"""Read access to a job's population: the messages that the API returns."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
     found.stopped = state.stopped
     found.matches_played = state.played
     if state.pending and (plan := due(spec, state)):
-        # Matches that have ended and were not counted yet are of the current round.
+        # Matches that have ended but are not counted in the payoffs belong to the current round.
         begun = await shared.populations.ended(record.job_id) - sum(state.attempts.values())
         found.matches_due = max(0, len(plan) - max(0, begun))
     for pool in found.pools:
@@ -90,7 +90,7 @@ async def known_member(shared: Shared, record: JobRecord, member_id: str) -> Fro
 async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Checkpoint:
     """The files of a member, as a checkpoint.
 
-    Raises NotFound of kind "member_not_found" (there never was one) or "member_gone".
+    Raises NotFound of kind "member_not_found" (no such member) or "member_gone" (files deleted).
     """
     one = await known_member(shared, record, member_id)
     path = record.directory / "members" / one.learner / f"v{one.version}"
@@ -151,7 +151,7 @@ def _solutions(state: PopulationState) -> list[orch.MetaStrategy]:
 
 
 def _slots(state: PopulationState, training: dict[str, str]) -> list[orch.OpponentSlot]:
-    """All slots with their probability in training; `training`: by training slot its pool."""
+    """All slots with their probability in training; `training`: the pool of each training slot."""
     shares: dict[str, float] = dict.fromkeys(state.slots, 0.0)
     drawn = [] if state.casting is None else list(state.casting.shares.values())
     for pools in drawn:
