@@ -1,7 +1,7 @@
-"""`SimulatedEngine`: an engine without a model that answers after the time of a cost model.
+"""`SimulatedEngine`: an inference engine without a model that takes the time of a cost model.
 
-States, versions, weight updates and checksums are those of every engine. Time comes from
-`SimulatedBatch`; one timer per engine, set to the end of the next turn, drives it.
+States, versions, weight updates and checksums work as in every engine. `SimulatedBatch` computes
+the times; one timer per engine, set to the end of the next turn, drives it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from troupe.v1 import common_pb2 as pb
 
 @dataclass(frozen=True)
 class Response:
-    """The full response of a turn: token ids and natural log-probs, equally many."""
+    """The full response of a turn: token ids and their log-probs in nats."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -37,7 +37,7 @@ class Response:
         return len(self.token_ids)
 
     def after(self, drawn: int) -> Response:
-        """The rest after `drawn` tokens."""
+        """The rest of the response after its first `drawn` tokens."""
         return Response(self.token_ids[drawn:], self.logprobs[drawn:]) if drawn else self
 
 
@@ -49,9 +49,10 @@ def draw_response(
     stop_ids: frozenset[int],
     max_new_tokens: int,
 ) -> Response:
-    """A response as a function of `seed`: lognormal length, uniform tokens, finite log-probs.
+    """Draw a response by `seed`: lognormal length, uniform tokens, finite log-probs.
 
-    A stop token is its last and only its last, unless `max_new_tokens` cut it or there is none.
+    The last token, and no other, is a stop token, unless `max_new_tokens` truncates the response or
+    there are no stop tokens.
     """
     random = np.random.default_rng(seed)
     sigma = pace.response_tokens_sigma
@@ -60,7 +61,7 @@ def draw_response(
     stops = sorted(stop for stop in stop_ids if stop < vocabulary)
     cut = length > max_new_tokens
     length = min(length, max_new_tokens)
-    # Ids above the k-th stop token are shifted by k: uniform over all that are no stop token.
+    # Ids above the k-th stop token are shifted by k: uniform over all ids but the stop tokens.
     ids = random.integers(max(1, vocabulary - len(stops)), size=length)
     for stop in stops:
         ids += ids >= stop
@@ -71,7 +72,7 @@ def draw_response(
 
 @dataclass(order=True)
 class _SimulatedTurn:
-    """A turn in the batch; `begin` and `end` in decoding steps of the batch."""
+    """A running turn in the batch; `begin` and `end` are decoding steps of the batch."""
 
     # Step at which the turn has its last token.
     end: float
@@ -87,7 +88,7 @@ class SimulatedBatch:
     def __init__(self, pace: SimulatedSpec) -> None:
         self._pace = pace
         self._now = 0.0
-        # Until then prompts are read or weights loaded, and nothing is decoded.
+        # Time until which decoding is blocked by prefill or a weight update.
         self._blocked_until = 0.0
         # Decoding steps so far.
         self._steps = 0.0
@@ -98,18 +99,18 @@ class SimulatedBatch:
         return len(self._turns)
 
     def admit(self, key: str, prompt_tokens: int, length: int, now: float) -> None:
-        """Admit a turn of `length` response tokens; its prompt is read before anything else."""
+        """Admit a turn of `length` response tokens; its prefill blocks the whole batch first."""
         turn = _SimulatedTurn(self._steps + length, key, self._steps, length)
         self._turns[key] = turn
         heapq.heappush(self._heap, turn)
         self.read(prompt_tokens, now)
 
     def read(self, tokens: int, now: float) -> None:
-        """Read `tokens` (a prompt, or kept turns again) before decoding goes on."""
+        """Block decoding for the prefill of `tokens` (a prompt, or kept turns again)."""
         self.block(tokens / self._pace.prefill_tokens_per_second, now)
 
     def block(self, seconds: float, now: float) -> None:
-        """Decode nothing for further `seconds`."""
+        """Block decoding for `seconds` more."""
         self._blocked_until = max(self._blocked_until, now) + seconds
 
     def unblock(self, now: float) -> None:
@@ -123,13 +124,13 @@ class SimulatedBatch:
             heapq.heapify(self._heap)
 
     def drawn(self, key: str) -> int:
-        """Tokens that a turn has, as of the last `advance`."""
+        """The number of tokens that a turn has, as of the last `advance`."""
         turn = self._turns[key]
         # Tolerates rounding of the step count.
         return min(turn.length, math.floor(self._steps - turn.begin + 1e-6))
 
     def advance(self, now: float) -> list[str]:
-        """Advance to `now`; the turns that ended meanwhile, in order."""
+        """Advance the batch to `now`; returns the turns that have ended, in order."""
         ended = []
         while True:
             self._now = max(self._now, min(now, self._blocked_until))
@@ -149,7 +150,7 @@ class SimulatedBatch:
         return ended
 
     def next_end(self) -> float | None:
-        """When the next turn ends if nothing comes between; None when nothing runs."""
+        """The time when the next turn ends if the batch does not change; None if it is empty."""
         if not self._heap:
             return None
         left = (self._heap[0].end - self._steps) * self._step_seconds
@@ -161,15 +162,16 @@ class SimulatedBatch:
         return pace.decode_seconds + pace.decode_seconds_per_turn * len(self._turns)
 
 
-# Changes of the batch within this time make one span of the timeline.
+# Changes of the batch within this many seconds form one span of the timeline.
 _SPAN_SECONDS = 0.1
 
 
 class SimulatedEngine(ServingEngine):
-    """Serves a policy with made-up tokens at the pace of `policies.X.simulated`.
+    """Engine that serves a policy with random tokens at the pace of `policies.X.simulated`.
 
-    An update blocks decoding for `load_seconds`; kept turns are then read again, as by an engine
-    that computes their keys and values under the new weights. There is no prefix cache.
+    A weight update blocks decoding for `load_seconds` and then for another prefill of the kept
+    turns, as in an engine that recomputes their KV cache with the new weights. There is no prefix
+    cache.
     """
 
     kind: ClassVar[str] = "simulated"
@@ -177,14 +179,14 @@ class SimulatedEngine(ServingEngine):
     def __init__(
         self, engine_id: str, policy: str, spec: PolicySpec, *, trace_dir: Path | None = None
     ) -> None:
-        """`trace_dir`: where the timeline goes (`testbed.timeline`); None: nowhere."""
+        """`trace_dir`: directory of the timeline (`testbed.timeline`); None: no timeline."""
         super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
         self._pace = spec.simulated or SimulatedSpec()
         self._batch = SimulatedBatch(self._pace)
         self._responses: dict[str, Response] = {}
         self._timer: asyncio.TimerHandle | None = None
-        # The version that draws tokens now.
+        # The weight version that draws tokens now.
         self._drawing = 0
         self._timeline = Timeline(trace_dir, f"engine-{engine_id}")
         self._span_from = self._counted_at = 0.0
@@ -208,7 +210,7 @@ class SimulatedEngine(ServingEngine):
             self._tick()
             if not future.done():
                 self._draw(turn)
-                # Not `_drop`: it looks at the time once more, and the turn may end by itself then.
+                # Not `_drop`, which reads the clock again, so that the turn might end by itself.
                 self._batch.remove(request_id)
                 future.set_result(turn.result(aborted=True))
                 self._reschedule()
@@ -221,11 +223,11 @@ class SimulatedEngine(ServingEngine):
         return super().load()
 
     async def check(self) -> pb.EngineState.ValueType:
-        """The state; nothing can hang."""
+        """The engine's state; a simulated engine cannot hang."""
         return self.state
 
     async def stop(self) -> None:
-        """End turns as aborted; the state is STOPPED. Repeatable."""
+        """End all turns as aborted and move to STOPPED. Idempotent."""
         self._life.stopped()
         for turn in self._turns:
             await self.abort(turn.request_id)
@@ -302,7 +304,7 @@ class SimulatedEngine(ServingEngine):
         return self._pace.load_seconds
 
     def _tick(self) -> None:
-        """Bring the batch to now and answer the turns that ended."""
+        """Advance the batch to now and answer the turns that have ended."""
         now = time.monotonic()
         self._count(now)
         for key in self._batch.advance(now):
@@ -327,7 +329,7 @@ class SimulatedEngine(ServingEngine):
             self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
     def _draw(self, turn: EngineTurn, until: int | None = None) -> None:
-        """Give `turn` the tokens that it has by now, drawn by the version in service."""
+        """Add to `turn` the tokens that it has by now, drawn by the current version."""
         response = self._responses.get(turn.request_id)
         if response is None:
             return
@@ -342,7 +344,7 @@ class SimulatedEngine(ServingEngine):
             self._turns.drew(until - have)
 
     def _count(self, now: float) -> None:
-        """Turn-seconds of the batch since it was last looked at."""
+        """Add the batch's turn-seconds since the last call to the present timeline span."""
         if self._timeline.wanted:
             if not len(self._batch):
                 self._span_from = now
@@ -350,7 +352,7 @@ class SimulatedEngine(ServingEngine):
             self._counted_at = now
 
     def _close_span(self, now: float) -> None:
-        """Note in the timeline that the engine was busy, when the span is long enough or over."""
+        """Write the busy span to the timeline if it is long enough or over."""
         seconds = now - self._span_from
         if not self._timeline.wanted or not self._turn_seconds:
             return

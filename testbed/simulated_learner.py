@@ -1,8 +1,8 @@
-"""A learner that is not there: it takes the time that a cost model gives, and learns nothing.
+"""`SimulatedLearner`: a learner without a model that takes the time of a cost model.
 
-It stands in a worker's compute thread like any learner, so policies that share a worker share its
-time. Its weights are real tensors of a few bytes, different in every version: what publishes,
-persists, commits and verifies them has real work to do.
+It runs in a trainer worker's compute thread like any learner, so policies that share a worker share
+its time. Its weights are small real tensors that differ in every version, so the code that
+publishes, persists, commits and verifies them is exercised for real.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from troupe.job import JobSpec, SimulatedSpec
 
 
 class StandIn(torch.nn.Module):
-    """Weights of the smallest model that knows a vocabulary; they say which version they are."""
+    """Stand-in for a model: the smallest weights with a vocabulary; they encode their version."""
 
     version: torch.Tensor
 
@@ -40,19 +40,19 @@ class StandIn(torch.nn.Module):
         self.register_buffer("version", torch.zeros((), dtype=torch.int64))
 
     def get_input_embeddings(self) -> torch.nn.Embedding:
-        """[vocabulary, 1]"""
+        """The input embeddings, of weight [vocabulary, 1]."""
         return self.embedding
 
     def save_pretrained(self, directory: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Write a checkpoint's files; no library makes a model of them."""
+        """Write the files of a checkpoint, which no library can load as a model."""
         (directory / "config.json").write_text(json.dumps({"model_type": "simulated"}))
         save_file(dict(state_dict), directory / "model.safetensors")
 
 
 def stand_in(policy: str, spec: JobSpec) -> StandIn:
-    """The stand-in for a policy's model. Blocking.
+    """Make the stand-in for a policy's model. Blocking.
 
-    Raises InvalidArgument where the model's configuration cannot be read.
+    Raises InvalidArgument if the model's configuration cannot be read.
     """
     config = load_config(policy, spec.policies[policy])
     return StandIn(config.get_text_config().vocab_size, policy_seed(spec.seed, policy))
@@ -64,18 +64,18 @@ class SimulatedLearner(Learner):
     def __init__(
         self, model: StandIn, spec: JobSpec, policy: str, lane: str, trace_dir: Path | None
     ) -> None:
-        """`lane` names the worker in the timeline, which goes to `trace_dir`, if anywhere."""
+        """`lane`: the worker's name in the timeline, which is written to `trace_dir`, if given."""
         super().__init__(model, spec, policy, share_prefixes=False)
         self._pace = spec.policies[policy].simulated or SimulatedSpec()
         self._summary = BatchSummary()
         self._spent, self._batches = 0.0, 0
-        # Pages that were never written would cost nothing to move.
+        # Fill the buffer: moving pages that were never written would cost nothing.
         self._ballast = torch.ones(self._pace.state_bytes, dtype=torch.uint8)
         self._name, self._lane = policy, lane
         self._timeline = Timeline(trace_dir, f"trainer-{lane}-{policy}")
 
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
-        """Take the time of these rows' forward and backward. Raises `Stopped`."""
+        """Wait for the simulated time of these rows' forward and backward. Raises `Stopped`."""
         tokens = sum(len(row.ids) for row in rows)
         began = time.time()
         advantages = group_advantages(
@@ -89,7 +89,7 @@ class SimulatedLearner(Learner):
         self._note("train", began, tokens)
 
     def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
-        """Take the time of an optimizer step; the stand-in becomes the next version."""
+        """Wait for the simulated time of an optimizer step, and make the next version's weights."""
         began = time.time()
         metrics = self._summary.metrics(version)
         reason = "" if self._summary.response_tokens else "no sample has a response token"
@@ -112,7 +112,7 @@ class SimulatedLearner(Learner):
         self._spent, self._batches = 0.0, 0
 
     def suspended(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """As `Learner.suspended`."""
+        """See `Learner.suspended`."""
         tensors, values = super().suspended()
         simulated = {
             "summary": suspension.split_fields(self._summary)[1],
@@ -123,7 +123,7 @@ class SimulatedLearner(Learner):
         return tensors | own, values | {"simulated": simulated}
 
     def adopt(self, tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> None:
-        """As `Learner.adopt`."""
+        """See `Learner.adopt`."""
         super().adopt(tensors, values)
         self._ballast = suspension.below("simulated", tensors)["ballast"]
         simulated = values["simulated"]
@@ -131,7 +131,7 @@ class SimulatedLearner(Learner):
         self._spent, self._batches = simulated["spent"], simulated["batches"]
 
     def release(self) -> list[torch.Tensor]:
-        """As `Learner.leave`."""
+        """See `Learner.release`."""
         ballast, self._ballast = self._ballast, torch.empty(0, dtype=torch.uint8)
         return [*super().release(), ballast]
 

@@ -1,7 +1,7 @@
 """Population-based training as pure functions: pools, payoffs, meta-solvers, opponents.
 
-After PSRO (Lanctot et al. 2017) and MALib. No clock, no input or output, no randomness but from a
-given seed.
+Follows PSRO (Lanctot et al. 2017) and MALib. Functions here use no clock, no I/O, and no randomness
+except from a given seed.
 """
 
 from troupe.populations.games import Array, Profile, nash_conv, regrets, values, zero_sum

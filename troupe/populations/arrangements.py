@@ -1,7 +1,7 @@
-"""Exact values of agents that change seats from episode to episode, each seating equally often.
+"""Exact values and NashConv of agents that change seats, with each seating equally often.
 
 `seatings[k][seat]` is the agent on a seat in arrangement k; by default all permutations. An agent
-has one plan per seat, since it knows where it sits.
+has one plan (`troupe.populations.tree`) per seat, since it knows its seat.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Seatings = Sequence[Sequence[int]]
 
 
 def mixed(members: Sequence[Plans], shares: Sequence[float]) -> list[Array]:
-    """The plans of an agent that plays one of `members` per episode, drawn with `shares`."""
+    """The plans of an agent that plays one of `members` per episode, drawn by `shares`."""
     total = float(np.sum(shares))
     if len(members) != len(shares) or not members or total <= 0:
         raise ValueError(f"{len(members)} members and the shares {list(shares)} make no mixture")
@@ -32,7 +32,7 @@ def mixed(members: Sequence[Plans], shares: Sequence[float]) -> list[Array]:
 def agent_values(
     form: SequenceForm, agents: Sequence[Plans], seatings: Seatings | None = None
 ) -> Array:
-    """The expected return of each agent [n], on average over all seatings."""
+    """The expected return of each agent [n], averaged over all seatings."""
     found = np.zeros(len(agents))
     seatings = seatings or list(permutations(range(len(agents))))
     for seating in seatings:
@@ -44,10 +44,10 @@ def agent_values(
 def agent_nash_conv(
     form: SequenceForm, agents: Sequence[Plans], seatings: Seatings | None = None
 ) -> float:
-    """The sum of the agents' gains by best responses; 0 at a Nash equilibrium.
+    """NashConv: the sum of the agents' gains by best responses; 0 at a Nash equilibrium.
 
     With two agents it is twice the exploitability. Raises ValueError for more than two different
-    agents that change seats: a best response would have to know who sits where.
+    agents that change seats: a best response would depend on the other agents' seats.
     """
     alike = all(plans is agents[0] for plans in agents)
     seatings = seatings or list(permutations(range(len(agents))))

@@ -1,11 +1,12 @@
-"""A language model's policy in a small game, from its answers in every information state.
+"""A language model's exact policy in a small game, from its answers in all information states.
 
-In each information state the model gets the prompt of a match. The probabilities of the moves'
-names are its behaviour policy, which is a plan of the game in sequence form
-(`troupe.populations.tree`): exact payoffs and NashConv without a match.
+In each information state the model is given the prompt that it would get in a match. Its
+probabilities of the moves' names are its behaviour policy, and so a plan of the game in sequence
+form (`troupe.populations.tree`), from which payoffs and NashConv follow without any match.
 
-Exact if a valid answer is a move's name and nothing else, as with `sampling.max_new_tokens: 1` and
-names of one token. Longer answers that also contain a move count as illegal.
+The policy is exact if a valid answer is a move's name and nothing else, as with
+`sampling.max_new_tokens: 1` and names of one token. Longer answers that also contain a move count
+as illegal.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Behaviour = dict[str, dict[int, float]]
 """Information state -> action -> probability."""
 Messages = tuple[Mapping[str, str], ...]
 
-# A tree with more histories takes minutes to walk and gigabytes of memory.
+# Largest tree; one with more histories takes minutes to walk, and gigabytes of memory.
 MAX_HISTORIES: Final = 200_000
 # Tolerance of the sum of the moves' probabilities, for rounding.
 _ROUNDING: Final = 1e-3
@@ -39,7 +40,7 @@ _ROUNDING: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One information state, as a prompt to the player who moves there."""
+    """One information state as the prompt to the player that moves there."""
 
     player: int
     state: str
@@ -52,7 +53,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Enumeration:
-    """A game that is played through text, with the prompts of all information states."""
+    """A text game in sequence form, with the prompts of all its information states."""
 
     form: SequenceForm
     """The game; if an illegal move may lose it, with `FORFEIT` as one more action of every set."""
@@ -64,11 +65,11 @@ class Enumeration:
     def of(
         cls, environment: OpenSpiel, rules: PlayRules, *, rule: IllegalRule | None = None
     ) -> Enumeration:
-        """The information states of `environment` with the prompts of `rules`.
+        """Enumerate the information states of `environment`, with the prompts of `rules`.
 
-        `rule` is the job's own for illegal moves. With `history: all` earlier answers are in the
-        conversation as the moves' names. Raises ValueError if an information state has two prompts
-        (the text shows what its player cannot know) or there are more than `MAX_HISTORIES`, and as
+        `rule`: the job's rule for illegal moves. With `history: all` the conversation contains
+        earlier answers as the moves' names. Raises ValueError if an information state has two
+        prompts (the text reveals hidden information) or there are more than `MAX_HISTORIES`, and as
         `SequenceForm.of`.
         """
         rule = rule or rules.illegal or environment.properties.illegal
@@ -82,22 +83,22 @@ class Enumeration:
         rule: IllegalRule,
         resamples: int,
     ) -> Enumeration:
-        """An enumeration with `questions` from a process that has the job's prompts."""
+        """Make an enumeration from `questions` that a process with the job's code has listed."""
         game = environment.game
-        # A game with forfeits is the same tree with more leaves.
+        # Forfeits add leaves to the tree, but no information states.
         if rule != "random_legal":
             game = cast(Any, _Forfeitable(game, environment.properties))
         form = SequenceForm.of(game)
         return cls(form, tuple(questions), rule, resamples if rule == "resample" else 0)
 
     def behaviours(self, probabilities: Sequence[Mapping[int, float]]) -> tuple[Behaviour, ...]:
-        """By player, the behaviour policy of a model that answers with `probabilities`.
+        """The behaviour policy by player of a model that answers with `probabilities`.
 
-        `probabilities` are, by question, those of the moves' names by action; the rest to 1 is the
-        probability of an answer that is no legal move. With `random_legal` that is divided among
-        the legal moves, with `lose` it is `FORFEIT`. With `resample` the model answers again,
-        `resamples` times, as if the correction in the conversation changed nothing, and then
-        loses. Raises ValueError for invalid probabilities.
+        `probabilities`: by question, the probability of each move's name by action; the rest up to
+        1 is the probability of an illegal answer. With `random_legal` the rest is divided among the
+        legal moves, with `lose` it is the probability of `FORFEIT`. With `resample` the model
+        answers again up to `resamples` times, as if the correction in the conversation had no
+        effect, and then forfeits. Raises ValueError for invalid probabilities.
         """
         found: tuple[Behaviour, ...] = tuple({} for _ in range(self.form.players))
         for question, given in zip(self.questions, probabilities, strict=True):
@@ -123,12 +124,12 @@ class Enumeration:
         return found
 
     def plans(self, behaviours: Sequence[Behaviour]) -> list[Array]:
-        """By player, the plan in `form`."""
+        """The plans in `form` of behaviour policies, by player."""
         return [self.form.plan_of(player, one) for player, one in enumerate(behaviours)]
 
 
 def questions(environment: OpenSpiel, rules: PlayRules) -> tuple[Question, ...]:
-    """The prompts of all information states. Raises ValueError as `Enumeration.of`."""
+    """List the prompts of all information states. Raises ValueError as `Enumeration.of`."""
     game = environment.game
     load_sequential(game)
     asked: dict[tuple[int, str], Question] = {}
@@ -145,7 +146,7 @@ def _collect(
     asked: dict[tuple[int, str], Question],
     seen_before: Iterator[int],
 ) -> None:
-    """Visits all histories below `state`; `talks` are the players' conversations so far."""
+    """Visit all histories below `state`; `talks`: the players' conversations so far."""
     if next(seen_before) > MAX_HISTORIES:
         raise ValueError(f"the tree of {environment.game} has more than {MAX_HISTORIES:,} nodes")
     if state.is_terminal():
@@ -175,7 +176,7 @@ def _collect(
 
 
 class _Forfeitable:
-    """An OpenSpiel game, or a state of one, with `FORFEIT` as a further legal action."""
+    """An OpenSpiel game, or a state of it, with `FORFEIT` as an additional legal action."""
 
     def __init__(
         self, of: Any, properties: Properties, state: Any = None, loser: int | None = None
@@ -198,7 +199,7 @@ class _Forfeitable:
         return self._loser is not None or self._state.is_terminal()
 
     def returns(self) -> list[float]:
-        """The returns so far, and the reward of a forfeit as `Episode` gives it."""
+        """The returns so far, including the reward of a forfeit as in `Episode`."""
         found = list(self._state.returns())
         if self._loser is None:
             return found
@@ -243,9 +244,10 @@ def score_request(
     ends: bool = False,
     version: int | None = None,
 ) -> pb.ScoreRequest:
-    """A request for the log-prob of every move's name, or with `ends` of it as the whole answer.
+    """A request for the log-probs of all moves' names in all questions.
 
-    `ends` is for answers that may be longer than a move (`sampling.max_new_tokens`).
+    With `ends` a name is scored with the end of the answer, for answers that may be longer than a
+    move (`sampling.max_new_tokens`).
     """
     prompts = [
         pb.ScorePrompt(
@@ -260,7 +262,7 @@ def score_request(
 def probabilities(
     questions: Sequence[Question], answer: pb.ScoreResponse
 ) -> list[dict[int, float]]:
-    """By question, the probabilities of moves' names by action, for `Enumeration.behaviours`."""
+    """The probabilities of moves' names, by question and action, for `Enumeration.behaviours`."""
     return [
         {
             action: math.exp(one.logprob)

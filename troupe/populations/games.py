@@ -16,9 +16,9 @@ Profile = list[Array]
 
 
 def as_payoffs(payoffs: object) -> Array:
-    """`payoffs` as a checked float64 array.
+    """Convert `payoffs` to float64 and check it.
 
-    Raises ValueError naming what is wrong: the shape, or a payoff that is not finite.
+    Raises ValueError for a wrong shape or a payoff that is not finite.
     """
     found = np.asarray(payoffs, dtype=np.float64)
     if found.ndim < 2 or found.shape[0] != found.ndim - 1 or 0 in found.shape:
@@ -67,7 +67,7 @@ def values(payoffs: Array, profile: Sequence[Array]) -> Array:
 
 
 def regrets(payoffs: Array, profile: Sequence[Array]) -> Array:
-    """How much each player [n] would gain by its best member."""
+    """The regret of each player [n]: its gain if it switched to its best member."""
     found = []
     for player, own in enumerate(profile):
         each = member_values(payoffs, profile, player)
@@ -77,5 +77,5 @@ def regrets(payoffs: Array, profile: Sequence[Array]) -> Array:
 
 
 def nash_conv(payoffs: Array, profile: Sequence[Array]) -> float:
-    """The sum of `regrets`; 0 at an equilibrium of the meta-game (Lanctot et al. 2017)."""
+    """NashConv: the sum of `regrets`; 0 at a meta-game equilibrium (Lanctot et al. 2017)."""
     return float(regrets(payoffs, profile).sum())

@@ -1,4 +1,4 @@
-"""A game's whole tree as arrays, so that thousands of copies of the game move in one operation."""
+"""A game's whole tree as arrays, for stepping thousands of copies of the game at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Histories:
-    """A finite game with perfect recall, by history; the empty history is number 0.
+    """A finite game with perfect recall as arrays over histories; the empty history is number 0.
 
     Shapes: h histories, n players, A actions, m information sets of a player, d numbers of an
     observation, w = the larger of A and the most outcomes of a chance node.
@@ -44,7 +44,7 @@ class Histories:
 
     @classmethod
     def of(cls, game: Any) -> Histories:
-        """Reads the OpenSpiel game of a name, or a loaded one.
+        """Read an OpenSpiel game, given by name or loaded.
 
         Raises as `SequenceForm.of`, and ValueError for a game without information state tensors.
         """
@@ -103,7 +103,7 @@ class Histories:
 def cumulated(shares: Array, width: int) -> Floats:
     """Cumulative probabilities of rows [r, A] as [r, width], for drawing by comparison.
 
-    2, which no uniform draw reaches, from the last possible action on.
+    Entries from the last possible action on are 2, which no uniform draw reaches.
     """
     found = np.full((len(shares), width), 2.0, dtype=np.float32)
     columns = np.arange(shares.shape[1])

@@ -10,7 +10,7 @@ from troupe.populations.payoffs import Members, PayoffTable
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How precisely payoffs have to be known.
+    """The required precision of payoffs, from which numbers of matches follow.
 
     In a symmetric table numbers of matches are rounded up to multiples of the number of players, so
     that each member plays on every seat.
@@ -26,10 +26,10 @@ class Precision:
 
 
 def matches_due(table: PayoffTable, precision: Precision) -> list[tuple[Members, int]]:
-    """The cells that need matches, and how many: those never played first, then the least certain.
+    """The cells that need matches, with their numbers of matches; least certain cells first.
 
-    An uncertain cell gets as many as its variance says it lacks, at most as many as it has, since
-    the variance is itself an estimate.
+    Cells that were never played come first of all. An uncertain cell gets as many matches as its
+    variance implies, but at most as many as it has, since the variance is itself an estimate.
     """
     pooled = table.pooled
     found = []
@@ -41,7 +41,7 @@ def matches_due(table: PayoffTable, precision: Precision) -> list[tuple[Members,
         width = math.inf if cell is None else cell.half_width(pooled)
         wanted = max(precision.least, 2)
         if played >= wanted and width > precision.half_width:
-            assert cell is not None  # it was played
+            assert cell is not None  # unplayed cells were handled above
             enough = played * (width / precision.half_width) ** 2
             wanted = min(math.ceil(enough), 2 * played, precision.most)
         if table.symmetric:
@@ -67,9 +67,9 @@ def seats(players: int, episode: int) -> tuple[int, ...]:
 
 
 def turn_beside(players: int, match: int) -> int:
-    """The episode number for `seats` of a match, if the game may change seats itself.
+    """The episode number to pass to `seats` for a match of a game that may change seats itself.
 
-    These seatings change more slowly than those of a game that uses `seats` from match to match, so
+    These seatings change more slowly than those of a game that calls `seats` match by match, so
     that every arrangement occurs equally often, whether the game changes seats or not.
     """
     slow = match // players

@@ -1,4 +1,4 @@
-"""Opponents of a learner: prioritized fictitious self-play, past selves, AlphaStar's league."""
+"""Opponent sampling: prioritized fictitious self-play, past versions, AlphaStar's league."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from troupe.populations.games import Array
 Weighting = Literal["hard", "variance", "linear"]
 Role = Literal["main", "main_exploiter", "league_exploiter"]
 
-# The win rate of pairs that have not met.
+# Assumed win rate of pairs without matches.
 _EVEN: Final = 0.5
-# A main agent with a smaller win rate has forgotten how to beat the opponent.
+# Below this win rate a main agent counts as having forgotten how to beat the opponent.
 _LOST: Final = 0.3
 _WEIGHTINGS: Final = {
     "hard": lambda wins, power: (1.0 - wins) ** power,
@@ -26,10 +26,10 @@ _WEIGHTINGS: Final = {
 
 
 def pfsp(win_rates: object, *, weighting: Weighting = "hard", power: float = 2.0) -> Array:
-    """Probabilities [k] of opponents by our win rates [k] against them: prioritized self-play.
+    """PFSP probabilities [k] of opponents, given the learner's win rates [k] against them.
 
-    Proportional to f(x) = (1 - x)^p ("hard": opponents we lose to), x (1 - x) ("variance": our
-    equals) or 1 - x ("linear") (Vinyals et al. 2019, methods, "PFSP"); uniform if all are 0.
+    Proportional to f(x) = (1 - x)^p ("hard": opponents that it loses to), x (1 - x) ("variance":
+    its equals) or 1 - x ("linear") (Vinyals et al. 2019, methods, "PFSP"); uniform if all are 0.
 
     Raises ValueError for rates outside [0, 1] or an unknown weighting.
     """
@@ -93,9 +93,9 @@ def league_opponents(
     wins: Mapping[tuple[str, str], float],
     rules: LeagueRules | None = None,
 ) -> dict[str, float]:
-    """By member, the probability that it is the next opponent of `learner`.
+    """The probability of each member to be the next opponent of `learner`, by name.
 
-    `wins[a, b]` is a's win rate against b, in [0, 1]; pairs that never met count as even. Raises
+    `wins[a, b]`: a's win rate against b, in [0, 1]; pairs without matches count as even. Raises
     ValueError if there is no opponent.
     """
     rules = rules or LeagueRules()
@@ -118,7 +118,7 @@ def league_opponents(
         if past and all(rate(name) < rules.exploiter_hopeless for name in mains):
             return _mixed([(0.5, even), (0.5, prioritised(past, "variance"))])
         return _mixed([(1.0, even)])
-    # A main agent plays frozen members, main agents, and what it has forgotten how to beat.
+    # A main agent plays frozen members, main agents, and members that it has forgotten how to beat.
     lost = [
         one.name
         for one in frozen
@@ -140,7 +140,7 @@ def is_due(
     steps: int,
     rules: LeagueRules | None = None,
 ) -> bool:
-    """Whether `learner` is to be frozen, `steps` environment steps after the last time."""
+    """Whether to freeze `learner` now, `steps` environment steps after it was last frozen."""
     rules = rules or LeagueRules()
     if steps >= rules.freeze_after:
         return True
@@ -153,7 +153,7 @@ def is_due(
 
 
 def _mixed(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """The weighted mean of the distributions that are not empty."""
+    """The weighted mean of distributions; empty ones are left out."""
     there = [(weight, shares) for weight, shares in parts if shares and weight > 0]
     total = sum(weight for weight, _ in there)
     if not total:

@@ -1,4 +1,4 @@
-"""Payoffs of members against each other with their uncertainty, and skill ratings of members."""
+"""Empirical payoff table of a population with confidence intervals, and members' skill ratings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scipy.special import stdtrit
 
 from troupe.populations.games import Array
 
-# One choice of members: by role, the index of a member in its pool.
+# One choice of members (a joint profile): by role, the index of a member in its pool.
 Members = tuple[int, ...]
 # The rating of a member that never played: openskill's defaults (Weng and Lin 2011).
 MEAN = 25.0
@@ -34,13 +34,12 @@ class Rating:
 def rated(
     ratings: Mapping[str, Rating], members: Sequence[str], payoffs: Sequence[float]
 ) -> dict[str, Rating]:
-    """The new ratings of a match's members, ranked by payoff.
+    """The updated ratings of a match's members, ranked by payoff.
 
-    By the Plackett-Luce model (Weng and Lin 2011, algorithm 4) of `openskill`, for two members or
-    more; a match of one member alone changes nothing. A member on several seats counts as one, with
-    the mean payoff. Members not in `ratings` never played. Deterministic to the bit.
-
-    Raises ValueError where the lengths differ.
+    Uses the Plackett-Luce model (Weng and Lin 2011, algorithm 4) of `openskill`, for two members or
+    more; a match of a member against itself changes nothing. A member on several seats counts as
+    one, with the mean payoff. Members not in `ratings` get the initial rating. Bitwise
+    deterministic. Raises ValueError if the lengths differ.
     """
     if len(members) != len(payoffs):
         raise ValueError(f"{len(members)} members and {len(payoffs)} payoffs")
@@ -79,14 +78,14 @@ class PayoffEntry:
     """Whether the mean was computed, not sampled."""
 
     def add(self, payoffs: Array) -> None:
-        """Counts one match with these payoffs [n]."""
+        """Count one match with these payoffs [n]."""
         self.matches += 1
         change = payoffs - self.mean
         self.mean = self.mean + change / self.matches
         self.squares = self.squares + change * (payoffs - self.mean)
 
     def add_all(self, payoffs: Array) -> None:
-        """Counts many matches [m, n] at once (Chan et al. 1979, section 2)."""
+        """Count many matches [m, n] at once (Chan et al. 1979, section 2)."""
         new = len(payoffs)
         if not new:
             return
@@ -109,8 +108,9 @@ class PayoffEntry:
     def half_width(self, pooled: Array | None = None, confidence: float = 0.95) -> float:
         """Half the width of Student's confidence interval of the least certain player's mean.
 
-        `pooled` [n] is `PayoffTable.pooled`, the variance within cells. It is a lower bound of the
-        cell's sum of squares, so that a few equal results are no certainty where others vary.
+        `pooled` [n]: `PayoffTable.pooled`, the variance within cells. It bounds the cell's sum of
+        squares from below, so that a few equal results do not count as certain in a table whose
+        other cells vary.
         """
         if self.exact:
             return 0.0
@@ -125,10 +125,10 @@ class PayoffEntry:
 
 @dataclass
 class PayoffTable:
-    """Empirical payoffs of growing pools. Cells that were never played are missing.
+    """Empirical payoffs of growing pools; cells that were never played are missing.
 
-    In a `symmetric` table all roles draw from one pool and a payoff depends only on who the others
-    are: choices that differ in order are one cell, and copies of a member each get their mean.
+    In a `symmetric` table all roles draw from one pool, and a payoff does not depend on the order
+    of the other members: permutations are one cell, and copies of a member each get their mean.
     """
 
     sizes: list[int]
@@ -143,11 +143,12 @@ class PayoffTable:
 
     @property
     def pooled(self) -> Array:
-        """The variance of a match within its cell, per player [n]; 0 before any variation.
+        """The pooled variance of a match within its cell, per player [n]; 0 if nothing varies.
 
-        In a symmetric table without cells of one member alone, which vary less or not at all.
+        In a symmetric table, cells of one member against itself are left out: they vary less or not
+        at all.
         """
-        # Sorted: sums in the same order after a resume give the same bits.
+        # Sorted, so that sums are the same bit for bit after a resume.
         played = [
             cell
             for key, cell in sorted(self.cells.items())
@@ -157,7 +158,7 @@ class PayoffTable:
         return squares / max(1, sum(cell.matches - 1 for cell in played))
 
     def grow(self, sizes: Sequence[int]) -> None:
-        """Sets the sizes of the pools. Raises ValueError if one has become smaller."""
+        """Set the sizes of the pools. Raises ValueError if one would become smaller."""
         if len(sizes) != self.players or any(
             new < old for new, old in zip(sizes, self.sizes, strict=False)
         ):
@@ -167,11 +168,11 @@ class PayoffTable:
         self.sizes = list(sizes)
 
     def record(self, members: Members, payoffs: Sequence[float]) -> None:
-        """Counts one match. Raises ValueError for invalid members or payoffs."""
+        """Count one match. Raises ValueError for invalid members or payoffs."""
         self._cell(members).add(self._canonical(members, payoffs))
 
     def record_all(self, members: Members, payoffs: Array) -> None:
-        """Counts many matches of the same members, payoffs [m, n]. Raises as `record`."""
+        """Count many matches of the same members, payoffs [m, n]. Raises as `record`."""
         given = np.asarray(payoffs, dtype=np.float64)
         if given.ndim != 2 or given.shape[1] != self.players or not np.isfinite(given).all():
             raise ValueError(f"matches give {self.players} finite payoffs each")
@@ -180,7 +181,7 @@ class PayoffTable:
         self._cell(members).add_all(given)
 
     def settle(self, members: Members, payoffs: Sequence[float]) -> None:
-        """Sets exact expected payoffs. Raises ValueError."""
+        """Set a cell's exact expected payoffs. Raises ValueError as `record`."""
         cell = self._cell(members)
         cell.mean, cell.exact = self._canonical(members, payoffs), True
 

@@ -1,9 +1,9 @@
-"""PSRO (Lanctot et al. 2017) and pipeline PSRO (McAleer et al. 2020) on games whose tree can be
-walked, with exact best responses or networks that learn them.
+"""PSRO and pipeline PSRO on enumerable games, with exact or learned best responses.
 
-A member is a network that plays its most probable or best action. Its actions in all information
-sets are also a plan, so NashConv is exact; payoffs are, too, unless they are sampled. Importing
-this module needs torch.
+PSRO: Lanctot et al. 2017; pipeline PSRO: McAleer et al. 2020. A learned member is a network that
+plays its most probable or best action. Its actions in all information sets form a plan
+(`troupe.populations.tree`), so NashConv is exact, and so are payoffs unless they are sampled.
+Importing this module needs torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from troupe.populations.tree import Indices, SequenceForm
 Tensors = dict[str, torch.Tensor]
 # Policies of one player's members [k, m, A], and the probabilities of meeting them [k].
 Opponents = tuple[Array, Array]
-# Maps `train` over tasks: `map`, or that of an executor of processes.
+# Function that maps `train` over tasks: `map`, or the `map` of a process pool.
 Workers = Callable[[Callable[["Training"], "Trained"], Iterable["Training"]], Iterable["Trained"]]
 # The name of the only policy of an actor.
 _POLICY: Final = "answer"
@@ -55,7 +55,7 @@ class Iteration:
 
 
 class MetaGame:
-    """Pools of plans, which start with the uniform policy, and their exact payoffs."""
+    """Pools of plans with their exact payoffs; each pool starts with the uniform policy."""
 
     def __init__(self, form: SequenceForm) -> None:
         self.form = form
@@ -84,7 +84,7 @@ class MetaGame:
         )
 
     def grow(self, answers: Sequence[Array]) -> bool:
-        """Adds a plan to each player's pool unless it is there; whether one was added."""
+        """Add a plan to each player's pool unless it has it; returns whether any was added."""
         new = [
             not any(np.array_equal(answer, one) for one in pool)
             for answer, pool in zip(answers, self.pools, strict=True)
@@ -96,13 +96,13 @@ class MetaGame:
         return any(new)
 
     def _fill(self, player: int) -> None:
-        """Computes the payoffs of a pool's newest member against all members of the others."""
+        """Compute the payoffs of a pool's newest member against all members of the other pools."""
         shape = list(self.payoffs.shape[1:])
         slab = np.empty((self.form.players, *[k for i, k in enumerate(shape) if i != player]))
         others = [i for i in range(self.form.players) if i != player]
         newest = self.pools[player][-1]
         reach = newest[self.form.leaves[:, player]][:, None] * self.form.returns
-        # The last of the others in one matrix product instead of a loop.
+        # One matrix product over the last of the other players, instead of a loop.
         last = others[-1]
         columns = np.stack([plan[self.form.leaves[:, last]] for plan in self.pools[last]])
         for members in np.ndindex(*[shape[i] for i in others[:-1]]):
@@ -118,7 +118,7 @@ class MetaGame:
 class ExactPsro(MetaGame):
     """PSRO with exact best responses to the others' meta-strategies.
 
-    A pool does not grow by a member that it has: then no policy of its player is better.
+    A pool does not grow if it has the best response already, since no policy is better.
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class ExactPsro(MetaGame):
         tremble: float = 1e-9,
         **options: Any,
     ) -> None:
-        """`tremble`: see `SequenceForm.best_response`; `options` go to the meta-solver."""
+        """`tremble`: see `SequenceForm.best_response`; `options`: passed to the meta-solver."""
         super().__init__(form)
         self._tremble = tremble
         self._solver, self._options = solver, options
 
     def run(self, iterations: int) -> Iterator[Iteration]:
-        """Yields at most `iterations` iterations; ends when no pool grows."""
+        """Yield at most `iterations` iterations; ends when no pool grows."""
         for number in range(iterations):
             meta = solve(self._solver, self.payoffs, **self._options)
             plans = self.mixed(meta)
@@ -155,16 +155,16 @@ def play(
     members: Indices,
     random: np.random.Generator,
 ) -> Array:
-    """Plays g games to their end; their payoffs [g, n].
+    """Play g games to their end; returns their payoffs [g, n].
 
-    `tables` are by player the policies of its members [k, m, A]; `members` [g, n] says which of
-    them play each game.
+    `tables`: by player, the policies of its members [k, m, A]; `members`: [g, n], the indices of
+    the members that play each game.
     """
     tree, width = histories, histories.children.shape[1]
     blocks = [one.reshape(-1, one.shape[-1]) for one in tables] + [tree.chances]
     first = np.concatenate([[0], np.cumsum([len(block) for block in blocks])])
     rows = np.concatenate([cumulated(block, width) for block in blocks])
-    # The first row in `rows` of each player's member; then of chance.
+    # The first row in `rows` of each player's member, then of chance.
     sets = np.array([one.shape[1] for one in tables])
     begin = np.concatenate(
         [members * sets + first[:-2], np.full((len(members), 1), first[-2])], axis=1
@@ -184,13 +184,13 @@ def play(
 
 
 class SampledGame(MetaGame):
-    """Pools of plans with payoffs from sampled games, only as many as `precision` asks for.
+    """A `MetaGame` with payoffs from sampled games, as many as `precision` requires.
 
-    Deterministic in the pools and the seed.
+    Deterministic given the pools and the seed.
     """
 
     def __init__(self, histories: Histories, precision: Precision, seed: int = 0) -> None:
-        """`precision` of the payoffs."""
+        """`precision`: the required precision of the payoffs."""
         self.form, self.histories, self.precision = histories.form, histories, precision
         players = histories.form.players
         self.pools = [[histories.form.uniform(player)] for player in range(players)]
@@ -211,7 +211,7 @@ class SampledGame(MetaGame):
         return found
 
     def _fill(self, player: int) -> None:
-        """Plays the matches of a pool's newest member."""
+        """Play the matches of a pool's newest member."""
         self._tables[player].append(self.histories.table(player, self.pools[player][-1]))
         self.table.grow(self.sizes)
         self._play_due()
@@ -222,7 +222,7 @@ class SampledGame(MetaGame):
         self.payoffs = self.table.tensor()
 
     def _play(self, due: Sequence[tuple[Members, int]]) -> None:
-        """Plays the given number of matches of each cell."""
+        """Play the given number of matches of each cell."""
         random = np.random.default_rng((self._seed, self._rounds))
         self._rounds += 1
         tables = [np.stack(pool) for pool in self._tables]
@@ -253,7 +253,7 @@ def _dqn() -> NetworkSpec:
 
 @dataclass(frozen=True)
 class Oracle:
-    """How a network learns a best response."""
+    """The configuration of best-response training: network, paradigm and budget."""
 
     network: NetworkSpec = field(default_factory=_dqn)
     """The network and its learning paradigm; `kind: mlp`, since an information state contains all
@@ -266,7 +266,7 @@ class Oracle:
 
 @dataclass(frozen=True)
 class Training:
-    """A part of a best response's training, as a task for a process."""
+    """A task for a worker process: one part of a best response's training."""
 
     game: str
     player: int
@@ -295,7 +295,7 @@ class Trained:
 
 
 def train(task: Training) -> Trained:
-    """Carries out a task. Deterministic on one kind of machine with one torch thread.
+    """Run a training task. Deterministic on one kind of machine with one torch thread.
 
     Raises InvalidArgument for a paradigm that cannot learn this game, ValueError as `enumerated`.
     """
@@ -353,10 +353,10 @@ class _Active:
 class LearnedPsro:
     """PSRO whose best responses are learned by networks.
 
-    With `levels` above 1 (pipeline PSRO) so many best responses of every player learn at once: the
-    lowest against the meta-strategy over members, each one above over members and the levels below
-    it. When the lowest has had all its updates it becomes a member, and a new level starts on top.
-    Mixtures are updated every `stretch` updates.
+    With `levels` above 1 (pipeline PSRO) every player trains that many best responses at once: the
+    lowest level against the meta-strategy over members, each higher level against one over members
+    and the levels below. When the lowest level has had all its updates, it becomes a member, and a
+    new level starts on top. Mixtures are updated every `stretch` updates.
     """
 
     def __init__(
@@ -371,9 +371,11 @@ class LearnedPsro:
         workers: Workers = map,
         sampled: Precision | None = None,
     ) -> None:
-        """`game` is an OpenSpiel name. `workers` maps `train` over the tasks of a stretch: `map`,
-        or `Executor.map` of processes with one torch thread each. With `sampled` payoffs are
-        sampled to this precision instead of computed; NashConv stays exact. Raises ValueError."""
+        """`game`: the name of an OpenSpiel game. `workers`: maps `train` over the tasks of a
+        stretch: `map`, or `Executor.map` of processes with one torch thread each. `sampled`: sample
+        payoffs to this precision instead of computing them; NashConv stays exact. Raises
+        ValueError.
+        """
         self.oracle = oracle or Oracle()
         if levels < 1 or (stretch is not None and stretch < 1):
             raise ValueError(f"levels and stretch are at least 1, not {levels} and {stretch}")
@@ -393,7 +395,7 @@ class LearnedPsro:
         self._active = [self._new() for _ in range(levels)]
 
     def run(self, iterations: int) -> Iterator[Iteration]:
-        """Yields `iterations` iterations."""
+        """Yield `iterations` iterations."""
         for number in range(iterations):
             if number:
                 self._raise_lowest()
@@ -403,7 +405,7 @@ class LearnedPsro:
             yield Iteration(number, meta, plans, gap, self.meta_game.sizes)
 
     def _raise_lowest(self) -> None:
-        """Trains all levels until the lowest is done, and makes members of it."""
+        """Train all levels until the lowest has all its updates, and add it to the pools."""
         while self._active[0].updates < self.oracle.updates:
             tasks = [task for level in range(self._levels) for task in self._tasks(level)]
             answers = iter(list(self._workers(train, tasks)))
@@ -414,7 +416,7 @@ class LearnedPsro:
         self._active.append(self._new())
 
     def _add(self, game: MetaGame, tables: list[list[Array]], answers: _Active) -> None:
-        """Adds best responses to the pools of a game, unless a pool has them already."""
+        """Add best responses to the pools of a game, unless a pool has them already."""
         before = game.sizes
         game.grow(
             [self.histories.plan(p, answer.table) for p, answer in enumerate(answers.trained)]
@@ -450,7 +452,7 @@ class LearnedPsro:
         ]
 
     def _known(self, level: int) -> tuple[list[list[Array]], Profile]:
-        """Policies of members and of the levels below `level`, and their meta-strategy."""
+        """The policies of members and of the levels below `level`, and their meta-strategy."""
         below = [one for one in self._active[:level] if one.trained]
         if not below:
             return self.tables, solve(self._solver, self.meta_game.payoffs)

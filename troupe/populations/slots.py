@@ -1,4 +1,4 @@
-"""Which members of a population are loaded into its few served slots, for training and matches."""
+"""Assignment of a population's members to its few served slots, for training and matches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Mixture = Mapping[str, float]
 def share_slots(
     mixtures: Sequence[Mixture], slots: int, seed: Sequence[int]
 ) -> tuple[list[str], list[dict[str, float]]]:
-    """The members to load into `slots` slots, and each mixture restricted to them.
+    """Choose the members to load into `slots` slots; returns them and the mixtures over them.
 
     If all members of the mixtures fit, the mixtures do not change. Otherwise `slots` members are
     drawn from the mean of the mixtures by systematic resampling (Kitagawa 1996), so that over many
@@ -33,7 +33,7 @@ def share_slots(
     mean = np.array([sum(_scaled(one).get(name, 0.0) for one in mixtures) for name in names])
     mean = mean / mean.sum()
     rng = np.random.default_rng(tuple(seed))
-    # In random order, so that neighbours are not always drawn together.
+    # Shuffled, so that neighbours are not always drawn together.
     order = rng.permutation(len(names))
     points = (rng.random() + np.arange(slots)) / slots
     ends = np.cumsum(mean[order])
@@ -56,12 +56,12 @@ def share_slots(
 def match_waves(
     cells: Sequence[Members], pool_of: Sequence[Name], slots: Mapping[Name, int]
 ) -> list[tuple[dict[Name, list[int]], list[Members]]]:
-    """Waves of matches that play every cell with few loads: per wave the members to load in each
-    pool, and the cells to play.
+    """Schedule matches in waves that play every cell with few loads of members.
 
-    `pool_of[i]` is the pool of player i, `slots` how many members of a pool are served at once.
-    Greedy: starts with the first cell that is left and loads next the member with which most others
-    can be played. Raises ValueError for a cell that does not fit.
+    Returns, per wave, the members to load in each pool and the cells to play. `pool_of[i]`: the
+    pool of player i; `slots`: how many members of a pool are served at once. Greedy: a wave starts
+    with the first remaining cell, then loads the member that makes most further cells playable.
+    Raises ValueError for a cell that does not fit.
     """
     left, waves = list(cells), []
     while left:
@@ -80,8 +80,11 @@ def match_waves(
 
 
 def training_seat(turn: int, players: int) -> int:
-    """Which of its agents a learner plays in its query number `turn`: each in turn, shifted so that
-    it is out of step with workflows that change the agents' seats from query to query."""
+    """The index of the agent that a learner plays in its query number `turn`.
+
+    The agents take turns, with a shift that keeps them out of step with workflows that themselves
+    change the agents' seats from query to query.
+    """
     return (turn + turn // players) % players
 
 
@@ -91,7 +94,7 @@ def _best_next(
     slots: Mapping[Name, int],
     loaded: Mapping[Name, list[int]],
 ) -> tuple[Name, int] | None:
-    """The member that is missing in most cells that need one more; None if none helps or fits."""
+    """The missing member that completes most cells; None if none helps or fits a slot."""
     counts: dict[tuple[Name, int], int] = {}
     for cell in left:
         missing = _missing(cell, pool_of, loaded)

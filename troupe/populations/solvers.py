@@ -1,4 +1,4 @@
-"""Meta-solvers by name: from the payoffs of a meta-game to a distribution over each pool."""
+"""Meta-solvers: from the payoffs of a meta-game to a distribution over each player's pool."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from troupe.populations.games import (
     uniform,
 )
 
-# A profile with a smaller NashConv is an equilibrium up to rounding.
+# A profile with a smaller NashConv counts as an equilibrium up to rounding.
 _EXACT: Final = 1e-7
 
 
 def alpha_rank(payoffs: object, *, alpha: float | None = None) -> Profile:
     """The marginals of the stationary distribution of alpha-rank (Omidshafiei et al. 2019).
 
-    `alpha` is the intensity of selection; None: raised until the ranking no longer changes. By
-    OpenSpiel: raises ImportError without it. Raises ValueError for invalid payoffs.
+    `alpha`: the intensity of selection; None: raised until the ranking no longer changes. Computed
+    by OpenSpiel: raises ImportError without it. Raises ValueError for invalid payoffs.
     """
     game = as_payoffs(payoffs)
     if game[0].size == 1 or not np.ptp(game, axis=tuple(range(1, game.ndim))).any():
@@ -70,7 +70,7 @@ def projected_replicator(
     """
     game = as_payoffs(payoffs)
     least = min(least, 1.0 / max(game.shape[1:]))
-    # Payoffs relative to their spread; without any, nothing moves.
+    # Payoffs relative to their spread; if all are equal, the dynamics do not move.
     spread = float(np.ptp(game))
     game = game / spread if spread else np.zeros_like(game)
     now = uniform(game)
@@ -87,8 +87,10 @@ def projected_replicator(
 
 
 def project(vector: Array, least: float = 0.0) -> Array:
-    """The distribution [k] nearest to `vector` with no part below `least` (Wang and
-    Carreira-Perpinan 2013, with a floor)."""
+    """The projection of `vector` on the distributions [k] with no part below `least`.
+
+    Wang and Carreira-Perpinan 2013, with a floor.
+    """
     size = len(vector)
     count = np.arange(1, size + 1)
     falling = np.sort(vector)[::-1]
@@ -99,9 +101,9 @@ def project(vector: Array, least: float = 0.0) -> Array:
 
 
 def fictitious_play(payoffs: object, *, iterations: int = 2_000) -> Profile:
-    """Fictitious play (Brown 1951): how often each member was the best response to past play.
+    """Fictitious play (Brown 1951): frequencies of members as best responses to past play.
 
-    All players answer at the same time, first to the uniform profile.
+    Players respond simultaneously, first to the uniform profile.
     """
     game = as_payoffs(payoffs)
     counts = [np.zeros(size) for size in game.shape[1:]]
@@ -123,7 +125,7 @@ class NotZeroSum(ValueError):
 def zero_sum_nash(payoffs: object) -> Profile:
     """A Nash equilibrium of a two-player zero-sum game, by linear programming (von Neumann).
 
-    Of several equilibria, a vertex. Raises NotZeroSum, ValueError.
+    Returns a vertex if there are several. Raises NotZeroSum, ValueError.
     """
     game = as_payoffs(payoffs)
     if game.shape[0] != 2 or not is_zero_sum(game):
@@ -163,7 +165,7 @@ def nash(payoffs: object, *, starts: int = 16, seed: int = 0) -> Profile:
 
 
 def _best_floor(matrix: Array) -> Array:
-    """The maximin mixture of rows [k]: the one whose worst column is best."""
+    """The maximin mixture of rows [k], which maximizes the payoff in its worst column."""
     rows, columns = matrix.shape
     # max v such that x^T M >= v in every column, x a distribution.
     found = linprog(
@@ -186,7 +188,7 @@ def _descend(game: Array, first: Profile) -> Profile:
     ends = np.cumsum(sizes)[:-1]
 
     def profile(point: Array) -> Profile:
-        # Squares, not exponentials: a member may have probability zero.
+        # Parametrized by squares, not exponentials, so that probabilities can be exactly zero.
         return [part**2 / max(float((part**2).sum()), 1e-300) for part in np.split(point, ends)]
 
     def gains(point: Array) -> Array:
@@ -195,7 +197,7 @@ def _descend(game: Array, first: Profile) -> Profile:
         for player, own in enumerate(mixed):
             each = member_values(game, mixed, player)
             found.append(np.maximum(each - each @ own, 0.0))
-        # Keeps the parametrization's free scale at 1.
+        # A penalty that keeps the free scale of the parametrization at 1.
         lengths = [part @ part - 1.0 for part in np.split(point, ends)]
         return np.concatenate([*found, np.array(lengths)])
 
@@ -247,10 +249,10 @@ assert set(_SOLVERS) == set(get_args(MetaSolver))
 
 
 def solve(solver: MetaSolver, payoffs: object, **options: Any) -> Profile:
-    """The meta-strategy of each player.
+    """The meta-strategy of each player, by the solver of this name.
 
-    Raises ValueError for an unknown solver, for invalid payoffs, and for a game that the solver is
-    not for (`NotZeroSum`); ImportError if a library is missing.
+    Raises ValueError for an unknown solver, invalid payoffs, and a game that the solver does not
+    support (`NotZeroSum`); ImportError if a library is missing.
     """
     if solver not in _SOLVERS:
         raise ValueError(f"there is no meta-solver {solver!r}; use one of {sorted(_SOLVERS)}")

@@ -40,7 +40,7 @@ class Decisions:
 
 @dataclass(frozen=True)
 class SequenceForm:
-    """A finite game with perfect recall."""
+    """A finite game with perfect recall, in sequence form."""
 
     decisions: tuple[Decisions, ...]
     """By player: its information sets."""
@@ -51,10 +51,10 @@ class SequenceForm:
 
     @classmethod
     def of(cls, game: Any) -> SequenceForm:
-        """Reads the OpenSpiel game of a name (`leduc_poker`), or a loaded `pyspiel.Game`.
+        """Read an OpenSpiel game, given by name (`leduc_poker`) or as a loaded `pyspiel.Game`.
 
-        Walks the whole tree: for games of up to some 10^5 histories. Raises ImportError without
-        OpenSpiel, ValueError for simultaneous games and games without perfect recall.
+        Walks the whole tree, so games may have up to some 10^5 histories. Raises ImportError
+        without OpenSpiel, ValueError for simultaneous games and games without perfect recall.
         """
         loaded = load_sequential(game)
         return _Walk(loaded.num_players()).form(loaded.new_initial_state())
@@ -127,10 +127,10 @@ class SequenceForm:
     def best_response(
         self, player: int, plans: Sequence[Array], *, tremble: float = 0.0
     ) -> tuple[Array, float]:
-        """A best pure response to the others' plans, and its value against them.
+        """A pure best response to the other players' plans, and its value against them.
 
-        Of equally good actions it takes the first, also in sets that the others' plans never reach.
-        With a small `tremble` the others play uniformly with that probability (Selten 1975), so
+        Takes the first of equally good actions, also in sets that the other plans never reach. With
+        a small `tremble` the other players play uniformly with that probability (Selten 1975), so
         that actions in such sets are good ones, too.
         """
         ours = self.decisions[player]
@@ -159,14 +159,14 @@ class SequenceForm:
         return plan, float(plan @ exact)
 
     def nash_conv(self, plans: Sequence[Array]) -> float:
-        """The sum of the players' gains by best responses; 0 at a Nash equilibrium."""
+        """NashConv: the sum of the players' gains by best responses; 0 at a Nash equilibrium."""
         now = self.values(plans)
         best = [self.best_response(player, plans)[1] for player in range(self.players)]
         return float(np.sum(best) - now.sum())
 
 
 def load_sequential(game: Any) -> Any:
-    """Loads the `pyspiel.Game` of a name, or checks a loaded one: players must move one by one.
+    """Load a `pyspiel.Game` by name, or check a loaded one: players must move one by one.
 
     Raises ImportError without OpenSpiel, ValueError for unknown and for simultaneous games.
     """
@@ -174,7 +174,7 @@ def load_sequential(game: Any) -> Any:
         import pyspiel
     except ImportError as error:
         raise ImportError("exact games are OpenSpiel's: pip install 'troupe[games]'") from error
-    # For an unknown game OpenSpiel would print the names of all games.
+    # Checked first: for an unknown name OpenSpiel would print the names of all games.
     if isinstance(game, str) and game.partition("(")[0] not in pyspiel.registered_names():
         raise ValueError(f"OpenSpiel has no game of the name '{game}'")
     loaded = pyspiel.load_game(game) if isinstance(game, str) else game
@@ -186,7 +186,7 @@ def load_sequential(game: Any) -> Any:
 
 
 class _Walk:
-    """One walk over all histories of a game."""
+    """The state of one walk over all histories of a game, from which `form` is built."""
 
     def __init__(self, players: int) -> None:
         # Per player: information state -> (number, sequence before it, depth, legal actions).

@@ -1,18 +1,18 @@
--- Makes one policy's table agree with the rosters that the job decided. Repeatable; what is older
--- than what the table knows changes nothing.
+-- Applies the rosters that the job has decided to one policy's table. A roster is the list of
+-- queries of a step. Idempotent; rosters older than those that the table knows change nothing.
 -- ARGV: step, number of the rosters, drop groups without signal (0/1), rosters (rosters.lua)
 local HEAD = BASE .. ':head'
 if tonumber(redis.call('HGET', HEAD, 'rosters') or -1) >= tonumber(ARGV[2]) then
   return {'known'}
 end
 local rosters = cjson.decode(ARGV[4])
--- The job is gone, and its last claimants still ask: a key of it would never be freed.
+-- The job was deleted while claimants still call: a new key would never be freed.
 if #rosters == 0 and redis.call('EXISTS', HEAD) == 0 then
   return {'admitted'}
 end
 for _, roster in ipairs(rosters) do
   on_step(roster.step)
-  -- A step is committed only after its roster was closed: nothing can have changed since.
+  -- A step is committed only after its roster was closed, so it cannot have changed since.
   if not committed() then
     put('group_size', roster.group_size, 'expected', roster.expected, 'held_open', roster.held, 'signal', ARGV[3], 'redundant', roster.redundant)
     changes('counts')

@@ -1,5 +1,5 @@
--- Changes the roster of a step that is held open: all of it, or nothing. Repeatable: what is so
--- already is not changed again.
+-- Changes the roster of a step that is held open, atomically: adds, drops and carries queries.
+-- Idempotent: a change that was made already is not made again.
 -- ARGV: step, why queries are dropped, step that queries are carried to, close (0/1), cursor,
 --       number to add, to drop, to carry, then these queries
 local reason, target = ARGV[2], ARGV[3]
@@ -9,12 +9,12 @@ if not stored[1] then
 end
 local group_size, held = tonumber(stored[1]), stored[2] == '1'
 local redundant = tonumber(stored[4] or 0)
--- Trajectories that a query begins with.
+-- Number of trajectories of a query.
 local size = group_size + redundant
 local closing = ARGV[4] == '1' and held
 local cursor = tonumber(ARGV[5]) > tonumber(stored[3] or 0) and ARGV[5]
 
--- A slice of the queries that were sent.
+-- A slice of the queries in ARGV.
 local place = 8
 local function take(number)
   local found = {}
@@ -26,7 +26,7 @@ local function take(number)
 end
 local additions, dropping, carrying = take(ARGV[6]), take(ARGV[7]), take(ARGV[8])
 
--- Another step that has the query now.
+-- The other step that has the query now, if any.
 local function elsewhere(query)
   for _, step in ipairs(redis.call('ZRANGE', LIVE, 0, -1)) do
     if step ~= STEP_NUMBER and redis.call('HEXISTS', key_of(step, 'queries'), query) == 1 then
@@ -48,7 +48,8 @@ for _, query in ipairs(additions) do
   end
 end
 
--- Those of `queries` that can leave; `past` says whether a query that left did so in this way.
+-- The `queries` that can leave the step; `past` tells whether a query that has left did so in the
+-- same way.
 local complete, gone = {}, {}
 local function leaving(queries, past)
   local found = {}
@@ -107,7 +108,7 @@ if next(carried) then
   end
 end
 
--- Nothing is refused from here on. Rosters keep their order: those that come go last.
+-- All checks have passed. Rosters keep their order: new queries are appended.
 local function rewrite(step, coming)
   local name = key_of(step, 'step')
   local kept = {}
@@ -127,7 +128,8 @@ for _, query in ipairs(added) do
   redis.call('HINCRBY', STEP, 'expected', size)
 end
 for _, query in ipairs(dropped) do
-  -- Nobody told the names of trajectories that have not ended; no name of theirs has a tab.
+  -- The names of trajectories that have not ended are unknown, so each gets a placeholder; a real
+  -- name has no tab.
   for number = gone[query] + 1, size do
     redis.call('HSET', ENDED, query .. '\t' .. number,
       'ABORTED\t\t' .. query .. '\t' .. reason .. '\t\t')

@@ -1,4 +1,4 @@
--- Carries out in this table what was decided about a trajectory (carry.lua). Repeatable.
+-- Applies the decided ending of a trajectory to this table (carry.lua). Idempotent.
 -- ARGV: step, trajectory, query, attempt, how it ended, why (or ''), number of the rosters that the
 --       table must know at least: until then the rows may be staged in another step; redundant
 --       trajectories of its query that were ended with it

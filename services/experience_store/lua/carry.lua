@@ -1,21 +1,22 @@
--- Carries out in this table what was decided about trajectories. Put behind samples.lua.
+-- Applies decided endings of trajectories to this table: their staged rows become samples. Appended
+-- to samples.lua.
 
--- A line of staged records: sample, its record up to `since`, its size, what it lacks and its group, and
--- what is behind `origin`.
+-- A line of staged records: sample, its record up to `since`, its size, what it lacks and its
+-- group, and what is behind `origin`.
 local FIELD = '[^\t\n]*'
 local STAGED = '(' .. FIELD .. ')\t(' .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t'
   .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(5) .. '(' .. FIELD .. ')\t'
   .. (FIELD .. '\t'):rep(3) .. ')\t(\t' .. FIELD .. ')\n?'
 
--- Queries that may have become complete.
+-- Queries that may be complete now.
 local complete, seen = {}, {}
 
--- Staged rows enter the table; returns when, ms of the Redis clock.
+-- Moves staged rows into the table; returns the time, in ms of the Redis clock.
 local function enter(query, staged, rows, text)
   redis.call('HDEL', staged, RECORDS)
   redis.call('SREM', STAGES, staged)
   redis.call('RENAME', staged, rows)
-  -- As it is in the records: who appended finds its rows by it (recent.py).
+  -- The same text as in the records: the appender finds its rows by this time (recent.py).
   local now = string.format('%.0f', now_ms())
   local samples, records, sizes, lacks, groups = {}, {}, {}, {}, {}
   for sample, head, size, missing, group, behind in text:gmatch(STAGED) do
@@ -37,7 +38,7 @@ local function enter(query, staged, rows, text)
       bytes = bytes + tonumber(sizes[index])
       lacking = lacking + (lacks[index] ~= '' and 1 or 0)
     else
-      -- Another trajectory has a sample of this id: its row must not be replaced.
+      -- Another trajectory has a sample of this id, whose row must not be replaced.
       count_dropped('sample_id_taken')
     end
   end
@@ -50,9 +51,9 @@ local function enter(query, staged, rows, text)
   return now
 end
 
--- Its staged rows enter the table, and its query is one trajectory nearer to being complete.
--- `spare`: redundant trajectories of its query that were ended with it. Repeatable. Call
--- all_carried() when all are through.
+-- Moves a trajectory's staged rows into the table, and counts it as ended for its query. `spare`:
+-- number of redundant trajectories of its query that were ended with it. Idempotent. Call
+-- all_carried() after the last one.
 local function carry(trajectory, query, attempt, how, reason, spare)
   local staged = key('staged') .. ':' .. trajectory .. ':' .. attempt
   if redis.call('HEXISTS', ENDED, trajectory) == 1 then
@@ -90,19 +91,19 @@ local function carry(trajectory, query, attempt, how, reason, spare)
   return 'appended', now
 end
 
--- Makes claimable what is complete now.
+-- Makes the groups of queries that are complete now claimable.
 local function all_carried()
   for _, query in ipairs(complete) do
     if query_ended(query) then
       local _, pending, lacking = tallies_of(query)
-      -- Most of them wait for their rewards, all of them.
+      -- Shortcut for the usual case: all samples of the query still wait for their rewards.
       if lacking ~= pending then
         ripen_those(query, nil, lacking == 0)
       end
     end
   end
   if changed.counts and sealed() then
-    -- What is left may be claimed as a last, smaller micro-batch.
+    -- The rest may be claimed as a last, smaller micro-batch.
     changes('claimable')
   end
 end

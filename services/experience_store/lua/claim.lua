@@ -31,7 +31,8 @@ local function look(sample, text)
   return found
 end
 
--- In order of the bytes of their names, as Redis orders them: Lua itself would ask for the locale.
+-- Compares members by the bytes of their names, as Redis does: Lua's own comparison uses the
+-- locale.
 local function earlier(one, other)
   for at = 1, math.min(#one[1], #other[1]) do
     local a, b = one[1]:byte(at), other[1]:byte(at)
@@ -42,8 +43,9 @@ local function earlier(one, other)
   return #one[1] < #other[1]
 end
 
--- What the caller needs of samples: their records, and the final rewards of their groups. As few texts:
--- a reply costs whoever reads it by its elements. `ordered`: they are in order of the bytes of their names.
+-- The reply for claimed samples: their records, and the final rewards of their groups, in few
+-- strings, since the client's cost grows with the elements of a reply. `ordered`: they are in order
+-- of the bytes of their names.
 local function deliver(samples, ordered)
   local records, groups, rewards, number_of = {}, {}, {}, {}
   prefetch(samples)
@@ -52,8 +54,8 @@ local function deliver(samples, ordered)
     local family = look(sample, book[sample]).family
     of_family[family] = (of_family[family] or 0) + 1
   end
-  -- Groups of the queries of which all or a good part is given out, family -> group -> {samples, texts}:
-  -- to find each by itself takes longer.
+  -- Groups of the queries of which most samples are claimed, family -> group -> {samples, texts},
+  -- read at once: a lookup per group takes longer.
   local found, all = {}, {}
   local function add(family, group, sample, text)
     local members = found[family][group] or {{}, {}}
@@ -92,7 +94,7 @@ local function deliver(samples, ordered)
       local gaps = lost[1]
       for place, text in ipairs(texts) do
         local member = look(names[place], text)
-        -- Whose value is gone was a member when the group's statistics became final.
+        -- A sample dropped as VALUE_GONE was a member when the group's statistics became final.
         if member.state ~= 'D' or member.reason == VALUE_GONE then
           values[#values + 1] = gaps and {names[place], member.reward} or member.reward
         end
@@ -101,7 +103,7 @@ local function deliver(samples, ordered)
         for _, member in ipairs(lost) do
           values[#values + 1] = {member[1], member[3]}
         end
-        -- As they were: a sum of numbers depends on their order.
+        -- In their earlier order: a floating-point sum depends on it.
         table.sort(values, earlier)
         for place, value in ipairs(values) do
           values[place] = value[2]
@@ -135,7 +137,7 @@ if cause then
   return finish({'lost', cause})
 end
 
--- The bound belongs to the step, and only rises: what it excluded is dropped for good.
+-- The bound on versions belongs to the step and only rises: samples that it excludes are dropped.
 local bound = tonumber(ARGV[8])
 if bound and bound > get('oldest_version') then
   put('oldest_version', ARGV[8])
@@ -154,14 +156,14 @@ if waiting == 0 or not (full or final) then
   if final and get('C') == held(claimant) then
     return finish({'exhausted'})
   end
-  -- Nobody announces that a lease runs out: the caller sets its own timer.
+  -- The end of a lease is not announced, so the caller is told when to ask again.
   local first = redis.call('ZRANGE', LEASES, 0, 0, 'WITHSCORES')
   return finish({'wait', first[2] and math.max(1, tonumber(first[2]) - now) or 0})
 end
 
 local samples, taken, moved, tokens, bytes, too_large = {}, {}, {}, 0, 0, nil
 
--- What is given out together with `sample`.
+-- The samples that are claimed together with `sample`: its whole group, or the sample alone.
 local function unit_of(sample)
   book[sample] = book[sample] or redis.call('HGET', BOOK, sample)
   if not whole then
@@ -179,7 +181,7 @@ local function unit_of(sample)
   return unit
 end
 
--- Takes a unit unless a bound forbids it; the first one passes all but the last.
+-- Takes a unit unless it exceeds a bound; the first unit is checked against the last bound only.
 local function take(unit)
   local more_tokens, more_bytes = tokens, bytes
   for _, sample in ipairs(unit) do
@@ -203,7 +205,7 @@ local function take(unit)
   return true
 end
 
--- What was taken is READY no longer: of its record only the state is written anew.
+-- Moves the taken samples out of READY; only the state in their records is rewritten.
 local function claim_taken()
   local tokens, bytes = 0, 0
   for _, sample in ipairs(moved) do
@@ -229,15 +231,15 @@ local function take_in_order()
   local first = ready('ZRANGE', 0, max_samples - 1)
   prefetch(first)
   for _, sample in ipairs(first) do
-    -- It may have come along with its group.
+    -- The sample may have been taken together with its group.
     if not taken[sample] and not take(unit_of(sample)) then
       return
     end
   end
 end
 
--- As many tokens per claim as all ready samples have on average: first the largest unit, then ever
--- the largest that leaves room for the smallest ones of the places left.
+-- Balances tokens over claims: takes the largest unit first, then repeatedly the largest one that
+-- leaves room for the smallest units in the remaining places, up to the average tokens per claim.
 local function take_balanced()
   if redis.call('HSETNX', STEP, 'order', whole and 'group' or 'tokens') == 1 then
     order = nil
@@ -258,7 +260,7 @@ local function take_balanced()
   if max_tokens > 0 then
     most = math.min(most, max_tokens)
   end
-  -- Where tokens bound a claim, and not the number of samples, places may stay empty.
+  -- If tokens or bytes bound the claim, rather than the number of samples, places may stay empty.
   local filling = target <= most
   target = math.min(target, most)
   while unit and take(unit) do
@@ -290,7 +292,7 @@ end
 order = order or redis.call('HGET', STEP, 'order') or 'id'
 local ordered = order == 'id' and not whole and not balance
 for index = 2, #samples do
-  -- In order of their ids they mostly are.
+  -- Usually they are in order of their ids already.
   if samples[index] < samples[index - 1] then
     table.sort(samples)
     ordered = false

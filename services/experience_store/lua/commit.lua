@@ -1,7 +1,8 @@
 -- Ends a policy's step: every sample that was not dropped must be held by the claims named here;
 -- they become TRAINED (or DROPPED when the step was skipped) and payloads are freed, but for those
--- of samples that may be used again: they go on in the policy's next step. Where nobody uses one again
--- no record is written: what a committed step has CLAIMED is TRAINED (records.Record.settled).
+-- of samples that may be used again, which move to the policy's next step. If no sample is used
+-- again no record is written: a sample CLAIMED in a committed step counts as TRAINED
+-- (records.Record.settled).
 -- ARGV: step, claimant, to ('T', 'D', or '' for a step without samples), reason,
 --       version (-1: unchanged), whether it must rise (0/1), commit,
 --       whether the caller's digest is that of the claims' samples (0/1), most uses, claim...
@@ -56,11 +57,11 @@ if version >= 0 and (version < latest or (version == latest and ARGV[6] == '1'))
 end
 
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
--- Payloads that are still needed: rows -> field -> true.
+-- Payloads that must be kept: rows -> field -> true.
 local kept = {}
 local samples = {}
 if to == 'T' and most_uses == 1 then
-  -- Nobody uses one again, and nothing has to be read of any.
+  -- No sample is used again, so no record has to be read.
   local bytes = get('claimed_bytes')
   count('C', -number)
   count('T', number)

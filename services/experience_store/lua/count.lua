@@ -1,4 +1,4 @@
--- The counts of one table for one step, expired leases taken into account.
+-- Returns the counts of one table for one step, after returning expired leases.
 -- ARGV: step
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}

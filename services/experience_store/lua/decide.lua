@@ -1,6 +1,6 @@
--- How trajectories end: the first ending stays, whoever else comes. Where trajectories are redundant
--- the one that completes a group ends the others of its query with it: which belong to the group is
--- decided here, once. Under the job's tag; put behind either prelude.
+-- Decides how trajectories end, once for all tables of a job: the first ending of a trajectory
+-- wins. With redundant trajectories the one that completes a group also ends the remaining ones of
+-- its query. Works on the job's keys; appended to either prelude (job.lua or policy.lua).
 
 -- Decides endings (records.Ending) of one step; `job` is the base of the job's keys.
 local function decider(job, step)
@@ -8,7 +8,7 @@ local function decider(job, step)
   local the_step, endings, queries = at .. 'step', at .. 'ended', at .. 'queries'
   local stored = redis.call('HMGET', the_step, 'group_size', 'redundant')
   local group_size, redundant = tonumber(stored[1]), tonumber(stored[2] or 0)
-  -- Whoever carries an ending out must do so in tables that know the roster.
+  -- Returned with each decision: it may only be applied to tables that know this roster.
   local rosters = redis.call('GET', job .. ':rosters') or '0'
   return function(trajectory, query, ending)
     if not group_size then
@@ -43,7 +43,8 @@ local function decider(job, step)
         -- The last field of a records.Ending.
         ending = ending .. spare
       end
-      -- Nobody told the names of those that have not ended; no name of theirs has a tab.
+      -- The names of trajectories that have not ended are unknown, so each gets a placeholder; a
+      -- real name has no tab.
       for number = size - spare + 1, size do
         redis.call('HSET', endings, query .. '\t' .. number,
           'ABORTED\t\t' .. query .. '\tredundant\t\t')

@@ -1,5 +1,5 @@
--- Drops samples of a live claim of which a value by reference is nowhere any more. The claim goes on
--- with the others, and holds none if there is none. Repeatable.
+-- Drops samples of a live claim whose values by reference are lost on all hosts. The claim keeps
+-- its other samples, if any. Idempotent.
 -- ARGV: step, claim, claimant, sample...
 drains()
 if redis.call('EXISTS', STEP) == 0 then

@@ -1,6 +1,6 @@
--- Decides endings and carries them out in this table, where one server holds the job's keys and those
--- of all its tables: in each table one script for all of them, and the first one decides. Their rows
--- are staged already, in every table, unless Redis refused them and not this. Repeatable.
+-- Decides endings and applies them to this table, if one server holds the keys of the job and of
+-- all its tables: one script per table for all endings, of which the first decides. Their rows are
+-- staged already in every table, unless Redis refused those and not this script. Idempotent.
 -- ARGV: step, base of the job's keys, then for each ending: trajectory, query, ending
 -- (records.Ending), attempt, how it ended, why (or ''), keys of its staged rows (one a line)
 local known = tonumber(redis.call('HGET', BASE .. ':head', 'rosters') or -1)
@@ -8,7 +8,8 @@ local open = redis.call('EXISTS', STEP) == 1
 local decide = decider(ARGV[2], STEP_NUMBER)
 local ENDINGS = ARGV[2] .. ':' .. STEP_NUMBER .. ':ended'
 
--- Whether an ending has all its rows here; once it is decided they may be where they belong.
+-- Whether all rows of an ending are staged; those of a decided ending may have moved into the
+-- table.
 local function has_rows(trajectory, keys)
   local staged = lines(keys)
   return #staged == 0 or redis.call('EXISTS', unpack(staged)) == #staged
@@ -18,7 +19,7 @@ end
 local replies = {}
 for index = 3, #ARGV, 7 do
   local trajectory, query, attempt = ARGV[index], ARGV[index + 1], ARGV[index + 3]
-  -- Whatever else is the case takes more than one script (trajectories.py).
+  -- All other cases take more than one script (trajectories.py).
   local reply = 'other'
   local decided = open and has_rows(trajectory, ARGV[index + 6])
     and decide(trajectory, query, ARGV[index + 2]) or {}
@@ -36,5 +37,5 @@ for index = 3, #ARGV, 7 do
   replies[#replies + 1] = reply
 end
 all_carried()
--- As one text: a reply costs whoever reads it by its elements.
+-- One string: the client's cost grows with the elements of a reply.
 return finish({'done', table.concat(replies, '\n')})

@@ -1,14 +1,14 @@
--- Fills columns of samples, or drops those of which one cannot be had. The first value of a column
--- stays. Repeatable.
--- ARGV: step, samples that get a reward and nothing else (lines: its id, TAB, reward), then for each
--- other sample: its id, reward (or ''), reason to drop it (or ''), number of columns, and these:
--- column, bytes, column, bytes...
--- `bytes` is a serialized Sample that holds only this column: put behind the payload it merges.
+-- Fills columns of samples, or drops the samples of which a column cannot be computed. The first
+-- value of a column wins. Idempotent.
+-- ARGV: step, samples that get a reward and nothing else (lines: its id, TAB, reward), then for
+-- each other sample: its id, reward (or ''), reason to drop it (or ''), number of columns, and
+-- these: column, bytes, column, bytes... `bytes` is a serialized Sample that holds only this
+-- column: put behind the payload it merges.
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
 end
 
--- Where `sample` may be, as its query was carried there.
+-- The steps in which `sample` may be, as its query was carried there.
 local function carried_to(sample)
   local roster, steps = redis.call('HGETALL', ROSTER), {}
   for index = 1, #roster, 2 do
@@ -20,11 +20,11 @@ local function carried_to(sample)
   return table.concat(steps, ',')
 end
 
--- Groups that may have become ready, by their query; `over`: queries that are complete.
+-- Groups that may be ready now, by their query; `over`: queries that are complete.
 local touched, waiting, over = {}, false, {}
 local function touch(family, group)
   if over[family] == nil then
-    -- Of samples that came back from an earlier step it has ended in any case: none is PENDING.
+    -- The query of a sample that came back from an earlier step has always ended.
     over[family] = query_ended(family)
   end
   if over[family] then
@@ -34,12 +34,13 @@ local function touch(family, group)
   end
 end
 
--- A sample PENDING has its last column now.
+-- Called when a PENDING sample has got its last column.
 local function lacks_less(family)
   tally(family, 'L', -1)
 end
 
--- Most fills are this one: a reward and nothing else. Of the record only that much is read.
+-- Fast path for the most common fill, a reward and nothing else: reads only the start of the
+-- record.
 local REWARDLESS = '^(.)(' .. ('\t[^\t]*'):rep(3) .. '\t)([^\t]*)\t([^\t]*)(\t.*)$'
 local function fill_reward(sample, text, reward)
   local state, sizes, known, missing, rest = text:match(REWARDLESS)
@@ -58,7 +59,7 @@ local function fill_reward(sample, text, reward)
   book[sample] = state .. sizes .. reward .. '\t' .. missing .. rest
   unsaved[sample] = true
   changes('counts')
-  -- What still lacks a column cannot make its group ready.
+  -- A sample that still lacks a column cannot make its group ready.
   if state == 'P' and missing == '' then
     local family, group = family_of(text)
     lacks_less(family)
@@ -153,7 +154,7 @@ for query, groups in pairs(touched) do
     number = number + 1
   end
   local rows, _, lacking = tallies_of(query)
-  -- A group costs as much to find as several rows to look at.
+  -- Finding a group costs as much as reading several rows.
   if rows <= 8 * number then
     ripen_those(query, nil, lacking == 0)
   else
@@ -164,7 +165,7 @@ for query, groups in pairs(touched) do
 end
 if waiting then
   if sealed() then
-    -- Nothing may be left to come: then a smaller micro-batch may be claimed, or the step is over.
+    -- If these were the last samples, a smaller micro-batch may be claimed, or the step is over.
     changes('claimable')
   end
   for at, outcome in ipairs(outcomes) do
@@ -173,7 +174,7 @@ if waiting then
     end
   end
 end
--- As one text: a reply costs whoever reads it by its elements.
+-- One string: the client's cost grows with the elements of a reply.
 local claimed
 for at, outcome in ipairs(outcomes) do
   local state = states[at]

@@ -1,5 +1,5 @@
--- Frees all that one table holds of a step, which is in the log as committed, or as not committed:
--- should that have changed since, nothing happens. What the step adds to the totals is kept.
+-- Frees all keys of a step in one table after it was logged as committed or as not committed; does
+-- nothing if that has changed since. The step's contribution to the totals is kept.
 -- ARGV: step, whether it was logged as committed (0/1)
 local TOTALS = BASE .. ':totals'
 if redis.call('EXISTS', STEP) == 1 then
@@ -7,7 +7,7 @@ if redis.call('EXISTS', STEP) == 1 then
     return {'changed'}
   end
   for _, state in ipairs({'P', 'R', 'C', 'T', 'D'}) do
-    -- What is not final yet was dropped with the job.
+    -- Samples that are not final were dropped with the job.
     redis.call('HINCRBY', TOTALS, state == 'T' and 'T' or 'D', get(state))
     if state ~= 'T' and state ~= 'D' and get(state) > 0 then
       redis.call('HINCRBY', TOTALS, 'reason:job_over', get(state))

@@ -1,4 +1,4 @@
--- What every script on a job shares. KEYS[1]: the job's base; ARGV[1]: the step.
+-- Prelude of every script on a job's keys. KEYS[1]: the job's base; ARGV[1]: the step.
 
 local BASE, STEP_NUMBER = KEYS[1], ARGV[1]
 
@@ -14,8 +14,8 @@ local STEP, ENDED, QUERIES = key('step'), key('ended'), key('queries')
 -- Queries that left the step ('dropped TAB trajectories that had not ended TAB reason', or
 -- 'carried TAB step'), and those that came from another ('step').
 local LEFT, CAME = key('left'), key('came')
--- Trajectories of each query that COMPLETED; only where some are redundant.
+-- Number of COMPLETED trajectories of each query; only with redundant trajectories.
 local COMPLETED = key('completed')
 local STEPS, LIVE = BASE .. ':steps', BASE .. ':live'
--- How often a roster has changed: a policy's table says which of the changes it knows.
+-- Number of roster changes so far: a policy's table records up to which one it knows them.
 local ROSTERS = BASE .. ':rosters'

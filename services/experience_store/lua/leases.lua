@@ -1,10 +1,12 @@
--- Claims as leases: who holds what, and what happens when a lease ends. Put behind samples.lua.
+-- Claims as leases: which claimant holds which samples, and the end of a lease. Appended to
+-- samples.lua.
 
 local function held(claimant)
   return tonumber(redis.call('HGET', HELD, claimant) or 0)
 end
 
--- `claimant` holds so many samples fewer; 0: what it claimed is gone (drop_gone.lua).
+-- Reduces the number of samples that `claimant` holds; 0: all that it claimed are lost
+-- (drop_gone.lua).
 local function holds_less(claimant, number)
   if number > 0 and redis.call('HINCRBY', HELD, claimant, -number) <= 0 then
     redis.call('HDEL', HELD, claimant)
@@ -28,8 +30,8 @@ local function give_back(claim, cause)
   return #samples, claimant
 end
 
--- Returns what leases that ran out held, and fences who held them: gradients accumulated under
--- an expired lease must be thrown away.
+-- Returns the samples of expired leases, and fences their claimants: gradients accumulated under an
+-- expired lease must be discarded.
 local function expire(now)
   local returned = 0
   for _, claim in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now)) do
@@ -40,11 +42,11 @@ local function expire(now)
   return returned
 end
 
--- Why `claimant` must start over, or false.
+-- The reason why `claimant` must start its step over, or false.
 local function fence(claimant)
   local cause = redis.call('HGET', FENCED, claimant)
   if cause == 'superseded' then
-    -- Superseding concerns whoever was there before; the first to claim afterwards goes on.
+    -- Superseding fences the earlier claimants; the first to claim afterwards becomes the owner.
     local owner = redis.call('HGET', STEP, 'owner')
     if not owner or owner == claimant then
       return false

@@ -1,4 +1,4 @@
--- What every script on one policy's table shares: names, records, where they are kept.
+-- Prelude of every script on one policy's table: key names, records and their storage.
 -- KEYS[1]: the table's base; ARGV[1]: the step.
 -- Put before this: the table ALLOWED (records.lua_transitions).
 
@@ -15,7 +15,7 @@ local HELD, FENCED, DROPPED, STAGES = key('held'), key('fenced'), key('dropped')
 local LEAVING, RETURNED, GONE = key('leaving'), key('returned'), key('gone')
 local ROSTER, TALLIES, COMPLETED = key('roster'), key('tallies'), key('completed')
 local COMMITS = BASE .. ':commits'
--- Field of staged rows that holds their records; no id looks like it.
+-- Field of staged rows that holds their records; no sample id can be equal to it.
 local RECORDS = '\t'
 
 -- Fields of a record, in the order of records.Record.
@@ -25,16 +25,16 @@ local F = {
   since = 16, origin = 17, spread = 18,
 }
 
--- Why claimed samples are dropped of which a value is gone.
+-- The reason with which claimed samples are dropped that have lost a value.
 local VALUE_GONE = 'value_gone'
 
--- One match, and not one per field: every script reads records, some of them hundreds.
+-- One match for all fields, not one per field: scripts read up to hundreds of records.
 local RECORD = '^' .. ('([^\t]*)\t'):rep(17) .. '([^\t]*)$'
 local function parse(text)
   return {text:match(RECORD)}
 end
 
--- Names joined by commas, as a set and back.
+-- Converts names joined by commas to a set, and back.
 local function set_of(text)
   local set = {}
   for name in text:gmatch('[^,]+') do
@@ -60,24 +60,26 @@ local function lines(text)
   return found
 end
 
--- Arguments of one command: the stack of Lua holds some thousands. Even, so that pairs stay whole.
+-- Maximum arguments of one command: Lua's stack holds some thousands. Even, so that pairs stay
+-- whole.
 local AT_ONCE = 1000
 
--- One command for many members of the same key: each costs as much as a row's share of everything.
+-- Runs one command for many members of a key, since each call of Redis is expensive.
 local function each(command, name, members)
   for first = 1, #members, AT_ONCE do
     redis.call(command, name, unpack(members, first, math.min(first + AT_ONCE - 1, #members)))
   end
 end
 
--- Records of samples, as they were read here or are to be written, by finish().
+-- Cache of samples' records: as read, or to be written by finish().
 local book, unsaved = {}, {}
 local function save(sample, record)
   book[sample] = table.concat(record, '\t')
   unsaved[sample] = true
 end
 
--- The records of samples, as texts; false for one that is not in the table. None is read twice.
+-- The records of samples as texts; false for a sample that is not in the table. Reads through the
+-- cache.
 local function texts_by_name(samples)
   local texts, absent, places = {}, {}, {}
   for index, sample in ipairs(samples) do
@@ -96,14 +98,14 @@ local function texts_by_name(samples)
   return texts
 end
 
--- Reads the records of samples that are needed one by one later.
+-- Reads the records of samples into the cache, for later access one by one.
 local function prefetch(samples)
   for index, text in ipairs(texts_by_name(samples)) do
     book[samples[index]] = text or nil
   end
 end
 
--- What enters READY, with its scores, and what leaves it.
+-- Samples that enter READY, with their scores, and samples that leave it.
 local entering, leaving = {}, {}
 local function settle()
   each('ZADD', READY, entering)
@@ -111,28 +113,28 @@ local function settle()
   entering, leaving = {}, {}
 end
 
--- A command that reads READY.
+-- Runs a command that reads READY, after writing the changes above.
 local function ready(command, ...)
   settle()
   return redis.call(command, READY, ...)
 end
 
--- Counts are added up here and written once, by finish(). What was read of the step is kept, until
--- put() changes it.
+-- Counts are accumulated and written once, by finish(). Fields read from the step are cached until
+-- put() changes them.
 local deltas, stored = {}, {}
 local function count(field, by)
   deltas[field] = (deltas[field] or 0) + by
 end
 
--- Counts per query, under its name: all its rows ('rows'), those PENDING ('P') and DROPPED ('D'), and
--- those PENDING that lack a column ('L').
+-- Counts per query, under its name: all its rows ('rows'), those PENDING ('P') and DROPPED ('D'),
+-- and those PENDING that lack a column ('L').
 local tallied = {}
 local function tally(query, field, by)
   local name = query .. '\t' .. field
   tallied[name] = (tallied[name] or 0) + by
 end
 
--- Payload bytes that the table holds over all its steps. What is only staged does not count.
+-- Payload bytes that the table holds over all its steps, without staged rows.
 local weight = 0
 local function weigh(bytes)
   weight = weight + tonumber(bytes)
@@ -143,7 +145,8 @@ local function changes(kind)
   changed[kind] = true
 end
 
--- Writes the counts and tells who waits: 'claimable' wakes claimants, anything else only watchers.
+-- Writes the counts and notifies waiting clients: 'claimable' wakes claimants, anything else
+-- watchers.
 local function finish(reply)
   settle()
   local records = {}
@@ -176,8 +179,8 @@ local function finish(reply)
   return reply
 end
 
--- At its memory limit Redis refuses a script whose first write may need memory. Those that lead to
--- a commit, which frees it, begin with this one instead.
+-- At its memory limit Redis refuses a script whose first write may need memory. Scripts that lead
+-- to a commit, which frees memory, begin with this write instead.
 local function drains()
   redis.call('UNLINK', BASE .. ':none')
 end
@@ -197,15 +200,15 @@ local function record_of(sample)
   return text and parse(text)
 end
 
--- Samples of a group (or, without `group`, of a query) in order, the texts of their records, and their
--- groups.
+-- Samples of a group (or, without `group`, of a query) in order, the texts of their records, and
+-- their groups.
 local function texts_of(query, group)
   local prefix = query .. '\t' .. (group and group .. '\t' or '')
   -- '\n' follows '\t': the range holds exactly what starts with the prefix.
   local upper = prefix:sub(1, -2) .. '\n'
   local names, groups = redis.call('ZRANGEBYLEX', MEMBERS, '[' .. prefix, '(' .. upper), {}
   for index, member in ipairs(names) do
-    -- Anchored: else every place in it is tried.
+    -- Anchored, so that Lua does not try a match at every position.
     groups[index], names[index] = member:match('^[^\t]*\t([^\t]*)\t(.*)$')
   end
   return names, texts_by_name(names), groups
@@ -225,8 +228,8 @@ local function members(query, group)
   return parsed(names, texts)
 end
 
--- Samples that come back from an earlier step (commit.lua) are no members of this step's queries,
--- whose names may be the same.
+-- Samples that come back from an earlier step (commit.lua) are not members of this step's queries,
+-- which may have the same names.
 local function family(record)
   local origin = record[F.origin]
   return origin == '' and record[F.query] or record[F.query] .. '@' .. origin
@@ -236,7 +239,7 @@ local function group_of(record)
   return members(family(record), record[F.group])
 end
 
--- Where the payload of a sample is, and those of its trajectory.
+-- The key that holds the payload of a sample, and those of its trajectory.
 local function rows_of(record)
   local origin = record[F.origin]
   return key('rows') .. ':' .. record[F.trajectory] .. (origin == '' and '' or '@' .. origin)
@@ -246,7 +249,7 @@ local function group_name(record)
   return family(record) .. '\t' .. record[F.group]
 end
 
--- What is tallied of a query: its rows, those PENDING, and how many of these lack a column.
+-- The counts of a query: its rows, its PENDING rows, and how many of these lack a column.
 local function tallies_of(query)
   local names = {query .. '\trows', query .. '\tP', query .. '\tL'}
   local found = redis.call('HMGET', TALLIES, unpack(names))

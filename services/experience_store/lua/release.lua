@@ -1,5 +1,6 @@
--- Gives claimed samples back: one claimant's, which starts afresh, or everybody's, who are then
--- superseded: whoever of them claims after somebody else did is refused. Repeatable.
+-- Returns claimed samples: those of one claimant, which starts afresh, or of all claimants, which
+-- are then superseded: the first to claim again owns the step, and the others are refused.
+-- Idempotent.
 -- ARGV: step, claimant (or '' for all)
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}

@@ -1,4 +1,4 @@
--- Extends all live leases of a claimant. Repeatable.
+-- Extends all live leases of a claimant. Idempotent.
 -- ARGV: step, claimant, lease in ms
 drains()
 if redis.call('EXISTS', STEP) == 0 then

@@ -1,7 +1,7 @@
--- Samples that were trained and may be used again: they leave their step with its commit and come
--- into the policy's next one when that is in the table. Put behind samples.lua.
+-- Reuse of trained samples: they leave their step with its commit, and enter the policy's next step
+-- once the table has that. Appended to samples.lua.
 
--- Makes `number` the step that everything here works on. Counts of the other one are written.
+-- Makes `number` the current step of this script, after writing the counts of the present one.
 local function on_step(number)
   finish()
   STEP_NUMBER = number
@@ -18,13 +18,14 @@ local function neighbour(by)
   return string.format('%d', tonumber(STEP_NUMBER) + by)
 end
 
--- Before a field of LEAVING that is a group, with the members that it lost; no id looks like it.
+-- Prefix of the fields of LEAVING that name a group with its lost members; no sample id begins with
+-- it.
 local GROUP = '\t'
 
 -- Groups of which samples leave: their name in the next step -> {family, group, name} here.
 local parting = {}
 
--- Notes that `sample`, whose record says how often it was used, is to come back.
+-- Notes that `sample` enters the next step; its record has its number of uses.
 local function leave(sample, record)
   local own, copy = {family(record), record[F.group], group_name(record)}, {unpack(record)}
   copy[F.state] = 'P'
@@ -36,7 +37,7 @@ local function leave(sample, record)
   weigh(copy[F.size])
 end
 
--- Notes which members the groups that leave have lost, here or earlier.
+-- Notes which members the leaving groups have lost, in this step or earlier.
 local function leave_lost()
   if redis.call('HEXISTS', DROPPED, VALUE_GONE) == 0 and redis.call('EXISTS', GONE) == 0 then
     return
@@ -56,8 +57,8 @@ local function leave_lost()
   end
 end
 
--- Brings into this step what left the one before. Groups stay whole, and a bound on their age
--- that this step has already holds for them too. Repeatable.
+-- Moves the samples that left the previous step into this one. Groups stay whole, and this step's
+-- bound on versions applies to them, too. Idempotent.
 local function arrive()
   local before = neighbour(-1)
   local leaving = BASE .. ':' .. before .. ':leaving'
@@ -79,7 +80,7 @@ local function arrive()
     local rows = rows_of(record)
     if not moved[rows] then
       moved[rows] = true
-      -- Its first stay was under the trajectory's own name.
+      -- In its first step the sample was stored under its trajectory's own name.
       local suffix = record[F.trajectory]
       if record[F.origin] ~= before then
         suffix = suffix .. '@' .. record[F.origin]

@@ -1,6 +1,6 @@
--- Queries that go from one step of a table to another. Put behind return.lua.
+-- Carrying of queries from one step of a table to another. Appended to return.lua.
 
--- A row comes to the current step (`by` is 1), or leaves it (-1).
+-- Counts a row that enters the current step (`by` is 1) or leaves it (-1).
 local function tally_row(record, by)
   count(record[F.state], by)
   tally(record[F.query], 'rows', by)
@@ -15,7 +15,7 @@ local function tally_row(record, by)
   end
 end
 
--- Takes all that there is of these queries (query -> true) out of the current step; by query.
+-- Removes all rows of these queries (query -> true) from the current step; returns them by query.
 local function take_out(queries)
   local taken = {}
   for query in pairs(queries) do
@@ -60,7 +60,7 @@ local function take_out(queries)
   return taken
 end
 
--- Puts into the current step what was taken out of step `from` of a query.
+-- Adds the rows of a query that were removed from step `from` to the current step.
 local function put_in(query, from, taken)
   local function old(name)
     return BASE .. ':' .. from .. ':' .. name

@@ -1,4 +1,4 @@
--- What policies' tables must know of the steps that are not over, and of the one asked for.
+-- Returns the rosters of the open steps and of the given step, for the policies' tables.
 -- ARGV: step
 local steps, known = redis.call('ZRANGE', LIVE, 0, -1), {}
 for _, step in ipairs(steps) do

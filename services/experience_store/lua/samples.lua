@@ -1,7 +1,7 @@
--- What becomes of samples: their states, and when a group is ready, dropped or too old. Put behind
+-- Lifecycle of samples: their states, and when a group is ready, dropped or too old. Appended to
 -- policy.lua.
 
--- Keeps the oldest version that began a ready sample: who raises the bound need not look at all.
+-- Tracks the oldest version of the ready samples, so that raising the bound need not scan them all.
 local begun
 local function ready_since(version)
   begun = begun or redis.call('HGET', STEP, 'begun') or 'none'
@@ -11,7 +11,7 @@ local function ready_since(version)
   end
 end
 
--- The one place where a sample changes its state.
+-- Changes the state of a sample; no other code does.
 local function move(sample, record, to)
   local from = record[F.state]
   if not ALLOWED[from][to] then
@@ -54,7 +54,7 @@ local function move(sample, record, to)
   changes('counts')
 end
 
--- family() and group of a sample, in the text of its record.
+-- Extracts family() and group of a sample from the text of its record.
 local FAMILY = '^' .. ('[^\t]*\t'):rep(8) .. '([^\t]*)\t' .. ('[^\t]*\t'):rep(2) .. '([^\t]*)\t'
   .. ('[^\t]*\t'):rep(4) .. '([^\t]*)\t[^\t]*$'
 local function family_of(text)
@@ -62,12 +62,12 @@ local function family_of(text)
   return origin == '' and query or query .. '@' .. origin, group
 end
 
--- A reason is counted by what precedes its first colon (`workflow_raised: ...`): the text after it
--- names one failure, and would make the counts grow without bound.
+-- Counts a drop by the part of its reason before the first colon (`workflow_raised: ...`): the text
+-- after it describes one failure, and would make the number of counters unbounded.
 local function count_dropped(reason, by)
   local name = reason:match('^[^:]*')
   if #name > 64 then
-    -- No character is cut in two: whoever reads the counts would stumble over half of one.
+    -- Cut between characters: half a UTF-8 character would break the readers of the counts.
     local cut = 64
     while cut > 0 and name:byte(cut + 1) >= 0x80 and name:byte(cut + 1) < 0xC0 do
       cut = cut - 1
@@ -79,7 +79,7 @@ local function count_dropped(reason, by)
   end
 end
 
--- Frees the payload of a sample that nobody needs any more.
+-- Frees the payload of a sample that is no longer needed.
 local function free(sample, record)
   local rows = rows_of(record)
   redis.call('HDEL', rows, sample)
@@ -95,7 +95,7 @@ local function drop(sample, record, reason)
   count_dropped(reason)
 end
 
--- Drops what there is of a query that left its step.
+-- Drops all samples of a query that has left its step.
 local function drop_pending(query, reason)
   for _, member in ipairs(members(query)) do
     if member[2][F.state] == 'P' then
@@ -104,13 +104,13 @@ local function drop_pending(query, reason)
   end
 end
 
--- Whether an older version began it than may have begun what is given out (claim.lua).
+-- Whether a sample began under an older version than claims allow (claim.lua).
 local function is_stale(record)
   return record[F.version] ~= '' and tonumber(record[F.version]) < get('oldest_version')
 end
 
--- Members that a group lost as VALUE_GONE in an earlier step, where it was trained: its statistics
--- were final by then, and stay what they were. {sample, trajectory, reward} for each.
+-- Members that a group lost as VALUE_GONE in an earlier step in which it was trained: they still
+-- count in its statistics, which were final by then. {sample, trajectory, reward} for each.
 local gone_known
 local function lost_members(name)
   gone_known = gone_known or redis.call('EXISTS', GONE)
@@ -123,8 +123,8 @@ local function lost_members(name)
   return found
 end
 
--- Groups among `found` with more than one trajectory whose rewards are all equal: whatever is
--- subtracted from them, nothing is left to learn from.
+-- Groups among `found` with more than one trajectory whose rewards are all equal: with any baseline
+-- their advantages are zero.
 local function without_signal(found)
   local first, several, different = {}, {}, {}
   for _, member in ipairs(found) do
@@ -133,7 +133,7 @@ local function without_signal(found)
     if record[F.state] == 'P' then
       first[group] = first[group] or record
       several[group] = several[group] or record[F.trajectory] ~= first[group][F.trajectory]
-      -- As text they would differ at -0.0.
+      -- Compared as numbers: as text 0.0 and -0.0 would differ.
       different[group] = different[group]
         or tonumber(record[F.reward]) ~= tonumber(first[group][F.reward])
     end
@@ -153,8 +153,8 @@ local function without_signal(found)
   return silent
 end
 
--- Makes the groups among `found` claimable that lack nothing. All trajectories of their query
--- must have ended: then, and only then, the members of a group and its rewards are final.
+-- Makes the complete groups among `found` claimable. All trajectories of their query must have
+-- ended: only then are the members of a group and its rewards final.
 local function ripen(found)
   local blocked, reasons = {}, {}
   for _, member in ipairs(found) do
@@ -187,11 +187,11 @@ local function ripen(found)
   end
 end
 
--- ripen() of a group, or of all groups of a query. Most that ask find a member without a reward: this is
--- seen in the texts of the records, of which only those that can become claimable are read. `full`: none of
--- the query lacks anything.
+-- Calls ripen() for a group, or for all groups of a query. Usually some member still lacks its
+-- reward; this is checked on the records' texts, and only records that can become claimable are
+-- parsed. `full`: no sample of the query lacks a column.
 local PENDING_LACKS = '^P' .. ('\t[^\t]*'):rep(4) .. '\t[^\t]'
--- Tokens, size and version of one that is PENDING.
+-- Extracts tokens, size and version from the text of a PENDING record.
 local RIPE = '^P\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(10) .. '\t([^\t]*)'
 local function ripen_those(query, group, full)
   local names, texts, groups = texts_of(query, group)
@@ -201,7 +201,7 @@ local function ripen_those(query, group, full)
       lacking[groups[index]] = true
     end
   end
-  -- Nothing can keep them back, and no place has to be found for them.
+  -- Fast path: no rule can hold these samples back, and READY is in order of ids.
   order = order or redis.call('HGET', STEP, 'order') or 'id'
   local plain = order == 'id' and get('signal') ~= 1 and get('oldest_version') <= 0
   if leaving[1] then
@@ -215,7 +215,7 @@ local function ripen_those(query, group, full)
         count('P', -1)
         count('R', 1)
         tally(query, 'P', -1)
-        -- As text: to write a number as one takes longer than to add it.
+        -- The score as text: formatting a number takes longer.
         entering[#entering + 1] = '0'
         entering[#entering + 1] = sample
         ready_since(version)
@@ -234,7 +234,7 @@ local function ripen_those(query, group, full)
   end
 end
 
--- Drops the groups of these samples that a too old version began, unless members were given out.
+-- Drops the groups of these samples that began under a too old version, unless members are claimed.
 local function evict(samples)
   local seen = {}
   prefetch(samples)
@@ -257,8 +257,8 @@ local function evict(samples)
   end
 end
 
--- Whether a query's group is final. Where trajectories are redundant the job admits no more than
--- `group_size` that completed: once so many are here, whoever else is still to be told of was left out.
+-- Whether a query's group is final. With redundant trajectories the job admits at most `group_size`
+-- completed ones: once the table has so many, any further trajectory of the query is left out.
 local function query_ended(query)
   local size, redundant = get('group_size'), get('redundant')
   if tonumber(redis.call('HGET', QUERIES, query) or 0) >= size + redundant then

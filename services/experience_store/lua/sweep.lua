@@ -1,4 +1,4 @@
--- Returns what expired leases hold, and says how far the table is.
+-- Returns the samples of expired leases, and reports the progress of the table.
 -- ARGV: step
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}

@@ -1,4 +1,4 @@
--- Frees the rows of an ending that lost.
+-- Frees the staged rows of an ending that was not the first.
 -- ARGV: step, trajectory, attempt
 local staged = key('staged') .. ':' .. ARGV[2] .. ':' .. ARGV[3]
 redis.call('UNLINK', staged)

@@ -218,7 +218,7 @@ class PopulationRun:
             if newest.state == CANDIDATE:
                 retired.append(newest)
             if ref.checksum == parent.checksum:
-                continue  # the learner's version has not changed since its newest member
+                continue  # unchanged since the member that it continued from
             where = {"step": step, "iteration": state.iteration + 1}
             fresh.append(_member(self._job, ref, size, **where, parent=parent.member_id))
         for one in retired:
@@ -396,7 +396,7 @@ class Matches:
         self._state = state
         self._population, self._pools = sections(job.spec)
         self._ended: dict[str, orch.Match] = {}
-        # Failed matches of this iteration, and in a row since the last completed match.
+        # Failed matches of this round, and in a row since the last completed match.
         self._failed = self._failed_in_a_row = 0
 
     def due(self) -> list[PlannedMatch]:
@@ -495,7 +495,7 @@ class Matches:
                 except Superseded as error:
                     return batch.fail(error)
                 except TroupeError as error:
-                    # The failed results are written again together with the next ones.
+                    # Not lost: these results are written together with the next ones.
                     self._warn(error)
                 if not self._slots.separate_match_slots:
                     text = f"matches: {len(self._ended)} of {total}"

@@ -1,9 +1,9 @@
--- The token bucket of one quota that several hosts share, by Redis' clock. The same arithmetic as
--- `troupe.scheduling.elastic.quota.TokenBucket`: change both.
+-- Token bucket of one quota that several hosts share, by Redis' clock. Same arithmetic as
+-- `troupe.scheduling.elastic.quota.TokenBucket`: change both together.
 -- KEYS bucket. ARGV what, holder, rate, burst, concurrency, patience, now ('': Redis' clock), ...
 --   ask: wishes in units. give_back: units, unused. shut: seconds.
--- Returns granted and the wait in seconds (-1: until units are given back).
--- Fields of the hash: tokens, at, shut, turns; h:<holder> = "units until"; l:<holder> = "turn until units".
+-- Returns granted and the wait in seconds (-1: until units are given back). Fields of the hash:
+-- tokens, at, shut, turns; h:<holder> = "units until"; l:<holder> = "turn until units".
 local what, holder = ARGV[1], ARGV[2]
 local rate, burst, concurrency = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local patience, now = tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -107,7 +107,7 @@ end
 
 redis.call('HSET', KEYS[1], 'tokens', text(tokens), 'at', text(at), 'shut', text(shut),
   'turns', text(turns))
--- A full bucket is as good as none.
+-- A full bucket is equal to a missing key, so the key may expire.
 redis.call('EXPIRE', KEYS[1], HOUR + math.ceil(math.max(patience, math.max(0, shut - now))
   + (rate > 0 and burst / rate or 0)))
 return { granted, text(wait) }

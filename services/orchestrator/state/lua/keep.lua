@@ -1,4 +1,4 @@
--- Keeps the newest trajectories of a job, at most `cap` of them.
+-- Adds trajectories of a job, and deletes all but the newest `cap`.
 -- KEYS order, summaries, full. ARGV cap, id, summary, full, id, summary, full, ...
 for i = 2, #ARGV, 3 do
   if redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) == 1 then

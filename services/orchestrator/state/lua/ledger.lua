@@ -1,4 +1,4 @@
--- Moves one policy in the ledger: exactly one step on from where it is, or nothing.
+-- Advances one policy in the version ledger by exactly one step, or changes nothing.
 -- KEYS record, ledger, versions. ARGV policy, steps done, version, checksum, entry, and whether it
 -- is a restart (0/1): the next version without a step.
 -- Returns {outcome, entry}: moved | same | older | gap | conflict | missing.
@@ -9,7 +9,7 @@ local policy, done = ARGV[1], tonumber(ARGV[2])
 local entry = redis.call('HGET', KEYS[2], policy .. ':entry') or ''
 local now = redis.call('HGET', KEYS[2], policy .. ':done')
 local known = redis.call('HGET', KEYS[2], policy .. ':v' .. ARGV[3])
--- One version, one content.
+-- A version has one content: the same one again is a repeat, another one is a conflict.
 if known and known ~= ARGV[4] then
   return {'conflict', entry}
 end

@@ -1,4 +1,4 @@
--- Keeps how matches ended; of each the first ending counts.
+-- Stores the outcomes of matches; the first outcome of a match wins.
 -- KEYS record, order, matches. ARGV epoch, id, match, id, match, ...
 -- Returns written | superseded | missing.
 local epoch = redis.call('HGET', KEYS[1], 'epoch')

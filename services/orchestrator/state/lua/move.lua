@@ -1,4 +1,4 @@
--- Moves a job's state and logs it, unless its table forbids the move.
+-- Moves a job to another state and logs it, if the transition is allowed.
 -- KEYS record, events.
 -- ARGV target, allowed sources as ",1,2,", epoch or "", event, cap of the log, field, value, ...
 -- A field written as "?field" is set only once: while it is 0.0.

@@ -1,4 +1,4 @@
--- Moves the record of a job's population, all of it or nothing.
+-- Updates the record of a job's population atomically.
 -- KEYS record, population. ARGV epoch, field, value, field, value, ...
 -- Returns written | superseded | missing.
 local epoch = redis.call('HGET', KEYS[1], 'epoch')

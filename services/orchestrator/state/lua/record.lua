@@ -2,7 +2,7 @@
 -- KEYS record, events, rows, latest.
 -- ARGV epoch, guard field, guard value, row, event, cap of the log,
 --      n, then n name/value pairs of metrics, then field/value pairs of the record.
--- The guard makes it once: the row is written only while the field holds the value.
+-- The guard makes it idempotent: the row is written only while the field holds the value.
 -- Returns written | same | superseded | missing.
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
 if not epoch then
