@@ -261,10 +261,10 @@ def test_a_wrong_token_reads_nothing(hosts: Hosts) -> None:
     for token in (None, SecretStr("guessed")):
         peer = Peer(address, ClientSettings(token=token), use_ucx=False)
         with pytest.raises(Unauthenticated):
-            peer.keys("")
+            peer.delete(["job/state"])
         peer.close()
     peer = Peer(address, ClientSettings(token=SecretStr(TOKEN)), use_ucx=False)
-    assert peer.keys("") == []
+    assert peer.delete(["job/state"]) == 0
     peer.close()
 
 

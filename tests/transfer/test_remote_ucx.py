@@ -207,10 +207,8 @@ def test_an_owner_that_is_killed_half_way(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(Verification, "upto", killing)
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
-        into = {name: torch.zeros_like(t) for name, t in state(200).items()}
         with pytest.raises(TransferTimeout, match="chunks are missing"):
-            here.get(KEY, into, timeout=15)
-        assert not any(t.any() for t in into.values())
+            here.get(KEY, timeout=15)
         assert not here.keys()
         source.close()
 
