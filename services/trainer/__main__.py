@@ -9,7 +9,7 @@ from services.trainer.settings import TrainerSettings
 
 
 def make_service(settings: TrainerSettings, telemetry: Telemetry) -> ServiceDefinition:
-    """Only now import torch: the chassis has set the thread budget."""
+    """Make the service; imports torch only now, after the chassis has set the thread budget."""
     from services.trainer.server import TrainerService
 
     return TrainerService(settings, telemetry)

@@ -35,8 +35,8 @@ from troupe.v1 import trainer_pb2
 class PolicyBinding:
     """The training state of one policy and its learner, on this device or suspended.
 
-    Methods that say *blocking* belong into the compute thread (or, where they say so, any
-    thread); the rest into the event loop.
+    Methods marked *blocking* run in the compute thread (or, if they say so, in any thread), all
+    others in the event loop.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ class PolicyBinding:
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)
         self._pool = pool or ParameterPool(device)
         self._suspension = Suspension(transfer, self._pool, job_id, policy)
-        # Prefetched for `resume`: the key of a suspended state, and a copy of it on the device.
+        # The state prefetched for `resume`: its key, and a copy of it on the device.
         self._fetched: tuple[str, SuspendedTensors] | None = None
-        # The key of the state that this binding resumed from, and the step that it was in.
+        # The key of the suspended state that this binding resumed from, and its unfinished step.
         self.resumed_from = ""
         self.unfinished: SuspendedStep | None = None
-        # Where the state is while the policy is suspended.
+        # Reference to the suspended state while the policy is suspended.
         self.suspended: trainer_pb2.SuspendedState | None = None
         self.swaps, self.swap_seconds, self.last_swap_seconds = 0, 0.0, 0.0
 
     @property
     def trainable(self) -> bool:
-        """False for a frozen policy, which is only published."""
+        """Whether the policy is trained; a frozen policy is only published."""
         return self.spec.policies[self.policy].trainable
 
     @property
     def weights(self) -> pb.WeightsRef:
-        """Where the weights of the committed version are published."""
+        """The reference to the published weights of the committed version."""
         return self.versions.weights
 
     @property
@@ -103,7 +103,7 @@ class PolicyBinding:
         return self.versions.learner
 
     def move(self, target: pb.BindingState.ValueType) -> None:
-        """Change the state; raises IllegalTransition for a move that `troupe.states` has not."""
+        """Change the state. Raises IllegalTransition for a move that `troupe.states` forbids."""
         if target != self.state:
             check(BINDING, self.state, target)
             self.state = target
@@ -127,9 +127,9 @@ class PolicyBinding:
     def load(self, version: int, checksum: str) -> None:
         """Load model and state of `version`, and publish its weights. Blocking.
 
-        `checksum` is the ledger's, or empty on a new job. Repeating it on a loaded binding
-        changes nothing but what is missing. Raises InvalidArgument for a model or tokenizer
-        that cannot be used, FailedPrecondition or DataLoss for state that is not there.
+        `checksum`: the ledger's, or empty for a new job. Idempotent: a repeated call only restores
+        what is missing. Raises InvalidArgument for a model or tokenizer that cannot be used,
+        FailedPrecondition or DataLoss if the state is missing or damaged.
         """
         if not self.versions.made:
             self._make_learner()
@@ -146,17 +146,17 @@ class PolicyBinding:
 
     def _note_bytes(self) -> None:
         """Estimate the bytes of weights, gradients and both moments."""
-        if isinstance(self.learner, GangLearner):  # `weights` would gather them
+        if isinstance(self.learner, GangLearner):  # estimated, as `weights` would gather them
             size = self.learner.num_parameters * torch.float32.itemsize
         else:
             size = sum(t.nbytes for t in self.learner.weights().values())
         self.state_bytes = 4 * size if self.trainable else size
 
     def suspend(self, unfinished: SuspendedStep | None) -> trainer_pb2.SuspendedState:
-        """Move the state off the device, with an `unfinished` step, if there is one. Blocking,
-        in any thread while this policy computes nothing.
+        """Move the state, with the `unfinished` step if there is one, off the device.
 
-        Raises StorageFull; then nothing has changed.
+        Blocking, in any thread while this policy computes nothing. Raises StorageFull, and then
+        changes nothing.
         """
         tensors, values = self.learner.suspended()
         packed = self.versions.pack()
@@ -173,14 +173,14 @@ class PolicyBinding:
     def prefetch(self, state: trainer_pb2.SuspendedState) -> None:
         """Fetch a suspended state for a later `resume`. Blocking, in any thread."""
         if self._fetched is not None and self._fetched[0] != state.key:
-            # The policy was resumed elsewhere from the other one.
+            # The prefetched state is obsolete: the policy was resumed from it elsewhere.
             self._pool.give_back(self._fetched[1].tensors.values())
             self._fetched = None
         if self._fetched is None:
             self._fetched = (state.key, self._suspension.fetch(state))
 
     def resume(self, state: trainer_pb2.SuspendedState, version: int, checksum: str) -> None:
-        """Continue from a suspended state, of this process or another. Blocking.
+        """Continue from a suspended state of this process or of another one. Blocking.
 
         `version`, `checksum`: the ledger's. Raises NotFound of kind "suspended_state_gone",
         DataLoss of kind "suspended_state_changed", FailedPrecondition of kind
@@ -241,8 +241,11 @@ class PolicyBinding:
             return self.learner.apply(self.version, stop)
 
     def release(self) -> None:
-        """Delete what the next binding does not need: published versions but the newest, suspended
-        states, the policy on ranks of a gang. Blocking."""
+        """Delete what the next binding does not need. Blocking.
+
+        Deletes published versions except the newest, suspended states, and the policy on the ranks
+        of a gang.
+        """
         self._fetched = None
         self._suspension.forget()
         self.versions.release()
@@ -255,7 +258,7 @@ class PolicyBinding:
 
     def values(self) -> Values:
         """A loader of column values for one attempt at a step."""
-        # On a single host a missing value cannot come back.
+        # On a single host a missing value cannot reappear, so it is not waited for.
         shared = self._settings.shares_states
         return Values(self._column, self._settings.trainer_value_wait_seconds if shared else 0.0)
 

@@ -32,12 +32,13 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 Array = np.ndarray[Any, np.dtype[Any]]
-# Gets the value under a key, waiting up to so many seconds (0: one try). Raises TransferError.
+# Function that fetches the value of a key; waits up to the given seconds (0: one try). Raises
+# TransferError.
 Fetch = Callable[[str, float], Array]
-# Parses claimed samples into rows, loading their values.
+# Function that parses claimed samples into rows and loads their values.
 Read = Callable[[Sequence[store_pb.ClaimedSample], Load], Sequence[Any]]
 
-# A value whose bytes have changed counts as lost.
+# Errors that count as a lost value: also one whose bytes have changed.
 _GONE: Final = (KeyNotFound, Corrupt)
 
 
@@ -50,23 +51,24 @@ class ValueGone(Exception):
 
 
 class Values:
-    """Loads column values of claimed samples for one attempt at a step. Blocking."""
+    """Loader of column values of claimed samples, for one attempt at a step. Blocking."""
 
     def __init__(self, fetch: Fetch, wait_seconds: float) -> None:
         """`wait_seconds`: how long to wait for the first missing value of a claim, since its host
-        may come back; further ones of the claim are not waited for: a host is lost with many."""
+        may come back. Further ones are not waited for: a lost host loses many values.
+        """
         self._fetch = fetch
         self._wait_seconds = wait_seconds
-        # Wait that is left for the present claim.
+        # Remaining wait for the current claim.
         self._left = wait_seconds
 
     def read(
         self, claimed: Sequence[store_pb.ClaimedSample], read: Read
     ) -> tuple[Sequence[Any], list[store_pb.Sample]]:
-        """The rows of a claim, and the samples left out because values of theirs are lost.
+        """Parse a claim into rows; returns them, and the samples left out because of lost values.
 
-        Raises what `read` raises, and TransferError: TransferTimeout, which may pass, while a host
-        that may have a value does not answer.
+        Raises what `read` raises, and TransferError: a TransferTimeout, which is retryable, while a
+        host that may have a value does not answer.
         """
         self._left = self._wait_seconds
         found: dict[str, Array] = {}
@@ -105,10 +107,10 @@ log = structlog.get_logger("troupe.trainer")
 
 T = TypeVar("T")
 Claim = store_pb.ClaimMicroBatchResponse
-# Deadline of a claim beyond the time that the store was asked to wait.
+# Seconds that the deadline of a claim exceeds the time that the store is asked to wait.
 _SLACK_SECONDS = 20.0
 _UNREACHABLE: Final = (Unavailable, DeadlineExceeded)
-# Once a second without end, where the channel's own retries have failed.
+# Retries once a second without limit, after the channel's own retries have failed.
 _STORE_RETRY: Final = RetryPolicy(
     max_attempts=None, initial_backoff=1.0, max_backoff=1.0, jitter=0.0
 )
@@ -117,7 +119,7 @@ _RELEASE_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a micro-batch; fields as in ClaimMicroBatchRequest."""
+    """The limits of a micro-batch; fields as in ClaimMicroBatchRequest."""
 
     max_samples: int
     max_tokens: int = 0
@@ -129,8 +131,8 @@ class Bounds:
 class StepClaims:
     """The claims and leases of one attempt at one policy's step.
 
-    Each attempt is a claimant of its own, so that a late answer to an earlier attempt is not
-    mistaken for its own. Calls are repeated while the store is unreachable.
+    Each attempt has a claimant id of its own, so that a late response to an earlier attempt is not
+    mistaken for its own. Calls are retried while the store is unreachable.
     """
 
     def __init__(
@@ -148,23 +150,23 @@ class StepClaims:
         self._where: dict[str, Any] = {"job_id": job_id, "policy": policy, "step": step}
         self.claimant = f"{claimant}/{new_id()[:8]}" if unfinished is None else unfinished.claimant
         self._lease = lease
-        # When the oldest lease was last known to be extended.
+        # The time at which the oldest lease was last known to be extended.
         self._extended = time.monotonic()
         self._claiming: asyncio.Task[Claim] | None = None
         self._late_release: asyncio.Task[None] | None = None
         self._closed = False
         self.claim_ids: list[str] = [] if unfinished is None else list(unfinished.claim_ids)
-        # Request id of the last claim; of a suspended step's claim that is to be repeated.
+        # Request id of the last claim, and of a suspended step's claim that has to be repeated.
         self.last_request = ""
         self._repeated_request = "" if unfinished is None else unfinished.pending_claim
 
     @property
     def lapsed(self) -> bool:
-        """Whether leases may have run out; if not, another binding took a lost claim."""
+        """Whether leases may have expired; if not, a lost claim was taken by another binding."""
         return time.monotonic() > self._extended + self._lease
 
     async def committed(self, step: int | None = None) -> store_pb.StepCommit | None:
-        """The commit of this step, or of another one that the store still has; None without."""
+        """The commit of this step, or of another step that the store still has; None if none."""
         commits = (await self._status(step)).commits
         return next((c for c in commits if c.policy == self._where["policy"]), None)
 
@@ -180,7 +182,7 @@ class StepClaims:
     async def _claim(self, bounds: Bounds, wait: float) -> Claim:
         while True:
             began = time.monotonic()
-            # The store answers a repeated request id as it did the first time.
+            # Retries reuse the request id, so that the store returns the same samples.
             self.last_request = self._repeated_request or new_id("claim")
             self._repeated_request = ""
             request = store_pb.ClaimMicroBatchRequest(
@@ -219,7 +221,7 @@ class StepClaims:
             return
         if response.renewed < held:
             if await self.committed() is not None:
-                return  # by this attempt: the response is on its way, and no lease is left
+                return  # this attempt has committed: its response is in flight, no lease is left
             raise FailedPrecondition(
                 f"{held - response.renewed} of {held} claims were taken by another binding",
                 kind="claim_lost",
@@ -251,25 +253,25 @@ class StepClaims:
         )
 
     async def supersede(self) -> None:
-        """Release all claims of the step, whose holders can then no longer commit it."""
+        """Release all claims of the step; their holders can then no longer commit it."""
         await self._repeated(lambda: self._stub.ReleaseClaims(self._release_request("")))
 
     async def close(self) -> None:
-        """Release all claims; a claim under way is released in the background (`settled`)."""
+        """Release all claims; a claim in flight is released in the background (`settled`)."""
         self._closed = True
         await self._release()
         if self._claiming is not None and not self._claiming.done():
             self._late_release = asyncio.create_task(self._release_late(self._claiming))
 
     async def freeze(self) -> None:
-        """Stop claiming, and release nothing: the suspended step keeps its claims."""
+        """Stop claiming without releasing anything: the suspended step keeps its claims."""
         self._closed = True
         if self._claiming is not None:
             self._claiming.cancel()
             await asyncio.wait({self._claiming})
 
     async def settled(self) -> None:
-        """Wait until a claim that was under way at `close` is released."""
+        """Wait until a claim that was in flight at `close` is released."""
         if self._late_release is not None:
             await asyncio.wait({self._late_release})
 
@@ -285,7 +287,7 @@ class StepClaims:
             request = self._release_request(self.claimant)
             await self._stub.ReleaseClaims(request, timeout=_RELEASE_SECONDS)
         except TroupeError as error:
-            # Then the leases run out.
+            # The claims are then released when their leases expire.
             log.warning("claims not released", error=str(error), **self._where)
 
     def _release_request(self, claimant: str) -> store_pb.ReleaseClaimsRequest:
@@ -357,18 +359,18 @@ def bounds_of(spec: JobSpec, oldest_version: int | None) -> Bounds:
         max_samples=pipeline.micro_batch_samples,
         max_tokens=pipeline.micro_batch_tokens,
         oldest_version=None if oldest_version is None else max(0, oldest_version),
-        # Gradients are by group, or groups are dropped and replaced as a whole.
+        # Whole groups: gradients are computed by group, or groups are dropped and replaced whole.
         whole_groups=pipeline.deterministic or pipeline.dynamic_sampling,
         balance_tokens=pipeline.balance_tokens,
     )
 
 
 def last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
-    """Keys of the columns of a claim's samples that are trained for the last time."""
+    """The keys of columns of those samples of a claim that are trained for the last time."""
     return refs_of(c.sample for c in claim.samples if c.sample.uses + 1 >= max_uses)
 
 
 def refs_of(samples: Iterable[store_pb.Sample]) -> Iterator[str]:
-    """Keys of columns that samples keep by reference."""
+    """The keys of columns that samples keep by reference."""
     for sample in samples:
         yield from (column.ref for column in sample.columns.values() if column.HasField("ref"))

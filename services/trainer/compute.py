@@ -17,7 +17,7 @@ import torch
 
 from troupe.user_code import call_contained
 
-# Share of a GPU's memory for training state; activations and logits need the rest.
+# Fraction of a GPU's memory for training state; activations and logits need the rest.
 _STATE_SHARE = 0.75
 
 P = ParamSpec("P")
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class Compute:
-    """Runs calls in one thread, first in, first out, so that the event loop never blocks.
+    """The compute thread: runs calls first in, first out, so that the event loop never blocks.
 
-    Policies that share a worker take turns by micro-batch. A caller that is cancelled stops
-    waiting; its call still ends before the next one begins.
+    Policies that share a worker take turns by micro-batch. A cancelled caller stops waiting, but
+    its call still runs to its end before the next one begins.
     """
 
     def __init__(self, threads: int, device: torch.device) -> None:
         self.device = device
-        # Seconds of calls that have ended; when the present call began.
+        # Total seconds of finished calls, and the start time of the current one.
         self._ended_seconds = 0.0
         self._began: float | None = None
         self._clock = threading.Lock()
@@ -43,13 +43,13 @@ class Compute:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds that the thread has computed so far."""
+        """The seconds that the thread has computed so far."""
         with self._clock:
             running = 0.0 if self._began is None else time.perf_counter() - self._began
             return self._ended_seconds + running
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `call(*args, **kwargs)`."""
+        """Await the result of `call(*args, **kwargs)`."""
 
         def timed() -> T:
             began = self._began = time.perf_counter()
@@ -63,8 +63,8 @@ class Compute:
         return await self.hold(timed)
 
     async def hold(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`run` for calls that are not counted as computing, such as loading a state."""
-        # Users' environments and models may raise what would end the event loop.
+        """Like `run`, for calls that do not count as busy time, such as loading a state."""
+        # Users' environments and models may raise SystemExit, which would end the event loop.
         act = functools.partial(call_contained, call, *args, **kwargs)
         future = asyncio.get_running_loop().run_in_executor(self._pool, act)
         # Marks the exception as retrieved, in case the caller is cancelled.
@@ -72,14 +72,15 @@ class Compute:
         return await asyncio.shield(future)
 
     def close(self) -> None:
-        """Drop calls that have not begun; the present one ends by itself."""
+        """Drop calls that have not begun; the current one runs to its end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class SwapClock:
     """Measures how long the device was idle while policies were suspended and resumed.
 
-    Idle time of overlapping swaps is counted once, for the first that ends. In the event loop.
+    Idle time of overlapping swaps is counted once, for the first swap that ends. Not thread-safe:
+    for the event loop.
     """
 
     def __init__(self, compute: Compute) -> None:
@@ -89,7 +90,7 @@ class SwapClock:
 
     @contextlib.contextmanager
     def swapping(self) -> Iterator[Callable[[], float]]:
-        """Enclose a swap; call the result at its end for the idle seconds that it caused."""
+        """Context of a swap; yields a function that returns the idle seconds that it caused."""
         if not self._open:
             self._mark()
         self._open += 1
@@ -116,7 +117,7 @@ class BusyFraction:
         self._seen: deque[tuple[float, float]] = deque()
 
     def fraction(self, busy: float) -> float:
-        """The fraction over the window that ends now; call it about once a second."""
+        """The busy fraction of the window that ends now; call it about once a second."""
         now = time.monotonic()
         self._seen.append((now, busy))
         while len(self._seen) > 2 and self._seen[1][0] < now - self._WINDOW_SECONDS:
@@ -126,7 +127,7 @@ class BusyFraction:
 
 
 def memory_of(device: torch.device, setting: int) -> int:
-    """Bytes of training state that fit on `device`; 0: not bounded."""
+    """The bytes of training state that fit on `device`; 0: unbounded."""
     if setting or device.type != "cuda":
         return setting
     return int(torch.cuda.get_device_properties(device).total_memory * _STATE_SHARE)
@@ -137,6 +138,6 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
-        # Read at the first use of the GPU; deterministic cuBLAS needs it.
+        # Deterministic cuBLAS needs this variable, which is read at the first use of the GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(name)

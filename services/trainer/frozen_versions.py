@@ -1,4 +1,4 @@
-"""Frozen versions of policies: members of populations, kept while matches may need them.
+"""Frozen versions of policies on disk: the members of populations, kept while matches need them.
 
 `{data_dir}/{job}/members/{policy}/v{version}/` is a checkpoint, with the published tensors beside
 it where they differ from the checkpoint's (tied or adapted weights): engines verify them by the
@@ -22,12 +22,12 @@ from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb
 
-# Where the published tensors may be, the exact ones first.
+# Files that may hold the published tensors, the bit-exact ones first.
 _FILES = (PUBLISHED, "model.safetensors", "adapter_model.safetensors")
 
 
 class FrozenVersions:
-    """The frozen versions in this worker's data directory. Blocking, in any thread."""
+    """Store of frozen versions in this worker's data directory. Blocking, in any thread."""
 
     def __init__(self, transfer: HostTransfer, data_dir: Path) -> None:
         self._transfer = transfer
@@ -43,7 +43,7 @@ class FrozenVersions:
         return self._data_dir / job_id / "members" / policy / f"v{version}"
 
     def keep(self, binding: PolicyBinding, version: int, checksum: str) -> tuple[str, int]:
-        """Freeze a version of a bound policy: its path and size in bytes. Idempotent.
+        """Freeze a version of a bound policy; returns its path and size in bytes. Idempotent.
 
         Raises FailedPrecondition of kind "version_not_kept", ResourceExhausted of kind
         "storage_full".
@@ -127,5 +127,6 @@ class FrozenVersions:
 
 
 def _key(job_id: str, policy: str, version: int) -> str:
-    # Every member is version 0 of a name of its own: readers of a newer one need the others too.
+    # Every member is version 0 under a key of its own: hosts drop their copy of a version once they
+    # fetch a newer version of the same key, but matches need old and new members.
     return f"{job_id}/{policy}/members/{version}@0"

@@ -1,10 +1,11 @@
-"""Makes the learner of a policy, and lists what every kind of learner offers.
+"""Factory of learners, and the interface that every kind of learner implements.
 
 `Learner` (one device), `GangLearner` (several), `NetworkLearner` (policies that are small networks)
-and the testbed's simulated learner offer the same to `PolicyBinding`, `Versions` and `Checkpoints`:
+and the testbed's simulated learner have these members, which `PolicyBinding`, `Versions` and
+`Checkpoints` use:
 
 - `num_parameters`, `model` (for checkpoints), `base` (frozen weights under an adapter)
-- `lost`: whether its state has gone with a process that held it
+- `lost`: whether its state was lost with a process that held it
 - `needs_reference`, `set_reference(weights)`: a frozen first version for the divergence
 - `read(claimed, load)`: parse the samples of a claim
 - `accumulate(rows, stop)`, `complete(stop)`, `apply(version, stop) -> Applied`, `discard()`: a step
@@ -52,10 +53,10 @@ def make_learner(
     device: torch.device,
     gangs: Gangs | None,
 ) -> tuple[AnyLearner, Any]:
-    """A learner with the policy's first weights, and its tokenizer (None for a network). Blocking.
+    """Make a learner with the policy's first weights, and its tokenizer (None for a network).
 
-    Raises InvalidArgument for a model or tokenizer that cannot be used, FailedPrecondition of kind
-    "policy_too_large", "gang_too_large" or "gang_uneven".
+    Blocking. Raises InvalidArgument for a model or tokenizer that cannot be used,
+    FailedPrecondition of kind "policy_too_large", "gang_too_large" or "gang_uneven".
     """
     source = spec.policies[policy]
     if source.network is not None:
@@ -64,7 +65,7 @@ def make_learner(
     gang = source.trainable and not simulated and source.trainer.gang > 1
     model: Any
     if simulated:
-        # Imported by name: the testbed is not part of the product.
+        # Imported by name, since the testbed is not part of the product.
         testbed = importlib.import_module("testbed.simulated_learner")
         model = testbed.stand_in(policy, spec)
     elif gang:
@@ -93,7 +94,7 @@ def make_learner(
 
 
 def _network_learner(spec: JobSpec, policy: str) -> NetworkLearner:
-    try:  # imports TorchRL, which takes seconds
+    try:  # lazily, as this imports TorchRL, which takes seconds
         from services.trainer.networks.learner import NetworkLearner
     except ModuleNotFoundError as error:
         raise FailedPrecondition(

@@ -10,7 +10,7 @@ from services.chassis.settings import ServiceSettings
 
 
 class TrainerSettings(ServiceSettings):
-    """Read from `TROUPE_*` environment variables."""
+    """The settings of a trainer worker, read from `TROUPE_*` environment variables."""
 
     trainer_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where policies are trained; `auto`: on the GPU if there is one."""

@@ -1,8 +1,8 @@
 """One optimizer step of one policy: claim, accumulate, apply, publish, commit.
 
-`Attempt` does the work under one set of leases and renews them meanwhile. `StepRun` is the step as
-the callers of RunStep see it: it begins again when leases ran out, ends at the step's deadline, and
-can be watched, cancelled and suspended.
+`Attempt` does the work under one set of leases and renews them meanwhile. `StepRun` is the step
+that RunStep exposes: it starts a new attempt if leases expire, ends at the step's deadline, and can
+be watched, cancelled and suspended.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from troupe.v1 import trainer_pb2
 
 log = structlog.get_logger("troupe.trainer")
 
-# Attempts at a step whose leases run out; more is not a delay but a fault.
+# Maximum attempts at a step whose leases expire; more indicate a fault, not a delay.
 _ATTEMPTS = 3
 # Longest pause between renewals of leases: a superseded binding notices within this time.
 _RENEW_SECONDS = 5.0
-# How long the deletion of column values on other hosts is waited for.
+# Seconds to wait for the deletion of column values on other hosts.
 _DROP_SECONDS = 10.0
 
 
 class Suspended(Exception):
-    """Raised in a step that stopped between two micro-batches, to be continued."""
+    """Raised in a step that was stopped between two micro-batches, to be continued later."""
 
 
 class Attempt:
@@ -58,13 +58,14 @@ class Attempt:
         on_progress: Callable[[], None],
     ) -> None:
         """`bounds`: step, version, oldest version. `before`: the part of the step that was done
-        before it was suspended; its gradients are in the binding. `stop` gives the step up,
-        `suspend` suspends it. `unwatched`: seconds since its last watcher left; 0: it is watched.
+        before a suspension; its gradients are in the binding. `stop`: set to give the step up;
+        `suspend`: set to suspend it. `unwatched`: returns the seconds since the last watcher left,
+        0 while there is one.
         """
         self.claims = claims
         self.before = before
         self.micro_batches = self.samples = self.tokens = 0
-        # Samples that were dropped because values of theirs are lost.
+        # Samples that were dropped because some of their values are lost.
         self._gone = 0
         self._values = binding.values()
         # Claims whose samples are in the gradients.
@@ -101,7 +102,7 @@ class Attempt:
         try:
             await asyncio.wait({work, keep}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                keep.result()  # raises: leases were lost, or the step is orphaned
+                keep.result()  # raises, because leases were lost or the step is orphaned
             return await work
         finally:
             for task in (work, keep):
@@ -158,7 +159,7 @@ class Attempt:
         metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
         if not outcome.applied:
             log.warning("step skipped", policy=binding.policy, reason=outcome.reason)
-            # Some of its updates may have been made.
+            # Some of the step's updates may have been made.
             await self._compute.run(binding.versions.reset)
             return await self._commit(
                 store_pb.STEP_OUTCOME_SKIPPED, outcome.reason, binding.weights, metrics
@@ -202,8 +203,10 @@ class Attempt:
         return await self.claims.claim(self._bounds, self._settings.trainer_claim_wait_seconds)
 
     def _train_on(self, claim: Claim) -> tuple[int, list[store_pb.Sample]]:
-        """Accumulate one claim: the number of its tokens, and the samples left out because values
-        of theirs are lost. In the compute thread."""
+        """Accumulate one claim, in the compute thread.
+
+        Returns the number of its tokens, and the samples left out because of lost values.
+        """
         if self._stop.is_set():
             raise Stopped
         binding = self._binding
@@ -219,14 +222,14 @@ class Attempt:
         log.warning("values gone", policy=self._binding.policy, step=self._step, samples=names)
         await self.claims.drop_gone(claim_id, names)
         self._gone += len(gone)
-        # Their other values are not needed either. Deleted now, not at the commit: an attempt after
-        # this one never sees these samples.
+        # Their other values are not needed either. They are deleted now, not at the commit, since a
+        # later attempt does not see these samples.
         await self._drop_values(refs_of(gone))
 
     async def _drop_values(self, refs: Iterable[str]) -> None:
         """Delete column values by key, waiting at most `_DROP_SECONDS`.
 
-        Other hosts are called, so not in the compute thread, in which other policies compute.
+        Not in the compute thread, since it calls other hosts.
         """
         keys = sorted(refs)
         if not keys:
@@ -247,7 +250,7 @@ class Attempt:
         metrics: dict[str, float],
         frontier: Frontier | None = None,
     ) -> store_pb.StepCommit:
-        """Commit the step; `frontier`: what the weights were trained on, if they are new."""
+        """Commit the step; `frontier`: what the weights were trained on, None if unchanged."""
         binding = self._binding
         digest = None if frontier is None else frontier.samples_digest
         commit = await self.claims.commit(outcome, reason, weights, metrics, digest)
@@ -255,7 +258,7 @@ class Attempt:
         if theirs == (weights.version, weights.checksum):
             await self._compute.run(binding.versions.confirm, commit.weights, frontier)
             await self._drop_values(self._refs)
-        else:  # another binding committed first
+        else:  # another binding has committed the step first
             await adopt(self._binding, self._compute, commit)
         binding.move(pb.BINDING_STATE_IDLE)
         return commit
@@ -270,7 +273,7 @@ async def adopt(binding: PolicyBinding, compute: Compute, commit: store_pb.StepC
 
 
 class StepRun:
-    """A running or finished step, which goes on whether it is watched or not."""
+    """A running or finished step, which runs in the background whether it is watched or not."""
 
     def __init__(
         self,
@@ -283,8 +286,8 @@ class StepRun:
         settings: TrainerSettings,
         unfinished: SuspendedStep | None = None,
     ) -> None:
-        """`unfinished`: the part of this step that was done before it was suspended; its gradients
-        are in the binding."""
+        """`unfinished`: the part of this step that was done before a suspension; its gradients are
+        in the binding."""
         self.step = step
         self.binding = binding
         self._version = version
@@ -309,7 +312,7 @@ class StepRun:
         return self._task.done()
 
     def starts_from(self, version: int) -> bool:
-        """Whether the step makes the version after `version`."""
+        """Whether the step starts from the weights of `version`."""
         return self._version == version
 
     async def watch(self) -> AsyncIterator[trainer_pb2.StepEvent]:
@@ -356,16 +359,16 @@ class StepRun:
         await asyncio.wait({self._task})
 
     async def suspend(self) -> SuspendedStep | None:
-        """Stop after the present micro-batch; returns the step so far.
+        """Stop after the current micro-batch; returns the step so far.
 
-        None when the step was past its last micro-batch: then it has ended.
+        Returns None if the step was past its last micro-batch; it has then ended.
         """
         self._suspend.set()
         await asyncio.wait({self._task})
         return self._unfinished
 
     async def settled(self) -> None:
-        """After `cancel`: wait until a claim that was under way is released."""
+        """Wait, after `cancel`, until a claim that was in flight is released."""
         await self._claims.settled()
 
     @property
@@ -432,7 +435,7 @@ class StepRun:
         try:
             await self._compute.run(binding.versions.reset)
         except TroupeError as error:
-            # The versions stay dirty: the next step tries again, or another Bind loads the state.
+            # The versions stay dirty: the next step retries, or another Bind loads the state.
             log.error("state not restored", policy=binding.policy, error=str(error))
         if binding.state != pb.BINDING_STATE_RELEASED:
             binding.move(pb.BINDING_STATE_IDLE)
@@ -458,7 +461,7 @@ class StepRun:
             except TroupeError as error:
                 if not is_lost(error):
                     raise
-                # Another attempt makes sense only where leases ran out, not where they were taken.
+                # Retry only if leases expired, not if another binding has superseded this one.
                 taken = not self._claims.lapsed or attempt == _ATTEMPTS
                 await self._compute.run(self.binding.versions.reset)
                 self.binding.move(pb.BINDING_STATE_IDLE)
@@ -497,7 +500,7 @@ class StepRun:
         if not versions.verified and versions.frontier.step >= 0:
             versions.verify(await self._claims.committed(versions.frontier.step))
         await self._compute.run(versions.reset)
-        # A binding that trained this step before can no longer commit it.
+        # From here on an earlier binding that trained this step can no longer commit it.
         await self._claims.supersede()
 
     def _lost(self, error: TroupeError) -> Aborted:

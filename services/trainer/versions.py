@@ -70,7 +70,7 @@ class Publication:
     def ensure(
         self, version: int, tensors: Mapping[str, torch.Tensor], expected: str
     ) -> pb.WeightsRef:
-        """Publish `tensors` unless this host has a valid copy of them. Idempotent.
+        """Publish `tensors` unless this host has a valid copy of the version. Idempotent.
 
         Raises FailedPrecondition of kind "weights_changed" when `expected` (the ledger's
         checksum, or empty) is not that of `tensors`.
@@ -87,7 +87,7 @@ class Publication:
             )
         key = self.key(version)
         try:
-            # Copies of other hosts do not count: they are lost with those hosts.
+            # Only a local copy counts: copies on other hosts are lost with those hosts.
             if self._transfer.manifest(key).checksum != checksum:
                 raise Corrupt(key, "holds another attempt at this version")
             manifest = self._transfer.get(key, expected_checksum=checksum)[1]
@@ -118,13 +118,13 @@ class Publication:
 
 log = structlog.get_logger("troupe.trainer")
 
-# Deadline for another trainer to read a state from its disk.
+# Deadline in seconds for another trainer to read a state from its disk.
 _OFFER_SECONDS: Final = 300.0
 _POLL_SECONDS: Final = 0.5
 
 
 class RemoteStates:
-    """Training states on the disks of other hosts' trainers. Blocking; thread-safe."""
+    """Client for training states on the disks of other hosts' trainers. Blocking; thread-safe."""
 
     def __init__(self, host: HostTransfer, settings: TrainerSettings) -> None:
         self._host, self._settings = host, settings
@@ -137,13 +137,13 @@ class RemoteStates:
     def copy_to_device(self, store: StateStore, version: int, checksum: str) -> None:
         """Fetch the state of `version` into `store`, from any trainer that keeps it.
 
-        Waits `trainer_state_wait_seconds` for one to come up. Raises FailedPrecondition of kind
-        "state_not_found". Does nothing on a single host.
+        Waits up to `trainer_state_wait_seconds` for a trainer that has it. Does nothing on a single
+        host. Raises FailedPrecondition of kind "state_not_found".
         """
         if store.exists(version, checksum):
             return
         if not self._settings.shares_states:
-            return  # `StateStore.load` raises, and says what is kept here
+            return  # `StateStore.load` then raises an error that lists the kept versions
         began = time.monotonic()
         troubles: dict[str, str] = {}
         while True:
@@ -226,8 +226,10 @@ class RemoteStates:
         wanted: int,
         troubles: dict[str, str],
     ) -> dict[str, bool]:
-        """Have `wanted` of `takers` keep a copy: by address of those that do, whether they have
-        version 0."""
+        """Have `wanted` of `takers` keep a copy.
+
+        Returns, by address of those that do, whether they also have version 0.
+        """
         offer = self.offer(store.job_id, store.policy, version, checksum)
         kept: dict[str, bool] = {}
         try:
@@ -341,7 +343,7 @@ class ReplicatedStateStore(StateStore):
 
 
 def _named(store: StateStore, version: int) -> dict[str, Any]:
-    """Fields that name a version of a policy in requests and log lines."""
+    """The fields that identify a version of a policy in requests and log lines."""
     return {"job_id": store.job_id, "policy": store.policy, "version": version}
 
 
@@ -363,7 +365,7 @@ def _files(path: Path) -> dict[str, torch.Tensor]:
 class Versions:
     """Keeps memory, disk and publication of one policy at its committed version.
 
-    All methods block: call them in the compute thread or, where they say so, in any.
+    All methods block; they run in the compute thread or, if they say so, in any thread.
     """
 
     def __init__(
@@ -383,7 +385,7 @@ class Versions:
         self._learner: AnyLearner | None = None
         self.tokenizer: Any = None
         self.weights = pb.WeightsRef()
-        # What the committed version was trained on, and whether its commit agrees.
+        # The frontier of the committed version, and whether it was verified against the commit.
         self.frontier = Frontier()
         self.verified = False
         # Whether the model in memory may differ from the committed version.
@@ -407,7 +409,7 @@ class Versions:
         return self._learner is not None
 
     def of(self, learner: AnyLearner, tokenizer: Any) -> None:
-        """Keep the versions of this learner's model."""
+        """Set the learner whose versions are kept, and its tokenizer."""
         self._learner, self.tokenizer = learner, tokenizer
 
     def load(self, version: int, checksum: str) -> None:
@@ -473,7 +475,7 @@ class Versions:
         frontier, verified, randomness = self.frontier, self.verified, self.randomness
         randomness.rewind()
         self._restore(0, checksum)
-        self.dirty = True  # until the next version is durable
+        self.dirty = True  # cleared once the next version is durable
         self.frontier, self.verified, self.randomness = frontier, verified, randomness
         weights = self._publication.ensure(version + 1, self.learner.published(), checksum)
         self._states.save(self._snapshot(weights, frontier))
@@ -504,7 +506,7 @@ class Versions:
         mine = self.frontier
         self.verified = True
         if commit is None or commit.outcome != store_pb.STEP_OUTCOME_APPLIED:
-            return  # these weights are not of that step
+            return  # the weights were not made by that step
         if mine.samples_digest is None or not commit.HasField("samples_digest"):
             return
         if (mine.step, mine.samples_digest) != (commit.step, commit.samples_digest):
@@ -548,7 +550,7 @@ class Versions:
         self._publication.prune(self.committed, keep=1)
 
     def pack(self) -> SuspendedTensors:
-        """The suspended state of version, frontier and generators, without the learner's."""
+        """Pack version, frontier and random generators for suspension, without learner state."""
         return SuspendedTensors(
             under("drawn", self.randomness.now) | under("committed", self.randomness.committed),
             {
@@ -567,7 +569,7 @@ class Versions:
         self.verified, self.dirty = suspended.document["verified"], False
 
     def _restore(self, version: int, checksum: str) -> None:
-        self.dirty = True  # until all of it is back
+        self.dirty = True  # cleared once everything is restored
         parts = isinstance(self.learner, GangLearner)
         state = self._states.load(version, checksum, whole=not parts)
         if isinstance(self.learner, GangLearner):
@@ -604,7 +606,7 @@ class Versions:
 
 
 def packed_weights(suspended: SuspendedTensors) -> pb.WeightsRef:
-    """The committed version in a suspended state."""
+    """The reference to the committed version's weights in a suspended state."""
     return ParseDict(suspended.document["weights"], pb.WeightsRef())
 
 

@@ -1,7 +1,7 @@
-"""A trainer worker: it owns a device, and policies are bound to it and leave again.
+"""A trainer worker: owns a device, to which policies are bound and from which they are released.
 
-`Bindings` are the policies here; `PolicySteps` runs their steps; `Swaps` suspends and resumes them;
-`TrainerWorker` is what the servicer calls.
+`Bindings` holds the worker's policies; `PolicySteps` runs their optimizer steps; `Swaps` suspends
+and resumes them; `TrainerWorker` is the interface for the servicer.
 """
 
 from __future__ import annotations
@@ -45,19 +45,18 @@ Key = tuple[str, str]
 
 
 class Bindings:
-    """The policies that are bound to this worker, and parked ones without weights."""
+    """Table of the policies bound to this worker, and of parked bindings without weights."""
 
     def __init__(self, make: Callable[[Key, JobSpec, str], PolicyBinding]) -> None:
-        """`make`: makes a binding of a policy, given the specification, also as JSON."""
+        """`make`: makes the binding of a policy from its key, the specification, and its JSON."""
         self.bound: dict[Key, PolicyBinding] = {}
-        # Policies that were suspended here, or are prefetched: learners without weights.
+        # Parked bindings (learners without weights) of suspended or prefetched policies.
         self.parked: dict[Key, PolicyBinding] = {}
         self._make = make
         self._locks: dict[Key, asyncio.Lock] = {}
 
     def lock(self, key: Key) -> asyncio.Lock:
-        """The lock of one policy: binding, releasing, swapping and starting a step exclude each
-        other."""
+        """The lock of one policy, held to bind, release, swap, or start a step."""
         return self._locks.setdefault(key, asyncio.Lock())
 
     def find(self, key: Key) -> PolicyBinding:
@@ -96,7 +95,7 @@ class Bindings:
         except BaseException as error:
             binding.move(pb.BINDING_STATE_RELEASED)
             del self.bound[key]
-            if isinstance(error, Exception):  # else the worker stops, and ends all gangs
+            if isinstance(error, Exception):  # otherwise the worker is stopping, and ends all gangs
                 await compute.run(binding.leave_ranks)
             raise
         binding.move(pb.BINDING_STATE_IDLE)
@@ -125,7 +124,7 @@ class PolicySteps:
         self._steps = telemetry.counter("troupe_trainer_steps", "Steps.", [*labels, "outcome"])
 
     def connect(self, store: Any) -> None:
-        """Use this stub of the experience store for claims and commits."""
+        """Set the experience store's stub, for claims and commits."""
         self._store = store
 
     async def stop(self) -> None:
@@ -147,7 +146,10 @@ class PolicySteps:
     def join(
         self, binding: PolicyBinding, step: int, version: int, oldest_version: int | None
     ) -> StepRun:
-        """The running step, or a new one. Raises FailedPrecondition of kind "step_in_progress"."""
+        """Attach to the running step, or start a new one.
+
+        Raises FailedPrecondition of kind "step_in_progress" if another step is running.
+        """
         key = (binding.job_id, binding.policy)
         run = self.running(key)
         if run is None:
@@ -163,7 +165,7 @@ class PolicySteps:
         return run
 
     def go_on(self, binding: PolicyBinding, unfinished: SuspendedStep) -> None:
-        """Run the rest of a step after its suspension failed."""
+        """Continue a stopped step after its suspension failed."""
         binding.unfinished = unfinished
         self._start(binding, unfinished.step, unfinished.version, unfinished.oldest_version)
 
@@ -186,7 +188,7 @@ class PolicySteps:
     ) -> StepRun:
         unfinished, binding.unfinished = binding.unfinished, None
         if unfinished is not None and (unfinished.step, unfinished.version) != (step, version):
-            unfinished = None  # `StepRun` discards its gradients
+            unfinished = None  # a step of another version: `StepRun` discards its gradients
 
         make_claims = functools.partial(self._make_claims, binding, step)
         bounds = (step, version, oldest_version)
@@ -241,13 +243,13 @@ class Swaps:
             if key not in bindings.bound and parked is not None and parked.suspended is not None:
                 return parked.suspended
             binding, run = bindings.find(key), self._steps.running(key)
-            # Without a running step, an unfinished one of the resumed state is still as it was.
+            # Without a running step, an unfinished step of a resumed state is passed on unchanged.
             unfinished = binding.unfinished if run is None else await run.suspend()
             if binding.versions.dirty:
                 await self._compute.run(binding.versions.reset)
             binding.move(pb.BINDING_STATE_SUSPENDING)
             try:
-                # Another policy that is resumed already computes meanwhile.
+                # In parallel with the computation of a policy that was resumed already.
                 with self._swap_clock.swapping() as seconds:
                     state = await asyncio.to_thread(binding.suspend, unfinished)
                     state.seconds = seconds()
@@ -255,7 +257,7 @@ class Swaps:
                 binding.move(pb.BINDING_STATE_IDLE)
                 if binding.learner.lost:
                     await self._give_up(binding, unfinished)
-                elif unfinished is not None:  # the step continues, watched or not
+                elif unfinished is not None:  # the suspension failed, so the step continues
                     self._steps.go_on(binding, unfinished)
                 raise
             self._steps.forget(key)
@@ -284,7 +286,7 @@ class Swaps:
     ) -> PolicyBinding:
         """Bind a policy where its suspension stopped. Raises as `PolicyBinding.resume`."""
         bindings = self._bindings
-        # Includes the wait for a prefetch that is under way.
+        # The measured time includes the wait for a running prefetch.
         with self._swap_clock.swapping() as seconds:
             async with bindings.lock(key):
                 old = bindings.bound.get(key)
@@ -302,7 +304,7 @@ class Swaps:
     async def prefetch(
         self, key: Key, spec: JobSpec, spec_json: str, state: trainer_pb2.SuspendedState
     ) -> None:
-        """Fetch a suspended state for `resume`, which reports failures."""
+        """Fetch a suspended state ahead of `resume`, which then reports any failure."""
         bindings = self._bindings
         async with bindings.lock(key):
             if key in bindings.bound:
@@ -321,7 +323,7 @@ class Swaps:
 def spec_with(policy: str, spec_json: str) -> JobSpec:
     """Parse the specification and check that it has this policy.
 
-    Raises InvalidArgument, of kind "invalid_spec" for what is no specification.
+    Raises InvalidArgument, of kind "invalid_spec" if it cannot be parsed.
     """
     try:
         spec = JobSpec.model_validate_json(spec_json)
@@ -346,7 +348,7 @@ def spec_with(policy: str, spec_json: str) -> JobSpec:
 
 
 T = TypeVar("T")
-# How long ranks may take to end, and then to be killed.
+# Seconds that ranks may take to end, and then again to be killed.
 _GANG_SECONDS = 8.0
 
 
@@ -402,21 +404,21 @@ class TrainerWorker:
     async def bind(
         self, job_id: str, policy: str, spec_json: str, version: int, checksum: str
     ) -> PolicyBinding:
-        """Bind a policy at a version. Repeatable.
+        """Bind a policy at a version. Idempotent.
 
-        A running step from that version goes on: the caller may have restarted. Any other step is
-        cancelled.
+        A running step from that version continues, since the caller may have restarted. Any other
+        step is cancelled.
         """
         spec = spec_with(policy, spec_json)
-        # Loading goes on after the caller's deadline: the next call finds the policy bound.
+        # Loading continues after the caller's deadline: a repeated call finds the policy bound.
         return await self._detached(self._bind(job_id, policy, spec, spec_json, version, checksum))
 
     async def run_step(
         self, job_id: str, policy: str, step: int, version: int, oldest_version: int | None = None
     ) -> AsyncIterator[trainer_pb2.StepEvent]:
-        """Start the step, or attach to it when it runs already; see `StepRun.watch`.
+        """Start the step, or attach to it if it is running; see `StepRun.watch`.
 
-        Samples that began under a version before `oldest_version` are not trained.
+        Samples that began under a version older than `oldest_version` are not trained.
         """
         key = (job_id, policy)
         async with self.bindings.lock(key):
@@ -430,7 +432,7 @@ class TrainerWorker:
             yield event
 
     async def save_checkpoint(self, job_id: str, policy: str, version: int) -> tuple[str, int]:
-        """Path and size of the checkpoint of `version`; training goes on meanwhile."""
+        """Write the checkpoint of `version` while training continues; returns its path and size."""
         binding = self.bindings.find((job_id, policy))
         return await asyncio.to_thread(binding.checkpoints.save, version)
 
@@ -450,24 +452,24 @@ class TrainerWorker:
     async def keep_member(
         self, job_id: str, policy: str, version: int, checksum: str
     ) -> tuple[str, int]:
-        """`FrozenVersions.keep`; training goes on meanwhile."""
+        """Run `FrozenVersions.keep` while training continues."""
         binding = self.bindings.find((job_id, policy))
         return await asyncio.to_thread(self._members.keep, binding, version, checksum)
 
     async def publish_member(
         self, job_id: str, policy: str, version: int, checksum: str
     ) -> pb.WeightsRef:
-        """`FrozenVersions.publish`."""
+        """Run `FrozenVersions.publish`."""
         where = (job_id, policy, version, checksum)
         return await asyncio.to_thread(self._members.publish, *where)
 
     async def drop_member(self, job_id: str, policy: str, version: int, *, files: bool) -> None:
-        """`FrozenVersions.drop`."""
+        """Run `FrozenVersions.drop`."""
         where = (job_id, policy, version)
         await asyncio.to_thread(self._members.drop, *where, files=files)
 
     async def restart(self, job_id: str, policy: str, version: int, checksum: str) -> PolicyBinding:
-        """`Versions.restart`, also if the caller does not wait for it; no step may run."""
+        """Run `Versions.restart` to its end, even if the caller disconnects; no step may run."""
         return await self._detached(self._restart((job_id, policy), version, checksum))
 
     async def offer_state(
@@ -483,7 +485,7 @@ class TrainerWorker:
         return await asyncio.to_thread(self._remote.keep, job_id, policy, version, offer)
 
     async def suspend(self, job_id: str, policy: str) -> trainer_pb2.SuspendedState:
-        """`Swaps.suspend`, also if the caller does not wait for it."""
+        """Run `Swaps.suspend` to its end, even if the caller disconnects."""
         return await self._detached(self._swaps.suspend((job_id, policy)))
 
     async def resume(
@@ -495,19 +497,19 @@ class TrainerWorker:
         checksum: str,
         state: trainer_pb2.SuspendedState,
     ) -> PolicyBinding:
-        """`Swaps.resume`, also if the caller does not wait for it."""
+        """Run `Swaps.resume` to its end, even if the caller disconnects."""
         where = ((job_id, policy), spec_with(policy, spec_json), spec_json)
         return await self._detached(self._swaps.resume(*where, version, checksum, state))
 
     async def prefetch(
         self, job_id: str, policy: str, spec_json: str, state: trainer_pb2.SuspendedState
     ) -> None:
-        """`Swaps.prefetch`, also if the caller does not wait for it."""
+        """Run `Swaps.prefetch` to its end, even if the caller disconnects."""
         where = ((job_id, policy), spec_with(policy, spec_json), spec_json)
         await self._detached(self._swaps.prefetch(*where, state))
 
     async def release(self, job_id: str, policy: str) -> None:
-        """Unbind a policy, if it is bound here; its committed state is on disk."""
+        """Unbind a policy if it is bound to this worker; its committed state stays on disk."""
         await self._detached(self._release((job_id, policy)))
 
     async def delete_states(self, job_id: str) -> None:
@@ -515,11 +517,11 @@ class TrainerWorker:
         await asyncio.to_thread(self._transfer.clear, f"{job_id}/")
 
     def statuses(self) -> list[trainer_pb2.BindingStatus]:
-        """All bindings, by job and policy."""
+        """The status of all bindings, sorted by job and policy."""
         return self.bindings.statuses()
 
     def heartbeat(self) -> orchestrator_pb2.HeartbeatRequest:
-        """The heartbeat to the orchestrator, every second."""
+        """Build the heartbeat that is sent to the orchestrator every second."""
         busy = [
             f"{status.policy}: {pb.BindingState.Name(status.state)[14:].lower()} "
             f"step {status.step}, {status.samples} samples"
@@ -559,7 +561,7 @@ class TrainerWorker:
             binding = self._new_binding(key, spec, spec_json)
             async with bindings.filling(key, binding, self._compute):
                 await self._compute.run(binding.load, version, checksum)
-            # Deterministic results depend on the number of threads.
+            # Checked, since deterministic results depend on the number of threads.
             threads = self._settings.threads
             log.info("bound", job_id=job_id, policy=policy, version=version, threads=threads)
             return binding

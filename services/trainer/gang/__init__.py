@@ -1,1 +1,1 @@
-"""Policies that several devices hold together: FSDP2 ranks under torchrun, led by one worker."""
+"""Training of a policy on several devices (a gang): FSDP2 ranks under torchrun, led by a worker."""

@@ -1,7 +1,7 @@
-"""`python -m services.trainer.gang`: the ranks of another host, for a worker that leads from there.
+"""`python -m services.trainer.gang`: this host's ranks of gangs that another host's worker leads.
 
-`TROUPE_GANG_ENDPOINT` is the lead's, with its port; `TROUPE_GANG_NODE` which host this is, from 1;
-`TROUPE_GANG_NODES`, `TROUPE_GANG_RANKS` and `TROUPE_DATA_DIR` as the lead has them.
+`TROUPE_GANG_ENDPOINT`: host and port of the lead; `TROUPE_GANG_NODE`: number of this host, from 1;
+`TROUPE_GANG_NODES`, `TROUPE_GANG_RANKS` and `TROUPE_DATA_DIR`: equal to the lead's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAUSE_SECONDS = 1.0
 
 
 class FollowerSettings(TrainerSettings):
-    """Read from `TROUPE_*` environment variables."""
+    """The settings of a host that follows a lead, read from `TROUPE_*` environment variables."""
 
     gang_node: int = Field(default=1, ge=1, le=63)
     """Which of the gang's hosts this is; the lead is 0."""
@@ -54,7 +54,7 @@ def follow(settings: FollowerSettings, stop: threading.Event) -> None:
 
 
 def main() -> int:
-    """Follow until SIGTERM."""
+    """Follow the lead until SIGTERM; returns the exit status."""
     try:
         settings = FollowerSettings()
     except ValidationError as error:

@@ -1,8 +1,8 @@
 """The lead of a gang: starts its ranks under torchrun and sends them orders.
 
-`Frame` and `Channel` are the messages between the lead and rank 0, which spreads them to the other
-ranks; `Gang` is one set of ranks, `Gangs` those of a worker. The module is also the entry point
-that wraps torchrun, so that ranks end with the worker.
+`Frame` and `Channel` are the messages between the lead and rank 0, which broadcasts them to the
+other ranks; `Gang` is one set of ranks, `Gangs` all sets of a worker. The module is also the entry
+point that wraps torchrun, so that ranks end with the worker.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _VARIABLE = "TROUPE_GANG_TERMS"
 
 @dataclasses.dataclass(frozen=True)
 class RankSettings:
-    """Worker settings that its ranks need, passed through the environment as JSON."""
+    """The settings of a worker that its ranks need, passed through the environment as JSON."""
 
-    # Path of the lead's Unix socket; empty on other hosts.
+    # Path of the lead's Unix socket; empty for ranks on other hosts.
     channel: str
     device: str
     # torch threads of each rank.
@@ -133,7 +133,7 @@ class Channel:
         return Frame.decode(self._connection.recv_bytes())
 
     def close(self) -> None:
-        """The other end sees EOFError."""
+        """Close the connection; the other end gets EOFError."""
         self._connection.close()
 
 
@@ -151,22 +151,22 @@ def decode_rows(described: Sequence[dict[str, Any]], data: bytes) -> list[Row]:
 log = structlog.get_logger("troupe.gang")
 
 _POLL_SECONDS = 0.2
-# After SIGTERM, before SIGKILL.
+# Seconds between SIGTERM and SIGKILL.
 _GRACE_SECONDS = 5.0
 
 
 class Gang:
     """Ranks under torchrun, from `Gang(...)` to `close`.
 
-    They are children of this process, through torchrun, and end when it does. Several threads may
-    give orders, one after another: one policy is suspended while another computes.
+    The ranks are children of this process, through torchrun, and end when it does. Several threads
+    may give orders, which are serialized: one policy is suspended while another computes.
     """
 
     def __init__(self, settings: TrainerSettings, size: int, given_up: threading.Event) -> None:
-        """Start `size` ranks and wait for them: `TROUPE_GANG_START_SECONDS` at most, and not once
-        it is `given_up`.
+        """Start `size` ranks and wait until all have joined.
 
-        Raises DeadlineExceeded of kind "gang_incomplete", or Aborted of kind "gang_lost".
+        Waits at most `TROUPE_GANG_START_SECONDS`, and stops waiting once `given_up` is set. Raises
+        DeadlineExceeded of kind "gang_incomplete", or Aborted of kind "gang_lost".
         """
         self.size = size
         self._settings, self._given_up = settings, given_up
@@ -214,12 +214,12 @@ class Gang:
         return self.directory / f"{next(self._files)}.safetensors"
 
     def close(self, *, orderly: bool = True) -> None:
-        """End all ranks after the present order: in order, or at once. Idempotent."""
+        """End all ranks after the current order: by an order, or by a signal. Idempotent."""
         with self._turn:
             self._close(orderly)
 
     def end(self) -> None:
-        """Terminate all ranks now; the present order fails. From any thread; `close` follows."""
+        """Terminate all ranks now, from any thread; the current order fails. Call `close` later."""
         if self._agent is not None:
             self._agent.send_signal(signal.SIGTERM)
 
@@ -351,7 +351,7 @@ class Gang:
         return not there or self._given_up.is_set()
 
     def _ended(self) -> bool:
-        """Wait up to `_GRACE_SECONDS` for the end of torchrun; whether it has ended."""
+        """Wait up to `_GRACE_SECONDS` for the end of torchrun; returns whether it has ended."""
         if self._agent is None:
             return True
         try:
@@ -372,12 +372,12 @@ class Gang:
 def launch(
     terms: RankSettings, *, ranks: int, nodes: int, node: int, address: str, port: int
 ) -> subprocess.Popen[bytes]:
-    """torchrun for the ranks of this host, number `node` of `nodes`."""
+    """Start torchrun for the ranks of this host, number `node` of `nodes`."""
     arguments = {
         "nnodes": nodes,
         "node-rank": node,
         "nproc-per-node": ranks,
-        # The dynamic rendezvous exchanges pickled state, and is not needed here.
+        # Static rendezvous: the dynamic one exchanges pickled state.
         "rdzv-backend": "static",
         "master-addr": address,
         "master-port": port,
@@ -390,7 +390,7 @@ def launch(
         **os.environ,
         **terms.environment(),
         "TROUPE_PARENT_PID": str(os.getpid()),
-        # The same number of ranks on each host: no need to ask.
+        # Every host has the same number of ranks, so they need not be exchanged.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }
     agent = [sys.executable, "-m", "services.trainer.gang.gang", *options]
@@ -411,7 +411,7 @@ def _kill_all(agent: subprocess.Popen[bytes]) -> None:
 
 
 def ranks_here(settings: TrainerSettings) -> int:
-    """Ranks that this host has room for."""
+    """The number of ranks that this host has devices for."""
     if settings.gang_ranks:
         return settings.gang_ranks
     if choose_device(settings.trainer_device).type == "cuda":
@@ -420,13 +420,15 @@ def ranks_here(settings: TrainerSettings) -> int:
 
 
 def capacity(settings: TrainerSettings) -> int:
-    """Ranks of the largest gang that a worker can lead."""
+    """The size of the largest gang that a worker can lead."""
     return ranks_here(settings) * settings.gang_nodes
 
 
 def check_size(settings: TrainerSettings, policy: str, size: int) -> None:
-    """Raise FailedPrecondition of kind "gang_too_large" or "gang_uneven" for a size that a worker
-    cannot lead."""
+    """Check that a worker can lead a gang of `size` ranks.
+
+    Raises FailedPrecondition of kind "gang_too_large" or "gang_uneven".
+    """
     field = f"policies.{policy}.trainer.gang"
     most, nodes = capacity(settings), settings.gang_nodes
     if size > most:
@@ -450,16 +452,18 @@ def check_size(settings: TrainerSettings, policy: str, size: int) -> None:
 
 
 class Gangs:
-    """The gangs of a worker by size: started on demand, ended when others need their devices.
-    Thread-safe."""
+    """The gangs of a worker, by size. Thread-safe.
+
+    A gang is started on demand, and ended when another one needs its devices.
+    """
 
     def __init__(self, settings: TrainerSettings) -> None:
         self._settings = settings
         self._gangs: dict[int, Gang] = {}
-        # Policies by gang.
+        # Keys of the policies that each gang holds.
         self._keys: dict[int, set[str]] = {}
         self._given_up = threading.Event()
-        # Of both tables; not held while ranks carry orders out.
+        # Lock of both tables; not held while ranks carry out orders.
         self._lock = threading.Lock()
 
     def check(self, policy: str, size: int) -> None:
@@ -471,7 +475,7 @@ class Gangs:
         with self._lock:
             gang = self._gangs.get(size)
             if gang is None or gang.lost:
-                # Gangs without policies give their devices up.
+                # End gangs without policies, to free their devices.
                 for other in [n for n, keys in self._keys.items() if n != size and not keys]:
                     self._end(other)
                 self._keys[size] = set()
@@ -488,11 +492,11 @@ class Gangs:
         with self._lock:
             if self._gangs.get(gang.size) is gang:
                 self._keys[gang.size].discard(key)
-        with contextlib.suppress(Aborted):  # the ranks are gone already
+        with contextlib.suppress(Aborted):  # the ranks have ended already
             gang.order("close", key=key)
 
     def give_up(self) -> None:
-        """Terminate all ranks for good: waiting calls fail. From any thread."""
+        """Terminate all ranks permanently, from any thread; waiting calls fail."""
         self._given_up.set()
         # Without the lock, which is held while a new gang starts.
         for gang in list(self._gangs.values()):
@@ -524,7 +528,7 @@ def main() -> None:
     """Run torchrun with the arguments of this process."""
     if parent := os.environ.get("TROUPE_PARENT_PID"):
         end_with_parent(int(parent), signal.SIGTERM)
-    # For the ranks, whose parent this is.
+    # Ranks are children of this process: they are to end with it, as it ends with the worker.
     os.environ["TROUPE_PARENT_PID"] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -535,7 +539,7 @@ def main() -> None:
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except ChildFailedError as error:
-        # Which rank ended first, and how.
+        # The error says which rank failed first, and how.
         sys.exit(str(error))
 
 

@@ -29,7 +29,7 @@ def spans(lengths: Sequence[int], size: int) -> list[range]:
     """Split `lengths` into `size` consecutive spans of about equal sums."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
-    # A row belongs to the span in which its middle lies.
+    # A row belongs to the span that contains its midpoint.
     middles = ends - np.asarray(lengths, np.int64) / 2 if total else ends
     bounds = [total * k / size for k in range(1, size)]
     cuts = [0, *np.searchsorted(middles, bounds).tolist(), len(lengths)]
@@ -47,7 +47,7 @@ def share_of(rows: Sequence[Row], rank: int, size: int) -> list[int]:
 
 
 class GangBatches(RankBatches):
-    """Iterates over a rank's batches in lockstep with the other ranks."""
+    """Iterator over a rank's batches, in lockstep with the other ranks."""
 
     def __init__(
         self,
@@ -80,17 +80,17 @@ class GangGroup(RankGroup):
     def __init__(
         self, mesh: DeviceMesh, control: dist.ProcessGroup, asked_to_stop: Callable[[], bool]
     ) -> None:
-        """`mesh`: one device of each rank. `asked_to_stop`: whether the lead gave the step up."""
+        """`mesh`: one device of each rank. `asked_to_stop`: whether the lead gave up the step."""
         self.mesh, self.control = mesh, control
         self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
         self._asked_to_stop = asked_to_stop
 
     def share(self, rows: Sequence[Row]) -> list[int]:
-        """Indices of the rows that this rank computes."""
+        """The indices of the rows that this rank computes."""
         return share_of(rows, self.rank, self.size)
 
     def batches(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> RankBatches:
-        """Iterate as often as the rank with the most batches."""
+        """Iterate over `batches`, as often as the rank with the most batches."""
         return GangBatches(batches, stop, self._asked_to_stop, self.control)
 
     def merged(self, sums: S) -> S:

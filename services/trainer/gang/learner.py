@@ -70,12 +70,12 @@ def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
     for part in list(module.modules()):
         if type(part).__name__ in kinds:
             fully_shard(part, **how)
-    # The root too: its weights are parts between passes, also after one without a backward.
+    # The root too, so that its weights are sharded between passes, also after a forward pass only.
     fully_shard(module, **how, reshard_after_forward=True)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
-            # Gloo has no other reduction, and the bits of a sum need none.
+            # Gloo can only sum, and a sum is bitwise the same without pre-division.
             part.set_force_sum_reduction_for_comms(True)
     return module
 
@@ -93,9 +93,8 @@ def gather(tensors: Mapping[str, torch.Tensor], path: Path | None) -> None:
 def gather_checkpoint(
     form: CheckpointFormat, weights: Mapping[str, torch.Tensor], path: Path | None
 ) -> None:
-    """As `gather`, of what a checkpoint with these weights consists of: each of its groups is
-    converted once it is whole."""
-    # In the type that goes out before it is gathered: half as much to move.
+    """Like `gather`, for the tensors of a checkpoint: each group is converted once it is whole."""
+    # Cast to the output dtype before gathering: half as many bytes to move.
     _gather(form.conversions, functools.partial(form.read, weights), form.layout, path)
 
 
@@ -117,7 +116,7 @@ def _gather(
 
 
 def _gather_rest(left: Iterable[Conversion], part: Read) -> None:
-    """Take part in gathering the rest, for the rank that writes."""
+    """Take part in gathering the remaining tensors, without writing them."""
     for one in left:
         for name in one.sources:
             whole(part(name))
@@ -151,7 +150,7 @@ class RankLearner(Learner):
             return shard(model, group.mesh, half=own.language_model.dtype == "bfloat16")
 
         def again() -> Any:
-            # One after another on each host: of whole models one is in memory there.
+            # One rank of a host after another, so that one whole model at a time is in its memory.
             return group.one_per_host(make)
 
         trained = ShardedModel(again(), device, getattr(torch, own.language_model.dtype), again)
@@ -167,14 +166,16 @@ class RankLearner(Learner):
             return write_shards(directory, self.weights() | self.moments(), self._group.control)
 
     def load(self, directory: Path) -> None:
-        """Take over the state that some gang or device wrote. Raises ValueError if it is another
-        model's."""
+        """Load the state that a gang of any size or a single device wrote.
+
+        Raises ValueError for another model's state.
+        """
         room = empty_state(directory, self.weights())
         read_shards(directory, room, self._group.control)
         self.restore(*split(room))
 
     def receive(self, tensors: Described, path: Path | None) -> None:
-        """Take over the state in a file that only rank 0 can read; all are told what is in it."""
+        """Load the state from a file that only rank 0 can read; all ranks get its description."""
         self.restore(*split(self._received(tensors, path)))
 
     def load_reference(self, directory: Path) -> None:
@@ -184,16 +185,16 @@ class RankLearner(Learner):
         self.set_reference(room)
 
     def suspend(self, path: Path | None) -> dict[str, Any]:
-        """Write what `resume` goes on from, in the middle of a step too; its plain values."""
+        """Write the state for `resume`, also in the middle of a step; returns its plain values."""
         mine = self._sums.tokens = self._group.merged(self._sums.tokens)
         tensors, values = self.suspended()
         if self._group.rank:
-            self._sums.tokens = type(mine)()  # rank 0 has them now
+            self._sums.tokens = type(mine)()  # rank 0 has the merged sums now
         gather(tensors, path)
         return values
 
     def resume(self, tensors: Described, values: dict[str, Any], path: Path | None) -> None:
-        """Go on from what a gang or a single device has suspended."""
+        """Continue from the state that a gang or a single device has suspended."""
         found = self._received(tensors, path)
         if self._group.rank:
             fresh, counts = split_fields(TokenStatistics())
@@ -203,7 +204,7 @@ class RankLearner(Learner):
         self.adopt(found, values)
 
     def _received(self, tensors: Described, path: Path | None) -> Tensors:
-        """This rank's parts of tensors in a file; one whole tensor at a time is in memory."""
+        """This rank's shards of the tensors in a file; one whole tensor at a time is in memory."""
         own, found = self._owners(), {}
         with contextlib.ExitStack() as stack:
             file = path and stack.enter_context(safe_open(path, framework="pt"))
@@ -221,12 +222,12 @@ class RankLearner(Learner):
         return found
 
     def _owners(self) -> Tensors:
-        """The parameters that tensors of a state belong to, by name."""
+        """The parameters whose sharding the tensors of a state follow, by name."""
         numbered = {str(i): p.detach() for i, p in enumerate(self._trained.parameters)}
         return self.weights() | under("gradients", numbered)
 
     def gather(self, what: Literal["published", "weights", "moments"], path: Path | None) -> None:
-        """Write whole tensors to `path` on the rank that is given one."""
+        """Gather whole tensors, and write them on the rank that has a `path`."""
         if what == "published":
             gather_checkpoint(self._trained.format, self.weights(), path)
         else:
@@ -234,7 +235,7 @@ class RankLearner(Learner):
 
 
 class ShardedModel(TrainedModel):
-    """A `TrainedModel` of which this rank has a part of every parameter."""
+    """A `TrainedModel` of which this rank holds a shard of every parameter."""
 
     def __init__(
         self,
@@ -243,15 +244,15 @@ class ShardedModel(TrainedModel):
         published_type: torch.dtype,
         make: Callable[[], Any],
     ) -> None:
-        """`make`: another one like `module`; all ranks call it."""
+        """`make`: makes another model like `module`; called by all ranks."""
         super().__init__(module, device, published_type)
         self._make = make
 
     def weights(self) -> Tensors:
-        """Parts of parameters, and persistent buffers; not a copy."""
+        """This rank's shards of parameters, and persistent buffers; not copies."""
         named: Tensors = {name: p.detach() for name, p in self.module.named_parameters()}
         for name, tensor in self.module.state_dict().items():
-            # What is tied to a parameter is sharded like it.
+            # A tensor tied to a parameter is sharded like it.
             if name not in named and not isinstance(tensor, DTensor):
                 named[name] = tensor.detach()
         return named
@@ -264,7 +265,7 @@ class ShardedModel(TrainedModel):
 
 
 class ShardedParameterPool(PooledParameters):
-    """Parameters of a sharded model, whose memory FSDP keeps: they are copied."""
+    """Parameters of a sharded model, which are copied, since FSDP owns their memory."""
 
     def __init__(self) -> None:
         super().__init__({}, [])
@@ -288,7 +289,7 @@ class GangLearner:
     def __init__(
         self, gangs: Gangs, key: str, spec: JobSpec, policy: str, options: Mapping[str, Any]
     ) -> None:
-        """`key` tells apart the policies that a gang holds; `options`: those of `Learner`."""
+        """`key`: id of the policy among those of a gang; `options`: those of `Learner`."""
         self._gangs, self._key = gangs, key
         self._job, self._policy, self._options = spec, policy, dict(options)
         self._size = spec.policies[policy].trainer.gang
@@ -298,7 +299,7 @@ class GangLearner:
 
     @property
     def lost(self) -> bool:
-        """Whether the ranks have ended, and the state with them."""
+        """Whether the ranks have ended, so that the state is lost."""
         return self._gang.lost
 
     @property
@@ -318,12 +319,12 @@ class GangLearner:
 
     @property
     def base(self) -> None:
-        """None: all weights are trained."""
+        """Always None: a gang trains all weights, so there is no frozen base."""
         return
 
     def load_reference(self, directory: Path) -> None:
         """Keep a frozen model with the weights of a state in `directory` for the divergence."""
-        self._reference = directory  # another gang reads it again
+        self._reference = directory  # kept, as another gang has to read it again
         self._order("reference", directory=str(directory))
 
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
@@ -345,7 +346,7 @@ class GangLearner:
         return Applied(**self._order("apply", stop=stop, version=version).header)
 
     def discard(self) -> None:
-        """Forget the present step."""
+        """Discard the current step."""
         self._order("discard")
 
     # State.
@@ -423,7 +424,7 @@ class GangLearner:
             if self._reference is not None:
                 self.load_reference(self._reference)
         except BaseException:
-            self.release()  # the caller gets no learner to release
+            self.release()  # here, since the caller gets no learner that it could release
             raise
 
     def _revive(self) -> None:

@@ -1,4 +1,4 @@
-"""A rank of a gang: `torchrun ... -m services.trainer.gang.rank`. Carries out the lead's orders."""
+"""A rank of a gang, `torchrun ... -m services.trainer.gang.rank`: carries out the lead's orders."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from troupe.rpc import TroupeError, to_status
 
 log = structlog.get_logger("troupe.gang")
 
-# Keys of the store in which ranks meet.
+# Keys of the rendezvous store.
 _CAME, _ALL = "came", "all"
 _WAIT = Frame({"order": "wait"})
 _LEAVE = Frame({"order": "leave"})
 _PAUSE_SECONDS = 0.1
-# How often idle ranks hear of each other.
+# Seconds between broadcasts to idle ranks, which show that the gang is alive.
 _IDLE_SECONDS = 10.0
 
 
@@ -49,7 +49,7 @@ class Rank:
         control: dist.ProcessGroup,
         channel: Channel | None,
     ) -> None:
-        """`channel`: to the lead; rank 0 has it."""
+        """`channel`: the connection to the lead on rank 0; None on other ranks."""
         self._device, self._channel = device, channel
         self._group = GangGroup(mesh, control, self._asked_to_stop)
         self._members: dict[str, RankLearner] = {}
@@ -70,8 +70,10 @@ class Rank:
         }
 
     def serve(self, idle_seconds: float) -> None:
-        """Carry orders out until told to leave; `idle_seconds`: how often ranks hear of each other
-        while there is none."""
+        """Carry out orders until the order to leave.
+
+        `idle_seconds`: interval of the broadcasts while there is no order.
+        """
         while True:
             order = self._group.broadcast(self._next(idle_seconds) if self._channel else None)
             name = order.header["order"]
@@ -84,7 +86,7 @@ class Rank:
                 self._channel.send(answer)
 
     def _asked_to_stop(self) -> bool:
-        """Whether the lead gave the present step up."""
+        """Whether the lead has given up the current step."""
         if self._channel is None:
             return False
         frame = self._channel.receive(0)
@@ -107,7 +109,7 @@ class Rank:
         except Stopped:
             return Frame({"stopped": True})
         except TroupeError as error:
-            # All ranks were given the same input, and raise the same error.
+            # All ranks got the same input, so all raise the same error.
             return Frame({"refused": True}, to_status(error).SerializeToString())
         except ValueError as error:
             return Frame({"unfit": str(error)})
@@ -219,7 +221,8 @@ def main() -> None:
     if parent := os.environ.get("TROUPE_PARENT_PID"):
         end_with_parent(int(parent), signal.SIGKILL)
     terms = RankSettings.read()
-    # The loss that comes out of the model in place of logits is one; nobody writes into it.
+    # FSDP warns of an output that is a view: the loss, which replaces the logits, is one, but is
+    # never written to.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     name = f"services.trainer.gang.rank{os.environ['RANK']}"
     logs.configure(name, terms.log_level, terms.log_format)

@@ -38,10 +38,10 @@ _SEPARATOR = "/"
 def write_shards(
     directory: Path, tensors: Mapping[str, torch.Tensor], control: dist.ProcessGroup
 ) -> dict[str, str]:
-    """Write this rank's parts of `tensors` into `directory`; its files' checksums.
+    """Write this rank's shards of `tensors` into `directory`; returns its files' checksums.
 
-    All ranks call it. What is no DTensor is alike on all of them and written once. What is raised
-    on one rank, OSError for example, is raised on all.
+    All ranks must call it. A tensor that is not a DTensor is equal on all ranks and written once.
+    An error on one rank, such as OSError, is raised on all.
     """
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     try:
@@ -56,16 +56,16 @@ def write_shards(
 def read_shards(
     directory: Path, into: Mapping[str, torch.Tensor], control: dist.ProcessGroup
 ) -> None:
-    """Fill `into`, DTensors or whole tensors, with what `directory` has under their names.
+    """Fill `into` (DTensors or whole tensors) with the tensors of the same names in `directory`.
 
-    All ranks call it; each reads only what its parts need.
+    All ranks must call it; each reads only the bytes of its own shards.
     """
     reader = HuggingFaceStorageReader(str(directory))
     load_state(dict(into), storage_reader=reader, process_group=control)
 
 
 def described(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shapes and types of the whole tensors in `directory`."""
+    """The shapes and dtypes of the whole tensors in `directory`, by name."""
     metadata = HuggingFaceStorageReader(str(directory)).read_metadata()
     found = {}
     for name, one in metadata.state_dict_metadata.items():
@@ -75,7 +75,7 @@ def described(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def read_whole(directory: Path) -> Tensors:
-    """All weights and moments in `directory`, whoever wrote them; without any other process."""
+    """Read all weights and moments in `directory` as whole tensors, in this process alone."""
     found = {
         name: torch.empty(size, dtype=dtype)
         for name, (size, dtype) in described(directory).items()
@@ -88,7 +88,7 @@ def read_whole(directory: Path) -> Tensors:
 
 
 def split(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Moments]:
-    """Weights and moments: a moment's name begins with that of its slot."""
+    """Split tensors into weights and moments, whose names begin with that of their slot."""
     return (
         {name: tensor for name, tensor in tensors.items() if _SEPARATOR not in name},
         {name: tensor for name, tensor in tensors.items() if _SEPARATOR in name},
@@ -115,9 +115,9 @@ def empty_state(directory: Path, weights: Mapping[str, torch.Tensor]) -> Tensors
 
 
 def owner_of(name: str, size: torch.Size, weights: Mapping[str, torch.Tensor]) -> DTensor | None:
-    """The sharded weights that a tensor is of, or is a moment of; None: it is kept whole.
+    """The sharded weight that a tensor is, or is a moment of; None if it is not sharded.
 
-    Raises ValueError when its shape is not theirs.
+    Raises ValueError if the shapes differ.
     """
     owner = weights.get(name)
     while owner is None and _SEPARATOR in name and size:  # AdamW counts its steps in scalars
@@ -138,7 +138,7 @@ def file_checksum(path: Path) -> str:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a DTensor, on all ranks, all of which must call it."""
+    """Gather the full tensor of a DTensor on all ranks; a collective that all ranks must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -16,10 +16,10 @@ import torch
 
 from services.trainer.learning.samples import Row
 
-# Each thread has gradients of its own: of a larger model they would cost more than is gained, and
-# its operators are long enough to be split.
+# Largest model: each thread has gradients of its own, which cost more than is gained for a larger
+# one, whose operators are long enough for intra-op parallelism.
 _GRADIENT_BYTES: Final = 64 << 20
-# Threads share memory bandwidth for the weights, and the interpreter lock.
+# Maximum threads: they share the memory bandwidth for the weights, and the interpreter lock.
 _MOST: Final = 4
 
 T = TypeVar("T")
@@ -40,9 +40,9 @@ class CpuThreads:
         )
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Run at most `size` calls, one per thread; their results in order.
+        """Run at most `size` calls, one per thread; returns their results in order.
 
-        Raises what one of them raised, once all have ended.
+        Once all have ended, raises the error of one that failed.
         """
         others = [self._pool.submit(call) for call in calls[1:]]
         before = torch.get_num_threads()

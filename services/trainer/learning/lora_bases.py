@@ -27,7 +27,7 @@ class FrozenBase:
     def __init__(self, module: Any) -> None:
         self.module = module
         self._format = CheckpointFormat(module, next(module.parameters()).dtype)
-        # Of `weights()`.
+        # Cache of `weights()`.
         self.checksum = checksum_of(self.weights())
 
     def weights(self) -> DeferredTensors:
@@ -41,7 +41,7 @@ class FrozenBase:
 
 
 class Bases:
-    """The bases in use, by source and by content; held weakly, so that unused ones are freed."""
+    """Cache of the bases in use, by source and by content; weak, so that unused ones are freed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Bases:
     def get(
         self, model: ModelSpec, seed: int, device: torch.device, load: Callable[[], Any]
     ) -> FrozenBase:
-        """The base of `model` on `device`, made by `load` if it is not here yet.
+        """The base of `model` on `device`, made by `load` if it is not in the cache.
 
         `seed` matters for random weights only. Raises what `load` raises.
         """
@@ -64,7 +64,7 @@ class Bases:
             known = self._by_source.get(source)
             if known is None:
                 fresh = FrozenBase(_cast(load(), getattr(torch, model.dtype), device))
-                # Two paths may hold the same weights.
+                # Two paths may have the same weights, so also look up the content.
                 content = (fresh.checksum, _architecture(fresh.module), str(device))
                 known = self._by_content.get(content)
                 if known is None:

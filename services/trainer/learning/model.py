@@ -17,7 +17,7 @@ from troupe.checkpoints.verifying import verify
 from troupe.job import PolicySpec, no_directory
 from troupe.rpc import InvalidArgument
 
-# Stands for a policy's name in the seed of random weights that several policies share.
+# Used in place of a policy's name to seed random weights that several policies share.
 _BASE = "base"
 _HUB_REMEDY = (
     "Give an existing directory with config.json and weights, or a hub id ('owner/name') "
@@ -56,7 +56,7 @@ def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device)
     and the policy's name. Raises as `load_model`, and InvalidArgument of kind "lora_invalid" or
     "adapter_unusable".
     """
-    assert spec.lora is not None  # the caller's choice
+    assert spec.lora is not None  # checked by the caller
     base = BASES.get(
         spec.language_model, seed, device, lambda: _load(policy, spec, policy_seed(seed, _BASE))
     )
@@ -129,7 +129,7 @@ def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
             if missing
             else f"no tokenizer could be loaded: {_first_line(error)}",
         ) from error
-    # Without any file transformers makes a tokenizer that knows its special tokens only.
+    # Without any file transformers silently makes a tokenizer with special tokens only.
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise _no_tokenizer(policy, spec, "there is a model, but no tokenizer")
     return tokenizer
@@ -207,7 +207,7 @@ def _config_of(policy: str, values: dict[str, Any]) -> Any:
 
 
 def _refuse_adapter(policy: str, path: str | None) -> None:
-    """Raise InvalidArgument for an adapter: transformers would load the base that it names."""
+    """Raise InvalidArgument if `path` is an adapter: transformers would load its base instead."""
     folder = Path(path or "")
     if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
         return

@@ -1,4 +1,4 @@
-"""The optimizer's parts: exact gradient sums, gradients, random generators, AdamW, its schedule.
+"""Optimizer parts: order-independent gradient sums, clipping, random generators, AdamW, schedule.
 
 `ExactSum` adds in integers, so that a sum is the same bit for bit in any order. The learning rate
 is a function of the version, so there is no scheduler state to keep.
@@ -21,7 +21,7 @@ from troupe.job import OptimizerSpec
 FRACTION_BITS = 40
 _SCALE = float(1 << FRACTION_BITS)
 _LIMIT = 1 << 63
-# Elements converted at a time: on a CPU what stays in its caches.
+# Elements converted at a time: few enough to stay in a CPU's caches.
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
@@ -41,7 +41,8 @@ class ExactSum:
     def add(self, term: Sequence[torch.Tensor | None]) -> None:
         """Add a tensor, or None for nothing, to each sum.
 
-        Raises NotSummable, whatever the order of terms; the sums are invalid then until `clear`.
+        Raises NotSummable, independently of the order of terms; the sums are then invalid until
+        `clear`.
         """
         present = [i for i, t in enumerate(term) if t is not None and t.numel()]
         tensors = [t.detach() for i in present if (t := term[i]) is not None]
@@ -95,7 +96,7 @@ def _peaks(tensors: list[torch.Tensor]) -> list[float]:
 
 
 class Gradients:
-    """Gradient sums: in the parameters' `.grad`, or exact ones beside them (`ExactSum`)."""
+    """The gradient sums of a step: in the parameters' `.grad`, or exact ones (`ExactSum`)."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -103,7 +104,7 @@ class Gradients:
         self._exact: ExactSum | None = None
 
     def accumulate_exact(self) -> str:
-        """Move `.grad` into the exact sums; returns why it cannot, empty if it did."""
+        """Move `.grad` into the exact sums; returns the reason if it cannot, else an empty text."""
         if self._exact is None:
             self._exact = ExactSum(self._parameters)
         problem = ""
@@ -214,7 +215,7 @@ def seeded(value: int, device: torch.device) -> Generators:
 
 
 class Randomness:
-    """Random generators of one policy: as of the committed version, and in the present step."""
+    """The random generators of one policy: at the committed version, and in the current step."""
 
     def __init__(self, generators: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._device = device
@@ -223,7 +224,10 @@ class Randomness:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw random numbers from this policy's generators inside. In the compute thread."""
+        """Context in which torch and numpy draw from this policy's generators.
+
+        For the compute thread, since it replaces the states of the process's generators.
+        """
         before = capture(self._device)
         restore(self.now, self._device)
         try:
@@ -233,11 +237,11 @@ class Randomness:
             restore(before, self._device)
 
     def commit(self) -> None:
-        """Keep the generators of the step: it was committed."""
+        """Keep the generators' states of the step, which was committed."""
         self.committed = self.now
 
     def rewind(self) -> None:
-        """Go back to the generators of the committed version: the step was given up."""
+        """Restore the generators' states of the committed version, as the step was given up."""
         self.now = self.committed
 
 

@@ -1,10 +1,10 @@
 """Batching of rows into forward passes, within a budget of tokens.
 
-*Packed*: rows side by side in one sequence without padding. With prefix sharing, rows with a common
-prefix (a group answers one prompt; a later turn repeats the earlier ones) form a prefix tree, whose
-common tokens are computed once. *Padded*, for models whose attention cannot be told which tokens
-are one row: rows of similar length, right-padded; causal attention never looks at the padding, so
-no mask is needed.
+*Packed*: rows are concatenated into one sequence without padding. With prefix sharing, rows with a
+common prefix (a group answers one prompt; a later turn repeats the earlier ones) form a prefix
+tree, whose common tokens are computed once. *Padded*, for models whose attention does not support
+packing: rows of similar length, right-padded; causal attention never attends to the padding, so no
+mask is needed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BUCKET = 16
 class Segment:
     """One row in a packed sequence."""
 
-    # int64 [length]: where in the sequence each of its tokens is.
+    # int64 [length]: index in the sequence of each of the row's tokens.
     path: Ints
-    # How many of them only this row has: the last ones, which lie side by side.
+    # Number of fresh tokens, which only this row has: its last ones, adjacent in the sequence.
     fresh: int
 
     @property
@@ -78,7 +78,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Packing:
-    """How the T tokens of a packed sequence attend to each other."""
+    """The attention structure of a packed sequence of T tokens."""
 
     blocks: tuple[Block, ...]
     # int64 [T]: where each token is in the concatenated outputs of the blocks; None: in order.
@@ -88,12 +88,12 @@ class Packing:
     key_lengths: tuple[int, ...]
     # int64 [sum of key_lengths]: the tokens of each row's keys, row after row.
     paths: torch.Tensor
-    # Cache of attention.py: what one layer derived, for the other layers of its kind.
+    # Cache of attention.py: indices that one layer derived, for the other layers of its kind.
     made: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Packing:
-        """The packing of segments whose fresh tokens follow each other in this order."""
+        """Make the packing of segments whose fresh tokens are concatenated in this order."""
         blocks, places, offset = [], np.empty(sum(s.fresh for s in segments), np.int64), 0
         for members in _similar(segments):
             block, own, slots = _block([segments[i] for i in members])
@@ -196,7 +196,7 @@ class PackedBatch:
     spans: tuple[int, ...] = ()
     # int64 [B, L], or None: 0 .. L-1 in every sequence.
     position_ids: torch.Tensor | None = None
-    # How the tokens of a packed sequence attend to each other; None: a padded batch.
+    # Attention structure of a packed sequence; None: a padded batch.
     packing: Packing | None = None
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -267,7 +267,7 @@ def plan(
     sharing: PassCosts | None = None,
     limit: int | None = None,
 ) -> list[PackedBatch]:
-    """Batches that together score every response token of `rows` exactly once.
+    """Plan batches that together score every response token of `rows` exactly once.
 
     A batch has at most `budget` tokens, padding included, and scores at most `limit` of them
     (None: no bound), but always holds at least one sequence. With `sharing`, common prefixes of
@@ -385,7 +385,7 @@ def _share(
     for previous, i in zip([-1, *order], order, strict=False):
         tokens = fed[i]
         common = _common_prefix(fed[previous], tokens) if previous >= 0 else 0
-        # A row without tokens of its own still needs its last one as an input.
+        # A row without fresh tokens still needs its last token as an input.
         fresh = max(len(tokens) - common, 1)
         fits = bool(trees) and trees[-1].size + fresh <= budget
         small = limit is None or targets + scored[i] <= limit

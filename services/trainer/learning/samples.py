@@ -1,8 +1,8 @@
-"""Rows: the samples of a claim as the trainer computes with them, and how they are parsed.
+"""Rows: the trainer's representation of claimed samples, and their parsing.
 
-The forms of one sample, in order: `ClaimedSample` (the store's message), `Row` (arrays and scalars
-of one sample), `TrainingBatch` (rows with their advantages), `TokenColumns` (passes.py: what the
-loss reads, by token, on the device), `PackedBatch` (packing.py: the input of one forward pass).
+A sample passes through these forms, in order: `ClaimedSample` (the store's message), `Row` (arrays
+and scalars of one sample), `TrainingBatch` (rows with their advantages), `TokenColumns` (passes.py:
+inputs of the loss by token, on the device), `PackedBatch` (packing.py: input of one forward pass).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Row:
     # float32 [response_len]: log-probs under the engine that generated the response.
     behaviour: Floats
     reward: float
-    # Rewards of its whole group, its own included.
+    # Rewards of the sample's whole group, its own included.
     group_rewards: tuple[float, ...]
-    # Policy version that generated its first token.
+    # Policy version that generated the first response token.
     version: int
-    # What the logits were divided by when `behaviour` was taken.
+    # Temperature by which the logits were divided for `behaviour`.
     temperature: float = 1.0
-    # Names its group, whose rewards are compared; unique within the step.
+    # Id of the sample's group, whose rewards are compared; unique within the step.
     group: str = ""
     trajectory: str = ""
     agent: str = ""
-    # Steps that have trained it before.
+    # Number of earlier steps that have trained the sample.
     uses: int = 0
     # float32 [response_len]: log-probs under the first version, if the sample brings them.
     reference: Floats | None = None
@@ -55,7 +55,7 @@ class Row:
     chain: str = ""
     # Whether `reward` is this turn's, not its agent's for the whole trajectory.
     own_reward: bool = False
-    # For a critic: what the turn earned, and its agent at the end of the trajectory; None: unknown.
+    # For a critic: the rewards of the turn, and of its agent for the trajectory; None: unknown.
     earned: float | None = None
     final: float | None = None
     # int64 [n]: prompts and responses of the other agents, for a critic that observes the team.
@@ -171,7 +171,7 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
         # Sorted, so that their mean does not depend on the order of sample ids.
         group_rewards=tuple(sorted(item.group_rewards)) or (sample.reward,),
         version=sample.versions[0].version if sample.versions else 0,
-        # Engines report greedy responses under the plain distribution.
+        # Engines report log-probs of greedy responses under the distribution of temperature 1.
         temperature=sample.temperature if sample.temperature > 0 else 1.0,
         group=f"{sample.query_id}\t{sample.group_id}",
         trajectory=sample.trajectory_id,

@@ -1,4 +1,4 @@
-"""The learner of a policy that is a small network: collect a step's fragments, then update."""
+"""Learner of a policy that is a small network: collects a step's fragments, then updates once."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ from troupe.v1 import experience_store_pb2 as store_pb
 
 @dataclass(frozen=True)
 class FragmentRow:
-    """One sample of a policy that is a network."""
+    """One sample (trajectory fragment) of a policy that is a small network."""
 
     sample_id: str
     fragment: Fragment
-    # Steps that have trained it before.
+    # Number of earlier steps that have trained it.
     uses: int = 0
 
     @property
     def version(self) -> int:
-        """Policy version that chose its actions."""
+        """The policy version that chose the actions."""
         return self.fragment.version
 
     @property
     def size(self) -> int:
-        """Number of environment steps."""
+        """The number of environment steps."""
         return self.fragment.steps
 
 
 def parse_fragments(
     claimed: Iterable[store_pb.ClaimedSample], policy: str, agents: tuple[str, ...], load: Load
 ) -> list[FragmentRow]:
-    """The rows of a claim, sorted by sample id; `agents`: those that the policy may play.
+    """Parse a claim into rows, sorted by sample id; `agents`: the agents that the policy may play.
 
     Raises ChecksumError, FailedPrecondition of kind "malformed_sample", or what `load` raises.
     """
@@ -73,7 +73,7 @@ def _parse(
     sample: store_pb.Sample, policy: str, agents: tuple[str, ...], load: Load
 ) -> FragmentRow:
     found = {name: column_of(sample, name, load) for name in SHAPES}
-    # Copies: arrays of a message or of shared memory must not be written to.
+    # Copied, since arrays of a message or in shared memory must not be written to.
     arrays = {name: np.array(array) for name, array in found.items() if array is not None}
     version = sample.versions[0].version if sample.versions else 0
     try:
@@ -97,9 +97,9 @@ def _played(seats: Array | None, agents: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def metrics_of(rows: Sequence[FragmentRow], version: int) -> dict[str, float]:
-    """The step's sample metrics, named as for language models where they mean the same.
+    """The step's sample metrics, under the names of the language-model learner where they agree.
 
-    `version`: the one that the step starts from.
+    `version`: the version that the step starts from.
     """
     if not rows:
         return {"samples": 0.0}
@@ -149,7 +149,7 @@ def _inspected(spec: JobSpec, policy: str) -> PolicyTable:
 
 # Prefix of network weights in the state of `NetworkTrainer`.
 _WEIGHTS: Final = "weights."
-# Metrics of every policy, and the names that paradigms give them.
+# Metric names common to all policies, and the paradigms' names for the same metrics.
 _SAME: Final = {
     "loss/policy": ("loss_objective", "loss", "loss_actor"),
     "grad_norm": ("grad_norm", "grad_norm/acting"),
@@ -176,7 +176,7 @@ class NetworkModel:
         return {}
 
     def save_pretrained(self, directory: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Write a checkpoint's files, which `troupe.networks` loads."""
+        """Write the files of a checkpoint, which `troupe.networks` can load."""
         (directory / "config.json").write_text(json.dumps(self._described, indent=2) + "\n")
         save_file(dict(state_dict), directory / "model.safetensors")
 
@@ -194,8 +194,11 @@ class NetworkLearner:
     base = None
 
     def __init__(self, spec: JobSpec, policy: str) -> None:
-        """Raises InvalidArgument for an environment that cannot be made, and for a paradigm that
-        cannot learn it."""
+        """Make the networks for the policy's environment.
+
+        Raises InvalidArgument for an environment that cannot be made, or that the paradigm cannot
+        learn.
+        """
         self._job, self._name = spec, policy
         self.table = table_of(spec, policy)
         self.model = NetworkModel(spec, policy, self.table)
@@ -212,7 +215,7 @@ class NetworkLearner:
         return parse_fragments(claimed, self._name, self.table.agents, load)
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: losses of networks have no divergence."""
+        """Do nothing: losses of networks have no KL term."""
 
     # The step.
 
@@ -224,10 +227,10 @@ class NetworkLearner:
         """Do nothing: `apply` updates on all fragments."""
 
     def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
-        """Update on the step's fragments. Raises `Stopped`, InvalidArgument for fragments of
-        another environment.
+        """Update on the step's fragments.
 
-        An update whose result is not finite is not applied, but `moved`.
+        An update with a result that is not finite is reported as not applied, but `moved`. Raises
+        `Stopped`, InvalidArgument for fragments of another environment.
         """
         if stop is not None and stop.is_set():
             raise Stopped
@@ -253,7 +256,7 @@ class NetworkLearner:
         return self._own.published()
 
     def weights(self) -> Tensors:
-        """Weights of all its networks; not copies."""
+        """The weights of all its networks; not copies."""
         return {
             name.removeprefix(_WEIGHTS): t
             for name, t in self._own.state().items()
@@ -261,7 +264,7 @@ class NetworkLearner:
         }
 
     def moments(self) -> Moments:
-        """All other training state, a replay buffer included; not copies."""
+        """All other training state, including a replay buffer; not copies."""
         state = self._own.state()
         return {name: t for name, t in state.items() if not name.startswith(_WEIGHTS)}
 
@@ -270,7 +273,7 @@ class NetworkLearner:
         self.discard()
         self._own.restore({f"{_WEIGHTS}{name}": t for name, t in weights.items()} | moments)
 
-    # Suspension, in the middle of a step too.
+    # Suspension, possible in the middle of a step.
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
         """The whole state as tensors, not copied, and plain values (JSON), for `adopt`."""
@@ -331,7 +334,7 @@ def _named(made: Mapping[str, float]) -> dict[str, float]:
 
 
 def _broken(metrics: Mapping[str, float], published: Tensors) -> str:
-    """Why an update cannot be kept; empty if it can."""
+    """The reason why an update cannot be kept; empty if it can."""
     for name, value in metrics.items():
         if not math.isfinite(value):
             return f"{name} is {value}"

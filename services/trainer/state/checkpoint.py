@@ -29,7 +29,7 @@ from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition
 from troupe.transfer.checksum import checksum_of, dtype_name
 
-# The file of published tensors, where they differ from the checkpoint's own.
+# The file of published tensors, if they differ from the checkpoint's own.
 PUBLISHED: Final = "published.safetensors"
 
 
@@ -49,17 +49,15 @@ def save_checkpoint(
     published: Mapping[str, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """Write `weights` in the format of `model` with its tokenizer, if it has one; returns the size
-    in bytes.
+    """Write a checkpoint of `weights` in the format of `model`; returns its size in bytes.
 
-    `lineage`: where they come from, kept beside them. `published`: these tensors, too, to the bit,
-    in `PUBLISHED` if no other file has them. `dtype`: what floating-point tensors are written in;
-    default: their own.
+    The tokenizer, if there is one, is written too. `lineage`: the origin of the weights, written
+    beside them. `published`: the published tensors, written bit for bit to `PUBLISHED` unless
+    another file has them. `dtype`: the dtype of floating-point tensors; default: their own.
 
-    A checkpoint that is there already stays as it is. Of its siblings the `keep` newest stay, or
-    all.
-    Raises ResourceExhausted ("storage_full") or FailedPrecondition ("storage_unwritable");
-    then no half checkpoint is left and older ones are untouched.
+    An existing checkpoint is left as it is. `keep`: number of newest checkpoints to keep beside it;
+    None: all. Raises ResourceExhausted ("storage_full") or FailedPrecondition
+    ("storage_unwritable"), and then leaves no partial checkpoint and does not touch older ones.
     """
     adapter = adapter_of(model)
     dtype = dtype or next(t.dtype for t in weights.values() if t.is_floating_point())
@@ -89,7 +87,7 @@ def save_checkpoint(
 def lineage_of(
     spec: JobSpec, job_id: str, policy: str, version: int, step: int, checksum: str, model: Any
 ) -> Lineage:
-    """The lineage of a version; `step`: the one that made it, -1 for the first weights."""
+    """The lineage of a version; `step`: the step that made it, -1 for the first weights."""
     source, adapter = spec.policies[policy], adapter_of(model)
     algorithm = f"{spec.algorithm.loss}, {spec.algorithm.advantage}"
     if source.network is not None:
@@ -122,7 +120,7 @@ def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
             temp.rename(path)
             sync_directory(path.parent)
         except Exception:
-            if not path.is_dir():  # else another worker wrote the same base
+            if not path.is_dir():  # otherwise another worker has written the same base
                 raise
         finally:
             shutil.rmtree(temp, ignore_errors=True)
@@ -141,7 +139,7 @@ def _write_model(
     folder: Path, model: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
     if is_transformers(model):
-        # Everything but the weights, of which the library would make a second copy.
+        # Everything except the weights, of which the library would make a second copy.
         model.save_pretrained(folder, state_dict={})
         (folder / "model.safetensors").unlink(missing_ok=True)
         write_checkpoint(folder, CheckpointFormat(model, dtype).of(weights))
@@ -152,9 +150,9 @@ def _write_model(
 
 
 def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer: Any) -> str:
-    """The path of the base under an adapter, which is written if it has no path."""
+    """The path of the base under an adapter; a base without a path is written first."""
     if lineage is not None and (base := lineage.base_model):
-        # Absolute: the adapter is loaded from another directory.
+        # Absolute, since the adapter will be loaded from another working directory.
         return str(Path(base).absolute()) if Path(base).is_dir() else base
     place = path.parent.parent / ".base" / adapter.base.checksum
 
@@ -186,7 +184,9 @@ class Checkpoints:
         self._states, self._versions = states, versions
 
     def save(self, version: int) -> tuple[str, int]:
-        """Write the checkpoint of a kept version: its path and bytes. Blocking, in any thread.
+        """Write the checkpoint of a kept version; returns its path and bytes.
+
+        Blocking, in any thread.
 
         Raises FailedPrecondition of kind "version_not_kept", ResourceExhausted of kind
         "storage_full".

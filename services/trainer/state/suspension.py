@@ -1,12 +1,13 @@
-"""Suspended training state: it waits in the transfer layer while its policy holds no device.
+"""Suspended training state, kept in the transfer layer while its policy has no device.
 
-Unlike the states of `StateStore` it may be of the middle of a step: accumulated gradients, the
-step's statistics and the names of its leases go with weights and optimizer. It is not durable: if
-it is lost, the policy continues from the committed version, and the step's samples are free again.
-It has one owner: `take` removes it, and fails the second time.
+Unlike a state of `StateStore`, it may be from the middle of a step: it includes accumulated
+gradients, the step's statistics and the ids of its claims. It is not durable: if it is lost, the
+policy continues from the committed version, and the step's samples become claimable again. It has
+one owner: `take` removes it, and fails the second time.
 
-`ParameterPool` keeps the memory of policies that left, since fresh pages cost several times a copy.
-The functions below it split the state of a step into tensors and plain values.
+`ParameterPool` keeps the memory of policies that left the device for reuse, since fresh pages cost
+several times as much as a copy. The functions below it split a step's state into tensors and plain
+values.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class ParameterPool:
         self._lock = threading.Lock()
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Add tensors that are not used any more, nor views of them."""
+        """Add tensors for reuse; neither they nor views of them may be in use."""
         with self._lock:
             for tensor in tensors:
                 size = tensor.nbytes
@@ -160,7 +161,7 @@ def unpack_rows(tensors: Tensors, described: Sequence[Values]) -> list[Row]:
 
 
 def on_host(tensors: Tensors) -> Tensors:
-    """Copies on the CPU of state tensors that are not computed with on the device."""
+    """Copy state tensors that the device does not compute with to the CPU."""
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
@@ -196,7 +197,7 @@ class SuspendedStep:
     micro_batches: int = 0
     samples: int = 0
     tokens: int = 0
-    # Samples that were dropped because values of theirs are lost.
+    # Samples that were dropped because some of their values are lost.
     gone: int = 0
     # Keys of columns by reference that are deleted once the step is committed.
     refs: list[str] = field(default_factory=list)
@@ -235,8 +236,8 @@ class Suspension:
             "format": FORMAT,
             "step": None if unfinished is None else asdict(unfinished),
         }
-        # Every suspension has a key of its own: two of one version may have equal tensors, when the
-        # samples between them had no gradient.
+        # Every suspension has a key of its own: two suspensions of one version may have equal
+        # tensors, if the samples trained in between had no gradient.
         manifest: Manifest = self._transfer.set(
             f"{self._prefix}{version}-{new_id()}",
             suspended.tensors,
@@ -256,7 +257,7 @@ class Suspension:
         return state
 
     def fetch(self, state: trainer_pb2.SuspendedState) -> SuspendedTensors:
-        """Copy the suspended `state` to the device, from any host; it stays there.
+        """Copy the suspended `state` to the device, from any host, without removing it.
 
         Raises NotFound of kind "suspended_state_gone", DataLoss of kind "suspended_state_changed".
         """
@@ -289,7 +290,10 @@ class Suspension:
             ) from error
 
     def take(self, state: trainer_pb2.SuspendedState) -> None:
-        """Remove the state: it is the caller's. Raises NotFound of kind "suspended_state_gone"."""
+        """Remove the state, which now belongs to the caller.
+
+        Raises NotFound of kind "suspended_state_gone".
+        """
         if not self._transfer.delete(state.key):
             raise self._gone(state.key)
 

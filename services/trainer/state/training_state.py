@@ -1,10 +1,10 @@
 """Training state on disk: everything that a step changes, one directory per version.
 
-`{data_dir}/{job}/state/{policy}/v{version}-{checksum}/` with weights.safetensors,
-optimizer.safetensors, random.safetensors and state.json; of a gang with a part of weights and
-optimizer from every rank instead (gang/sharded_state.py). A directory appears under its name only
-when it is complete; two attempts at one version do not overwrite each other, since the checksum of
-the published weights is part of the name, and the ledger says which one counts.
+`{data_dir}/{job}/state/{policy}/v{version}-{checksum}/` contains weights.safetensors,
+optimizer.safetensors, random.safetensors and state.json; a gang's has one shard of weights and
+optimizer per rank instead (gang/sharded_state.py). A directory is renamed to its final name only
+when it is complete. Two attempts at one version do not overwrite each other, since the checksum of
+the published weights is part of the name; the ledger records which attempt is valid.
 
 The learning rate is a function of the version, so the scheduler has no state to keep. What a
 version was trained on is kept with it: `Frontier`, which must be what the commit says.
@@ -35,8 +35,10 @@ from troupe.transfer import checksum_of
 
 @contextlib.contextmanager
 def in_memory(path: Path, what: str) -> Iterator[None]:
-    """Turn a write into host memory that fails for want of room into ResourceExhausted of kind
-    "storage_full"."""
+    """Context that turns an out-of-space error of a write to host memory into ResourceExhausted.
+
+    The error has the kind "storage_full".
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -55,13 +57,15 @@ def in_memory(path: Path, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reported(directory: Path, what: str) -> Iterator[None]:
-    """Turn a failed write into a typed error: ResourceExhausted of kind "storage_full", or
-    FailedPrecondition of kind "storage_unwritable"."""
+    """Context that turns a failed write into a typed error.
+
+    ResourceExhausted of kind "storage_full", or FailedPrecondition of kind "storage_unwritable".
+    """
     try:
         yield
     except TroupeError:
         raise
-    except Exception as error:  # tokenizers raises no other
+    except Exception as error:  # the tokenizers library raises bare Exceptions
         found = system_error(error)
         if found is None and not isinstance(error, SafetensorError):
             raise
@@ -83,13 +87,13 @@ def reported(directory: Path, what: str) -> Iterator[None]:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the file's bytes are on the disk."""
+    """Flush the file's bytes to disk (fsync)."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in `path` are on the disk."""
+    """Flush the directory entries of `path` to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -124,10 +128,10 @@ class TrainingState:
     # States of random generators (`Randomness`).
     generators: dict[str, torch.Tensor] = field(default_factory=dict)
     frontier: Frontier = Frontier()
-    # Of a gang, instead of weights and moments: writes them in parts into a directory, and returns
-    # the checksums of the files.
+    # For a gang, in place of weights and moments: function that writes their shards into a
+    # directory and returns the files' checksums.
     write_parts: Callable[[Path], dict[str, str]] | None = None
-    # The directory that it was read from.
+    # The directory that the state was read from.
     path: Path | None = None
 
 
@@ -233,8 +237,8 @@ class StateStore:
                     for file in temp.rglob("*"):
                         if file.is_file():
                             sync_file(file)
-                # A state of the same name may come from an attempt that was not committed and
-                # differ in precision below the published type, or in its samples.
+                # A state of the same name may come from an uncommitted attempt, and differ below
+                # the precision of the published dtype, or in its samples.
                 old = temp.with_suffix(".old")
                 with contextlib.suppress(FileNotFoundError):
                     target.rename(old)
@@ -270,7 +274,7 @@ class StateStore:
             if meta["format"] != FORMAT:
                 raise ValueError(f"its format {meta['format']} is of another version of Troupe")
             names = ["random"] if "parts" in meta else ["random", "weights", "optimizer"]
-            # Memory-mapped: bytes that are not read take no memory.
+            # Memory-mapped, so that bytes that are not read take no memory.
             parts = {name: load_file(path / f"{name}.safetensors") for name in names}
             if any(meta[name] != checksum_of(tensors) for name, tensors in parts.items()):
                 raise ValueError("its bytes do not match their checksums")
@@ -305,8 +309,11 @@ def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _joined(path: Path, files: Mapping[str, str], whole: bool) -> dict[str, dict[str, Any]]:
-    """Weights and optimizer that a gang wrote in parts. Raises ValueError for changed bytes."""
-    # A heavy import, needed for gangs only.
+    """Read the weights and optimizer that a gang wrote in shards.
+
+    Raises ValueError for changed bytes.
+    """
+    # Imported lazily: slow, and needed for gangs only.
     from services.trainer.gang.sharded_state import file_checksum, read_whole, split
 
     if any(file_checksum(path / name) != checksum for name, checksum in files.items()):
