@@ -1,4 +1,4 @@
-"""Advantages of one policy's samples, and the baselines that they keep from step to step.
+"""Advantage estimation for one policy's samples, with the baselines kept from step to step.
 
 `algorithm.advantage` of the job chooses the formula (`troupe/algorithms/advantages.py`). Most need
 only a sample and the rewards of its group. `reinforce_plus_plus` needs the rewards of the whole
@@ -24,7 +24,7 @@ from troupe.algorithms.advantages import (
 )
 from troupe.job import AlgorithmSpec
 
-# Prefix of the baselines' names among the optimizer's tensors, and of their metrics.
+# Prefix of the baselines' names in the optimizer state, and of their metrics.
 _PREFIX = "baseline/"
 
 
@@ -42,7 +42,7 @@ class AdvantageEstimator:
 
     @property
     def needs_whole_step(self) -> bool:
-        """Whether advantages need the rewards of all of the step's samples (`measure`)."""
+        """Whether advantages need the rewards of all samples of the step (`measure`)."""
         return self._algorithm.advantage == "reinforce_plus_plus"
 
     def measure(self, rows: Sequence[Row]) -> None:
@@ -79,14 +79,14 @@ class AdvantageEstimator:
                 raise AssertionError("the critic computes these, token by token")
 
     def applied(self) -> None:
-        """Move the baselines by the rewards of the step, which was applied."""
+        """Update the baselines with the rewards of the step, after it was applied."""
         decay = self._algorithm.rae_decay
         for agent, rewards in self._rewards.items():
             before = self._baselines.get(agent, 0.0)
             self._baselines[agent] = moved_baseline(before, rewards, decay)
 
     def discard(self) -> None:
-        """Forget the rewards of the present step."""
+        """Discard the rewards of the current step."""
         self._rewards.clear()
         self._statistics.clear()
 
@@ -98,14 +98,14 @@ class AdvantageEstimator:
         }
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Take over the tensors of `state`; returns those of `state` that are not baselines."""
+        """Restore the baselines in `state`; returns the other tensors of `state`."""
         self.discard()
         mine = {name: value for name, value in state.items() if name.startswith(_PREFIX)}
         self._baselines = {name.removeprefix(_PREFIX): float(v) for name, v in mine.items()}
         return {name: value for name, value in state.items() if name not in mine}
 
     def step_state(self) -> dict[str, Any]:
-        """The rewards of the present step, as plain values, for a policy that is suspended."""
+        """The rewards of the current step as plain values, for suspension."""
         return {"rewards": self._rewards, "statistics": self._statistics}
 
     def restore_step(self, values: Mapping[str, Any]) -> None:
@@ -120,5 +120,5 @@ class AdvantageEstimator:
         }
 
     def _pool(self, row: Row) -> str:
-        """Samples of one pool share statistics: those of an agent, or all of the policy."""
+        """The key of a row's pool, whose samples share statistics: its agent, or the policy."""
         return row.agent if self._algorithm.normalize_per_agent else ""

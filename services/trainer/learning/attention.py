@@ -2,7 +2,7 @@
 
 On a CPU a dense mask over all T tokens would cost T^2, so rows of similar lengths form blocks
 (packing.py) that are computed together: short rows by `short_attention`, others by torch's kernel.
-A GPU has a kernel for sequences of any lengths in half precision; else it does as a CPU does.
+A GPU uses a variable-length kernel in half precision, and otherwise the same blocks as a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from services.trainer.learning.packing import Block, Packing
 
-# Keys of a row up to which `short_attention` is faster than torch's kernel.
+# Longest row, in keys, for which `short_attention` is faster than torch's kernel.
 _LONGEST: Final = 128
 _TYPES: Final = (torch.float32, torch.bfloat16)
 
@@ -217,7 +217,7 @@ def _bias(block: Block, window: int | None) -> torch.Tensor:
     return torch.zeros(mask.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
 
-# Name in `config._attn_implementation`; the registry is shared with engines of this process.
+# Name in `config._attn_implementation`; the registry is shared by all models of the process.
 PACKED = "troupe_packed_rows"
 # Arguments of some models that packed attention does not implement.
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
@@ -255,7 +255,7 @@ def packed_attention(
         raise ValueError(f"packed attention knows no {odd or 'dropout, mask or batch'}")
     if is_short(packing, query, key, value):
         return short_attention(packing, query, key, value, scaling, sliding_window), None
-    if torch.is_autocast_enabled(query.device.type):  # before the gathers, to move half the bytes
+    if torch.is_autocast_enabled(query.device.type):  # cast before gathering: half the bytes
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if _has_kernel(query, value):
@@ -327,7 +327,7 @@ def _any_lengths(
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if packing.query_lengths != packing.key_lengths:
         keys, values = (t.index_select(0, packing.paths) for t in (keys, values))
-    # With fewer queries than keys, the queries are a row's last tokens.
+    # The kernel takes queries that are fewer than keys for the last tokens of the row.
     output = varlen_attn(
         query[0].transpose(0, 1),
         keys,

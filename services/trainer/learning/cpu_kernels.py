@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 _ROTARY: Final = "apply_rotary_pos_emb"
-# For values of about 1 in float32; another formula differs by far more.
+# Tolerance for values of about 1 in float32; a different formula differs by far more.
 _TOLERANCE: Final = 1e-5
 _PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 
@@ -33,7 +33,7 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def use_kernels(model: torch.nn.Module) -> int:
-    """Replace RMSNorm and rotary embedding of `model` where the functions here give the same.
+    """Replace RMSNorm and rotary embedding of `model` by fused versions, if they give the same.
 
     Other models of the same classes are not changed. Returns the number of modules replaced now.
     """
@@ -93,12 +93,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`forward` of an RMSNorm outside of layers."""
+    """Replacement of `forward` of an RMSNorm outside of layers."""
     return _normed(module, hidden_states, torch.float32)
 
 
 def _norm_within(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`forward` of an RMSNorm within a layer.
+    """Replacement of `forward` of an RMSNorm within a layer.
 
     Under autocast the norm of the residual stream (float32) is an operand of matrix products only,
     which would each round it: it is rounded once. A norm of a product's result is rotated or added
@@ -156,7 +156,7 @@ def _same_norm(module: torch.nn.Module, size: int, eps: float) -> bool:
 
 
 class _Rotation(torch.autograd.Function):
-    """(x1 c1 - x2 s1, x2 c2 + x1 s2) of the halves of the last dimension."""
+    """Rotation (x1 c1 - x2 s1, x2 c2 + x1 s2) of the halves of the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ class _Rotation(torch.autograd.Function):
 
 
 class _Rotary:
-    """Replaces a model's `apply_rotary_pos_emb`, which it calls for other inputs."""
+    """Replacement of a model's `apply_rotary_pos_emb`, which it calls for unsupported inputs."""
 
     def __init__(self, own: _Rotate) -> None:
         self._own = own

@@ -1,8 +1,8 @@
-"""The critic of one policy: a value function, the advantages (GAE) that follow from it, its fit.
+"""The critic of one policy: its value function, GAE advantages, and value loss.
 
-A network beside the policy's: a copy of the policy's first weights with a scalar output layer. So
-the policy's gradient, gradient norm and optimizer state are what they are without a critic, and
-published weights do not contain it. Its weights and moments are training state.
+The critic is a separate network: a copy of the policy's first weights with a scalar output layer.
+So the policy's gradient, gradient norm and optimizer state are the same as without a critic, and
+published weights do not contain it. The critic's weights and moments are training state.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.job.algorithm import CriticSpec
 from troupe.rpc import FailedPrecondition
 
-# Prefix of the critic's tensors among the optimizer's, and the name of its weights under it.
+# Prefix of the critic's tensors in the optimizer state, and the name of its weights below it.
 _PREFIX = "critic/"
 _WEIGHT = "weight"
-# Lays rows out as forward passes on the device; raises `Stopped` between them.
+# Function that packs rows into forward passes on the device; raises `Stopped` between them.
 Pack = Callable[[Sequence[Row], threading.Event | None], Iterator[PackedBatch]]
 
 
@@ -46,19 +46,19 @@ class Critic:
     """The value function V(s_t) of one policy, and its optimizer."""
 
     def __init__(self, policy: Any, spec: CriticSpec, pack: Pack, *, bfloat16: bool) -> None:
-        """Copy the trunk of the model `policy`, and begin with a head of zeros.
+        """Copy the trunk of the model `policy`, with a new output layer of zeros.
 
-        Frozen weights stay shared: over an adapted policy the critic is an adapter too. `bfloat16`:
-        compute under autocast to that type.
+        Frozen weights stay shared: the critic of a policy with an adapter is an adapter, too.
+        `bfloat16`: compute under autocast to bfloat16.
         """
         module = _copy_of(policy)
         self._head = _ValueHead(module.get_output_embeddings().weight)
         module.set_output_embeddings(self._head)
-        # A soft cap on logits (Gemma) would bound values.
+        # Disabled, as a soft cap on logits (Gemma) would bound the values.
         config = module.config.get_text_config()
         if getattr(config, "final_logit_softcapping", None) is not None:
             config.final_logit_softcapping = None
-        # Positions beyond the last cannot be embedded (GPT-2) or were never trained.
+        # Longest input: later positions cannot be embedded (GPT-2) or were never trained.
         self._positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self._module = module
         self._spec, self._pack, self._bfloat16 = spec, pack, bfloat16
@@ -70,9 +70,9 @@ class Critic:
         self._tokens = 0
 
     def estimate(self, rows: Sequence[Row], stop: threading.Event | None) -> TrainingBatch:
-        """Values, advantages and returns of rows that are whole chains, under the present weights.
+        """Compute values, advantages and returns of whole chains with the current weights.
 
-        The batch's rows carry their advantages by token. Raises `Stopped`.
+        The returned batch's rows have their advantages by token. Raises `Stopped`.
         """
         views = [self._view(row) for row in rows]
         values = self._head.weight.new_empty(sum(response_lengths(rows)))
@@ -91,9 +91,10 @@ class Critic:
         return TrainingBatch(credited, torch.tensor(sizes, dtype=torch.float64), values, returns)
 
     def backward(self, batch: TrainingBatch, stop: threading.Event | None) -> str:
-        """Add the gradient of the summed value loss of what `estimate` gave.
+        """Add the gradient of the summed value loss of a batch that `estimate` returned.
 
-        Returns why the gradient cannot be used; empty if it can. Raises `Stopped` between passes.
+        Returns the reason if the gradient cannot be used, else an empty text. Raises `Stopped`
+        between passes.
         """
         assert batch.values is not None, "the batch is an estimate of a critic"
         assert batch.returns is not None, "the batch is an estimate of a critic"
@@ -120,17 +121,17 @@ class Critic:
         self._optimizer.step()
 
     def clear(self) -> None:
-        """Forget the gradient of the present update."""
+        """Discard the gradient of the current update."""
         self.gradients.discard()
         self._tokens = 0
 
     def discard(self) -> None:
-        """Forget the gradient and the statistics of the present step."""
+        """Discard the gradient and the statistics of the current step."""
         self.clear()
         self._statistics = ValueStatistics()
 
     def metrics(self) -> dict[str, float]:
-        """Value statistics of the present step."""
+        """The value statistics of the current step."""
         return self._statistics.metrics() if self._statistics.tokens else {}
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -142,10 +143,10 @@ class Critic:
     def restore(
         self, state: Mapping[str, torch.Tensor], *, copy: bool = True
     ) -> dict[str, torch.Tensor]:
-        """Take over the tensors of `state`; returns those of `state` that are not the critic's.
+        """Restore the critic's tensors in `state`; returns the other tensors of `state`.
 
-        Without `copy` the critic uses these very tensors, which are on its device. Raises
-        TensorsDoNotFit, a ValueError, when a weight is missing, superfluous or of another shape.
+        Without `copy` the critic uses the given tensors themselves, which must be on its device.
+        Raises TensorsDoNotFit, a ValueError, if a weight is missing, superfluous or misshaped.
         """
         self.discard()
         mine = {n.removeprefix(_PREFIX): t for n, t in state.items() if n.startswith(_PREFIX)}
@@ -165,10 +166,10 @@ class Critic:
         import_moments(self._module, self._optimizer, moments, copy=copy)
         return {n: t for n, t in state.items() if not n.startswith(_PREFIX)}
 
-    # Suspension, in the middle of a step too.
+    # Suspension, possible in the middle of a step.
 
     def step_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Gradients and statistics of the present step: tensors, not copied, and plain values."""
+        """The current step's gradients and statistics as tensors, not copied, and plain values."""
         gradients, bounds = self.gradients.state()
         statistics, counts = suspension.split_fields(self._statistics)
         tensors = suspension.under("gradients", gradients)
@@ -183,7 +184,7 @@ class Critic:
         self._tokens = values["tokens"]
 
     def release(self) -> list[torch.Tensor]:
-        """Give up the device memory, which is returned, until `restore` without `copy`."""
+        """Release and return the device memory; only `restore` without `copy` may follow."""
         left = [*export_moments(self._module, self._optimizer).values(), *self._pooled.release()]
         self._optimizer.state.clear()
         self.discard()
@@ -191,7 +192,7 @@ class Critic:
         return left
 
     def _view(self, row: Row) -> Row:
-        """The row that the critic reads: with the team's context before the prompt, if observed."""
+        """The critic's input row: the team's context, if observed, is put before the prompt."""
         if self._spec.observes == "agent":
             return row
         if row.context is None:
@@ -212,7 +213,7 @@ class Critic:
     def _values(self, batch: PackedBatch) -> torch.Tensor:
         """V(s_t) of the batch's N tokens, [N]."""
         if batch.packing is not None:
-            # Plain attention would take the rows of a packed batch for one sequence.
+            # Plain attention would treat the rows of a packed batch as one sequence.
             self._module.config._attn_implementation = PACKED
         precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._bfloat16:
@@ -225,14 +226,14 @@ class _ValueHead(torch.nn.Linear):
     """The critic's output layer: one number per hidden state, in float32 or better."""
 
     def __init__(self, replaced: torch.Tensor) -> None:
-        """Zeros, for hidden states as the output layer with weight `replaced` [V, d] takes them."""
+        """Make a layer of zeros for the inputs of an output layer with weight `replaced` [V, d]."""
         dtype = torch.promote_types(replaced.dtype, torch.float32)
         super().__init__(replaced.shape[1], 1, device=replaced.device, dtype=dtype)
         torch.nn.init.zeros_(self.weight)
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., d] to [..., 1]"""
+        """Values [..., 1] of hidden states [..., d]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return super().forward(hidden.to(self.weight.dtype))
 
@@ -249,7 +250,7 @@ def _earned(row: Row, *, last: bool) -> float:
     """The reward r_t at the last token of a turn, which may be the `last` turn of its chain."""
     if row.earned is not None:
         return row.earned + (row.final or 0.0 if last else 0.0)
-    # Only `reward` is known: the turn's own, or else its agent's.
+    # Without separate rewards only `reward` is known: the turn's own, or else its agent's.
     return row.reward if row.own_reward or last else 0.0
 
 

@@ -1,7 +1,7 @@
 """Forward passes of any Hugging Face causal LM that score response tokens only.
 
 `TrainedModel` is a model with its trained weights and their published form; `Forward` computes the
-loss and log-probs of packed batches; `capabilities_of` finds out what a model allows.
+loss and log-probs of packed batches; `capabilities_of` tests which optimizations a model supports.
 """
 
 from __future__ import annotations
@@ -105,18 +105,18 @@ def _copy_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> N
     model.load_state_dict(dict(weights), strict=False)
 
 
-# Difference of log-probs in single precision that counts as equal.
+# Tolerance for equal log-probs in single precision.
 _PROBE_TOLERANCE = 1e-3
 _PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of a model's forward pass; tried out by `capabilities_of`, not assumed."""
+    """The capabilities of a model's forward pass, as tested by `capabilities_of`."""
 
-    # Rows may lie side by side in one sequence (packing.py).
+    # Whether rows may be packed into one sequence (packing.py).
     packs: bool
-    # Its logits are those of a linear output layer (linear_loss.py).
+    # Whether its logits are those of a linear output layer (linear_loss.py).
     linear_head: bool
 
 
@@ -201,7 +201,7 @@ def response_logits(model: Any, batch: PackedBatch) -> torch.Tensor:
 def _with_head(
     model: Any, batch: PackedBatch, compute: Callable[[Any, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The model's output with `compute` in the place of its output layer.
+    """The model's output with `compute` in place of its output layer.
 
     `compute` is given the layer and the hidden states [N, d], and returns a scalar. It runs in a
     hook before the layer: there wrappers (FSDP) have gathered the layer's weights.
@@ -211,7 +211,7 @@ def _with_head(
     def before(layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, *rest = inputs
         made.append(compute(layer, _narrow(hidden, batch)))
-        return (hidden[:, :0], *rest)  # no tokens are left for the layer itself
+        return (hidden[:, :0], *rest)  # no tokens, so that the layer itself computes nothing
 
     def after(_layer: Any, _inputs: Any, _output: Any) -> torch.Tensor:
         return made[0].reshape(1, 1, 1)
@@ -265,15 +265,15 @@ def costs_of(model: Any) -> PassCosts:
     body = sum(p.numel() for p in model.parameters()) - head.weight.numel()
     heads = getattr(config, "num_attention_heads", 1)
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    # Attention over short sequences runs at a fraction of the speed of the projections.
+    # Weighted up: attention over short sequences runs at a fraction of the projections' speed.
     return PassCosts(token=2.0 * max(body, 1), pair=3 * 4.0 * width * config.num_hidden_layers)
 
 
 def capabilities_of(model: Any) -> Capabilities:
-    """Find the capabilities of `model` by forward passes over a few short rows."""
+    """Test the capabilities of `model` by forward passes over a few short rows."""
     rows = _probe_rows(int(model.get_input_embeddings().weight.shape[0]))
     training = [module for module in model.modules() if module.training]
-    for module in training:  # with dropout no two passes agree
+    for module in training:  # evaluation mode, as with dropout no two passes agree
         module.training = False
     try:
         with torch.no_grad():
@@ -301,14 +301,14 @@ def _packs(model: Any, rows: list[Row], plain: torch.Tensor) -> bool:
         return False
     finally:
         model.config._attn_implementation = before
-    # The error of rounding: the base under an adapter may be in half precision.
+    # Tolerance by dtype: the base under an adapter may be in half precision.
     precision = torch.finfo(model.get_input_embeddings().weight.dtype).eps
     tolerance = max(_PROBE_TOLERANCE, 4 * precision * float(plain.abs().max()))
     return all(bool((scores - plain).abs().max() <= tolerance) for scores in found)
 
 
 def _may_pack(model: Any) -> bool:
-    """Whether the attention of all layers is of a known kind: short rows do not show windows."""
+    """Whether all layers have a known kind of attention; short probe rows cannot reveal windows."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     known = kinds <= {"full_attention", "sliding_attention"}
@@ -340,7 +340,7 @@ def _scored(model: Any, rows: list[Row], **how: Any) -> torch.Tensor:
 
 
 def _probe_rows(vocabulary: int) -> list[Row]:
-    """Three answers to one prompt and two to others, of different lengths."""
+    """Rows for testing: three answers to one prompt and two to others, of different lengths."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(vocabulary, size=24)
     others = [rng.integers(vocabulary, size=size) for size in (9, 3)]

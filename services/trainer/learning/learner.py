@@ -63,13 +63,13 @@ def content_key(row: Row) -> tuple[Any, ...]:
 
 
 class GroupBuffer:
-    """Holds rows back until all rows of their group have come."""
+    """Buffer that holds rows back until all rows of their group have arrived."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Row]] = {}
 
     def add(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Add `rows`; returns the groups that are complete now, each in order of content."""
+        """Add `rows`; returns the groups that are now complete, each in order of content."""
         complete = []
         for row in rows:
             members = self._waiting.setdefault(row.group, [])
@@ -80,11 +80,11 @@ class GroupBuffer:
 
     @property
     def waiting(self) -> list[Row]:
-        """Rows of incomplete groups."""
+        """The rows of incomplete groups."""
         return [row for members in self._waiting.values() for row in members]
 
     def rest(self) -> list[list[Row]]:
-        """Empty the buffer: its incomplete groups, each in order of content."""
+        """Empty the buffer; returns its incomplete groups, each in order of content."""
         left = [sorted(members, key=content_key) for members in self._waiting.values()]
         self._waiting.clear()
         return left
@@ -92,7 +92,7 @@ class GroupBuffer:
 
 @dataclass
 class BatchSummary:
-    """Sums over the samples of a step, for its metrics."""
+    """Accumulator of a step's sample metrics."""
 
     samples: int = 0
     tokens: int = 0
@@ -106,7 +106,7 @@ class BatchSummary:
     oldest: int | None = None
     # Samples that an earlier step has trained.
     reused: int = 0
-    # `samples_digest` of the ids; the store compares it with that of what it handed out.
+    # `samples_digest` of the sample ids; the store compares it with that of the claimed samples.
     digest: int = 0
 
     def add(self, rows: Sequence[Row], advantages: np.ndarray[Any, np.dtype[np.float64]]) -> None:
@@ -147,9 +147,9 @@ class BatchSummary:
 
 @dataclass
 class StepSums:
-    """Sums of a step besides gradients: counts, statistics, rows held back."""
+    """The state of a step besides gradients: counts, statistics, rows held back."""
 
-    # Loss normalizer of the present update, and the sum of those of the step's earlier updates.
+    # Loss normalizer of the current update, and the sum of those of the step's earlier updates.
     normalizer: int = 0
     updated: int = 0
     # Updates made so far, and the sums of their norms and learning rates, by metric.
@@ -162,7 +162,7 @@ class StepSums:
     held: list[Row] = field(default_factory=list)
     micro_batches: int = 0
     seconds: float = 0.0
-    # Why the step cannot be applied (a loss is not finite): further rows are only counted.
+    # Why the step cannot be applied (a loss is not finite); further rows are then only counted.
     broken: str = ""
 
 
@@ -185,7 +185,7 @@ class Accumulation:
         self._skip_zero = skip_zero_advantages
         self.advantages = AdvantageEstimator(spec.algorithm)
         self.sums = StepSums()
-        # Whether the first gradient needs all of the step's rows.
+        # Whether rows are held back until the step is complete.
         self._holds = self.advantages.needs_whole_step or spec.algorithm.updates > 1
 
     def add(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
@@ -212,9 +212,9 @@ class Accumulation:
         self.sums.seconds += time.perf_counter() - started
 
     def batches(self, stop: threading.Event | None) -> list[TrainingBatch]:
-        """All of the step's rows as one batch per group, in order of content, for several updates.
+        """All rows of the step as one batch per group, in order of content, for several updates.
 
-        Advantages, values and old log-probs are those of the present weights. Raises `Stopped`.
+        Advantages, values and old log-probs are those of the current weights. Raises `Stopped`.
         """
         held, self.sums.held = self.sums.held, []
         if self.advantages.needs_whole_step:
@@ -240,7 +240,7 @@ class Accumulation:
         self.backward(self._measured(rows, stop), stop)
 
     def _measured(self, rows: Sequence[Row], stop: threading.Event | None) -> TrainingBatch:
-        """Compute the advantages of rows, and count the rows among the step's."""
+        """Compute the advantages of rows, and add the rows to the step's metrics."""
         if self._critic is None:
             batch = TrainingBatch(rows, self.advantages.advantages(rows))
         else:
@@ -276,7 +276,7 @@ class Accumulation:
         return _deterministic() if self._job.pipeline.deterministic else contextlib.nullcontext()
 
     def _with_gradient(self, advantages: torch.Tensor) -> list[int]:
-        """Indices of rows whose loss has a gradient: a zero advantage has none of its own."""
+        """The indices of rows whose loss has a gradient; a zero advantage may have none."""
         algorithm = self._job.algorithm
         pure = algorithm.kl_coefficient == 0 and algorithm.entropy_coefficient == 0
         if self._skip_zero and pure:
@@ -293,14 +293,14 @@ class Accumulation:
         return replace(batch, rows=rows)
 
     def clear(self) -> None:
-        """Forget the gradients of the update that was made, and begin the next one."""
+        """Discard the gradients of the finished update, and begin the next one."""
         self.sums.updated, self.sums.normalizer = self.sums.updated + self.sums.normalizer, 0
         self._gradients.discard()
         if self._critic is not None:
             self._critic.clear()
 
     def discard(self) -> None:
-        """Forget everything of the present step."""
+        """Discard all state of the current step."""
         self._gradients.discard()
         if self._critic is not None:
             self._critic.discard()
@@ -310,7 +310,7 @@ class Accumulation:
     # Suspension.
 
     def step_state(self) -> tuple[Tensors, dict[str, Any]]:
-        """The present step as tensors, not copied, and plain values (JSON), for `restore_step`."""
+        """The current step as tensors, not copied, and plain values (JSON), for `restore_step`."""
         sums = self.sums
         gradients, bounds = self._gradients.state()
         tokens, of_tokens = suspension.split_fields(sums.tokens)
@@ -335,7 +335,7 @@ class Accumulation:
         return {name: t for tensors in named for name, t in tensors.items()}, values
 
     def restore_step(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
-        """Go on with the step that `step_state` gave, in these very tensors."""
+        """Continue the step that `step_state` returned, using the given tensors themselves."""
         part = {
             name: suspension.below(name, tensors)
             for name in ("gradients", "tokens", "held", "waiting", "critic")
@@ -358,9 +358,9 @@ class Accumulation:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Use only kernels that give the same bits for the same inputs."""
+    """Context that allows only kernels with bitwise reproducible results."""
     before = torch.are_deterministic_algorithms_enabled()
-    # By default torch then fills every new tensor, to find reads of uninitialized memory.
+    # Off, as in this mode torch fills every new tensor to find reads of uninitialized memory.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:
@@ -370,7 +370,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def _not_finite(rows: Sequence[Row], advantages: torch.Tensor) -> str:
-    """Names a sample whose advantage or log-probs are not finite; empty if there is none."""
+    """A message about a sample whose advantage or log-probs are not finite; empty if none."""
     # The loss takes advantages in single precision.
     usable = torch.isfinite(advantages.to(torch.float32)).tolist()
     for row, fine in zip(rows, usable, strict=True):
@@ -386,7 +386,7 @@ def _not_finite(rows: Sequence[Row], advantages: torch.Tensor) -> str:
 
 
 def schedule(units: int, epochs: int, minibatches: int, seed: str) -> Iterator[list[int]]:
-    """The units (indices below `units`) of each update of a step.
+    """Schedule the minibatch updates of a step: yields the indices of each update's units.
 
     Every epoch splits all units into `minibatches` parts of about equal size, in an order drawn
     from `seed` and the epoch; into fewer parts where there are fewer units.
@@ -403,12 +403,12 @@ class Applied:
     """The result of a step."""
 
     applied: bool
-    # Why the step was not applied; empty if it was.
+    # The reason why the step was not applied; empty if it was.
     reason: str
     metrics: dict[str, float]
     # `samples_digest` of the samples that were accumulated.
     digest: int = 0
-    # Whether weights are not those of the version any more: an update was made before one failed.
+    # Whether the weights have changed although the step failed: an earlier update was made.
     moved: bool = False
 
 
@@ -423,7 +423,7 @@ class Learner:
     `learner_factory.py` lists what a learner offers to `PolicyBinding` and `Versions`.
     """
 
-    # Never: the state is in this process (see `GangLearner.lost`).
+    # Always False, as the state is in this process (see `GangLearner.lost`).
     lost = False
 
     def __init__(
@@ -438,7 +438,7 @@ class Learner:
         skip_zero_advantages: bool = True,
         ranks: RankGroup | None = None,
     ) -> None:
-        """Train `model` in the type of its parameters: float32, or float64 for proofs.
+        """Train `model` in the dtype of its parameters: float32, or float64 for exactness tests.
 
         `model`: a Hugging Face model or a `TrainedModel`. `ranks`: those that hold the other parts
         of a sharded model; default: there are none.
@@ -568,10 +568,11 @@ class Learner:
         return Applied(not reason, reason, metrics, digest, moved)
 
     def _update(self, version: int) -> str:
-        """Make one update from the accumulated gradient; returns why it cannot be used, if so.
+        """Make one update from the accumulated gradient.
 
-        A gradient that is not finite changes nothing. A finite one may still make weights overflow:
-        then the update was made, and its weights must not be published.
+        Returns the reason if the result cannot be used, else an empty text. A gradient that is not
+        finite changes nothing. A finite one may still make weights overflow: then the update was
+        made, and its weights must not be published.
         """
         sums, optimizer, steps = self._sums, self._policy.optimizer, self._job.pipeline.steps
         if sums.broken or not sums.normalizer:
@@ -604,7 +605,7 @@ class Learner:
         )
 
     def _run_updates(self, version: int, stop: threading.Event | None) -> str:
-        """Make all updates of a step of several; returns why one failed, if one did.
+        """Make all updates of a step with several; returns the reason if one failed.
 
         Advantages, values and old log-probs are those of the weights that the step began with.
         """
@@ -622,7 +623,7 @@ class Learner:
         return reason
 
     def discard(self) -> None:
-        """Forget the present step: gradients, statistics, rows."""
+        """Discard the current step: gradients, statistics, rows."""
         self._step.discard()
 
     # State.
@@ -641,7 +642,7 @@ class Learner:
         return export_moments(self.model, self._optimizer) | self._step.advantages.state() | critic
 
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
-        """Copy `weights` and `moments`, and forget the present step."""
+        """Copy `weights` and `moments` into the learner, and discard the current step."""
         self.discard()
         self._trained.load(weights)
         moments = self._step.advantages.restore(moments)
@@ -649,7 +650,7 @@ class Learner:
             moments = self._critic.restore(moments)
         import_moments(self.model, self._optimizer, moments)
 
-    # Suspension, in the middle of a step too.
+    # Suspension, possible in the middle of a step.
 
     def suspended(self) -> tuple[Tensors, dict[str, Any]]:
         """The whole state as tensors, not copied, and plain values (JSON), for `adopt`."""
@@ -658,7 +659,7 @@ class Learner:
         return weights | suspension.under("moments", self.moments()) | tensors, values
 
     def adopt(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
-        """Go on from a state that `suspended` gave, in these very tensors, on the device."""
+        """Continue from a state of `suspended`, using the given tensors; they are on the device."""
         weights = suspension.below("weights", tensors)
         if self._pooled.attach(weights):
             self._trained.load(weights)
@@ -669,7 +670,7 @@ class Learner:
         self._step.restore_step(tensors, values)
 
     def release(self) -> list[torch.Tensor]:
-        """Give up the device memory, which is returned; only `adopt` may be called then."""
+        """Release and return the device memory; only `adopt` may be called afterwards."""
         left = [*export_moments(self.model, self._optimizer).values(), *self._pooled.release()]
         self._optimizer.state.clear()
         self.discard()

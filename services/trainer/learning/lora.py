@@ -76,7 +76,7 @@ class Adapter:
 
 
 class _Dropout(torch.nn.Module):
-    """Dropout that is active while gradients are computed: models stay in evaluation mode."""
+    """Dropout that is active while gradients are computed, since models stay in evaluation mode."""
 
     def __init__(self, fraction: float) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def _inject(module: Any, about: AdapterContent, dropout: float, base: FrozenBase
         r=about.rank,
         lora_alpha=about.alpha,
         target_modules=list(about.target_modules),
-        # The output layer may have the name of an adapted layer.
+        # Excluded, as the output layer may have the name of an adapted layer.
         exclude_modules=[output_layer(module)],
         fan_in_fan_out=about.transposed,
         bias="none",
@@ -140,7 +140,7 @@ def _inject(module: Any, about: AdapterContent, dropout: float, base: FrozenBase
         inject_adapter_in_model(config, module, adapter_name=_NAME)
     for layer in module.modules():
         if hasattr(layer, "lora_A"):
-            # In the base's dtype small updates would be rounded away.
+            # In float32: in the base's dtype small updates would be rounded away.
             layer.lora_A[_NAME].float()
             layer.lora_B[_NAME].float()
             if dropout:
@@ -179,7 +179,7 @@ def begin_with(policy: str, lora: LoraSpec, model: Any) -> None:
     """
     adapter = adapter_of(model)
     assert adapter is not None  # adapted_model made it
-    assert lora.path is not None  # the caller looked
+    assert lora.path is not None  # checked by the caller
     folder = Path(lora.path)
     field = f"policies.{policy}.lora"
     _compare(lora, folder, adapter, field)

@@ -1,8 +1,8 @@
 """Forward and backward passes of one policy: gradients of the summed loss over rows.
 
 `configure_model` chooses kernels, compilation and activation checkpointing; `TokenColumns` holds
-what the loss reads of every response token; `Passes` runs rows through the model in batches that
-fit the device, over CPU threads or over the ranks of a gang where there are any.
+the loss's inputs per response token; `Passes` runs rows through the model in batches that fit the
+device, in parallel over CPU threads or the ranks of a gang.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TokenColumns:
 
     # [T] log-probs under the engine that sampled them (mu).
     behaviour: torch.Tensor
-    # [T] advantage of each; without a critic, that of its row.
+    # [T] advantage of each token; without a critic, that of its row.
     advantages: torch.Tensor
     # [T] weight w_t in the loss sum.
     weights: torch.Tensor
@@ -47,7 +47,7 @@ class TokenColumns:
     temperatures: torch.Tensor
     # int64 [T] index of its row.
     sequences: torch.Tensor
-    # [T] log-probs under the first version, where the samples copy_to_device them.
+    # [T] log-probs under the first version, if the samples bring them.
     reference: torch.Tensor | None = None
     # [T] recomputed log-probs under the weights that the step began with (pi_old), if any.
     old: torch.Tensor | None = None
@@ -108,7 +108,7 @@ _CONFIGURED = "_troupe_configured"
 
 
 def configure_model(policy: str, model: Any, spec: TrainerSpec) -> None:
-    """Set kernels, compilation and activation checkpointing of `model` by `spec`, once per model.
+    """Set up kernels, compilation and activation checkpointing of `model`; call once per model.
 
     Raises FailedPrecondition of kind "model_unsupported" or "no_compiler", naming the field.
     """
@@ -118,7 +118,7 @@ def configure_model(policy: str, model: Any, spec: TrainerSpec) -> None:
     choose_kernels(model, spec)
     if spec.compile == "on":
         _check_compiler(next(model.parameters()).device, f"{field}.compile")
-        # Attention has kernels of its own; compiled, it would depend on the layout of the rows.
+        # Attention is not compiled: it has its own kernels, and would recompile for every packing.
         eager = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
         AttentionInterface.register(PACKED, eager)
         for layer in _layers(model, f"{field}.compile"):
@@ -130,22 +130,24 @@ def configure_model(policy: str, model: Any, spec: TrainerSpec) -> None:
 
 
 def choose_kernels(model: Any, spec: TrainerSpec) -> None:
-    """Use the fused CPU kernels where `spec` allows it; also in reference models, so that they
-    round like the policy."""
+    """Use the fused CPU kernels if `spec` allows it.
+
+    Also called for reference models, so that they round like the policy.
+    """
     if spec.kernels == "auto" and spec.compile != "on":  # the compiler fuses operators itself
         use_kernels(model)
 
 
 class _CompiledForward:
-    """The compiled `forward` of a layer; a deep copy compiles that of the copied layer.
+    """The compiled `forward` of a layer; a deep copy compiles the copied layer's own.
 
-    `Module.compile` would compile nothing under activation checkpointing: it gives up at the first
-    frame of torch's own.
+    `Module.compile` would have no effect under activation checkpointing: it gives up at the first
+    frame of torch itself.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
-        # Packed batches are of all sizes: one kernel for all of them.
+        # Dynamic shapes: packed batches vary in size, and one kernel must serve all of them.
         self._compiled = torch.compile(forward, dynamic=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +201,7 @@ def _check_compiler(device: torch.device, field: str) -> None:
         )
 
 
-# Token budget of a forward pass: what stays in a CPU's caches, what keeps a GPU busy.
+# Token budget of a forward pass: few enough for a CPU's caches, enough to keep a GPU busy.
 _FORWARD_TOKENS = {"cpu": 1024, "cuda": 16384}
 # Losses and corrections that couple the tokens of a row.
 _BY_SEQUENCE = {"gspo", "sequence_masked"}
@@ -209,12 +211,12 @@ _LOGITS_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class _ThreadModel:
-    """The model that one thread computes with: the policy's own, or a twin over its weights."""
+    """The model that one thread uses: the policy's own, or a twin that shares its weights."""
 
     forward: Forward
-    # The first version, where the loss contains a divergence from it.
+    # The reference model (first version), if the loss has a KL term.
     reference: Forward | None
-    # Of a twin: pairs of the policy's parameter and the twin's, which has gradients of its own.
+    # For a twin: pairs (policy's parameter, twin's parameter); only gradients are separate.
     pairs: tuple[tuple[torch.nn.Parameter, torch.nn.Parameter], ...] = ()
 
     def twin(self) -> _ThreadModel:
@@ -331,10 +333,11 @@ class Passes:
         statistics: TokenStatistics,
         stop: threading.Event | None,
     ) -> str:
-        """Add the gradient of these rows' summed loss; returns why it cannot be used, if so.
+        """Add the gradient of these rows' summed loss.
 
-        `advantages`: float64 [n]. Raises `Stopped` between passes. In a gang every rank is given
-        all rows and computes its share of them.
+        Returns the reason if the gradient cannot be used, else an empty text. `advantages`: float64
+        [n]. In a gang every rank gets all rows and computes its share. Raises `Stopped` between
+        passes.
         """
         mine = self._ranks.share(rows)
         rows, advantages = [rows[i] for i in mine], advantages[mine]
@@ -348,7 +351,8 @@ class Passes:
                 continue
             loss, added = self._loss(self._own_model, batch, columns)
             batches.problem = _not_finite(loss)
-            # Gradients of a loss that is not finite are discarded, but other ranks need this pass.
+            # Also for a loss that is not finite: its gradients are discarded, but other ranks need
+            # this pass.
             torch.autograd.backward(loss)
             statistics.add(**added)
         return batches.problem
@@ -361,7 +365,7 @@ class Passes:
         statistics: TokenStatistics,
         stop: threading.Event | None,
     ) -> str:
-        """`backward` with a part of the rows in each thread. The order of sums is fixed."""
+        """Like `backward`, with a part of the rows per thread; the order of sums is fixed."""
         calls = [
             functools.partial(
                 self._in_thread, model, [rows[i] for i in part], advantages[part], stop
@@ -459,7 +463,7 @@ class Passes:
         }
 
     def _empty_pass(self) -> None:
-        """Take part in a pass without rows: another rank has a batch more than this one."""
+        """Take part in a pass without rows, for another rank that has one more batch."""
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self._model.device)
         zero = torch.zeros(1, dtype=torch.int64, device=self._model.device)
         batch = PackedBatch(ids, zero, zero, zero, spans=(1,))
@@ -474,7 +478,7 @@ class Passes:
         torch.autograd.backward(loss)
 
     def logprobs(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
-        """Log-probs of every response token under the present weights, [T]. Raises `Stopped`."""
+        """Log-probs of all response tokens under the current weights, [T]. Raises `Stopped`."""
         device, dtype = self._model.device, self._model.dtype
         by_row = torch.tensor([row.temperature for row in rows], dtype=dtype)
         sizes = torch.tensor(response_lengths(rows))
@@ -489,7 +493,7 @@ class Passes:
     def packed_batches(
         self, rows: Sequence[Row], stop: threading.Event | None
     ) -> Iterator[PackedBatch]:
-        """Batches on the device that score every response token once. Raises `Stopped`."""
+        """Yield batches, on the device, that score every response token once. Raises `Stopped`."""
         for batch in plan(rows, self._budget, **self._layout):
             if stop is not None and stop.is_set():
                 raise Stopped

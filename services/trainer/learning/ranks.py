@@ -1,8 +1,8 @@
-"""The ranks that hold one policy's model together, as the learner on each of them sees it.
+"""Interface of a learner to the other ranks of its gang; by default there is one rank.
 
 A learner that is not sharded computes all rows of a micro-batch. A rank of a gang (gang/group.py)
-computes its share of the rows and takes part in every pass of the other ranks, whose forward passes
-need its part of the weights. So all ranks make the same number of passes, and stop together.
+computes its share of the rows and takes part in every pass of the other ranks, which need its shard
+of the weights. So all ranks make the same number of passes, and stop together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ S = TypeVar("S")
 
 
 class Stopped(Exception):
-    """The step was given up while its passes were computed."""
+    """Raised when a step is given up while its passes are computed."""
 
 
 class RankBatches:
-    """Iterates over the packed batches of one rank; None where only other ranks have one left.
+    """Iterator over the packed batches of one rank; yields None while only other ranks have more.
 
     Iteration raises `Stopped` once `stop` is set, and ends once `problem` is set.
     """
@@ -30,7 +30,7 @@ class RankBatches:
     def __init__(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> None:
         self._left = list(reversed(batches))
         self._stop = stop
-        # Why the gradients of these batches cannot be used; empty: they can.
+        # The reason why the gradients of these batches cannot be used; empty if they can.
         self.problem = ""
 
     def __iter__(self) -> Self:
@@ -57,7 +57,7 @@ class RankGroup:
         return list(range(len(rows)))
 
     def batches(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> RankBatches:
-        """Iterate over `batches`, which are of this rank's rows."""
+        """Make an iterator over `batches`, which contain this rank's rows."""
         return RankBatches(batches, stop)
 
     def merged(self, sums: S) -> S:
