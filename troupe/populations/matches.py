@@ -1,4 +1,4 @@
-"""Which matches a payoff table needs next, and the seating of members in a match."""
+"""Scheduling of the matches that a payoff table needs next, and seating of members in a match."""
 
 from __future__ import annotations
 
