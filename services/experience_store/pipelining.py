@@ -144,7 +144,7 @@ class _Call:
 
 
 class _PipelinedConnection:
-    """One connection: made when first needed, and again after it broke."""
+    """A connection to Redis: made when first needed, and again after it broke."""
 
     def __init__(self, connect: Callable[[], Any], timeout: float) -> None:
         self._connect = connect

@@ -155,7 +155,7 @@ class PolicyKeys:
         return f"{self.base}:changes"
 
     def step(self, step: int, name: str) -> str:
-        """One of `STEP_KEYS`."""
+        """The key `name` of a step; `name` is one of `STEP_KEYS`."""
         return f"{self.base}:{step}:{name}"
 
     def rows(self, step: int, trajectory: str) -> str:

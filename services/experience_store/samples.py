@@ -592,7 +592,7 @@ def _lines(replies: bytes) -> list[_Reply]:
 
 @functools.lru_cache(maxsize=1024)
 def _reply(line: str) -> _Reply:
-    """One reply; cached, because most are alike."""
+    """Outcome and rest of a reply line of fill_columns.lua; cached, because most are alike."""
     outcome, _, rest = line.partition("\t")
     return outcome, rest
 

@@ -86,7 +86,7 @@ class TableWatcher:
 
 
 def table_status(job: str, status: StepStatus, usage: StoreUsage) -> store_pb.TableStatus:
-    """One step's status as watchers get it."""
+    """The status of a step, as watchers get it."""
     return store_pb.TableStatus(
         job_id=job,
         step=status.step,
@@ -143,7 +143,7 @@ class Sweeper:
                 log.warning("sweep_failed", kind=error.kind, error=str(error))
 
     async def sweep(self) -> None:
-        """One round over all jobs; a job that cannot be swept is logged and skipped.
+        """Sweeps all jobs once; a job that cannot be swept is logged and skipped.
 
         Raises Unavailable and DeadlineExceeded, which concern Redis as a whole.
         """

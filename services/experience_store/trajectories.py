@@ -54,7 +54,7 @@ class Appended:
 
 @dataclass(frozen=True)
 class Append:
-    """One ending of a trajectory, with its rows."""
+    """The ending of a trajectory, with its rows."""
 
     job: str
     step: int

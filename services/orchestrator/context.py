@@ -45,7 +45,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class JobContext:
-    """One job as its runner knows it. Writes carry `epoch`, which fences off earlier runners."""
+    """A job as its runner knows it. Writes carry `epoch`, which fences off earlier runners."""
 
     shared: Shared
     job_id: str

@@ -22,7 +22,7 @@ NO_TURNS_REMEDY: Final = (
 
 
 class EvaluationRunner:
-    """One evaluation after `step` steps, of the same held-out queries each time.
+    """An evaluation after `step` steps, of the same held-out queries each time.
 
     Its samples are neither stored nor trained on.
     """
