@@ -19,8 +19,6 @@ import httpx
 import pytest
 import yaml
 
-# A machine has one engine at a time: what else needs it runs here.
-
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = os.environ.get("TROUPE_DOCKER_ENGINE_TOOL")
 REDIS = "redis:7-alpine"
@@ -84,6 +82,8 @@ def compose(engine: dict[str, str], request: pytest.FixtureRequest) -> Iterator[
         if pulled.returncode:
             stand_in = (
                 "FROM python:3.11-slim\n"
+                # As in the official image: what a new volume at /data then belongs to.
+                "RUN mkdir /data && chown 999:1000 /data\n"
                 'ENTRYPOINT ["sh", "-c", '
                 '"exec \\"$@\\" --bind 0.0.0.0 --protected-mode no", "--"]\n'
                 'CMD ["redis-server"]\n'
