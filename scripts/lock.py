@@ -30,7 +30,7 @@ LOCKS = {
 }
 
 
-CUDA_BUILD = re.compile(r"(?m)^(nvidia-|cuda-|triton==).*\n")
+CUDA_BUILD = re.compile(r"(?m)^(nvidia-(?!ml-py)|cuda-|triton==).*\n")
 
 
 def lock(name: str, extras: list[str], upgrade: bool) -> None:

@@ -1,14 +1,16 @@
-"""How people write the devices of a machine."""
+"""The devices of a host: as people write them, as variables select them, as NVML reports them."""
 
 from __future__ import annotations
 
 import contextlib
+import types
 
+import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.devices import GIB, Device, parse_devices
+from troupe.devices import GIB, Device, class_of, device_use, find_devices, parse_devices, visible
 from troupe.rpc import InvalidArgument
 
 
@@ -25,9 +27,9 @@ from troupe.rpc import InvalidArgument
 )
 def test_devices_are_read_from_text(text: str, expected: list[tuple[str, int]]) -> None:
     """Count, class and memory; count and class may be left out; kinds are joined by +."""
-    assert parse_devices(text) == tuple(
-        Device(index, name, memory) for index, (name, memory) in enumerate(expected)
-    )
+    devices = parse_devices(text)
+    assert [(one.device_class, one.memory) for one in devices] == expected
+    assert [one.index for one in devices] == list(range(len(expected)))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,11 @@ def test_devices_are_read_from_text(text: str, expected: list[tuple[str, int]]) 
         "8 x H100-80GB",
         "²x80GB",
         "40000x1GB+40000x1GB",
+        '[{"index": 0}]',
+        '[{"index": 0, "device_class": "a", "memory": 1}, {"index": 0, "device_class": "a", '
+        '"memory": 1}]',
+        "[1]",
+        '{"index": 0}',
     ],
 )
 def test_a_text_that_is_no_list_of_devices_is_refused(text: str) -> None:
@@ -64,3 +71,91 @@ def test_no_text_breaks_the_reader(text: str) -> None:
     """Any text gives devices or the typed error."""
     with contextlib.suppress(InvalidArgument):
         assert parse_devices(text)
+
+
+FOUR = {"TROUPE_DEVICES": "4xH100-80GB"}
+
+
+@pytest.mark.parametrize(
+    ("selection", "indices"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("2", [2]),
+        ("3,1", [3, 1]),
+        (" 0 , 2 ", [0, 2]),
+        ("0,9,1", [0]),  # CUDA ignores what follows a name that there is none of
+        ("1,1", [1]),
+        ("0,-1,2", [0]),
+    ],
+)
+def test_cuda_visible_devices_selects(selection: str | None, indices: list[int]) -> None:
+    environment = FOUR if selection is None else FOUR | {"CUDA_VISIBLE_DEVICES": selection}
+    assert [one.index for one in find_devices(environment)] == indices
+
+
+@given(st.sets(st.integers(0, 3)))
+def test_a_process_finds_the_devices_that_it_was_given(indices: set[int]) -> None:
+    devices = tuple(one for one in find_devices(FOUR) if one.index in indices)
+    assert find_devices(visible(devices)) == devices
+    # A child may be given a part of what its parent was given, and no more.
+    every = {**visible(devices), "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert set(find_devices(every)) <= set(devices)
+
+
+def test_a_machine_without_a_driver_has_no_devices() -> None:
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        pytest.skip("this machine has a driver")
+    assert find_devices({}) == ()
+    assert find_devices({"CUDA_VISIBLE_DEVICES": "0"}) == ()
+    assert device_use(find_devices(FOUR)) == {}
+
+
+def test_what_the_driver_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML's answers become devices; the library is the real one, its driver is not here."""
+    memory = types.SimpleNamespace(total=79 * GIB, used=GIB)
+
+    def linked(one: int, other: int, kind: int) -> int:
+        if 3 in (one, other):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return int(pynvml.NVML_P2P_STATUS_OK if one // 2 == other // 2 else 1)
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 4,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMemoryInfo": lambda handle: memory,
+        "nvmlDeviceGetName": lambda handle: "NVIDIA H100 80GB HBM3",
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}{handle}",
+        "nvmlDeviceGetP2PStatus": linked,
+        "nvmlDeviceGetPciInfo": lambda handle: types.SimpleNamespace(
+            busId=f"00000000:0{handle}:00.0"
+        ),
+        "nvmlDeviceGetUtilizationRates": lambda handle: types.SimpleNamespace(gpu=25),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    devices = find_devices({})
+    assert devices[0] == Device(0, "H100", 79 * GIB, (1,), devices[0].numa_node, "GPU-00")
+    assert [one.links for one in devices] == [(1,), (0,), (), ()]
+    assert [one.index for one in find_devices({"CUDA_VISIBLE_DEVICES": "GPU-22,GPU-0"})] == [2, 0]
+    assert device_use(devices[1:2])[1].utilization == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("Tesla T4", "T4"),
+        ("", "gpu"),
+    ],
+)
+def test_the_class_of_a_device_is_what_people_call_it(name: str, expected: str) -> None:
+    assert class_of(name) == expected

@@ -1,18 +1,31 @@
-"""Devices that compute: their classes and memory, and how people write them.
+"""The devices of a host: found through NVML, or declared in `TROUPE_DEVICES`.
 
 `8xH100-80GB` is eight devices of class H100 with 80 GB each. Class and count may be left out
 (`80GB`, `2x24GB`), and kinds are joined by `+` (`4xH100-80GB+2xL4-24GB`).
+
+A process is given devices by the variables of `visible`: CUDA_VISIBLE_DEVICES, and TROUPE_DEVICES
+that describes the same devices, so that the process knows what it has without a driver. Tests and
+dry runs declare devices on machines that have none.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pynvml
 
 from troupe.rpc import InvalidArgument
 
 GIB: Final = 1 << 30
+DECLARED: Final = "TROUPE_DEVICES"
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 # Class of a device that is written without one.
 _ANY_CLASS: Final = "gpu"
@@ -22,25 +35,44 @@ _KIND: Final = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _MOST_DEVICES: Final = 1 << 16
+# Declared devices of one kind are taken as linked with each other where one host can hold them.
+_MOST_LINKED: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of a machine."""
+    """One device of a host."""
 
     index: int
+    """Its number on the host, in the order of the PCI bus."""
     device_class: str
     """What it is, such as "H100"."""
     memory: int
     """Bytes."""
+    links: tuple[int, ...] = ()
+    """Indices of the devices that NVLink joins it to."""
+    numa_node: int | None = None
+    uuid: str = ""
+    """As its driver names it, "GPU-..."; empty for a declared device."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Use of a device as its driver reports it."""
+
+    used_bytes: int
+    utilization: float
+    """Fraction of the last moments in which it computed."""
 
 
 def parse_devices(text: str, field: str = "devices") -> tuple[Device, ...]:
     """The devices that `text` describes, numbered from 0 in the order of the text.
 
-    GB and MB are powers of two, as in what makers and drivers say of a device's memory. Raises
-    InvalidArgument that names `field`.
+    GB and MB are powers of two, as in what makers and drivers say of a device's memory. A text that
+    is a JSON list is taken as `visible` writes it. Raises InvalidArgument that names `field`.
     """
+    if text.lstrip().startswith("["):
+        return _from_json(text, field)
     found: list[Device] = []
     for part in text.split("+"):
         kind = _KIND.fullmatch(part.strip())
@@ -61,6 +93,154 @@ def parse_devices(text: str, field: str = "devices") -> tuple[Device, ...]:
                 remedy=f"Give 1 to {_MOST_DEVICES} devices in all, each with memory.",
             )
         name = kind["name"] or _ANY_CLASS
-        first = len(found)
-        found += [Device(first + n, name, memory) for n in range(count)]
+        numbers = range(len(found), len(found) + count)
+        found += [
+            Device(
+                number,
+                name,
+                memory,
+                tuple(other for other in numbers if other != number)
+                if count <= _MOST_LINKED
+                else (),
+            )
+            for number in numbers
+        ]
     return tuple(found)
+
+
+def _from_json(text: str, field: str) -> tuple[Device, ...]:
+    try:
+        devices = tuple(
+            Device(**{**one, "links": tuple(one.get("links", ()))}) for one in json.loads(text)
+        )
+        if len({one.index for one in devices}) != len(devices):
+            raise ValueError("two devices have one index")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InvalidArgument(
+            f"is no list of devices: {error}",
+            field=field,
+            value=text[:200],
+            remedy="Write COUNTxCLASS-MEMORY, such as 8xH100-80GB.",
+        ) from error
+    return devices
+
+
+def find_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
+    """The devices that a process with this environment may use; none without a driver.
+
+    TROUPE_DEVICES takes the place of what NVML reports. CUDA_VISIBLE_DEVICES, as Slurm and
+    Kubernetes set it, selects from either. Raises `InvalidArgument`.
+    """
+    declared = environment.get(DECLARED, "")
+    devices = parse_devices(declared, DECLARED) if declared.strip() else _installed()
+    selection = environment.get(VISIBLE)
+    return devices if selection is None else _selected(devices, selection)
+
+
+def visible(devices: Sequence[Device]) -> dict[str, str]:
+    """Environment variables with which a process sees these devices and no others."""
+    return {
+        VISIBLE: ",".join(str(one.index) for one in devices),
+        # CUDA counts the fastest device first by default, NVML and this module the bus.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        DECLARED: json.dumps([asdict(one) for one in devices]) if devices else "",
+    }
+
+
+def _selected(devices: tuple[Device, ...], selection: str) -> tuple[Device, ...]:
+    """The devices that CUDA_VISIBLE_DEVICES selects, in its order; as CUDA does, up to the first
+    name that there is none of."""
+    by_index = {str(one.index): one for one in devices}
+    found: list[Device] = []
+    for part in selection.split(","):
+        name = part.strip()
+        if name.isdecimal():
+            one = by_index.get(str(int(name)))
+        else:
+            # A prefix of the UUID suffices where it is of one device only.
+            fitting = [d for d in devices if name and d.uuid.startswith(name)]
+            one = fitting[0] if len(fitting) == 1 else None
+        if one is None or one in found:
+            break
+        found.append(one)
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[bool]:
+    """Context in which NVML can be asked; yields whether there is a driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _installed() -> tuple[Device, ...]:
+    with _nvml() as there:
+        if not there:
+            return ()
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        return tuple(_described(index, handles) for index in range(len(handles)))
+
+
+def _described(index: int, handles: Sequence[Any]) -> Device:
+    handle = handles[index]
+    memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return Device(
+        index,
+        class_of(str(pynvml.nvmlDeviceGetName(handle))),
+        memory,
+        tuple(
+            number
+            for number, other in enumerate(handles)
+            if number != index and _linked(handle, other)
+        ),
+        _numa_node(handle),
+        str(pynvml.nvmlDeviceGetUUID(handle)),
+    )
+
+
+def class_of(name: str) -> str:
+    """The class of a device by its name at the driver ("NVIDIA H100 80GB HBM3" -> "H100")."""
+    parts = re.split(r"[ -]", re.sub(r"^(NVIDIA|Tesla|GeForce| )*", "", name))
+    form = re.compile(r"[0-9]+GB|HBM[0-9]e?|PCIe|SXM[0-9]?")
+    return "-".join(part for part in parts if part and not form.fullmatch(part)) or _ANY_CLASS
+
+
+def _linked(one: Any, other: Any) -> bool:
+    try:
+        status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    except pynvml.NVMLError:  # a driver that does not know
+        return False
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
+
+
+def _numa_node(handle: Any) -> int | None:
+    try:
+        bus = str(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()
+        # NVML writes the domain with eight digits, the kernel with four.
+        text = Path(f"/sys/bus/pci/devices/{bus[-12:]}/numa_node").read_text()
+    except (pynvml.NVMLError, OSError):
+        return None
+    node = int(text)
+    return None if node < 0 else node
+
+
+def device_use(devices: Iterable[Device]) -> dict[int, DeviceUse]:
+    """The use of each device, by index; devices without a driver are left out."""
+    found: dict[int, DeviceUse] = {}
+    with _nvml() as there:
+        for one in devices if there else ():
+            with contextlib.suppress(pynvml.NVMLError):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(one.index)
+                used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+                busy = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+                found[one.index] = DeviceUse(used, busy)
+    return found

@@ -1845,6 +1845,7 @@ class GetClusterResponse(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     WANTED_TRAINERS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     wanted_trainers: _builtins.int
     """Trainer workers with which no policy would wait for another; 0: nobody needs one, and a
     deployment may scale to zero.
@@ -1865,6 +1866,8 @@ class GetClusterResponse(_message.Message):
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.PolicyLoad]:
         """What policies have to do, per worker."""
 
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     def __init__(
         self,
         *,
@@ -1875,14 +1878,101 @@ class GetClusterResponse(_message.Message):
         in_flight: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         loads: _abc.Iterable[_rollout_pb2.PolicyLoad] | None = ...,
         wanted_trainers: _builtins.int = ...,
+        nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bindings", b"bindings", "engines", b"engines", "in_flight", b"in_flight", "loads", b"loads", "services", b"services", "wanted_trainers", b"wanted_trainers", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bindings", b"bindings", "engines", b"engines", "in_flight", b"in_flight", "loads", b"loads", "nodes", b"nodes", "services", b"services", "wanted_trainers", b"wanted_trainers", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetClusterResponse: _TypeAlias = GetClusterResponse  # noqa: Y015
+
+@_typing.final
+class NodeStatus(_message.Message):
+    """A node: the supervisor of one host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
+    SECONDS_SINCE_HEARTBEAT_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    host: _builtins.str
+    alive: _builtins.bool
+    seconds_since_heartbeat: _builtins.float
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeDevice]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        host: _builtins.str = ...,
+        alive: _builtins.bool = ...,
+        seconds_since_heartbeat: _builtins.float = ...,
+        devices: _abc.Iterable[Global___NodeDevice] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "devices", b"devices", "host", b"host", "name", b"name", "seconds_since_heartbeat", b"seconds_since_heartbeat"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
+
+@_typing.final
+class NodeDevice(_message.Message):
+    """A device of a node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    UTILIZATION_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """As CUDA_VISIBLE_DEVICES of its node counts."""
+    device_class: _builtins.str
+    memory_bytes: _builtins.int
+    used_bytes: _builtins.int
+    """As its driver reports; absent where no driver does (a declared device)."""
+    utilization: _builtins.float
+    process: _builtins.str
+    """The process of this node that it was given to: "rollout-0"; empty: none."""
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What computes on it ("JOB/POLICY" or an engine's id), as its worker reports."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        device_class: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int | None = ...,
+        utilization: _builtins.float | None = ...,
+        process: _builtins.str = ...,
+        holders: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_used_bytes", b"_used_bytes", "_utilization", b"_utilization", "used_bytes", b"used_bytes", "utilization", b"utilization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_used_bytes", b"_used_bytes", "_utilization", b"_utilization", "device_class", b"device_class", "holders", b"holders", "index", b"index", "memory_bytes", b"memory_bytes", "process", b"process", "used_bytes", b"used_bytes", "utilization", b"utilization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__used_bytes: _TypeAlias = _typing.Literal["used_bytes"]  # noqa: Y015
+    _WhichOneofArgType__used_bytes: _TypeAlias = _typing.Literal["_used_bytes", b"_used_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__utilization: _TypeAlias = _typing.Literal["utilization"]  # noqa: Y015
+    _WhichOneofArgType__utilization: _TypeAlias = _typing.Literal["_utilization", b"_utilization"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__used_bytes) -> _WhichOneofReturnType__used_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization) -> _WhichOneofReturnType__utilization | None: ...
+
+Global___NodeDevice: _TypeAlias = NodeDevice  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -1896,6 +1986,8 @@ class WorkerStatus(_message.Message):
     DOING_FIELD_NUMBER: _builtins.int
     RSS_BYTES_FIELD_NUMBER: _builtins.int
     TRAINER_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     kind: Global___WorkerKind.ValueType
     address: _builtins.str
@@ -1903,10 +1995,13 @@ class WorkerStatus(_message.Message):
     seconds_since_heartbeat: _builtins.float
     doing: _builtins.str
     rss_bytes: _builtins.int
+    node: _builtins.str
     @_builtins.property
     def trainer(self) -> Global___TrainerDevice:
         """Of trainer workers."""
 
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___GivenDevice]: ...
     def __init__(
         self,
         *,
@@ -1918,10 +2013,12 @@ class WorkerStatus(_message.Message):
         doing: _builtins.str = ...,
         rss_bytes: _builtins.int = ...,
         trainer: Global___TrainerDevice | None = ...,
+        node: _builtins.str = ...,
+        devices: _abc.Iterable[Global___GivenDevice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "alive", b"alive", "doing", b"doing", "kind", b"kind", "rss_bytes", b"rss_bytes", "seconds_since_heartbeat", b"seconds_since_heartbeat", "trainer", b"trainer", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "alive", b"alive", "devices", b"devices", "doing", b"doing", "kind", b"kind", "node", b"node", "rss_bytes", b"rss_bytes", "seconds_since_heartbeat", b"seconds_since_heartbeat", "trainer", b"trainer", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2068,6 +2165,8 @@ class HeartbeatRequest(_message.Message):
     LOADS_FIELD_NUMBER: _builtins.int
     TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
     TRAINER_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable per process; a restarted process uses a new one."""
     kind: Global___WorkerKind.ValueType
@@ -2081,6 +2180,8 @@ class HeartbeatRequest(_message.Message):
     """Identifies the host (same host: shared memory can be used)."""
     transfer_address: _builtins.str
     """"host:port" of the owner that lets other hosts read this host's states; empty: none does."""
+    node: _builtins.str
+    """Name of the node that the worker belongs to; empty for a worker that no node started."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.EngineStatus]: ...
     @_builtins.property
@@ -2092,6 +2193,10 @@ class HeartbeatRequest(_message.Message):
     @_builtins.property
     def trainer(self) -> Global___TrainerDevice:
         """Of trainer workers."""
+
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___GivenDevice]:
+        """Devices that this worker was given, and what is on each of them."""
 
     def __init__(
         self,
@@ -2108,14 +2213,50 @@ class HeartbeatRequest(_message.Message):
         loads: _abc.Iterable[_rollout_pb2.PolicyLoad] | None = ...,
         transfer_address: _builtins.str = ...,
         trainer: Global___TrainerDevice | None = ...,
+        devices: _abc.Iterable[Global___GivenDevice] | None = ...,
+        node: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "rss_bytes", b"rss_bytes", "trainer", b"trainer", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "devices", b"devices", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "node", b"node", "rss_bytes", b"rss_bytes", "trainer", b"trainer", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class GivenDevice(_message.Message):
+    """A device that a worker was given."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """As CUDA_VISIBLE_DEVICES of its node counts."""
+    device_class: _builtins.str
+    memory_bytes: _builtins.int
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What computes on it: "JOB/POLICY" or an engine's id; empty: nothing."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        device_class: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
+        holders: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "holders", b"holders", "index", b"index", "memory_bytes", b"memory_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GivenDevice: _TypeAlias = GivenDevice  # noqa: Y015
 
 @_typing.final
 class TrainerDevice(_message.Message):
@@ -2169,6 +2310,71 @@ class HeartbeatResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
+
+@_typing.final
+class JoinNodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the node, unique in the cluster."""
+    instance: _builtins.str
+    """Random per process: tells a node that was restarted from another of the same name."""
+    protocol: _builtins.int
+    """Version of the protocol between head and node (`troupe.cluster.node.PROTOCOL`)."""
+    host: _builtins.str
+    leaving: _builtins.bool
+    """The node is leaving, and its name is free again."""
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeDevice]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        instance: _builtins.str = ...,
+        protocol: _builtins.int = ...,
+        host: _builtins.str = ...,
+        devices: _abc.Iterable[Global___NodeDevice] | None = ...,
+        leaving: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "host", b"host", "instance", b"instance", "leaving", b"leaving", "name", b"name", "protocol", b"protocol"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinNodeRequest: _TypeAlias = JoinNodeRequest  # noqa: Y015
+
+@_typing.final
+class JoinNodeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEXT_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPERIENCE_STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    REWARD_ADDRESS_FIELD_NUMBER: _builtins.int
+    next_seconds: _builtins.float
+    experience_store_address: _builtins.str
+    """Addresses at which the node's workers reach the other services."""
+    reward_address: _builtins.str
+    def __init__(
+        self,
+        *,
+        next_seconds: _builtins.float = ...,
+        experience_store_address: _builtins.str = ...,
+        reward_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience_store_address", b"experience_store_address", "next_seconds", b"next_seconds", "reward_address", b"reward_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinNodeResponse: _TypeAlias = JoinNodeResponse  # noqa: Y015
 
 @_typing.final
 class LocateStateRequest(_message.Message):

@@ -155,6 +155,11 @@ class OrchestratorStub:
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.JoinNode = channel.unary_unary(
+                '/troupe.v1.Orchestrator/JoinNode',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.JoinNodeRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.JoinNodeResponse.FromString,
+                _registered_method=True)
         self.LocateState = channel.unary_unary(
                 '/troupe.v1.Orchestrator/LocateState',
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.LocateStateRequest.SerializeToString,
@@ -323,6 +328,13 @@ class OrchestratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinNode(self, request, context):
+        """Nodes call it before they start workers and every few seconds from then on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LocateState(self, request, context):
         """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
         heartbeats: whom it names may not have it, and says so itself.
@@ -453,6 +465,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.HeartbeatRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'JoinNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinNode,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.JoinNodeRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.JoinNodeResponse.SerializeToString,
             ),
             'LocateState': grpc.unary_unary_rpc_method_handler(
                     servicer.LocateState,
@@ -1108,6 +1125,33 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/Heartbeat',
             troupe_dot_v1_dot_orchestrator__pb2.HeartbeatRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/JoinNode',
+            troupe_dot_v1_dot_orchestrator__pb2.JoinNodeRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.JoinNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,8 @@ class OrchestratorStub:
     """Log-probs of given continuations under a policy of a job at its newest version."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]
     """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
+    JoinNode: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.JoinNodeRequest, _orchestrator_pb2.JoinNodeResponse]
+    """Nodes call it before they start workers and every few seconds from then on."""
     LocateState: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.LocateStateRequest, _orchestrator_pb2.LocateStateResponse]
     """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
     heartbeats: whom it names may not have it, and says so itself.
@@ -118,6 +120,8 @@ class OrchestratorAsyncStub(OrchestratorStub):
     """Log-probs of given continuations under a policy of a job at its newest version."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
+    JoinNode: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.JoinNodeRequest, _orchestrator_pb2.JoinNodeResponse]  # type: ignore[assignment]
+    """Nodes call it before they start workers and every few seconds from then on."""
     LocateState: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.LocateStateRequest, _orchestrator_pb2.LocateStateResponse]  # type: ignore[assignment]
     """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
     heartbeats: whom it names may not have it, and says so itself.
@@ -306,6 +310,14 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.HeartbeatResponse, _abc.Awaitable[_orchestrator_pb2.HeartbeatResponse]]:
         """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
+
+    @_abc_1.abstractmethod
+    def JoinNode(
+        self,
+        request: _orchestrator_pb2.JoinNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.JoinNodeResponse, _abc.Awaitable[_orchestrator_pb2.JoinNodeResponse]]:
+        """Nodes call it before they start workers and every few seconds from then on."""
 
     @_abc_1.abstractmethod
     def LocateState(
