@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import structlog
 
 from services.rollout.engines.base import ServingEngine
-from services.rollout.engines.requests import Device
+from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.prepared_job import PreparedJob
 from services.rollout.rewards import JobFunctions
 from services.rollout.serving.engine_moves import EngineMoves
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
 
-def devices_of(policy: PolicySpec, own: Device) -> list[Device]:
+def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
     """One device per engine of the policy on this worker, in order of their replica numbers.
 
     Those of `engine.pools` where there are pools; else `own`, this worker's, for every engine.
@@ -44,7 +44,7 @@ def devices_of(policy: PolicySpec, own: Device) -> list[Device]:
         devices = [own] * count
     else:
         devices = [
-            Device(
+            DeviceSpeed(
                 pool.device_class,
                 pool.prefill_tokens_per_second or 0.0,
                 pool.decode_tokens_per_second or 0.0,
@@ -61,13 +61,13 @@ def devices_of(policy: PolicySpec, own: Device) -> list[Device]:
     ]
 
 
-def _modelled(device: Device, simulated: SimulatedSpec, running: int) -> Device:
+def _modelled(device: DeviceSpeed, simulated: SimulatedSpec, running: int) -> DeviceSpeed:
     """A simulated engine's rates follow from its cost model and need no measurement."""
     pace = simulated.of_class(device.device_class)
     step = pace.decode_seconds + pace.decode_seconds_per_turn * running
     if not device.device_class or not step:
         return device
-    return Device(device.device_class, pace.prefill_tokens_per_second, running / step)
+    return DeviceSpeed(device.device_class, pace.prefill_tokens_per_second, running / step)
 
 
 # Thresholds of the garbage collector. With Python's defaults the objects of waiting trajectories
@@ -131,7 +131,7 @@ class Preparation:
         rewards: RewardAsyncStub,
         worker_id: str,
         make_engine: EngineFactory,
-        device: Device | None = None,
+        device: DeviceSpeed | None = None,
         threads: int = 1,
     ) -> None:
         """`device`: what engines here run on, where the job does not name it. `threads`: number of
@@ -140,7 +140,7 @@ class Preparation:
         self._rewards = rewards
         self._worker_id = worker_id
         self._make_engine = make_engine
-        self._device = device or Device()
+        self._device = device or DeviceSpeed()
         self._threads = threads
 
     async def make(

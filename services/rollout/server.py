@@ -19,7 +19,7 @@ from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.requests import Device, SamplingParams
+from services.rollout.engines.requests import DeviceSpeed, SamplingParams
 from services.rollout.games import describe
 from services.rollout.job_setup import EngineFactory, Preparation, collect_seldom
 from services.rollout.jobs import JobTable
@@ -79,7 +79,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             or partial(
                 make_engine, threads=settings.threads, trace_dir=settings.simulated_trace_dir
             ),
-            Device(
+            DeviceSpeed(
                 settings.device_class,
                 settings.device_prefill_tokens_per_second,
                 settings.device_decode_tokens_per_second,

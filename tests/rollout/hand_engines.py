@@ -7,7 +7,12 @@ from typing import Any, ClassVar
 
 from services.rollout.engines.base import ServingEngine, Tensors
 from services.rollout.engines.errors import EngineDied, lost_turn
-from services.rollout.engines.requests import Device, EngineResponse, SamplingParams, VersionSpan
+from services.rollout.engines.requests import (
+    DeviceSpeed,
+    EngineResponse,
+    SamplingParams,
+    VersionSpan,
+)
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.serving.router import PolicyRouter, StickyRoute
 from troupe.job import RoutingSpec
@@ -22,9 +27,9 @@ class HandEngine(ServingEngine):
 
     kind: ClassVar[str] = "hand"
 
-    def __init__(self, engine_id: str, device: Device | None = None) -> None:
+    def __init__(self, engine_id: str, device: DeviceSpeed | None = None) -> None:
         super().__init__(engine_id, "p")
-        self.device = device or Device()
+        self.device = device or DeviceSpeed()
         self._state: pb.EngineState.ValueType = HEALTHY
         self._message = ""
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.rollout.engines.requests import Device
+from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.job_setup import devices_of
 from tests.rollout.house import House, evaluation, make_spec, open_house
 from troupe.job import JobSpec, PolicySpec
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
 
-OWN = Device("here", 100, 10)
+OWN = DeviceSpeed("here", 100, 10)
 POOLS: list[dict[str, Any]] = [
     {"device_class": "compute", "replicas": 2},
     {
@@ -42,18 +42,18 @@ def policy(**changes: Any) -> PolicySpec:
 def test_engines_are_on_the_workers_devices_unless_the_job_says_more() -> None:
     assert devices_of(policy(engine={"replicas": 2}), OWN) == [OWN, OWN]
     assert devices_of(policy(engine={"pools": POOLS}), OWN) == [
-        Device("compute"),
-        Device("compute"),
-        Device("bandwidth", 500, 300),
+        DeviceSpeed("compute"),
+        DeviceSpeed("compute"),
+        DeviceSpeed("bandwidth", 500, 300),
     ]
 
 
 def test_a_simulated_engine_says_what_its_cost_model_does() -> None:
     simulated = policy(engine={"pools": POOLS, "max_running": 8}, simulated=SIMULATED)
     assert devices_of(simulated, OWN) == [
-        Device("compute", 80_000, 8000),
-        Device("compute", 80_000, 8000),
-        Device("bandwidth", 500, 300),
+        DeviceSpeed("compute", 80_000, 8000),
+        DeviceSpeed("compute", 80_000, 8000),
+        DeviceSpeed("bandwidth", 500, 300),
     ]
     assert simulated.simulated is not None
     assert simulated.simulated.of_class("unheard-of") == simulated.simulated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.rollout.engines.requests import Device
+from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.prepared_job import OpenGroups
 from services.rollout.serving.router import Backlog, PolicyRouter, StickyRoute
 from tests.rollout.hand_engines import HandEngine, ask, drew, make, settle
@@ -99,8 +99,8 @@ async def test_without_stickiness_too_a_turn_waits_for_the_engine_that_it_was_gi
 
 async def test_kinds_of_turns_go_to_the_devices_that_fit() -> None:
     engines = [
-        HandEngine("c", device=Device("compute", 20_000, 1000)),
-        HandEngine("b", device=Device("bandwidth", 5_000, 3000)),
+        HandEngine("c", device=DeviceSpeed("compute", 20_000, 1000)),
+        HandEngine("b", device=DeviceSpeed("bandwidth", 5_000, 3000)),
     ]
     spec = RoutingSpec.model_validate({"affinity": {"domains": {"game": "compute"}}})
     router = PolicyRouter("p", engines, limit=8, spec=spec)  # type: ignore[arg-type]

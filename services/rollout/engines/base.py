@@ -31,7 +31,7 @@ from services.rollout.engines.errors import (
 )
 from services.rollout.engines.requests import (
     MEMORY,
-    Device,
+    DeviceSpeed,
     EngineLoad,
     EngineResponse,
     Memory,
@@ -76,7 +76,7 @@ class ServingEngine(ABC):
         self.engine_id = engine_id
         self.policy = policy
         # The hardware; set by the creator before `start`.
-        self.device = Device()
+        self.device = DeviceSpeed()
         self.max_context = 0
         self.vocabulary = 0
         self.eos_ids: frozenset[int] = frozenset()

@@ -93,7 +93,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpeed:
     """The hardware of an engine: a class of devices and its measured tokens per second of prefill
     and of decoding (all turns together); 0: unknown."""
 
