@@ -69,13 +69,15 @@ def _check_http(url: str, timeout: float) -> int:
 
 
 def _channel(address: str) -> grpc.Channel:
-    options = [("grpc.enable_http_proxy", 0)]
+    options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]
     authority = os.environ.get("TROUPE_TLS_CA")
     if not authority:
         return grpc.insecure_channel(address, options)
     files = [os.environ.get(name) for name in ("TROUPE_TLS_KEY", "TROUPE_TLS_CERT")]
     key, certificate = (Path(f).read_bytes() if f else None for f in files)
     credentials = grpc.ssl_channel_credentials(Path(authority).read_bytes(), key, certificate)
+    if name := os.environ.get("TROUPE_TLS_NAME"):
+        options.append(("grpc.ssl_target_name_override", name))
     return grpc.secure_channel(address, credentials, options)
 
 

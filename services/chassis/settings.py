@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from troupe.rpc import ClientSettings, RetryPolicy
+from troupe.rpc import ClientSettings, InvalidArgument, RetryPolicy
 from troupe.rpc.addresses import is_loopback_host
 from troupe.rpc.settings import Token
 from troupe.scratch import memory_root
@@ -49,6 +49,8 @@ class ServiceSettings(BaseSettings):
     """PEM key of `tls_cert`."""
     tls_ca: Path | None = None
     """PEM file of the authority that signs the services' certificates."""
+    tls_name: str | None = None
+    """Name that the certificates of all services carry, where they do not carry addresses."""
     tls_client_auth: bool = False
     """Refuse clients without a certificate signed by `tls_ca`."""
 
@@ -144,6 +146,7 @@ class ServiceSettings(BaseSettings):
         return ClientSettings(
             token=self.token,
             tls_ca=self.tls_ca,
+            tls_name=self.tls_name,
             tls_cert=self.tls_cert if self.tls_client_auth else None,
             tls_key=self.tls_key if self.tls_client_auth else None,
             max_message_mib=self.max_message_mib,
@@ -163,6 +166,8 @@ def read_settings(model: type[S], program: str) -> S | None:
         return model()
     except SettingsError as error:  # a variable with invalid JSON; the message names it
         print(f"{program}: {error}. See docs/operating.md.", file=sys.stderr)
+    except InvalidArgument as error:  # a scheduler's variable, from which a default is taken
+        print(f"{program}: {error}", file=sys.stderr)
     except ValidationError as error:
         from troupe.job.loading import explained
 

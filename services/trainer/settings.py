@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from services.chassis.settings import ServiceSettings
+from troupe.allocation import allocation
+
+
+def _gang_nodes() -> int:
+    place = allocation()
+    return place.nodes if place else 1
+
+
+def _gang_endpoint(given: dict[str, Any]) -> str:
+    place = allocation() if given.get("gang_nodes", 1) > 1 else None
+    return place.endpoint if place else "127.0.0.1:0"
 
 
 class TrainerSettings(ServiceSettings):
@@ -48,10 +59,12 @@ class TrainerSettings(ServiceSettings):
     """Have the operating system confirm that training state is on the disk."""
     gang_ranks: int = Field(default=0, ge=0, le=64)
     """Ranks of a gang on this host; 0: one per GPU, or per core where there is none."""
-    gang_nodes: int = Field(default=1, ge=1, le=64)
-    """Hosts of a gang, this one included; the others run `python -m services.trainer.gang`."""
-    gang_endpoint: str = "127.0.0.1:0"
-    """"host:port" at which the ranks of a gang meet; port 0 takes a free one (one host only)."""
+    gang_nodes: int = Field(default_factory=_gang_nodes, ge=1, le=64)
+    """Hosts of a gang, this one included; the others run `python -m services.trainer.gang`. As many
+    as LeaderWorkerSet's or Slurm's variables say, else 1."""
+    gang_endpoint: str = Field(default_factory=_gang_endpoint)
+    """"host:port" at which the ranks of a gang meet: of the first host that those variables name,
+    else "127.0.0.1:0". Port 0 takes a free one (one host only)."""
     gang_start_seconds: float = Field(default=180, gt=0)
     """How long a gang waits for all of its ranks."""
     gang_timeout_seconds: float = Field(default=120, gt=0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -201,17 +203,16 @@ async def test_token(echo: Echo) -> None:
     assert echo.runs == 1
 
 
-@pytest.fixture
-def pem(tmp_path: Path) -> tuple[Path, Path]:
-    """Key and self-signed certificate for 127.0.0.1."""
+def make_certificate(directory: Path, name: str) -> tuple[Path, Path]:
+    """Key and certificate for `name`, which is its own authority."""
     if shutil.which("openssl") is None:
         pytest.skip("makes its certificate with the openssl program")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    key, certificate = directory / "key.pem", directory / "certificate.pem"
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
             *("-nodes", "-days", "1", "-subj", "/CN=troupe", "-keyout", key, "-out", certificate),
-            *("-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-addext", f"subjectAltName={name}"),
         ],
         check=True,
         capture_output=True,
@@ -219,7 +220,21 @@ def pem(tmp_path: Path) -> tuple[Path, Path]:
     return key, certificate
 
 
-async def test_tls(echo: Echo, pem: tuple[Path, Path]) -> None:
+@pytest.fixture
+def pem(tmp_path: Path) -> tuple[Path, Path]:
+    """Key and self-signed certificate for 127.0.0.1."""
+    (directory := tmp_path / "loopback").mkdir()
+    return make_certificate(directory, "IP:127.0.0.1")
+
+
+async def probe(address: str, variables: dict[str, str]) -> int:
+    """Exit status of the health check of containers."""
+    command = (sys.executable, "-m", "services.chassis.probe", address, "--timeout", "3")
+    process = await asyncio.create_subprocess_exec(*command, env={**os.environ, **variables})
+    return await process.wait()
+
+
+async def test_tls(echo: Echo, pem: tuple[Path, Path], tmp_path: Path) -> None:
     key, certificate = pem
     settings = ServiceSettings(
         tls_key=key, tls_cert=certificate, tls_ca=certificate, tls_client_auth=True, token="s"
@@ -232,6 +247,17 @@ async def test_tls(echo: Echo, pem: tuple[Path, Path]) -> None:
             async with connect(server.address, client) as channel:
                 with pytest.raises(Unavailable):
                     await OrchestratorStub(channel).GetJob(get("x"))
+    # Pods have addresses that no certificate can know: all of them show one that has a name.
+    key, certificate = make_certificate(tmp_path, "DNS:cluster.troupe")
+    settings = settings.model_copy(update={"tls_key": key, "tls_cert": certificate})
+    settings = settings.model_copy(update={"tls_ca": certificate, "tls_name": "cluster.troupe"})
+    async with serve(echo, settings) as server:
+        async with connect(server.address, server.settings.client()) as channel:
+            assert (await OrchestratorStub(channel).GetJob(get("x"))).job.name == "x"
+        tls = {"TROUPE_TLS_CA": certificate, "TROUPE_TLS_CERT": certificate, "TROUPE_TLS_KEY": key}
+        for name, status in (("cluster.troupe", 0), ("another", 1)):
+            variables = {k: str(v) for k, v in tls.items()} | {"TROUPE_TLS_NAME": name}
+            assert await probe(server.address, variables) == status
     with pytest.raises(InvalidArgument, match="TROUPE_TLS_KEY"):
         async with serve(echo, ServiceSettings(tls_cert=certificate)):
             pass

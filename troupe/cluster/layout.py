@@ -213,6 +213,8 @@ def _shared_environment(
         "TROUPE_TRANSFER_DIR": str(settings.transfer_dir),
         "TROUPE_TRANSFER_FALLBACK_DIR": str(transfer_fallback_dir(settings.data_dir)),
         "TROUPE_PARENT_PID": str(parent_pid),
+        # Hosts that Slurm gave this job are no gang of an embedded cluster's trainer.
+        "TROUPE_GANG_NODES": os.environ.get("TROUPE_GANG_NODES", "1"),
         "TROUPE_LOG_FORMAT": "json",  # as `logs.last_line` expects
         "PYTHONPATH": python_path(Path.cwd(), os.environ.get("PYTHONPATH", "")),
         "PYTHONUNBUFFERED": "1",

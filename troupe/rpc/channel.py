@@ -95,6 +95,8 @@ def _options(address: str, settings: ClientSettings) -> list[tuple[str, Any]]:
     options = channel_options(settings.max_message_mib)
     if settings.proxy and not is_loopback_host(host_of(address)):
         options = [(name, 1 if name == "grpc.enable_http_proxy" else v) for name, v in options]
+    if settings.tls_ca is not None and settings.tls_name:
+        options.append(("grpc.ssl_target_name_override", settings.tls_name))
     return options
 
 

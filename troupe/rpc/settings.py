@@ -34,6 +34,8 @@ class ClientSettings(BaseSettings):
     """Bearer token of the cluster."""
     tls_ca: Path | None = None
     """PEM file of the certificate authority of the services; enables TLS."""
+    tls_name: str | None = None
+    """Name that services' certificates must carry; None: the address at which each is called."""
     tls_cert: Path | None = None
     """PEM certificate of this client, for services that require one."""
     tls_key: Path | None = None

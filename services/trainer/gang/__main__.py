@@ -1,32 +1,42 @@
-"""`python -m services.trainer.gang`: this host's ranks of gangs that another host's worker leads.
+"""`python -m services.trainer.gang`: one host of gangs that span several hosts.
 
-`TROUPE_GANG_ENDPOINT`: host and port of the lead; `TROUPE_GANG_NODE`: number of this host, from 1;
-`TROUPE_GANG_NODES`, `TROUPE_GANG_RANKS` and `TROUPE_DATA_DIR`: equal to the lead's.
+Host 0 leads them: it is a trainer worker, as `python -m services.trainer`. The others run their
+ranks. Number, count and meeting point are those of LeaderWorkerSet or Slurm (`troupe.allocation`),
+unless these are set: `TROUPE_GANG_NODE`, `TROUPE_GANG_NODES`, `TROUPE_GANG_ENDPOINT`.
+`TROUPE_GANG_RANKS` and `TROUPE_DATA_DIR` are equal on all hosts.
 """
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 
 import structlog
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from services.chassis import logs
+from services.chassis.app import run
+from services.chassis.process import keep_freed_memory
+from services.chassis.settings import read_settings
+from services.trainer.__main__ import make_service
 from services.trainer.gang.gang import RankSettings, launch, ranks_here
 from services.trainer.settings import TrainerSettings
-from troupe.job.loading import explained
+from troupe.allocation import allocation
 
 log = structlog.get_logger("troupe.gang")
 
 _PAUSE_SECONDS = 1.0
 
 
+def _gang_node() -> int:
+    place = allocation()
+    return place.node if place else 1
+
+
 class FollowerSettings(TrainerSettings):
     """The settings of a host that follows a lead, read from `TROUPE_*` environment variables."""
 
-    gang_node: int = Field(default=1, ge=1, le=63)
+    gang_node: int = Field(default_factory=_gang_node, ge=0, le=63)
     """Which of the gang's hosts this is; the lead is 0."""
 
 
@@ -54,13 +64,13 @@ def follow(settings: FollowerSettings, stop: threading.Event) -> None:
 
 
 def main() -> int:
-    """Follow the lead until SIGTERM; returns the exit status."""
-    try:
-        settings = FollowerSettings()
-    except ValidationError as error:
-        for fault in explained(error, FollowerSettings, "See docs/operating.md."):
-            print(f"services.trainer.gang: TROUPE_{fault}", file=sys.stderr)
+    """Lead, or follow the lead, until SIGTERM; returns the exit status."""
+    settings = read_settings(FollowerSettings, "services.trainer.gang")
+    if settings is None:
         return 2
+    if settings.gang_node == 0:
+        keep_freed_memory()
+        return run(make_service, TrainerSettings)
     logs.configure("services.trainer.gang", settings.log_level, settings.log_format)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -179,14 +179,41 @@ def test_a_host_that_does_not_come_is_waited_for_within_a_deadline(tokenizer: Pa
         together(Gangs(settings), gang_spec(tokenizer))
 
 
+@pytest.mark.slow
+def test_the_first_host_of_an_allocation_leads(tmp_path: Path) -> None:
+    """The same command on all hosts: on host 0 it is a trainer worker."""
+    ports = tmp_path / "ports"
+    environment = {
+        **os.environ,
+        "LWS_LEADER_ADDRESS": "127.0.0.1",
+        "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": "0",
+        "TROUPE_PORT_FILE": str(ports),
+        "TROUPE_DATA_DIR": str(tmp_path),
+        "TROUPE_TRANSFER_DIR": str(tmp_path / "transfer"),
+    }
+    lead = subprocess.Popen([sys.executable, "-m", "services.trainer.gang"], env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while not ports.exists():
+            assert lead.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        lead.terminate()
+        assert lead.wait(30) == 0
+
+
 def test_two_hosts_are_one_gang(tokenizer: Path) -> None:
     """A lead and a follower, which joins the gang after that one too."""
     endpoint = f"127.0.0.1:{free_port('127.0.0.1')}"
     environment = {
         **os.environ,
+        # Number and count as LeaderWorkerSet tells a pod; its port may be taken here.
+        "LWS_LEADER_ADDRESS": "127.0.0.1",
+        "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": "1",
         "TROUPE_GANG_ENDPOINT": endpoint,
-        "TROUPE_GANG_NODES": "2",
-        "TROUPE_GANG_NODE": "1",
         "TROUPE_GANG_RANKS": "1",
         "TROUPE_GANG_TIMEOUT_SECONDS": "20",
     }
