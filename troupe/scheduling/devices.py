@@ -1,0 +1,717 @@
+"""Which devices of which hosts each engine replica and trainer rank computes on.
+
+`plan` places requests: a request is the replicas of an engine or the ranks of a gang, and each of
+its members takes a number of devices of one host. Rules:
+
+* *All or none*: a request gets devices for all its members, or a `DeviceRefusal` that says what was
+  asked, what there is and who holds it.
+* *What runs stays*: a member that holds devices keeps them. It is placed anew only if its host or a
+  device of it is gone, its request asks for another number, or another member has it without
+  sharing it.
+* *Nothing twice*: no device has two members, unless their requests share devices on purpose
+  (`shares_with`, a job's `pipeline.colocate`). Of those, engines and trainers take turns: the
+  memory of members of one kind on a device adds up, that of two kinds does not.
+* *Gangs on whole hosts first*: a gang takes free hosts that it fills, then the host where its rest
+  fits best, then the hosts with most free devices. All its devices are of one class.
+* *A tensor-parallel group is on one host*, on devices that are all linked to one another (NVLink)
+  where there are any, else on one NUMA node, else anywhere on the host.
+* *Large blocks stay free*: among equals, the choice leaves the largest aligned blocks of 1, 2, 4, 8
+  neighbours (the cells of ARL-Tangram, arXiv 2603.13019, section 3; a buddy allocator).
+* *Engines are spread over hosts*, so that a lost host takes few replicas of a policy.
+* *Rare classes last*: a request that takes any class gets one that others name least.
+
+Gangs go first, then engines, larger ones before smaller ones. If that refuses a request, a second
+order is tried that packs instead of spreading, largest groups first; with groups of 1, 2, 4 or 8
+equal devices it finds a plan wherever there is one. Hosts in the same state are examined once, so
+that a plan of 3,000 devices takes milliseconds.
+
+`split` divides the devices of a single node between engines and trainers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final, Literal
+
+from troupe.devices import GIB, Device
+
+Kind = Literal["engine", "trainer"]
+Reason = Literal["class", "memory", "size", "held", "shared"]
+
+_REMEDY: Final[dict[Reason, str]] = {
+    "class": "Ask for a class that a host has, or add hosts with it.",
+    "memory": "Spread a member over more devices (engine.tensor_parallel, trainer.gang), or use "
+    "devices with more memory.",
+    "size": "Ask for fewer replicas or ranks, for fewer devices per member, or add hosts.",
+    "held": "Wait for or cancel what holds them, ask for fewer, add hosts, or let engines and "
+    "trainers take turns on them (pipeline.colocate).",
+    "shared": "Ask for no more than what it shares devices with.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHost:
+    """A host that is up, and its devices; their indices are unique on it."""
+
+    name: str
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDevices:
+    """Devices of one member of a request, by their indices on `host`."""
+
+    member: int
+    """Number of the replica, or rank in the gang."""
+    host: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """Devices wanted by an engine's replicas or a gang's ranks."""
+
+    name: str
+    kind: Kind
+    members: int = 1
+    """Number of replicas or ranks."""
+    devices: int = 1
+    """Devices of each member: its tensor-parallel size."""
+    memory: int = 0
+    """Bytes that a member needs on each of its devices; 0: unknown."""
+    device_class: str = ""
+    """Class of device that it needs; empty: any."""
+    shares_with: str = ""
+    """Name of a request with which it shares devices on purpose; empty: none."""
+
+    def __post_init__(self) -> None:
+        if self.members < 1 or self.devices < 1:
+            raise ValueError(f"{self.name}: {self.members} members of {self.devices} devices")
+
+    @property
+    def total(self) -> int:
+        """Devices of all its members."""
+        return self.members * self.devices
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRefusal:
+    """Why a request gets no devices now."""
+
+    request: DeviceRequest
+    reason: Reason
+    """`class`: no device is of that class; `memory`: none of these has enough; `size`: it would not
+    fit if all were free; `held`: others hold them; `shared`: what it shares devices with has too
+    few, or none."""
+    devices: int
+    """Devices that there are on all hosts."""
+    suitable: int
+    """Those of the right class with enough memory."""
+    free: int
+    """Those of them that nobody holds."""
+    largest: int
+    """Bytes of the largest device of the right class."""
+    holders: tuple[tuple[str, int], ...]
+    """Who holds suitable devices, and how many; those with most first."""
+    leader: str = ""
+    """The request whose devices it shares, or its own name."""
+
+    @property
+    def remedy(self) -> str:
+        """What the user can do."""
+        return _REMEDY[self.reason]
+
+    def __str__(self) -> str:
+        asked = self.request
+        size = f" with {asked.memory / GIB:.1f} GiB each" if asked.memory else ""
+        there = f"there are {self.devices}, of which {self.suitable} suit and {self.free} are free"
+        if self.reason == "memory":
+            there += f"; the largest has {self.largest / GIB:.1f} GiB"
+        if self.reason == "shared":
+            there += f"; it shares those of {self.leader}"
+        if self.holders:
+            there += "; held by " + ", ".join(f"{name} ({count})" for name, count in self.holders)
+        return (
+            f"{asked.name} ({asked.kind}) asks for {asked.members} x {asked.devices} "
+            f"{asked.device_class or 'any'} devices{size}: {there}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """The members' devices by request, and what was refused."""
+
+    members: Mapping[str, tuple[MemberDevices, ...]]
+    """By number. Those of a refused request are the ones that run already."""
+    refusals: tuple[DeviceRefusal, ...] = ()
+
+
+def plan(
+    hosts: Sequence[DeviceHost],
+    requests: Sequence[DeviceRequest],
+    held: Mapping[str, Sequence[MemberDevices]] | None = None,
+) -> DevicePlan:
+    """Devices for all members of all requests. Independent of the order of the arguments.
+
+    `held`: what runs already, by request; other names there hold their devices too, and are placed
+    no further. Raises ValueError for two hosts or requests of one name, two devices of one index,
+    and requests that share devices with an unknown one.
+    """
+    ordered = sorted(hosts, key=lambda host: host.name)
+    if len({host.name for host in hosts}) < len(hosts):
+        raise ValueError("two hosts of one name")
+    groups = _share_groups(requests)
+    shapes = _shapes(ordered)
+    drafts = []
+    for pack in (False, True):
+        drafts.append(_Draft(shapes, groups, held or {}))
+        for group in sorted(groups, key=lambda one: one.by_size if pack else one.by_kind):
+            drafts[-1].place(group, pack=pack)
+        if not drafts[-1].refused:
+            break
+    return min(drafts, key=lambda draft: len(draft.refused)).plan()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSplit:
+    """Indices of a node's devices for engines and for trainers; `shared`: both have all of them."""
+
+    engine: tuple[int, ...]
+    trainer: tuple[int, ...]
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRefusal:
+    """Why a node's devices cannot be divided as asked."""
+
+    message: str
+    remedy: str
+
+
+def split(
+    devices: Sequence[Device],
+    engine: int | None = None,
+    trainer: int | None = None,
+    *,
+    colocate: bool = False,
+) -> DeviceSplit | SplitRefusal:
+    """How a node divides its devices: without a word half each, engines get the odd one.
+
+    `engine`, `trainer`: numbers that the user asks for; one alone leaves the rest to the other.
+    Engines get the block of linked devices that leaves the trainers the largest blocks. With
+    `colocate` each gets all, and they take turns.
+    """
+    count = len(devices)
+    if min(engine or 0, trainer or 0) < 0:
+        return SplitRefusal(
+            f"{engine} devices for engines and {trainer} for trainers", "Give 0 or more."
+        )
+    if colocate and engine is None and trainer is None:
+        both = tuple(sorted(one.index for one in devices))
+        if both:
+            return DeviceSplit(both, both, shared=True)
+    if engine is None and trainer is None:
+        if count < 2:
+            return SplitRefusal(
+                f"the node has {count} devices: engines and trainers need one each",
+                "Let them take turns (pipeline.colocate: true), or give the one device to either: "
+                "--engine-devices 1 --trainer-devices 0.",
+            )
+        engine = (count + 1) // 2
+    if engine is None:
+        engine = max(0, count - (trainer or 0))
+    if trainer is None:
+        trainer = max(0, count - engine)
+    if engine + trainer > count:
+        return SplitRefusal(
+            f"{engine} devices for engines and {trainer} for trainers are more than the node's "
+            f"{count}",
+            "Ask for fewer, or let them take turns on all devices (pipeline.colocate: true).",
+        )
+    shape = _Shape(devices)
+    ours = shape.group(shape.all, engine)
+    rest = shape.all & ~ours.mask if ours else shape.all
+    theirs = shape.group(rest, trainer)
+    return DeviceSplit(
+        shape.indices(ours.mask) if ours else (), shape.indices(theirs.mask) if theirs else ()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a member needs: so many devices of one class (empty: any), each with so much memory."""
+
+    devices: int
+    device_class: str
+    memory: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Group:
+    """Devices that work together. `links`: 0: all linked to one another, 1: on one NUMA node, 2: on
+    one host; `loss`: how much smaller the largest free blocks become; `apart`: how far they are
+    from each other and from a block's start."""
+
+    links: int
+    loss: int
+    apart: int
+    mask: int
+
+
+class _Shape:
+    """The devices of a host without its name: hosts with equal ones share it.
+
+    A set of devices is a bit mask of their positions; linked devices have neighbouring positions.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        if len({one.index for one in devices}) < len(devices):
+            raise ValueError("two devices of one index")
+        islands: list[list[Device]] = []
+        for one in sorted(devices, key=_place_of):
+            home = next((i for i in islands if all(_linked(one, other) for other in i)), None)
+            if home is None:
+                islands.append([one])
+            else:
+                home.append(one)
+        self.devices = [one for island in islands for one in island]
+        self._positions = {one.index: position for position, one in enumerate(self.devices)}
+        self.all = (1 << len(devices)) - 1
+        self._size = 1 << max(0, len(devices) - 1).bit_length()
+        names = {one.index: number for number, isle in enumerate(islands) for one in isle}
+        self._levels = (
+            self._parts(lambda one: names[one.index]),
+            self._parts(lambda one: one.numa_node),
+            (self.all,),
+        )
+        self._groups: dict[tuple[int, int], _Group | None] = {}
+        self._suitable: dict[_Wish, int] = {}
+
+    def _parts(self, key: Callable[[Device], int | None]) -> tuple[int, ...]:
+        parts: dict[int | None, int] = {}
+        for position, one in enumerate(self.devices):
+            parts[key(one)] = parts.get(key(one), 0) | 1 << position
+        return tuple(parts.values())
+
+    def suitable(self, wish: _Wish) -> int:
+        """Devices of the class with enough memory, or of unknown memory."""
+        if (known := self._suitable.get(wish)) is None:
+            known = self._suitable[wish] = sum(
+                1 << position
+                for position, one in enumerate(self.devices)
+                if wish.device_class in ("", one.device_class) and not 0 < one.memory < wish.memory
+            )
+        return known
+
+    def group(self, free: int, count: int) -> _Group | None:
+        """The best `count` devices of `free`; None: there are not as many."""
+        if not 0 < count <= free.bit_count():
+            return None
+        wish = free, count
+        if wish not in self._groups:
+            # The last level is the whole host, which has enough.
+            self._groups[wish] = min(
+                next(found for level in range(3) if (found := self._windows(level, free, count)))
+            )
+        return self._groups[wish]
+
+    def _windows(self, level: int, free: int, count: int) -> list[_Group]:
+        """Each run of `count` neighbours among the free devices of each part."""
+        before, found = _worth(free, 0, self._size), []
+        for part in self._levels[level]:
+            bits = list(_bits(part & free))
+            for first in range(len(bits) - count + 1):
+                mask = sum(1 << position for position in bits[first : first + count])
+                loss = before - _worth(free & ~mask, 0, self._size)
+                apart = bits[first + count - 1] - bits[first]
+                aligned = bits[first] % (1 << (count - 1).bit_length()) == 0
+                found.append(_Group(level, loss, 2 * apart + (not aligned), mask))
+        return found
+
+    def indices(self, mask: int) -> tuple[int, ...]:
+        """Indices of the devices of a set, ascending."""
+        return tuple(sorted(self.devices[position].index for position in _bits(mask)))
+
+    def mask(self, indices: Iterable[int]) -> int:
+        """The set of devices of these indices; 0: one is not there."""
+        positions = [self._positions.get(index) for index in indices]
+        return 0 if None in positions else sum(1 << one for one in positions if one is not None)
+
+    def class_of(self, index: int) -> str:
+        """Class of a device."""
+        return self.devices[self._positions[index]].device_class
+
+
+def _place_of(one: Device) -> tuple[str, int, int]:
+    numa_node = -1 if one.numa_node is None else one.numa_node
+    return one.device_class, numa_node, one.index
+
+
+def _linked(one: Device, other: Device) -> bool:
+    return one.index in other.links or other.index in one.links
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+@lru_cache(maxsize=1 << 16)
+def _worth(free: int, first: int, size: int) -> int:
+    """Sum of the squared sizes of the largest aligned blocks that are wholly free."""
+    block = ((1 << size) - 1) << first
+    if free & block == block:
+        return size * size
+    if size == 1 or not free & block:
+        return 0
+    half = size // 2
+    return _worth(free, first, half) + _worth(free, first + half, half)
+
+
+def _shapes(hosts: Iterable[DeviceHost]) -> dict[str, _Shape]:
+    known: dict[tuple[Device, ...], _Shape] = {}
+    shapes = {}
+    for host in hosts:
+        devices = tuple(
+            replace(one, uuid="") for one in sorted(host.devices, key=lambda one: one.index)
+        )
+        if devices not in known:
+            known[devices] = _Shape(devices)
+        shapes[host.name] = known[devices]
+    return shapes
+
+
+class _Pool:
+    """Free devices of hosts, by the state of the host: its shape and which are free."""
+
+    def __init__(self, shapes: Mapping[str, _Shape], free: Mapping[str, int]) -> None:
+        self._shapes, self._free = shapes, dict(free)
+        self._states: dict[tuple[_Shape, int], set[str]] = {}
+        for host, mask in self._free.items():
+            self._states.setdefault((shapes[host], mask), set()).add(host)
+
+    def take(self, host: str, mask: int) -> None:
+        """Make devices of a host no longer free."""
+        shape, free = self._shapes[host], self._free[host]
+        names = self._states[shape, free]
+        names.remove(host)
+        if not names:
+            del self._states[shape, free]
+        self._free[host] = free & ~mask
+        self._states.setdefault((shape, free & ~mask), set()).add(host)
+
+    def room(self, wish: _Wish) -> int:
+        """How many members have room; every group that a host has devices for is found."""
+        return sum(
+            len(names) * ((free & shape.suitable(wish)).bit_count() // wish.devices)
+            for (shape, free), names in self._states.items()
+        )
+
+    def spread(
+        self, wish: _Wish, count: int, here: Counter[str], *, pack: bool
+    ) -> list[tuple[str, int]]:
+        """Take devices for up to `count` members, each on the host that has fewest of them
+        (`here`); with `pack` where they leave the largest blocks."""
+        # One entry for the hosts in one state: the first, with the others behind it.
+        heap: list[tuple[int, int, int, str, int, Iterator[str]]] = []
+
+        def offer(host: str, others: Iterator[str]) -> None:
+            shape = self._shapes[host]
+            group = shape.group(self._free[host] & shape.suitable(wish), wish.devices)
+            if group is not None:
+                members = 0 if pack else here[host]
+                entry = group.links, members, group.loss, host, group.mask, others
+                heapq.heappush(heap, entry)
+
+        def next_of(others: Iterator[str]) -> None:
+            if (host := next(others, None)) is not None:
+                offer(host, others)
+
+        for names in self._states.values():
+            next_of(iter(sorted(names - here.keys())))
+        for host in sorted(here.keys() & self._free.keys()):
+            offer(host, iter(()))
+        taken: list[tuple[str, int]] = []
+        while heap and len(taken) < count:
+            *_, host, mask, others = heapq.heappop(heap)
+            self.take(host, mask)
+            here[host] += 1
+            taken.append((host, mask))
+            offer(host, iter(()))
+            next_of(others)
+        return taken
+
+    def gang(self, wish: _Wish, count: int) -> list[tuple[str, int]]:
+        """Take devices for `count` members, on whole hosts first; for none if there are too few."""
+        taken: list[tuple[str, int]] = []
+        enough = self.room(wish) >= count
+        while enough and len(taken) < count:
+            host, block = self._best_for_gang(wish, count - len(taken))
+            while (group := self._shapes[host].group(block, wish.devices)) is not None:
+                block &= ~group.mask
+                taken.append((host, group.mask))
+                self.take(host, group.mask)
+        return taken
+
+    def _best_for_gang(self, wish: _Wish, left: int) -> tuple[str, int]:
+        """The next host of a gang, and its devices on it."""
+        options = []
+        for (shape, free), names in self._states.items():
+            usable = free & shape.suitable(wish)
+            fit = min(left, usable.bit_count() // wish.devices)
+            if (group := shape.group(usable, fit * wish.devices)) is not None:
+                partly = int(free != shape.all)
+                rank = (group.links, group.loss, partly) if fit == left else (partly, -fit, 0)
+                options.append((fit < left, rank, min(names), group.mask))
+        return min(options)[2:]
+
+
+@dataclass(frozen=True, slots=True)
+class _ShareGroup:
+    """Requests for the same devices: `leader`, the largest, takes them, `guests` use them too."""
+
+    leader: DeviceRequest
+    guests: tuple[DeviceRequest, ...] = ()
+
+    @property
+    def requests(self) -> tuple[DeviceRequest, ...]:
+        """All of them."""
+        return self.leader, *self.guests
+
+    @property
+    def classes(self) -> frozenset[str]:
+        """Classes that they name."""
+        return frozenset(one.device_class for one in self.requests) - {""}
+
+    @property
+    def memory(self) -> int:
+        """The most memory that one of them needs on a device."""
+        return max(one.memory for one in self.requests)
+
+    @property
+    def by_size(self) -> tuple[object, ...]:
+        """Orders groups: larger members, named classes and more memory first."""
+        one = self.leader
+        return -one.devices, not self.classes, -self.memory, -one.total, one.name
+
+    @property
+    def by_kind(self) -> tuple[object, ...]:
+        """Orders groups: gangs first, the larger ones before."""
+        one = self.leader
+        return one.kind != "trainer", not self.classes, -one.devices, -one.total, one.name
+
+    def friends(self, request: DeviceRequest) -> set[str]:
+        """Names of requests whose members may be on a device of `request`: two ranks of a gang need
+        two devices, two replicas of an engine do not."""
+        if not self.guests:
+            return set()
+        names = {one.name for one in self.requests}
+        return names - {request.name} if request.kind == "trainer" else names
+
+
+def _share_groups(requests: Sequence[DeviceRequest]) -> list[_ShareGroup]:
+    named = {one.name: one for one in requests}
+    if len(named) < len(requests):
+        raise ValueError("two requests of one name")
+    root = {name: name for name in named}
+
+    def find(name: str) -> str:
+        while root[name] != name:
+            name = root[name]
+        return name
+
+    for name in sorted(named):
+        if other := named[name].shares_with:
+            if other not in named:
+                raise ValueError(f"{name} shares devices with {other}, which asks for none")
+            root[find(name)] = find(other)
+    together: dict[str, list[DeviceRequest]] = {}
+    for name in named:
+        together.setdefault(find(name), []).append(named[name])
+    found = []
+    for members in together.values():
+        members.sort(key=lambda one: (-one.total, -one.devices, one.kind != "trainer", one.name))
+        found.append(_ShareGroup(members[0], tuple(members[1:])))
+    return found
+
+
+class _Draft:
+    """A plan while it is made."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, _Shape],
+        groups: Sequence[_ShareGroup],
+        held: Mapping[str, Sequence[MemberDevices]],
+    ) -> None:
+        self._shapes = shapes
+        self._groups = {one.name: group for group in groups for one in group.requests}
+        self._members: dict[str, dict[int, MemberDevices]] = {name: {} for name in self._groups}
+        self.refused: list[DeviceRequest] = []
+        # Names that hold each device, by host and position.
+        self._holders = {host: [set[str]() for _ in one.devices] for host, one in shapes.items()}
+        self._pool = _Pool(shapes, {host: shape.all for host, shape in shapes.items()})
+        # Names that are only held come first: they cannot be placed anew.
+        for name in sorted(held, key=lambda name: (name in self._groups, name)):
+            for member in sorted(held[name], key=lambda one: one.member):
+                if self._stays(name, member):
+                    self._hold(name, member)
+        named = Counter(name for group in groups for name in group.classes)
+        classes = {one.device_class for shape in set(shapes.values()) for one in shape.devices}
+        self._classes = sorted(classes, key=lambda name: (named[name], name))
+
+    def _stays(self, name: str, member: MemberDevices) -> bool:
+        """Whether a running member is kept."""
+        shape = self._shapes.get(member.host)
+        mask = shape.mask(member.devices) if shape is not None else 0
+        if not mask or name not in self._groups:
+            return bool(mask)
+        request = next(one for one in self._groups[name].requests if one.name == name)
+        others = {who for bit in _bits(mask) for who in self._holders[member.host][bit]}
+        return (
+            member.member < request.members
+            and mask.bit_count() == request.devices
+            and others <= self._groups[name].friends(request)
+        )
+
+    def _hold(self, name: str, member: MemberDevices) -> None:
+        mask = self._shapes[member.host].mask(member.devices)
+        for bit in _bits(mask):
+            self._holders[member.host][bit].add(name)
+        self._pool.take(member.host, mask)
+        if name in self._members:
+            self._members[name][member.member] = member
+
+    def place(self, group: _ShareGroup, *, pack: bool) -> None:
+        """Place the requests of a group; all are refused with their leader."""
+        leader = group.leader
+        count = leader.members - len(self._members[leader.name])
+        found = self._take(group, count, pack=pack)
+        if len(found) < count:
+            self.refused += group.requests
+            return
+        self._add(leader, found)
+        for guest in group.guests:
+            count = guest.members - len(self._members[guest.name])
+            found = self._share(group, guest, count)
+            if len(found) < count:
+                self.refused.append(guest)
+            else:
+                self._add(guest, found)
+
+    def _take(self, group: _ShareGroup, count: int, *, pack: bool) -> list[tuple[str, int]]:
+        """Devices for `count` further members of the leader; none if there are too few."""
+        leader, kept = group.leader, self._members[group.leader.name].values()
+        wishes = self._wishes(group)
+        if leader.kind == "trainer":
+            for wish in wishes:
+                held = (self._shapes[one.host].class_of(one.devices[0]) for one in kept)
+                same = all(name == wish.device_class for name in held)
+                if same and (found := self._pool.gang(wish, count)):
+                    return found
+            return []
+        if sum(self._pool.room(wish) for wish in wishes) < count:
+            return []
+        here, found = Counter(one.host for one in kept), []
+        for wish in wishes:
+            found += self._pool.spread(wish, count - len(found), here, pack=pack)
+        return found
+
+    def _wishes(self, group: _ShareGroup) -> list[_Wish]:
+        """What its leader's members need, for each class that will do."""
+        classes = [one for one in self._classes if group.classes <= {one}]
+        return [_Wish(group.leader.devices, one, group.memory) for one in classes]
+
+    def _share(self, group: _ShareGroup, guest: DeviceRequest, count: int) -> list[tuple[str, int]]:
+        """Devices of the leader for `count` further members of a guest: those with fewest members
+        of its kind, and room for one more beside them."""
+        loads: Counter[tuple[str, int]] = Counter()
+        used: Counter[tuple[str, int]] = Counter()
+
+        def add(request: DeviceRequest, host: str, mask: int) -> None:
+            for bit in _bits(mask):
+                loads[host, bit] += 1
+                used[host, bit] += request.memory
+
+        for one in group.requests:
+            for member in self._members[one.name].values():
+                if one.kind == guest.kind:
+                    add(one, member.host, self._shapes[member.host].mask(member.devices))
+        ours = Counter(one.host for one in self._members[guest.name].values())
+        barred = {guest.name} if guest.kind == "trainer" else set()
+        found: list[tuple[str, int]] = []
+        layer = 0
+        while len(found) < count:
+            free: dict[str, int] = {}
+            for member in self._members[group.leader.name].values():
+                devices = self._shapes[member.host].devices
+                for bit in _bits(self._shapes[member.host].mask(member.devices)):
+                    at, most = (member.host, bit), devices[bit].memory
+                    room = not most or used[at] + guest.memory <= most
+                    if loads[at] <= layer and room and not barred & self._holders[member.host][bit]:
+                        free[member.host] = free.get(member.host, 0) | 1 << bit
+            pool, wish = _Pool(self._shapes, free), _Wish(guest.devices, guest.device_class, 0)
+            if guest.kind == "trainer":
+                more = pool.gang(wish, count)
+            else:
+                more = pool.spread(wish, count - len(found), ours, pack=False)
+            if not more and layer >= max(loads.values(), default=0):
+                return []
+            for host, mask in more:
+                add(guest, host, mask)
+            found += more
+            layer += 1
+        return found
+
+    def _add(self, request: DeviceRequest, found: Iterable[tuple[str, int]]) -> None:
+        """Number new members: the numbers that are missing, host by host."""
+        missing = (n for n in range(request.members) if n not in self._members[request.name])
+        for number, (host, mask) in zip(list(missing), found, strict=True):
+            devices = self._shapes[host].indices(mask)
+            self._hold(request.name, MemberDevices(number, host, devices))
+
+    def plan(self) -> DevicePlan:
+        """What was found."""
+        members = {
+            name: tuple(numbered[number] for number in sorted(numbered))
+            for name, numbered in sorted(self._members.items())
+        }
+        refused = sorted(self.refused, key=lambda one: one.name)
+        return DevicePlan(members, tuple(self._refusal(one) for one in refused))
+
+    def _refusal(self, request: DeviceRequest) -> DeviceRefusal:
+        group, holders = self._groups[request.name], Counter[str]()
+        devices = classed = suitable = free = largest = 0
+        for host, shape in self._shapes.items():
+            devices += len(shape.devices)
+            for device, names in zip(shape.devices, self._holders[host], strict=True):
+                if group.classes <= {device.device_class}:
+                    classed += 1
+                    largest = max(largest, device.memory)
+                    if not 0 < device.memory < group.memory:
+                        suitable += 1
+                        free += not names
+                        holders.update(names)
+        empty = _Pool(self._shapes, {host: shape.all for host, shape in self._shapes.items()})
+        rooms = [empty.room(wish) for wish in self._wishes(group)]
+        most = max(rooms, default=0) if group.leader.kind == "trainer" else sum(rooms)
+        reason: Reason = "held"
+        if request is not group.leader:
+            reason = "shared"
+        elif not classed:
+            reason = "class"
+        elif not suitable:
+            reason = "memory"
+        elif most < request.members:
+            reason = "size"
+        by_count = sorted(holders.items(), key=lambda one: (-one[1], one[0]))
+        return DeviceRefusal(
+            request, reason, devices, suitable, free, largest, tuple(by_count), group.leader.name
+        )
