@@ -168,7 +168,7 @@ def plan(
     shapes = _shapes(ordered)
     drafts = []
     for pack in (False, True):
-        drafts.append(_Draft(shapes, groups, held or {}))
+        drafts.append(_DeviceDraft(shapes, groups, held or {}))
         for group in sorted(groups, key=lambda one: one.by_size if pack else one.by_kind):
             drafts[-1].place(group, pack=pack)
         if not drafts[-1].refused:
@@ -388,7 +388,7 @@ def _shapes(hosts: Iterable[DeviceHost]) -> dict[str, _Shape]:
     return shapes
 
 
-class _Pool:
+class _FreeDevices:
     """Free devices of hosts, by the state of the host: its shape and which are free."""
 
     def __init__(self, shapes: Mapping[str, _Shape], free: Mapping[str, int]) -> None:
@@ -542,7 +542,7 @@ def _share_groups(requests: Sequence[DeviceRequest]) -> list[_ShareGroup]:
     return found
 
 
-class _Draft:
+class _DeviceDraft:
     """A plan while it is made."""
 
     def __init__(
@@ -557,7 +557,7 @@ class _Draft:
         self.refused: list[DeviceRequest] = []
         # Names that hold each device, by host and position.
         self._holders = {host: [set[str]() for _ in one.devices] for host, one in shapes.items()}
-        self._pool = _Pool(shapes, {host: shape.all for host, shape in shapes.items()})
+        self._free = _FreeDevices(shapes, {host: shape.all for host, shape in shapes.items()})
         # Names that are only held come first: they cannot be placed anew.
         for name in sorted(held, key=lambda name: (name in self._groups, name)):
             for member in sorted(held[name], key=lambda one: one.member):
@@ -585,7 +585,7 @@ class _Draft:
         mask = self._shapes[member.host].mask(member.devices)
         for bit in _bits(mask):
             self._holders[member.host][bit].add(name)
-        self._pool.take(member.host, mask)
+        self._free.take(member.host, mask)
         if name in self._members:
             self._members[name][member.member] = member
 
@@ -614,14 +614,14 @@ class _Draft:
             for wish in wishes:
                 held = (self._shapes[one.host].class_of(one.devices[0]) for one in kept)
                 same = all(name == wish.device_class for name in held)
-                if same and (found := self._pool.gang(wish, count)):
+                if same and (found := self._free.gang(wish, count)):
                     return found
             return []
-        if sum(self._pool.room(wish) for wish in wishes) < count:
+        if sum(self._free.room(wish) for wish in wishes) < count:
             return []
         here, found = Counter(one.host for one in kept), []
         for wish in wishes:
-            found += self._pool.spread(wish, count - len(found), here, pack=pack)
+            found += self._free.spread(wish, count - len(found), here, pack=pack)
         return found
 
     def _wishes(self, group: _ShareGroup) -> list[_Wish]:
@@ -657,7 +657,10 @@ class _Draft:
                     room = not most or used[at] + guest.memory <= most
                     if loads[at] <= layer and room and not barred & self._holders[member.host][bit]:
                         free[member.host] = free.get(member.host, 0) | 1 << bit
-            pool, wish = _Pool(self._shapes, free), _Wish(guest.devices, guest.device_class, 0)
+            pool, wish = (
+                _FreeDevices(self._shapes, free),
+                _Wish(guest.devices, guest.device_class, 0),
+            )
             if guest.kind == "trainer":
                 more = pool.gang(wish, count)
             else:
@@ -699,7 +702,9 @@ class _Draft:
                         suitable += 1
                         free += not names
                         holders.update(names)
-        empty = _Pool(self._shapes, {host: shape.all for host, shape in self._shapes.items()})
+        empty = _FreeDevices(
+            self._shapes, {host: shape.all for host, shape in self._shapes.items()}
+        )
         rooms = [empty.room(wish) for wish in self._wishes(group)]
         most = max(rooms, default=0) if group.leader.kind == "trainer" else sum(rooms)
         reason: Reason = "held"
