@@ -91,39 +91,26 @@ _CAUSES: Final = {
     "superseded": "another binding took over",
     "unknown": "no such claim is held",
 }
-
-
-@dataclass(frozen=True)
-class ClaimRequest:
-    """The arguments of a claim."""
-
-    job: str
-    policy: str
-    step: int
-    claim: str
-    """Caller-supplied; repeating it returns the same samples."""
-    claimant: str
-    max_samples: int
-    max_tokens: int
-    """0: no bound."""
-    lease_seconds: float
-    oldest_version: int | None = None
-    """Groups with a sample that an older version began are dropped as "stale". It belongs to the
-    step: the highest that any claim named holds, a lower one is ignored, because what the higher
-    one excluded is gone for good."""
-    whole_groups: bool = False
-    """Never split a group over two claims, even if that exceeds the bounds."""
-    balance_tokens: bool = False
-    """Choose samples such that claims have about equally many tokens, not in order of their ids.
-    Once a claim asked for it, the samples of its step are kept in order of tokens."""
+# The state of a step's samples after its commit, by outcome.
+_TARGETS: Final = {
+    store_pb.STEP_OUTCOME_APPLIED: LETTER_OF[pb.SAMPLE_STATE_TRAINED],
+    store_pb.STEP_OUTCOME_SKIPPED: LETTER_OF[pb.SAMPLE_STATE_DROPPED],
+    store_pb.STEP_OUTCOME_EMPTY: "",
+}
 
 
 class Claims:
-    """Claims, renewals and releases."""
+    """Claims, renewals, releases and commits."""
 
     def __init__(
-        self, tables: TableRegistry, steps: StepStore, samples: Samples, notices: Notices
+        self,
+        database: Database,
+        tables: TableRegistry,
+        steps: StepStore,
+        samples: Samples,
+        notices: Notices,
     ) -> None:
+        self._database = database
         self._tables = tables
         self._steps = steps
         self._samples = samples
@@ -131,23 +118,25 @@ class Claims:
 
     async def claim(
         self,
-        request: ClaimRequest,
+        request: store_pb.ClaimMicroBatchRequest,
         wait_seconds: float,
         gone: Callable[[], bool] = lambda: False,
     ) -> Delivery:
         """Lease a micro-batch, waiting at most `wait_seconds` for a full one, or until the caller
         is `gone`: samples leased to a caller that left would be missing until the lease runs out.
 
+        `oldest_version` belongs to the step: the highest that any claim named holds, a lower one is
+        ignored, because what the higher one excluded is gone for good. Once a claim asked for
+        `balance_tokens`, the samples of its step are kept in order of tokens, not of their ids.
+
         Raises `FailedPrecondition` of kind `claim_lost` when the claim was lost before, or its
         claimant was superseded, of kind `group_too_large` when a whole group cannot be sent.
         """
-        await self._tables.check_policy(request.job, request.policy)
+        job, policy, step = request.job_id, request.policy, request.step
+        await self._tables.check_policy(job, policy)
         deadline = time.monotonic() + wait_seconds
         with self._notices.listen(
-            request.job,
-            policy=request.policy,
-            step=request.step,
-            kinds=frozenset({CLAIMABLE}),
+            job, policy=policy, step=step, kinds=frozenset({CLAIMABLE})
         ) as subscription:
             while True:
                 if gone():
@@ -163,20 +152,20 @@ class Claims:
                     return response
                 await subscription.wait(min(left, expiry_seconds))
 
-    async def _try(self, request: ClaimRequest) -> tuple[Delivery, float]:
+    async def _try(self, request: store_pb.ClaimMicroBatchRequest) -> tuple[Delivery, float]:
         """One attempt; with WAIT, the seconds until a lease runs out."""
         outcome, *rest = await self._steps.on_table(
             "claim",
-            request.job,
+            request.job_id,
             request.policy,
             request.step,
-            request.claim,
+            request.request_id,
             request.claimant,
             request.max_samples,
             request.max_tokens,
             CLAIM_BYTES,
             _milliseconds(request.lease_seconds),
-            "" if request.oldest_version is None else request.oldest_version,
+            request.oldest_version if request.HasField("oldest_version") else "",
             int(request.whole_groups),
             int(request.balance_tokens),
             GROUP_BYTES,
@@ -187,16 +176,16 @@ class Claims:
         if outcome == b"exhausted":
             return Delivery.of(Response.OUTCOME_EXHAUSTED), math.inf
         if outcome == b"taken":
-            raise lost(request.claim, f"it belongs to {rest[0].decode()}")
+            raise lost(request.request_id, f"it belongs to {rest[0].decode()}")
         if outcome == b"lost":
-            raise lost(request.claim, cause_text(rest[0]))
+            raise lost(request.request_id, cause_text(rest[0]))
         if outcome == b"too_large":
             raise _too_large(rest[0].decode(), int(rest[1]))
         return await self._deliver(request, *rest), math.inf
 
     async def _deliver(
         self,
-        request: ClaimRequest,
+        request: store_pb.ClaimMicroBatchRequest,
         samples: bytes,
         records: bytes,
         groups: bytes,
@@ -207,22 +196,24 @@ class Claims:
         """
         if not samples:
             # A repeated claim, whose samples were all dropped meanwhile.
-            return Delivery.claimed(request.claim, [], [])
+            return Delivery.claimed(request.request_id, [], [])
         ids, texts = samples.decode().split("\n"), records.decode().split("\n")
         parsed = list(zip(ids, map(SampleRecord.parse, texts), strict=True))
         rewards_of = [[float(one) for one in line.split(b",")] for line in rewards.split(b"\n")]
         try:
-            payloads = await self._samples.take(request.job, request.policy, request.step, parsed)
+            payloads = await self._samples.take(
+                request.job_id, request.policy, request.step, parsed
+            )
         except PayloadGoneError as error:
             # Committed or dropped by another caller since the script ran.
-            raise lost(request.claim, "its samples are gone") from error
+            raise lost(request.request_id, "its samples are gone") from error
         rows = (
             (payload, record, int(group) - 1)
             for payload, (_, record), group in zip(
                 payloads, parsed, groups.split(b","), strict=True
             )
         )
-        return Delivery.claimed(request.claim, rows, rewards_of)
+        return Delivery.claimed(request.request_id, rows, rewards_of)
 
     async def renew(
         self, job: str, policy: str, step: int, claimant: str, lease_seconds: float
@@ -274,57 +265,6 @@ class Claims:
             raise lost(claim, cause_text(value))
         self._notices.written(job, policy, step)
         return int(value)
-
-
-def lost(claim: str, why: str, *, claimant: str | None = None) -> FailedPrecondition:
-    """The error of a claim that holds no samples any more."""
-    subject = f"claim {claim}" if claim else f"a claim of {claimant}"
-    return FailedPrecondition(
-        f"{subject} is lost: {why}",
-        kind="claim_lost",
-        field="claim_id" if claim else "claimant",
-        value=claim or claimant,
-        remedy="Throw the accumulated gradients away, release, and begin the step again.",
-    )
-
-
-def cause_text(value: bytes) -> str:
-    """Why a claim was lost, in words."""
-    return _CAUSES.get(value.decode(), value.decode())
-
-
-def _too_large(group: str, size: int) -> FailedPrecondition:
-    return FailedPrecondition(
-        f"group {group} has {size:,} bytes, one claim can carry {GROUP_BYTES:,}",
-        kind="group_too_large",
-        field="whole_groups",
-        value=group,
-        remedy="Claim without whole_groups, or run fewer or shorter trajectories per query.",
-    )
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
-
-
-# The state of a step's samples after its commit, by outcome.
-_TARGETS: Final = {
-    store_pb.STEP_OUTCOME_APPLIED: LETTER_OF[pb.SAMPLE_STATE_TRAINED],
-    store_pb.STEP_OUTCOME_SKIPPED: LETTER_OF[pb.SAMPLE_STATE_DROPPED],
-    store_pb.STEP_OUTCOME_EMPTY: "",
-}
-
-
-class Commits:
-    """Commits of all policies."""
-
-    def __init__(
-        self, database: Database, tables: TableRegistry, steps: StepStore, notices: Notices
-    ) -> None:
-        self._database = database
-        self._tables = tables
-        self._steps = steps
-        self._notices = notices
 
     async def commit(
         self, job: str, claimant: str, claims: Sequence[str], commit: store_pb.StepCommit
@@ -379,6 +319,37 @@ class Commits:
         texts = [text.decode() for text in found if text is not None]
         live = (text for text in texts if text and not text.startswith("\t"))
         return [sample for text in live for sample in text.split("\n")]
+
+
+def lost(claim: str, why: str, *, claimant: str | None = None) -> FailedPrecondition:
+    """The error of a claim that holds no samples any more."""
+    subject = f"claim {claim}" if claim else f"a claim of {claimant}"
+    return FailedPrecondition(
+        f"{subject} is lost: {why}",
+        kind="claim_lost",
+        field="claim_id" if claim else "claimant",
+        value=claim or claimant,
+        remedy="Throw the accumulated gradients away, release, and begin the step again.",
+    )
+
+
+def cause_text(value: bytes) -> str:
+    """Why a claim was lost, in words."""
+    return _CAUSES.get(value.decode(), value.decode())
+
+
+def _too_large(group: str, size: int) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"group {group} has {size:,} bytes, one claim can carry {GROUP_BYTES:,}",
+        kind="group_too_large",
+        field="whole_groups",
+        value=group,
+        remedy="Claim without whole_groups, or run fewer or shorter trajectories per query.",
+    )
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
 
 
 def _refusal(

@@ -366,25 +366,16 @@ class Samples:
         self._notices = notices
         self._recent = recent
 
-    async def fill(
-        self, job: str, policy: str, step: int, fills: Sequence[Fill]
-    ) -> list[tuple[pb.SampleState.ValueType, bool]]:
-        """Fill columns of samples, or drop them. Returns for each its state, and whether a value
-        was written: the first value of a column stays.
-
-        Raises `NotFound` for a sample that is not in the table (its trajectory has not ended, or
-        ended without it), `FailedPrecondition` for a new column of one that is claimed already.
-        The other samples are filled nevertheless.
-        """
-        (result,) = await self.fill_each([SampleFills(job, policy, step, fills)])
-        if isinstance(result, TroupeError):
-            raise result
-        return result
-
     async def fill_each(
         self, calls: Sequence[SampleFills]
     ) -> list[list[tuple[pb.SampleState.ValueType, bool]] | TroupeError]:
-        """`fill` of each by itself: what it returns, or its error."""
+        """Fill columns of samples, or drop them, each call by itself. Returns for each sample its
+        state and whether a value was written (the first value of a column stays), or the error.
+
+        Errors: `NotFound` for a sample that is not in the table (its trajectory has not ended, or
+        ended without it), `FailedPrecondition` for a new column of one that is claimed already.
+        The other samples are filled nevertheless.
+        """
         together: dict[tuple[str, str, int], list[SampleFills]] = {}
         for call in calls:
             together.setdefault((call.job, call.policy, call.step), []).append(call)
@@ -448,18 +439,6 @@ class Samples:
             places += [int(to) for to in reply[1].split(",") if to]
             if not places:
                 return reply
-
-    async def rows(
-        self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
-    ) -> list[store_pb.Sample]:
-        """The samples with their payloads, in the order of `records` (sample id, record).
-
-        Raises `PayloadGoneError` when one was freed.
-        """
-        payloads = await self.payloads(job, policy, step, records)
-        return [
-            record.read(payload) for payload, (_, record) in zip(payloads, records, strict=True)
-        ]
 
     async def take(
         self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
@@ -566,7 +545,8 @@ class Samples:
     ) -> store_pb.Sample:
         if record.state not in _FREED:
             try:
-                return (await self.rows(job, policy, step, [(sample, record)]))[0]
+                [payload] = await self.payloads(job, policy, step, [(sample, record)])
+                return record.read(payload)
             except PayloadGoneError:
                 pass
         return record.outline(sample, policy)

@@ -17,7 +17,6 @@ from services.chassis.idempotency import compares, forgets
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
 from services.experience_store import requests
-from services.experience_store.claims import ClaimRequest
 from services.experience_store.database import Database
 from services.experience_store.metrics import Meters
 from services.experience_store.records import Ending, Payload, StagedRow
@@ -32,7 +31,6 @@ from services.experience_store.requests import (
     printable,
 )
 from services.experience_store.samples import DEFAULT_BYTES, MIB, FastRowReader, SampleFills
-from services.experience_store.steps import Amendment
 from services.experience_store.store import Store
 from services.experience_store.trajectories import Append
 from troupe import protobuf_wire
@@ -368,16 +366,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         requests.check_step(request.step)
         table = await self.store.tables.get(request.job_id)
         requests.check_open(request, table.policies)
-        existed, ended = await self.store.steps.open(
-            request.job_id,
-            request.step,
-            request.versions,
-            request.query_ids,
-            request.group_size,
-            held_open=request.held_open,
-            cursor=request.cursor,
-            redundant=request.redundant,
-        )
+        existed, ended = await self.store.steps.open(request)
         return store_pb.OpenStepResponse(existed=existed, ended_trajectory_ids=ended)
 
     # The id names one ending of one trajectory (`Ending.attempt`): a repeated request gets the
@@ -402,18 +391,8 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
             filled = group.create_task(self._writes.fill_each(request.fills))
             ended = group.create_task(self._writes.end_each(request.endings, request.payloads))
         return store_pb.WriteResponse(
-            endings=[
-                store_pb.EndingWritten(error=to_status(one).SerializeToString())
-                if isinstance(one, TroupeError)
-                else store_pb.EndingWritten(response=one)
-                for one in ended.result()
-            ],
-            fills=[
-                store_pb.FillWritten(error=to_status(one).SerializeToString())
-                if isinstance(one, TroupeError)
-                else store_pb.FillWritten(response=one)
-                for one in filled.result()
-            ],
+            endings=[store_pb.EndingWritten(**_written(one)) for one in ended.result()],
+            fills=[store_pb.FillWritten(**_written(one)) for one in filled.result()],
         )
 
     # A repeated claim finds its samples in Redis; its response is too large to be remembered.
@@ -436,25 +415,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         # it.
         gone = asyncio.Event()
         context.add_done_callback(lambda _: gone.set())
-        delivery = await self.store.claims.claim(
-            ClaimRequest(
-                job=request.job_id,
-                policy=request.policy,
-                step=request.step,
-                claim=request.request_id,
-                claimant=request.claimant,
-                max_samples=request.max_samples,
-                max_tokens=request.max_tokens,
-                lease_seconds=request.lease_seconds,
-                oldest_version=(
-                    request.oldest_version if request.HasField("oldest_version") else None
-                ),
-                whole_groups=request.whole_groups,
-                balance_tokens=request.balance_tokens,
-            ),
-            wait,
-            gone.is_set,
-        )
+        delivery = await self.store.claims.claim(request, wait, gone.is_set)
         self._meters.claimed(request.policy, delivery)
         return delivery.message
 
@@ -503,7 +464,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         requests.check_step_call(request)
         requests.check_id("claimant", request.claimant)
         requests.check_commit(request)
-        commit, existed = await self.store.commits.commit(
+        commit, existed = await self.store.claims.commit(
             request.job_id,
             request.claimant,
             request.claim_ids,
@@ -578,19 +539,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         requests.check_common(request)
         requests.check_step(request.step)
         requests.check_amend(request)
-        complete = await self.store.amendments.amend(
-            Amendment(
-                request.job_id,
-                request.step,
-                add=request.add_query_ids,
-                drop=request.drop_query_ids,
-                reason=requests.clean_reason(request.drop_reason),
-                carry=request.carry_query_ids,
-                carry_to=request.carry_to,
-                close=request.close,
-                cursor=request.cursor,
-            )
-        )
+        complete = await self.store.steps.amend(request)
         return store_pb.AmendStepResponse(complete_query_ids=complete)
 
     async def DescribeTables(
@@ -630,6 +579,13 @@ def make_service(settings: StoreSettings, telemetry: Telemetry) -> ExperienceSto
     recent = settings.store_recent_mib * MIB
     store = Store(Database(settings.samples_url), high_water_bytes=mark, recent_bytes=recent)
     return ExperienceStoreService(store, Meters(telemetry, store))
+
+
+def _written(answer: object) -> dict[str, Any]:
+    """The field of an EndingWritten or FillWritten that holds the answer, or its error."""
+    if isinstance(answer, TroupeError):
+        return {"error": to_status(answer).SerializeToString()}
+    return {"response": answer}
 
 
 def _given(answer: T | TroupeError) -> T:

@@ -7,6 +7,7 @@ repeatable, and repeated when a table is found to lag behind.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,36 +18,10 @@ from services.experience_store.database import Database, ScriptCall
 from services.experience_store.log import Log
 from services.experience_store.notices import Notices
 from services.experience_store.records import Ending, JobTableKeys, PolicyKeys, parse_commit
+from services.experience_store.requests import clean_reason
 from services.experience_store.tables import TableRegistry, TableSchema
 from troupe.rpc import FailedPrecondition, Internal
 from troupe.v1 import experience_store_pb2 as store_pb
-
-
-class Rosters:
-    """Applies the rosters of jobs to their tables."""
-
-    def __init__(self, database: Database, tables: TableRegistry, notices: Notices) -> None:
-        self._database = database
-        self._tables = tables
-        self._notices = notices
-
-    async def apply(self, job: str, step: int) -> int | None:
-        """Bring the rosters of `step` and of all live steps into every table. Repeatable.
-
-        Returns their number; None when the job has no such step.
-        """
-        table = await self._tables.get(job)
-        number, exists, rosters = await self._database.run("rosters", JobTableKeys(job).base, step)
-        signal = int(table.drop_without_signal)
-        await self._database.run_each(
-            [
-                ScriptCall("admit", PolicyKeys(job, policy).base, (step, number, signal, rosters))
-                for policy in table.policies
-            ]
-        )
-        for policy in table.policies:
-            self._notices.written(job, policy, step)
-        return int(number) if exists else None
 
 
 @dataclass
@@ -176,28 +151,33 @@ class StepStore:
         tables: TableRegistry,
         notices: Notices,
         log: Log,
-        rosters: Rosters,
         keep: int = KEEP_STEPS,
     ) -> None:
         self._database = database
         self._tables = tables
         self._notices = notices
         self._log = log
-        self._rosters = rosters
         self._keep = keep
 
-    async def open(
-        self,
-        job: str,
-        step: int,
-        versions: Mapping[str, int],
-        query_ids: Sequence[str],
-        group_size: int,
-        *,
-        held_open: bool = False,
-        cursor: int = 0,
-        redundant: int = 0,
-    ) -> tuple[bool, list[str]]:
+    async def apply_rosters(self, job: str, step: int) -> int | None:
+        """Bring the rosters of `step` and of all live steps into every table. Repeatable.
+
+        Returns their number; None when the job has no such step.
+        """
+        table = await self._tables.get(job)
+        number, exists, rosters = await self._database.run("rosters", JobTableKeys(job).base, step)
+        signal = int(table.drop_without_signal)
+        await self._database.run_each(
+            [
+                ScriptCall("admit", PolicyKeys(job, policy).base, (step, number, signal, rosters))
+                for policy in table.policies
+            ]
+        )
+        for policy in table.policies:
+            self._notices.written(job, policy, step)
+        return int(number) if exists else None
+
+    async def open(self, request: store_pb.OpenStepRequest) -> tuple[bool, list[str]]:
         """Admit a step. Returns whether it was open already, and which trajectories have ended.
 
         A query begins with `group_size` trajectories and `redundant` more; as soon as `group_size`
@@ -207,32 +187,59 @@ class StepStore:
         than the step was opened with, or has now. Versions may have moved since for policies that
         committed: the first ones stay.
         """
+        job, step, queries = request.job_id, request.step, list(request.query_ids)
         table = await self._tables.get(job)
         outcome, stored_size, opened, stored_queries, stored_redundant = await self._database.run(
             "open_step",
             JobTableKeys(job).base,
             step,
-            group_size,
-            json.dumps(dict(versions), sort_keys=True),
-            json.dumps(list(query_ids)),
-            int(held_open),
-            cursor,
-            redundant,
-            *query_ids,
+            request.group_size,
+            json.dumps(dict(request.versions), sort_keys=True),
+            json.dumps(queries),
+            int(request.held_open),
+            request.cursor,
+            request.redundant,
+            *queries,
         )
         existed: bool = outcome == b"existed"
         if existed:
-            _check_same(step, "group_size", group_size, int(stored_size))
-            _check_same(step, "redundant", redundant, int(stored_redundant))
-            if list(query_ids) != json.loads(stored_queries):
-                _check_same(step, "query_ids", list(query_ids), json.loads(opened))
-        await self._rosters.apply(job, step)
+            _check_same(step, "group_size", request.group_size, int(stored_size))
+            _check_same(step, "redundant", request.redundant, int(stored_redundant))
+            if queries != json.loads(stored_queries):
+                _check_same(step, "query_ids", queries, json.loads(opened))
+        await self.apply_rosters(job, step)
         if not existed:
             await self._trim(table, step)
             return False, []
         # A resumed job skips trajectories that have ended: they must be in the tables by then.
         await self.settle(job, step)
         return True, (await self.status(job, step)).ended_trajectories
+
+    async def amend(self, request: store_pb.AmendStepRequest) -> list[str]:
+        """Change a step's roster; returns the queries that were to leave but are complete.
+
+        Raises `FailedPrecondition`, and changes nothing, for a step that is not open
+        (`step_not_open`) or closed (`step_closed`), a query that the step never had
+        (`unknown_query`), that left it otherwise (`query_left`), or that another step has
+        (`query_elsewhere`), and for carrying to a step of another group size (`step_differs`).
+        """
+        await self._tables.get(request.job_id)
+        queries = request.add_query_ids, request.drop_query_ids, request.carry_query_ids
+        outcome, *rest = await self._database.run(
+            "amend_step",
+            JobTableKeys(request.job_id).base,
+            request.step,
+            clean_reason(request.drop_reason),
+            request.carry_to,
+            int(request.close),
+            request.cursor,
+            *map(len, queries),
+            *itertools.chain(*queries),
+        )
+        if outcome != b"amended":
+            raise _refusal(request, outcome.decode(), [value.decode() for value in rest])
+        await self.apply_rosters(request.job_id, request.step)
+        return [query.decode() for query in rest[0]]
 
     async def on_table(
         self, script: str, job: str, policy: str, step: int, *args: str | bytes | int
@@ -248,7 +255,7 @@ class StepStore:
         """`on_table` for several policies at once."""
         replies = await self._database.run_each(calls)
         if any(reply[0] == b"missing" for reply in replies):
-            if await self._rosters.apply(job, step) is None:
+            if await self.apply_rosters(job, step) is None:
                 raise not_open(job, step)
             replies = await self._database.run_each(calls)
             if any(reply[0] == b"missing" for reply in replies):
@@ -303,7 +310,7 @@ class StepStore:
         """Apply all decisions about rosters and trajectories to all tables; returns how many
         trajectories were missing in one.
         """
-        await self._rosters.apply(job, step)
+        await self.apply_rosters(job, step)
         table, keys = await self._tables.get(job), JobTableKeys(job)
         # In this order: the rosters' number covers all endings that were moved to the step.
         endings, rosters = await self._database.call_each(
@@ -363,7 +370,7 @@ class StepStore:
 
     async def follow(self, job: str, to: int) -> int:
         """Apply the rosters of step `to`, to which queries were carried; returns their number."""
-        rosters = await self._rosters.apply(job, to)
+        rosters = await self.apply_rosters(job, to)
         if rosters is None:
             raise not_open(job, to)
         return rosters
@@ -423,69 +430,18 @@ def _check_same(step: int, name: str, ours: object, stored: object) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Amendment:
-    """A change of one step's roster."""
-
-    job: str
-    step: int
-    add: Sequence[str] = ()
-    """Queries that are added at the end of the roster."""
-    drop: Sequence[str] = ()
-    reason: str = ""
-    """Why they are dropped."""
-    carry: Sequence[str] = ()
-    carry_to: int = 0
-    """A later step that is held open."""
-    close: bool = False
-    cursor: int = 0
-    """Replaces the step's when larger."""
-
-
-class Amendments:
-    """Amendments of all jobs."""
-
-    def __init__(self, database: Database, tables: TableRegistry, rosters: Rosters) -> None:
-        self._database = database
-        self._tables = tables
-        self._rosters = rosters
-
-    async def amend(self, amendment: Amendment) -> list[str]:
-        """Decide and apply `amendment`; returns the queries that were to leave but are complete.
-
-        Raises `FailedPrecondition`, and changes nothing, for a step that is not open
-        (`step_not_open`) or closed (`step_closed`), a query that the step never had
-        (`unknown_query`), that left it otherwise (`query_left`), or that another step has
-        (`query_elsewhere`), and for carrying to a step of another group size (`step_differs`).
-        """
-        await self._tables.get(amendment.job)
-        outcome, *rest = await self._database.run(
-            "amend_step",
-            JobTableKeys(amendment.job).base,
-            amendment.step,
-            amendment.reason,
-            amendment.carry_to,
-            int(amendment.close),
-            amendment.cursor,
-            len(amendment.add),
-            len(amendment.drop),
-            len(amendment.carry),
-            *amendment.add,
-            *amendment.drop,
-            *amendment.carry,
-        )
-        if outcome != b"amended":
-            raise _refusal(amendment, outcome.decode(), [value.decode() for value in rest])
-        await self._rosters.apply(amendment.job, amendment.step)
-        return [query.decode() for query in rest[0]]
-
-
 def _refusal(
-    amendment: Amendment, outcome: str, rest: Sequence[str]
+    request: store_pb.AmendStepRequest, outcome: str, rest: Sequence[str]
 ) -> FailedPrecondition | Internal:
-    step = amendment.step
+    step = request.step
+
+    def of_query(kind: str, message: str, remedy: str) -> FailedPrecondition:
+        lists = ("add_query_ids", "drop_query_ids")
+        field = next((one for one in lists if rest[0] in getattr(request, one)), "carry_query_ids")
+        return FailedPrecondition(message, kind=kind, field=field, value=rest[0], remedy=remedy)
+
     if outcome == "missing":
-        return not_open(amendment.job, int(rest[0]))
+        return not_open(request.job_id, int(rest[0]))
     if outcome == "closed":
         return FailedPrecondition(
             f"step {rest[0]} is closed: its roster stays as it is",
@@ -495,33 +451,18 @@ def _refusal(
             remedy="Open the step with held_open, and amend it before it is closed.",
         )
     if outcome == "unknown_query":
-        return FailedPrecondition(
-            f"step {step} never had this query",
-            kind="unknown_query",
-            field=_field_of(amendment, rest[0]),
-            value=rest[0],
-            remedy="Name queries of GetStep's query_ids.",
-        )
+        message = f"step {step} never had this query"
+        return of_query("unknown_query", message, "Name queries of GetStep's query_ids.")
     if outcome == "left":
         how, _, detail = rest[1].partition("\t")
         where = f"was carried to step {detail}"
         if how == "dropped":
             where = f"was dropped from step {step} ({detail.partition(chr(9))[2]})"
-        return FailedPrecondition(
-            f"the query {where}",
-            kind="query_left",
-            field=_field_of(amendment, rest[0]),
-            value=rest[0],
-            remedy="A query that left a step does not come back; take a fresh one.",
-        )
+        remedy = "A query that left a step does not come back; take a fresh one."
+        return of_query("query_left", f"the query {where}", remedy)
     if outcome == "elsewhere":
-        return FailedPrecondition(
-            f"step {rest[1]} has, or had, this query",
-            kind="query_elsewhere",
-            field=_field_of(amendment, rest[0]),
-            value=rest[0],
-            remedy="A query is in one live step at a time.",
-        )
+        message = f"step {rest[1]} has, or had, this query"
+        return of_query("query_elsewhere", message, "A query is in one live step at a time.")
     if outcome == "group_size":
         return FailedPrecondition(
             f"step {rest[0]} has groups of {rest[1]} trajectories, step {step} has others",
@@ -531,10 +472,3 @@ def _refusal(
             remedy="Drop the queries instead.",
         )
     return Internal(f"amend_step answered {outcome}")
-
-
-def _field_of(amendment: Amendment, query: str) -> str:
-    for name, queries in (("add", amendment.add), ("drop", amendment.drop)):
-        if query in queries:
-            return f"{name}_query_ids"
-    return "carry_query_ids"

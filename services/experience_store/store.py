@@ -11,19 +11,19 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import AsyncIterator, Iterator, Sequence
+from operator import itemgetter
+from typing import Final, TypeAlias
 
 import structlog
 
-from services.experience_store.claims import Claims, Commits
+from services.experience_store.claims import Claims
 from services.experience_store.database import Database, ScriptCall
 from services.experience_store.log import Log, StepLedger
 from services.experience_store.notices import CLAIMABLE, COUNTS, Background, Notices
 from services.experience_store.records import JOBS, JobTableKeys, PolicyKeys, SampleRecord
 from services.experience_store.samples import DEFAULT_BYTES, RecentRows, Samples
-from services.experience_store.steps import KEEP_STEPS, Amendments, Rosters, StepStatus, StepStore
+from services.experience_store.steps import KEEP_STEPS, StepStatus, StepStore
 from services.experience_store.tables import DAMAGED, TableRegistry, TableSchema
 from services.experience_store.trajectories import Trajectories
 from troupe.rpc import DeadlineExceeded, NotFound, ResourceExhausted, TroupeError, Unavailable
@@ -35,14 +35,6 @@ COALESCE_SECONDS: Final = 0.05
 REFRESH_SECONDS: Final = 30.0
 
 
-@dataclass(frozen=True)
-class StoreUsage:
-    """How full the store is, over all jobs."""
-
-    payload_bytes: int = 0
-    over_high_water: bool = False
-
-
 class TableWatcher:
     """Streams of table statuses."""
 
@@ -51,9 +43,9 @@ class TableWatcher:
         tables: TableRegistry,
         steps: StepStore,
         notices: Notices,
-        usage: Callable[[], Awaitable[StoreUsage]],
+        high_water: HighWater,
     ) -> None:
-        self._usage = usage
+        self._high_water = high_water
         self._tables = tables
         self._steps = steps
         self._notices = notices
@@ -68,10 +60,11 @@ class TableWatcher:
         with self._notices.listen(job, kinds=frozenset({CLAIMABLE, COUNTS})) as subscription:
             steps = set(await self._steps.live(job)) or set((await self._steps.all(job))[-1:])
             while True:
-                usage = await self._usage()
+                with contextlib.suppress(TroupeError):
+                    await self._high_water.look(at_most_every=1.0)
                 for step in sorted(steps):
                     status = await self._steps.status(job, step, endings=False)
-                    message = table_status(job, status, usage)
+                    message = table_status(job, status, self._high_water)
                     wire = message.SerializeToString(deterministic=True)
                     if status.open and sent.get(step) != wire:
                         sent[step] = wire
@@ -85,7 +78,7 @@ class TableWatcher:
                 sent = {step: sent[step] for step in sorted(sent)[-16:]}
 
 
-def table_status(job: str, status: StepStatus, usage: StoreUsage) -> store_pb.TableStatus:
+def table_status(job: str, status: StepStatus, high_water: HighWater) -> store_pb.TableStatus:
     """The status of a step, as watchers get it."""
     return store_pb.TableStatus(
         job_id=job,
@@ -96,8 +89,8 @@ def table_status(job: str, status: StepStatus, usage: StoreUsage) -> store_pb.Ta
         counts=status.counts,
         closed=status.closed,
         queries_complete=status.complete,
-        payload_bytes=usage.payload_bytes,
-        over_high_water=usage.over_high_water,
+        payload_bytes=high_water.payload_bytes,
+        over_high_water=high_water.over,
     )
 
 
@@ -432,13 +425,8 @@ _MOST_PAGES: Final = 100
 _REASON: Final = "reason:"
 
 
-@dataclass(frozen=True)
-class _Oldest:
-    """The sample that has been PENDING for longest."""
-
-    since: int
-    """Milliseconds of the Redis clock."""
-    sample: str
+# Milliseconds of the Redis clock since which a sample is PENDING, and its id.
+_Pending: TypeAlias = tuple[int, str]
 
 
 class Descriptions:
@@ -501,21 +489,17 @@ class Descriptions:
     async def _add_oldest(
         self, keys: PolicyKeys, summary: store_pb.TableSummary, steps: list[int]
     ) -> None:
-        oldest: _Oldest | None = None
-        for step in steps:
-            found = await self._oldest_pending(keys, step)
-            if found is not None and (oldest is None or found.since < oldest.since):
-                oldest = found
-        if oldest is not None:
+        each = [await self._oldest_pending(keys, step) for step in steps]
+        if found := [oldest for oldest in each if oldest is not None]:
+            since, summary.oldest_pending_sample = min(found, key=itemgetter(0))
             # By the clock of the node that dated it: in a cluster each node has its own.
             clock = "return redis.call('TIME')"
             seconds, micros = await self._database.call("EVAL", clock, 1, keys.base)
             now = int(seconds) + int(micros) / 1e6
-            summary.oldest_pending_seconds = max(0.0, now - oldest.since / 1000)
-            summary.oldest_pending_sample = oldest.sample
+            summary.oldest_pending_seconds = max(0.0, now - since / 1000)
 
-    async def _oldest_pending(self, keys: PolicyKeys, step: int) -> _Oldest | None:
-        oldest: _Oldest | None = None
+    async def _oldest_pending(self, keys: PolicyKeys, step: int) -> _Pending | None:
+        oldest: _Pending | None = None
         cursor = 0
         for _ in range(_MOST_PAGES):
             cursor, page = await self._database.call(
@@ -526,8 +510,8 @@ class Descriptions:
                 if record.state != "P" or not record.since:
                     continue
                 since = int(record.since)
-                if oldest is None or since < oldest.since:
-                    oldest = _Oldest(since, sample.decode())
+                if oldest is None or since < oldest[0]:
+                    oldest = since, sample.decode()
             cursor = int(cursor)
             if cursor == 0:
                 break
@@ -560,29 +544,18 @@ class Store:
         self.notices = Notices(database)
         self.log = Log(database)
         self.tables = TableRegistry(database, self.log)
-        self.rosters = Rosters(database, self.tables, self.notices)
-        self.steps = StepStore(
-            database, self.tables, self.notices, self.log, self.rosters, keep_steps
-        )
-        self.amendments = Amendments(database, self.tables, self.rosters)
+        self.steps = StepStore(database, self.tables, self.notices, self.log, keep_steps)
         self.recent = RecentRows(recent_bytes)
         self.trajectories = Trajectories(
             database, self.tables, self.steps, self.notices, self.recent
         )
         self.samples = Samples(database, self.tables, self.steps, self.notices, self.recent)
-        self.claims = Claims(self.tables, self.steps, self.samples, self.notices)
-        self.commits = Commits(database, self.tables, self.steps, self.notices)
+        self.claims = Claims(database, self.tables, self.steps, self.samples, self.notices)
         self.audit = LogAuditor(database, self.tables, self.steps, self.log)
         self.high_water = HighWater(database, self.tables, self.notices, high_water_bytes)
         self.descriptions = Descriptions(database, self.tables, self.steps, self.high_water)
-        self.watching = TableWatcher(self.tables, self.steps, self.notices, self.usage)
+        self.watching = TableWatcher(self.tables, self.steps, self.notices, self.high_water)
         self.sweeper = Sweeper(database, self.tables, self.steps, sweep_seconds)
-
-    async def usage(self) -> StoreUsage:
-        """How full the store is."""
-        with contextlib.suppress(TroupeError):
-            await self.high_water.look(at_most_every=1.0)
-        return StoreUsage(self.high_water.payload_bytes, self.high_water.over)
 
     async def start(self) -> None:
         """Wait until Redis answers, then subscribe to notices and start to sweep.

@@ -36,7 +36,6 @@ from services.experience_store.samples import RecentRows
 from services.experience_store.steps import StepStore, not_open
 from services.experience_store.tables import TableRegistry, TableSchema
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
-from troupe.v1 import experience_store_pb2 as store_pb
 
 
 @dataclass(frozen=True)
@@ -122,29 +121,14 @@ class Trajectories:
         self._notices = notices
         self._recent = recent
 
-    async def append(
-        self,
-        job: str,
-        step: int,
-        trajectory: str,
-        ending: Ending,
-        samples: Sequence[store_pb.Sample],
-    ) -> Appended:
-        """End `trajectory` with `samples`, unless another ending had won before, its query was
-        dropped, or its group is complete without it.
+    async def append_each(self, appends: Sequence[Append]) -> list[Appended | TroupeError]:
+        """End each trajectory by itself, in any order, unless another ending had won before, its
+        query was dropped, or its group is complete without it. Returns each result, or its error.
 
-        `ending.attempt` identifies this append: repeating it returns what the first call returned.
-        Raises `FailedPrecondition` for a step that is not open, a query that is not in it, or one
+        `ending.attempt` identifies an append: repeating it returns what the first call returned.
+        Errors: `FailedPrecondition` for a step that is not open, a query that is not in it, or one
         whose trajectories have all ended; `InvalidArgument` for a policy that has no table.
         """
-        rows = [StagedRow.of(sample) for sample in samples]
-        (result,) = await self.append_each([Append(job, step, trajectory, ending, rows)])
-        if isinstance(result, TroupeError):
-            raise result
-        return result
-
-    async def append_each(self, appends: Sequence[Append]) -> list[Appended | TroupeError]:
-        """`append` of each by itself, in any order: its result, or its error."""
         found: dict[int, Appended | TroupeError] = {}
         # By job and step: what one script can end.
         together: dict[tuple[str, int], dict[int, Append]] = {}

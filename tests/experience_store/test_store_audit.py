@@ -32,7 +32,7 @@ async def train(stage: Stage, *policies: str) -> None:
             weights=pb.WeightsRef(job_id=stage.job, policy=policy, version=stage.step + 1),
             samples_digest=samples_digest(ids_of(response)),
         )
-        await stage.store.commits.commit(stage.job, "trainer", [response.claim_id], commit)
+        await stage.store.claims.commit(stage.job, "trainer", [response.claim_id], commit)
 
 
 async def play(stage: Stage, steps: int) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.experience_store.claims import ClaimRequest
-from services.experience_store.records import LETTER_OF, Ending
+from services.experience_store.records import LETTER_OF, Ending, StagedRow
 from services.experience_store.requests import Fill
-from services.experience_store.steps import Amendment, StepStatus
+from services.experience_store.samples import SampleFills
+from services.experience_store.steps import StepStatus
 from services.experience_store.store import Store
-from services.experience_store.trajectories import Appended
+from services.experience_store.trajectories import Append, Appended
 from troupe import tensors
-from troupe.rpc import new_id
+from troupe.rpc import TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -124,9 +124,12 @@ class Stage:
     ) -> bool:
         """End a trajectory; whether this ending won."""
         ending = Ending(state, attempt or new_id("append"), query, reason)
-        self.appended = await self.store.trajectories.append(
-            self.job, self.step, trajectory, ending, samples
-        )
+        rows = [StagedRow.of(sample) for sample in samples]
+        append = Append(self.job, self.step, trajectory, ending, rows)
+        (result,) = await self.store.trajectories.append_each([append])
+        if isinstance(result, TroupeError):
+            raise result
+        self.appended = result
         return self.appended.accepted
 
     async def append_all(self) -> None:
@@ -149,11 +152,11 @@ class Stage:
         balance: bool = False,
     ) -> Response:
         """Claim a micro-batch; by default without waiting."""
-        request = ClaimRequest(
-            job=self.job,
+        request = store_pb.ClaimMicroBatchRequest(
+            job_id=self.job,
             policy=policy,
             step=self.step,
-            claim=claim or new_id("claim"),
+            request_id=claim or new_id("claim"),
             claimant=claimant,
             max_samples=samples,
             max_tokens=tokens,
@@ -178,7 +181,10 @@ class Stage:
     ) -> tuple[str, bool]:
         """Fill columns; the state's letter and whether anything was written."""
         fill = Fill(sample, reward, columns or {}, drop_reason)
-        filled = await self.store.samples.fill(self.job, policy, self.step, [fill])
+        calls = [SampleFills(self.job, policy, self.step, [fill])]
+        (filled,) = await self.store.samples.fill_each(calls)
+        if isinstance(filled, TroupeError):
+            raise filled
         state, accepted = filled[0]
         return LETTER_OF[state], accepted
 
@@ -211,7 +217,7 @@ class Stage:
             metrics={"loss/policy": 0.5},
             samples_digest=digest,
         )
-        return await self.store.commits.commit(self.job, claimant, claims, commit)
+        return await self.store.claims.commit(self.job, claimant, claims, commit)
 
     async def counts(self, policy: str = "solver") -> dict[str, int]:
         """Samples per state, without zeros."""
@@ -231,20 +237,24 @@ class Stage:
     ) -> tuple[bool, list[str]]:
         """Open a step, by default of the same shape, and play on it."""
         self.step = step
-        return await self.store.steps.open(
-            self.job,
-            step,
-            dict.fromkeys(self.policies, step if version is None else version),
-            self.queries if queries is None else queries,
-            self.group_size,
+        request = store_pb.OpenStepRequest(
+            job_id=self.job,
+            step=step,
+            versions=dict.fromkeys(self.policies, step if version is None else version),
+            query_ids=self.queries if queries is None else queries,
+            group_size=self.group_size,
             held_open=held_open,
             cursor=cursor,
             redundant=self.redundant,
         )
+        return await self.store.steps.open(request)
 
     async def amend(self, **changes: Any) -> list[str]:
         """Amend the step; the queries that were to leave but are complete."""
-        return await self.store.amendments.amend(Amendment(self.job, self.step, **changes))
+        lists = {name: f"{name}_query_ids" for name in ("add", "drop", "carry")}
+        named = {(lists | {"reason": "drop_reason"}).get(k, k): v for k, v in changes.items()}
+        request = store_pb.AmendStepRequest(job_id=self.job, step=self.step, **named)
+        return await self.store.steps.amend(request)
 
     async def status(self, **wanted: bool) -> StepStatus:
         """How far the step is."""
