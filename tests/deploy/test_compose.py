@@ -1,16 +1,8 @@
-"""docker-compose.yml for real: images built, the cluster up, the example trained over REST.
-
-Needs a container engine: one that runs already (`docker info`), or a tool named by
-TROUPE_DOCKER_ENGINE_TOOL with the verbs `up DIR`, `base DIR` and `down DIR`, which starts one.
-Official images that cannot be pulled are stood in for under the same tag.
-"""
+"""docker-compose.yml for real: images built, the cluster up, the example trained over REST."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,52 +12,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = os.environ.get("TROUPE_DOCKER_ENGINE_TOOL")
-REDIS = "redis:7-alpine"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-
-def _run(
-    *command: str, env: dict[str, str], timeout: float = 900, check: bool = True, stdin: str = ""
-) -> str:
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=env,
-        input=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert not check or done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-4000:]}"
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment in which docker and docker-compose work."""
-    env = dict(os.environ)
-    if (
-        shutil.which("docker")
-        and not subprocess.run(["docker", "info"], capture_output=True).returncode
-    ):
-        yield env
-        return
-    if TOOL is None:
-        pytest.skip("no container engine runs and TROUPE_DOCKER_ENGINE_TOOL names none")
-    # Kept between runs where the caller names a place: a base image takes minutes to make.
-    place = os.environ.get("TROUPE_DOCKER_ENGINE_DIR") or str(tmp_path_factory.mktemp("engine"))
-    for line in _run(TOOL, "up", place, env=env).splitlines():
-        if line.startswith("export "):
-            env.update(part.split("=", 1) for part in line.removeprefix("export ").split())
-    try:
-        _run(TOOL, "base", place, env=env)
-        yield env
-    finally:
-        _run(TOOL, "down", place, env=env, check=False)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(
@@ -73,38 +21,24 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     params=["docker-compose.yml", "docker-compose.yml:deploy/compose/hosts.yml"],
     ids=["one host", "three hosts"],
 )
-def compose(engine: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
+def compose(
+    images: Callable[..., str], compose_program: list[str], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., str]]:
     """docker-compose of this project, up and healthy; down with its volumes in the end."""
-    if subprocess.run(
-        ["docker", "image", "inspect", REDIS], env=engine, capture_output=True
-    ).returncode:
-        pulled = subprocess.run(["docker", "pull", "-q", REDIS], env=engine, capture_output=True)
-        if pulled.returncode:
-            stand_in = (
-                "FROM python:3.11-slim\n"
-                # As in the official image: what a new volume at /data then belongs to.
-                "RUN mkdir /data && chown 999:1000 /data\n"
-                'ENTRYPOINT ["sh", "-c", '
-                '"exec \\"$@\\" --bind 0.0.0.0 --protected-mode no", "--"]\n'
-                'CMD ["redis-server"]\n'
-            )
-            _run("docker", "build", "-q", "-t", REDIS, "-", env=engine, stdin=stand_in)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    env = engine | {
+    variables = {
         "TROUPE_PANEL_PORT": str(port),
         "COMPOSE_PROJECT_NAME": "troupe-test",
         "COMPOSE_FILE": request.param,
     }
-    program = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
 
     def compose(*arguments: str, check: bool = True, timeout: float = 900) -> str:
-        return _run(*program, *arguments, env=env, check=check, timeout=timeout)
+        return images(*compose_program, *arguments, check=check, timeout=timeout, **variables)
 
     compose.url = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]
     compose.models = "/models" if "hosts" in request.param else "/data/models"  # type: ignore[attr-defined]
     try:
-        compose("build")
         compose("up", "-d")
         yield compose
     finally:

@@ -74,3 +74,13 @@ def test_the_image_ends_as_an_unprivileged_user() -> None:
     lines = [line for line in DOCKERFILE.splitlines() if re.match(r"(USER|RUN|COPY|CMD) ", line)]
     assert lines[-2:][0] == "USER 65534:65534"
     assert lines[-1].startswith("CMD ")
+
+
+def test_compose_has_hosts_for_the_reward_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = yaml.safe_load((ROOT / "deploy/compose/reward-hosts.yml").read_text())["services"]
+    assert overlay["reward-host"]["command"] == ["python", "-m", "services.reward.hosts"]
+    for name in ("reward", "reward-host"):
+        for variable, value in overlay[name]["environment"].items():
+            monkeypatch.setenv(variable, re.sub(r"\$\{\w+:-(\w*)\}", r"\1", value))
+        settings = RewardSettings()
+    assert settings.reward_workers == 4
