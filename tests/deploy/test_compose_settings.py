@@ -52,7 +52,11 @@ def test_a_service_is_told_what_it_reads_and_asked_where_it_listens(
         assert "healthcheck" in COMPOSE["services"][other]
 
 
-COMPOSE_FILES = [ROOT / "docker-compose.yml", *sorted((ROOT / "deploy/compose").glob("*.yml"))]
+COMPOSE_FILES = [
+    ROOT / "docker-compose.yml",
+    ROOT / "docker-compose.gpu.yml",
+    *sorted((ROOT / "deploy/compose").glob("*.yml")),
+]
 
 
 @pytest.mark.parametrize("file", COMPOSE_FILES, ids=lambda file: file.name)
