@@ -166,6 +166,33 @@ def _selected(devices: tuple[Device, ...], selection: str) -> tuple[Device, ...]
     return tuple(found)
 
 
+def pin(pid: int, devices: Iterable[Device]) -> None:
+    """Keep a process that has just started on the cores of its devices' NUMA nodes, as far as this
+    process may use them; without effect where nodes are unknown."""
+    cores: set[int] = set()
+    for node in {one.numa_node for one in devices}:
+        if node is None:
+            return
+        try:
+            cores |= _cores_of(node)
+        except OSError:
+            return
+    near = cores & os.sched_getaffinity(0)
+    if near:
+        with contextlib.suppress(OSError):  # it has ended already
+            os.sched_setaffinity(pid, near)
+
+
+def _cores_of(node: int) -> set[int]:
+    """The cores of a NUMA node, from the kernel's list ("0-3,8")."""
+    cores: set[int] = set()
+    text = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text().strip()
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
 @contextlib.contextmanager
 def _nvml() -> Iterator[bool]:
     """Context in which NVML can be asked; yields whether there is a driver."""

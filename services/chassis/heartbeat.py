@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import psutil
 import structlog
 
 from services.chassis.settings import ServiceSettings
+from troupe.devices import Device
 from troupe.rpc import NO_RETRY, TroupeError, connect
 from troupe.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
@@ -109,11 +110,28 @@ class Heartbeat:
         request.address = request.address or self._settings.address
         request.rss_bytes = request.rss_bytes or self._process.memory_info().rss
         request.host_id = request.host_id or host_id()
+        request.node = request.node or self._settings.node
         return request
 
     def _channel(self) -> grpc.aio.Channel:
         settings = self._settings
         return connect(settings.orchestrator_address, settings.client(retry=NO_RETRY))
+
+
+def given_devices(
+    devices: Iterable[Device], holders: Mapping[int, Sequence[str]]
+) -> list[orchestrator_pb2.GivenDevice]:
+    """The devices of a worker as its heartbeats report them. `holders`: what computes on each, by
+    the device's index."""
+    return [
+        orchestrator_pb2.GivenDevice(
+            index=one.index,
+            device_class=one.device_class,
+            memory_bytes=one.memory,
+            holders=holders.get(one.index, ()),
+        )
+        for one in devices
+    ]
 
 
 @cache

@@ -109,6 +109,8 @@ class ServiceSettings(BaseSettings):
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     )
     """Names this process; a restarted one must have another."""
+    node: str = ""
+    """Name of the node that started this process (`troupe node`); empty: none did."""
     parent_pid: int | None = None
     """Stop when this process is gone (set by the embedded cluster)."""
 

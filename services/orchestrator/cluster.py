@@ -13,6 +13,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.orchestrator.context import Shared
+from services.orchestrator.placement.nodes import NodeRegistry
 from services.orchestrator.placement.trainer_scheduler import TrainerScheduler
 from services.orchestrator.placement.workers import AWAY, WorkerHandle, WorkerRegistry
 from services.orchestrator.state.job_store import JobStore
@@ -179,12 +180,14 @@ class ClusterView:
     def __init__(
         self,
         workers: WorkerRegistry,
+        nodes: NodeRegistry,
         scheduler: TrainerScheduler,
         store: JobStore,
         channels: Mapping[str, tuple[str, grpc.aio.Channel]],
         probe_seconds: float,
     ) -> None:
         self._workers = workers
+        self._nodes = nodes
         self._scheduler = scheduler
         self._store = store
         # By service: its address and a channel to it.
@@ -197,7 +200,10 @@ class ClusterView:
             self._redis(), *(self._probe(name) for name in self._channels)
         )
         response = orch.GetClusterResponse(
-            services=services, in_flight=in_flight, wanted_trainers=self._scheduler.wanted
+            services=services,
+            in_flight=in_flight,
+            wanted_trainers=self._scheduler.wanted,
+            nodes=self._nodes.statuses(self._workers.all()),
         )
         for worker in self._workers.all():
             beat = worker.beat
@@ -210,6 +216,8 @@ class ClusterView:
                 doing="draining" if worker.alive and beat.draining else beat.doing,
                 rss_bytes=beat.rss_bytes,
                 trainer=beat.trainer if beat.HasField("trainer") else None,
+                node=beat.node,
+                devices=beat.devices,
             )
             if worker.alive:
                 response.engines.extend(beat.engines)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.orchestrator.crash_loops import SharedDeaths
+from services.orchestrator.placement.nodes import NodeRegistry
 from services.orchestrator.placement.trainer_scheduler import TrainerScheduler
 from services.orchestrator.placement.workers import WorkerRegistry
 from services.orchestrator.settings import OrchestratorSettings
@@ -35,6 +36,7 @@ class Shared:
     trajectories: RecentTrajectories
     populations: PopulationStore
     workers: WorkerRegistry
+    nodes: NodeRegistry
     trainer_scheduler: TrainerScheduler
     experience: ExperienceStoreAsyncStub
     reward: RewardAsyncStub

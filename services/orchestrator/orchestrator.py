@@ -15,6 +15,7 @@ from services.orchestrator.crash_loops import LaunchGuard, death_limit, is_suspe
 from services.orchestrator.errors import Deadline
 from services.orchestrator.functions import Catalogue, FunctionService
 from services.orchestrator.jobs.manager import Jobs
+from services.orchestrator.placement.nodes import NodeRegistry, check_devices
 from services.orchestrator.placement.policy_trainer import Trainers
 from services.orchestrator.placement.trainer_scheduler import TrainerScheduler
 from services.orchestrator.placement.workers import WorkerHandle, WorkerRegistry
@@ -27,6 +28,7 @@ from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import RedisAccess
 from services.orchestrator.state.trajectories import RecentTrajectories
 from services.orchestrator.state.weight_versions import WeightVersions
+from troupe.job import JobSpec
 from troupe.rpc import (
     NO_RETRY,
     FailedPrecondition,
@@ -88,6 +90,7 @@ class Orchestrator:
             trajectories=RecentTrajectories(self._redis, settings.recent_trajectories),
             populations=PopulationStore(self._redis, store),
             workers=workers,
+            nodes=NodeRegistry(settings),
             trainer_scheduler=TrainerScheduler(workers),
             experience=ExperienceStoreStub(self._experience),
             reward=RewardStub(self._reward),
@@ -95,15 +98,21 @@ class Orchestrator:
         )
         self.functions = FunctionService(Catalogue(self._redis), self.shared.reward)
         self._guard = LaunchGuard(self._redis, settings.survival_seconds)
-        self.jobs = Jobs(self.shared, self._guard, self.functions.check_job)
+        self.jobs = Jobs(self.shared, self._guard, self._check_job)
         self.generation = GenerationService(self.shared, self.jobs)
         self.cluster = ClusterView(
             self.shared.workers,
+            self.shared.nodes,
             self.shared.trainer_scheduler,
             self.shared.store,
             self._probes,
             settings.probe_seconds,
         )
+
+    async def _check_job(self, spec: JobSpec) -> None:
+        """Raises for a job that this cluster cannot run."""
+        check_devices(spec, self.shared.workers.usable(orch.WORKER_KIND_ROLLOUT))
+        await self.functions.check_job(spec)
 
     async def start(self) -> None:
         """Waits for Redis, then continues every job that had not ended."""

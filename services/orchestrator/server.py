@@ -339,6 +339,9 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
                 raise InvalidArgument("is missing", field=field, remedy="Every beat carries it.")
         return orch.HeartbeatResponse(next_seconds=self._at.shared.workers.beat(request))
 
+    async def JoinNode(self, request: orch.JoinNodeRequest, context: Any) -> orch.JoinNodeResponse:
+        return self._at.shared.nodes.join(request)
+
     async def LocateState(
         self, request: orch.LocateStateRequest, context: Any
     ) -> orch.LocateStateResponse:

@@ -15,9 +15,10 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from services.chassis.heartbeat import Heartbeat
+from services.chassis.heartbeat import Heartbeat, given_devices
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
+from services.rollout.engines.devices import EngineDevices
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import DeviceSpeed, SamplingParams
 from services.rollout.games import describe
@@ -32,6 +33,7 @@ from services.rollout.settings import RolloutSettings
 from services.rollout.trajectories.records import TrajectoryLog
 from services.rollout.trajectories.runner import Runner, messages
 from services.rollout.trajectories.watchdog import Watchdog
+from troupe.devices import find_devices
 from troupe.endpoint.server import EndpointServer
 from troupe.experience import ExperienceWriter
 from troupe.rpc import RetryPolicy, connect
@@ -71,13 +73,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self._store = connect(settings.experience_store_address, client)
         self._reward = connect(settings.reward_address, client)
         self._transfer = HostTransfer(settings, telemetry)
+        self._devices = EngineDevices(find_devices())
         preparation = Preparation(
             self._transfer,
             reward_pb2_grpc.RewardStub(self._reward),
             settings.worker_id,
             make
             or partial(
-                make_engine, threads=settings.threads, trace_dir=settings.simulated_trace_dir
+                make_engine,
+                threads=settings.threads,
+                trace_dir=settings.simulated_trace_dir,
+                devices=self._devices,
             ),
             DeviceSpeed(
                 settings.device_class,
@@ -286,6 +292,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             loads=[load for job in jobs for load in job.loads(self._worker_id)],
             doing=f"{len(self._runner)} trajectories in flight" if len(self._runner) else "idle",
             transfer_address=self._transfer.address,
+            devices=given_devices(self._devices.devices, self._devices.holders()),
         )
 
 

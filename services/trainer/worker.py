@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import structlog
 from pydantic import ValidationError
 
+from services.chassis.heartbeat import given_devices
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.trainer.binding import PolicyBinding
@@ -29,6 +30,7 @@ from services.trainer.state.checkpoint import checkpoint_path
 from services.trainer.state.suspension import ParameterPool, SuspendedStep
 from services.trainer.step import StepRun
 from services.trainer.versions import RemoteStates
+from troupe.devices import find_devices
 from troupe.job import JobSpec
 from troupe.job.loading import explained
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect
@@ -358,6 +360,7 @@ class TrainerWorker:
     def __init__(self, settings: TrainerSettings, telemetry: Telemetry) -> None:
         self._settings = settings
         self._device = choose_device(settings.trainer_device)
+        self._devices = find_devices()
         self._compute = Compute(settings.threads, self._device)
         self._transfer = HostTransfer(settings, telemetry)
         self._remote = RemoteStates(self._transfer, settings)
@@ -539,7 +542,18 @@ class TrainerWorker:
                 device=self._device.type,
                 utilization=self._usage.fraction(self._compute.busy_seconds),
             ),
+            devices=given_devices(self._devices, self._holders()),
         )
+
+    def _holders(self) -> dict[int, list[str]]:
+        """The policies on each device, by its index: a gang is on as many as it has ranks, any
+        other on the first."""
+        found: dict[int, list[str]] = {}
+        for (job_id, policy), binding in self.bindings.bound.items():
+            ranks = binding.spec.policies[policy].trainer.gang
+            for device in self._devices[:ranks]:
+                found.setdefault(device.index, []).append(f"{job_id}/{policy}")
+        return found
 
     async def _bind(
         self, job_id: str, policy: str, spec: JobSpec, spec_json: str, version: int, checksum: str

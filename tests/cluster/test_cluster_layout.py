@@ -14,6 +14,8 @@ from troupe.cluster.embedded import FIRST_PORT, LAST_PORT, is_free, pick_ports, 
 from troupe.cluster.errors import PortInUse
 from troupe.cluster.layout import (
     ANYBODY,
+    CORE,
+    HeadAddresses,
     links,
     plan,
     port_names,
@@ -23,13 +25,16 @@ from troupe.cluster.layout import (
 )
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.supervisor import levels
+from troupe.devices import find_devices
 
 
 def _plan(settings: ClusterSettings, *, embedded: bool = True):  # type: ignore[no-untyped-def]
+    devices = settings.shares(settings.inventory())
     ports = {name: 20_000 + i for i, name in enumerate(port_names(settings))}
     return plan(
         settings.resolved(),
         ports,
+        devices,
         redis_url="redis://127.0.0.1:1/0",
         redis_command=("redis-server", "redis.conf") if embedded else (),
         cluster_id="abc",
@@ -79,7 +84,7 @@ def test_trainers_may_have_more_threads_than_their_share() -> None:
 def test_threads_never_exceed_the_cores_unless_there_are_more_workers_than_cores(
     rollouts: int, trainers: int, cores: int
 ) -> None:
-    budget = thread_budget(ClusterSettings(rollouts=rollouts, trainers=trainers), cores)
+    budget = thread_budget(ClusterSettings(), rollouts + trainers, cores)
 
     assert budget >= 1
     assert budget == 1 or budget * (rollouts + trainers) <= cores
@@ -111,6 +116,7 @@ def test_a_route_changes_the_way_of_one_caller_only() -> None:
         for s in plan(
             settings.resolved(),
             ports,
+            settings.shares(()),
             redis_url=url,
             redis_command=("redis-server", "redis.conf"),
             cluster_id="abc",
@@ -175,3 +181,66 @@ def test_a_port_in_use_is_skipped_or_named_with_the_remedy() -> None:
     message = str(caught.value)
     assert f"panel_port = {port}" in message
     assert "--panel-port" in message
+
+
+EIGHT = "8xH100-80GB"
+
+
+def test_each_process_sees_its_own_devices_and_no_others() -> None:
+    settings = ClusterSettings(devices=EIGHT, rollouts=2, devices_per_trainer=2)
+    specs = {s.name: s for s in _plan(settings)}
+
+    seen = {name: s.environment.get("CUDA_VISIBLE_DEVICES") for name, s in specs.items()}
+    assert seen == {
+        "redis": None,
+        "experience_store": "",
+        "reward": "",
+        "orchestrator": "",
+        "control_panel": "",
+        "rollout-0": "0,1",
+        "rollout-1": "2,3",
+        "trainer-0": "4,5",
+        "trainer-1": "6,7",
+    }
+    found = find_devices(specs["trainer-1"].environment)
+    assert [(one.index, one.device_class) for one in found] == [(6, "H100"), (7, "H100")]
+    assert specs["rollout-0"].environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_without_devices_nothing_is_said_of_them() -> None:
+    for spec in _plan(ClusterSettings(devices="")):
+        assert "CUDA_VISIBLE_DEVICES" not in spec.environment
+
+
+HEAD = HeadAddresses("head:50051", "head:7", "head:8")
+
+
+def test_a_head_has_no_workers_and_a_node_has_nothing_else() -> None:
+    settings = ClusterSettings(role="head", host="0.0.0.0", advertise="head.example")
+    specs = {s.name: s for s in _plan(settings)}
+    assert set(specs) == {"redis", *CORE, "control_panel"}
+    environment = specs["orchestrator"].environment
+    # What nodes are told is what the head's own services use.
+    assert environment["TROUPE_REWARD_ADDRESS"] == specs["reward"].address
+    assert specs["reward"].address.startswith("head.example:")
+    assert environment["TROUPE_ADVERTISE_ADDRESS"] == specs["orchestrator"].address
+    assert environment["TROUPE_HOST"] == "0.0.0.0"
+    assert specs["orchestrator"].tls
+
+    node = ClusterSettings(role="node", head="head:50051", host="10.0.0.7", devices="2x80GB")
+    ports = {name: 20_000 + i for i, name in enumerate(port_names(node))}
+    children = plan(
+        node.resolved(),
+        ports,
+        node.shares(node.inventory()),
+        head=HEAD,
+        cluster_id="abc",
+        parent_pid=42,
+    )
+    assert [s.name for s in children] == ["rollout-0", "trainer-0"]
+    for child in children:
+        assert child.after == ()
+        assert child.environment["TROUPE_ORCHESTRATOR_ADDRESS"] == "head:50051"
+        assert child.environment["TROUPE_EXPERIENCE_STORE_ADDRESS"] == "head:7"
+        assert child.environment["TROUPE_NODE"] == node.name
+        assert "TROUPE_REDIS_URL" not in child.environment

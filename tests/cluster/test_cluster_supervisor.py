@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -179,7 +180,9 @@ async def test_a_child_that_dies_again_and_again_is_given_up(run, monkeypatch) -
     async def killer() -> None:
         while child.state != ChildState.FAILED:
             if child.state == ChildState.SERVING:
-                os.kill(child.pid, signal.SIGKILL)
+                # It may be dead since the last round, and the supervisor not know it yet.
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
             await asyncio.sleep(0.05)
 
     async with asyncio.timeout(90):

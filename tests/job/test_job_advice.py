@@ -74,7 +74,7 @@ def test_what_is_without_effect_is_told(over: dict[str, Any], line: str) -> None
         {"pipeline__group_size": 1, "algorithm__kl_coefficient": 0.1},
         {"policies__solver__optimizer": {"warmup_steps": 1}},
         {"policies__solver__trainable": False, "policies__solver__trainer": {"idle_seconds": 5}},
-        {"policies__solver__engine": {"kind": "sglang", "launch": ["--tp", "2"]}},
+        {"policies__solver__engine": {"kind": "sglang", "launch": ["--page-size", "2"]}},
     ],
 )
 def test_what_has_its_effect_is_not(over: dict[str, Any]) -> None:

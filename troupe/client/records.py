@@ -256,6 +256,8 @@ class Worker(Record, id_from="worker_id", part="trainer"):
     # last seconds in which it computed.
     slots: int | None = None
     utilization: float | None = None
+    # Name of the node that it belongs to; empty: none started it.
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -305,6 +307,33 @@ class Service(Record):
 
 
 @dataclass(frozen=True)
+class NodeDevice(Record):
+    """A device of a node."""
+
+    index: int
+    device_class: str
+    memory_bytes: int
+    # As its driver reports; None for a declared device.
+    used_bytes: int | None
+    utilization: float | None
+    # The process that it was given to; empty: none.
+    process: str
+    # What computes on it: "JOB/POLICY" of a trainer, or an engine's id.
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Node(Record, id_from="name"):
+    """The supervisor of one host."""
+
+    id: str
+    host: str
+    alive: bool
+    seconds_since_heartbeat: float
+    devices: tuple[NodeDevice, ...]
+
+
+@dataclass(frozen=True)
 class Cluster(Record):
     """Workers, engines, bindings and services of a cluster at the time of the call."""
 
@@ -316,6 +345,7 @@ class Cluster(Record):
     in_flight: dict[str, int]
     # Number of trainer workers with which no policy would wait for another; 0: none is needed.
     wanted_trainers: int = 0
+    nodes: tuple[Node, ...] = ()
 
 
 class InvocationFailed(TroupeError):

@@ -24,6 +24,7 @@ from pathlib import Path
 from troupe.cluster import logs
 from troupe.cluster.errors import ChildFailed, ChildNotReady, DiskFull
 from troupe.cluster.layout import ChildSpec
+from troupe.devices import pin
 from troupe.disks import shortage
 
 TETHER = Path(__file__).with_name("tether.py")
@@ -157,6 +158,8 @@ class Child:
             what = f"could not be started: {error.strerror or error}"
             raise ChildFailed(self.spec.name, what, self.log) from error
         self.pid = self._process.pid
+        if self.spec.devices:
+            pin(self.pid, self.spec.devices)
         self._changed(self, "")
 
     async def _spawn(self) -> asyncio.subprocess.Process:
@@ -180,8 +183,10 @@ class Child:
             )
 
     def _environment(self) -> dict[str, str]:
-        # TLS settings are for calls to other machines; servers on loopback do without TLS.
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TROUPE_TLS_")}
+        inherited = dict(os.environ)
+        if not self.spec.tls:
+            # TLS settings are for calls to other machines.
+            inherited = {k: v for k, v in os.environ.items() if not k.startswith("TROUPE_TLS_")}
         environment = inherited | dict(self.spec.environment)
         if worker := environment.get("TROUPE_WORKER_ID"):
             # To the orchestrator a restarted worker is another one.

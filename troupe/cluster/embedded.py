@@ -1,4 +1,4 @@
-"""`EmbeddedCluster`: all services of Troupe on this machine as child processes, their ports, and
+"""`EmbeddedCluster`: the services of Troupe on this machine as child processes, their ports, and
 trainers that are parked while no policy needs one."""
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from pydantic import SecretStr
 from troupe.cluster.access import TOKEN_VARIABLE, close_to_others, require_token, token_path
 from troupe.cluster.child import Child, ChildState
 from troupe.cluster.errors import NotWritable, PortInUse, TransferDirNotWritable
-from troupe.cluster.layout import ChildSpec, Routes, plan, port_names
+from troupe.cluster.layout import ChildSpec, HeadAddresses, Routes, plan, port_names, service_names
+from troupe.cluster.membership import NodeMembership
 from troupe.cluster.redis import redis_executable, require_redis, write_config
 from troupe.cluster.settings import (
+    DEFAULT_HEAD_PORT,
     DEFAULT_PANEL_PORT,
     LOOPBACK,
     ClusterSettings,
@@ -59,7 +61,7 @@ Router = Callable[[Mapping[str, str]], Awaitable[Routes]]
 
 
 class EmbeddedCluster:
-    """Starts, supervises and stops a cluster; an async context manager.
+    """Starts, supervises and stops a cluster, its head or a node; an async context manager.
 
     The calling process is the supervisor: when it dies, by any signal, the services end.
     """
@@ -83,6 +85,7 @@ class EmbeddedCluster:
         self._elastic: asyncio.Task[None] | None = None
         self._token: SecretStr | None = None
         self._record: ClusterRecord | None = None
+        self._membership: NodeMembership | None = None
 
     @property
     def state(self) -> ClusterState:
@@ -94,7 +97,8 @@ class EmbeddedCluster:
         """Start everything and wait until all services are healthy.
 
         Raises `ClusterRunning`, `PortInUse`, `RedisMissing`, `RedisUnavailable`, `NotWritable`,
-        `NotPrivate`, `TransferDirNotWritable`, or the error of a service that does not start; then
+        `NotPrivate`, `TransferDirNotWritable`, `InvalidArgument` for devices that there are not,
+        what `NodeMembership.join` raises, or the error of a service that does not start; then
         nothing is left running.
         """
         data_dir = self.settings.data_dir
@@ -126,6 +130,7 @@ class EmbeddedCluster:
         if self.state.phase != "failed":
             self._set_phase("stopping")
         await self._stop_elastic()
+        # After its workers, which announce that they leave to the same head.
         await self._supervisor.stop()
         if self.state.phase != "failed":
             self._set_phase("stopped")
@@ -156,15 +161,36 @@ class EmbeddedCluster:
 
     async def _start_locked(self) -> None:
         settings = self.settings
-        ports = pick_ports(port_names(settings), fixed=self._fixed_ports())
+        inventory = settings.inventory()
+        devices = settings.shares(inventory)
+        if devices.shared:
+            self._tell(
+                "engines and the trainer share the one device: bound what an SGLang server takes "
+                "(--mem-fraction-static in `engine.launch`)"
+            )
+        ports = pick_ports(port_names(settings, devices), fixed=self._fixed_ports())
         cluster_id = secrets.token_hex(3)
         self._token = require_token(settings.data_dir, settings.environment)
-        if settings.redis_url is None:
+        orchestrator = settings.head or f"{settings.reachable_host}:{ports['orchestrator']}"
+        self._membership = NodeMembership(
+            settings,
+            orchestrator,
+            self._token,
+            inventory,
+            {name: devices.of(name) for name in service_names(settings, devices)},
+            self._tell,
+        )
+        head: HeadAddresses | None = None
+        redis_url = ""
+        command: tuple[str, ...] = ()
+        if settings.role == "node":
+            head = await self._membership.join(settings.start_seconds)
+        elif settings.redis_url is None:
             server = redis_executable()
             config, redis_url = write_config(
                 settings.data_dir, ports["redis"], fsync=settings.redis_fsync
             )
-            command: tuple[str, ...] = (server, str(config))
+            command = (server, str(config))
         else:
             redis_url, command = settings.redis_url, ()
             await require_redis(redis_url)
@@ -176,14 +202,17 @@ class EmbeddedCluster:
         specs = plan(
             settings,
             ports,
+            devices,
             redis_url=redis_url,
             redis_command=command,
+            head=head,
             token=self._token,
             cluster_id=cluster_id,
             parent_pid=os.getpid(),
             routes=routes,
         )
-        panel = f"http://{LOOPBACK}:{ports['control_panel']}" if settings.panel else ""
+        port = ports.get("control_panel")
+        panel = f"http://{settings.reachable_host}:{port}" if port else ""
         assert settings.transfer_dir is not None  # resolved
         self._state = ClusterState(
             cluster_id=cluster_id,
@@ -194,7 +223,7 @@ class EmbeddedCluster:
             data_dir=settings.data_dir,
             transfer_dir=settings.transfer_dir,
             redis_url=redis_url,
-            orchestrator_address=f"{LOOPBACK}:{ports['orchestrator']}",
+            orchestrator_address=orchestrator,
             panel_url=panel,
         )
         _make_transfer_dir(settings.transfer_dir)
@@ -202,6 +231,10 @@ class EmbeddedCluster:
         self._supervisor = Supervisor(specs, settings.data_dir / "logs", self._child_changed)
         self._set_phase("starting")
         await self._supervisor.start()
+        if settings.role == "all":
+            await self._membership.join(settings.start_seconds)
+        if settings.role != "head":
+            self._membership.keep()
         self._set_phase("ready")
         if settings.trainer_idle_seconds is not None:
             elastic = self._follow_demand(self._supervisor, settings.trainer_idle_seconds)
@@ -238,6 +271,12 @@ class EmbeddedCluster:
     def _fixed_ports(self) -> dict[str, int]:
         settings = self.settings
         fixed: dict[str, int] = {}
+        if settings.role == "node":
+            return fixed
+        if settings.port is not None or settings.role == "head":
+            fixed["orchestrator"] = require_free(
+                settings.port or DEFAULT_HEAD_PORT, field="port", option="--port"
+            )
         if settings.redis_url is None and settings.redis_port is not None:
             fixed["redis"] = require_free(
                 settings.redis_port, field="redis_port", option="--redis-port"
@@ -277,6 +316,9 @@ class EmbeddedCluster:
 
     async def _close(self) -> None:
         await self._stop_elastic()
+        if self._membership is not None:
+            await self._membership.leave()
+            self._membership = None
         data_dir = self.settings.data_dir
         if self._state is not None:
             # These hold copies for engines; training state is on disk.

@@ -1,4 +1,5 @@
-"""The processes of an embedded cluster: a pure function from settings and ports to child specs.
+"""The processes of a cluster, its head or a node: a pure function from settings and ports to child
+specs.
 
 Services are named as modules to run (`python -m services.<name>`) and never imported: the
 library knows no service.
@@ -17,8 +18,11 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import SecretStr
 
 from troupe.cluster.access import TOKEN_VARIABLE
+from troupe.cluster.inventory import NodeDevices
 from troupe.cluster.probes import Probe, ProbeKind
 from troupe.cluster.settings import LOOPBACK, ClusterSettings, transfer_fallback_dir
+from troupe.devices import Device, visible
+from troupe.rpc.addresses import is_loopback_host
 
 CORE = ("experience_store", "reward", "orchestrator")
 # The caller in routes to workers, which advertise one address to all callers.
@@ -46,6 +50,17 @@ _CALLS: Mapping[str, Mapping[str, str]] = {
     "control_panel": {"orchestrator": "TROUPE_ORCHESTRATOR_ADDRESS"},
 }
 _WORKERS = ("rollout", "trainer")
+# What must be ready before a service of each kind starts, where this supervisor runs it.
+_AFTER: Mapping[str, tuple[str, ...]] = {
+    "experience_store": ("redis",),
+    "reward": (),
+    "orchestrator": ("redis",),
+    "rollout": CORE,
+    "trainer": ("experience_store", "orchestrator"),
+    "control_panel": ("orchestrator",),
+}
+# The services whose addresses others need, in the order of `HeadAddresses`.
+_CALLED = ("orchestrator", "experience_store", "reward")
 # One more than the deaths after which a job is set aside (`limits.worker_deaths`: three).
 _ORCHESTRATOR_ATTEMPTS = 4
 
@@ -60,6 +75,10 @@ class ChildSpec:
     # "host:port" for other processes and people.
     address: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    # On whose NUMA nodes it runs.
+    devices: tuple[Device, ...] = ()
+    # Whether it keeps this process's settings of TLS: servers on loopback do without.
+    tls: bool = False
     # Names of children that must be ready before this one starts.
     after: tuple[str, ...] = ()
     metrics_address: str = ""
@@ -73,20 +92,23 @@ class ChildSpec:
     max_backoff_seconds: float = 8.0
 
 
-def service_names(settings: ClusterSettings) -> list[str]:
-    """Names of the Python services in the order in which they start."""
-    names = [*CORE]
-    names += [f"rollout-{i}" for i in range(settings.rollouts)]
-    names += [f"trainer-{i}" for i in range(settings.trainers)]
-    if settings.panel:
+def service_names(settings: ClusterSettings, devices: NodeDevices | None = None) -> list[str]:
+    """Names of the Python services in the order in which they start. `devices`: what they are given
+    (default: as the settings say)."""
+    devices = devices or settings.shares(settings.inventory())
+    names = [] if settings.role == "node" else [*CORE]
+    if settings.role != "head":
+        names += [f"rollout-{i}" for i in range(len(devices.rollouts))]
+        names += [f"trainer-{i}" for i in range(len(devices.trainers))]
+    if settings.panel and settings.role != "node":
         names.append("control_panel")
     return names
 
 
-def port_names(settings: ClusterSettings) -> list[str]:
-    """Names of the ports that a cluster needs: of every service, and of its metrics."""
-    names = [] if settings.redis_url else ["redis"]
-    for service in service_names(settings):
+def port_names(settings: ClusterSettings, devices: NodeDevices | None = None) -> list[str]:
+    """Names of the ports that are needed: of every service, and of its metrics."""
+    names = [] if settings.redis_url or settings.role == "node" else ["redis"]
+    for service in service_names(settings, devices):
         names += [service, f"{service}/metrics"]
     return names
 
@@ -103,7 +125,7 @@ def links(settings: ClusterSettings) -> list[tuple[str, str]]:
     return found
 
 
-def thread_budget(settings: ClusterSettings, cores: int) -> int:
+def thread_budget(settings: ClusterSettings, workers: int, cores: int) -> int:
     """Threads of one rollout or trainer worker.
 
     In sum at most the cores: two spinning thread pools on one core slow each other down by an
@@ -111,29 +133,45 @@ def thread_budget(settings: ClusterSettings, cores: int) -> int:
     """
     if settings.threads is not None:
         return settings.threads
-    return max(1, cores // (settings.rollouts + settings.trainers))
+    return max(1, cores // max(1, workers))
+
+
+@dataclass(frozen=True)
+class HeadAddresses:
+    """Addresses of the services that workers call, where another host's head runs them."""
+
+    orchestrator: str
+    experience_store: str
+    reward: str
 
 
 def plan(
     settings: ClusterSettings,
     ports: Mapping[str, int],
+    devices: NodeDevices,
     *,
-    redis_url: str,
+    redis_url: str = "",
     redis_command: tuple[str, ...] = (),
+    head: HeadAddresses | None = None,
     token: SecretStr | None = None,
     cluster_id: str,
     parent_pid: int,
     routes: Routes = MappingProxyType({}),
     cores: int | None = None,
 ) -> list[ChildSpec]:
-    """The children of a cluster in an order that respects `after`.
+    """The children of a supervisor in an order that respects `after`.
 
-    `settings` are resolved; `ports` has one per `port_names`; `redis_command` is empty when the
-    Redis at `redis_url` runs already; services require and send `token` (None: none). Callers reach
-    callees directly unless `routes` has another address.
+    `settings` are resolved; `ports` has one per `port_names`; `devices`: what each process gets;
+    `redis_command` is empty when the Redis at `redis_url` runs already; `head`: of a node; services
+    require and send `token` (None: none). Callers reach callees directly unless `routes` has
+    another address.
     """
     children: list[ChildSpec] = []
-    base = _shared_environment(settings, ports, redis_url, token, parent_pid)
+    local = is_loopback_host(settings.host)
+    base = _shared_environment(settings, ports, redis_url, head, token, parent_pid)
+    names = service_names(settings, devices)
+    there = {redis for redis in ("redis",) if redis_command} | set(names)
+    known = bool(settings.inventory())
     if redis_command:
         children.append(
             ChildSpec(
@@ -147,32 +185,37 @@ def plan(
                 max_backoff_seconds=settings.max_backoff_seconds,
             )
         )
-    budget = thread_budget(settings, cores or os.cpu_count() or 1)
-    for name in service_names(settings):
+    workers = len(devices.rollouts) + len(devices.trainers)
+    budget = thread_budget(settings, workers, cores or os.cpu_count() or 1)
+    for name in names:
         module, _, _ = name.partition("-")
         threads = budget if module in _WORKERS else 1
         if module == "trainer" and settings.trainer_threads is not None:
             threads = settings.trainer_threads
         port, metrics_port = ports[name], ports[f"{name}/metrics"]
-        address = f"{LOOPBACK}:{port}"
+        address = f"{settings.reachable_host}:{port}"
+        given = devices.of(name)
+        panel = module == "control_panel"
         children.append(
             ChildSpec(
                 name=name,
                 command=(sys.executable, "-m", f"services.{module}"),
-                probe=Probe(
-                    ProbeKind.HTTP if module == "control_panel" else ProbeKind.GRPC, address
-                ),
+                probe=Probe(ProbeKind.HTTP if panel else ProbeKind.GRPC, address),
                 address=address,
-                metrics_address=f"{LOOPBACK}:{metrics_port}",
+                metrics_address=f"{settings.reachable_host}:{metrics_port}",
+                devices=given,
+                tls=not local,
                 environment={
                     **base,
+                    **({} if local or panel else {"TROUPE_ADVERTISE_ADDRESS": address}),
                     **_redirected(name, module, base, routes),
                     **thread_environment(threads),
+                    **(visible(given) if known else {}),
                     "TROUPE_PORT": str(port),
                     "TROUPE_METRICS_PORT": str(metrics_port),
                     "TROUPE_WORKER_ID": f"{name}-{cluster_id}",
                 },
-                after=_dependencies(module, embedded_redis=bool(redis_command)),
+                after=tuple(one for one in _AFTER[module] if one in there),
                 start_attempts=_ORCHESTRATOR_ATTEMPTS if module == "orchestrator" else 1,
                 start_seconds=settings.start_seconds,
                 stop_seconds=settings.stop_seconds,
@@ -183,32 +226,25 @@ def plan(
     return children
 
 
-def _dependencies(module: str, *, embedded_redis: bool) -> tuple[str, ...]:
-    redis = ("redis",) if embedded_redis else ()
-    return {
-        "experience_store": redis,
-        "reward": (),
-        "orchestrator": redis,
-        "rollout": CORE,
-        "trainer": ("experience_store", "orchestrator"),
-        "control_panel": ("orchestrator",),
-    }[module]
-
-
 def _shared_environment(
     settings: ClusterSettings,
     ports: Mapping[str, int],
     redis_url: str,
+    head: HeadAddresses | None,
     token: SecretStr | None,
     parent_pid: int,
 ) -> dict[str, str]:
     assert settings.transfer_dir is not None  # ClusterSettings.resolved
+    if head is None:
+        own = (f"{settings.reachable_host}:{ports[name]}" for name in _CALLED)
+        head = HeadAddresses(*own)
     return {
-        "TROUPE_HOST": LOOPBACK,
-        "TROUPE_REDIS_URL": redis_url,
-        "TROUPE_ORCHESTRATOR_ADDRESS": f"{LOOPBACK}:{ports['orchestrator']}",
-        "TROUPE_EXPERIENCE_STORE_ADDRESS": f"{LOOPBACK}:{ports['experience_store']}",
-        "TROUPE_REWARD_ADDRESS": f"{LOOPBACK}:{ports['reward']}",
+        "TROUPE_HOST": settings.host,
+        **({"TROUPE_REDIS_URL": redis_url} if redis_url else {}),
+        "TROUPE_ORCHESTRATOR_ADDRESS": head.orchestrator,
+        "TROUPE_EXPERIENCE_STORE_ADDRESS": head.experience_store,
+        "TROUPE_REWARD_ADDRESS": head.reward,
+        "TROUPE_NODE": settings.name,
         "TROUPE_DATA_DIR": str(settings.data_dir),
         "TROUPE_TRANSFER_DIR": str(settings.transfer_dir),
         "TROUPE_TRANSFER_FALLBACK_DIR": str(transfer_fallback_dir(settings.data_dir)),

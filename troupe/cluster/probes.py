@@ -13,6 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from troupe.cluster.redis import ping
 from troupe.cluster.state import ClusterState, ServiceRecord, is_alive
+from troupe.rpc import NO_RETRY, ClientSettings, connect
+from troupe.rpc.errors import TroupeError
+from troupe.rpc.tokens import is_loopback_address
 
 
 class ProbeKind(StrEnum):
@@ -45,10 +48,8 @@ class Probe:
 
 
 async def _ask_grpc(address: str, timeout: float) -> str | None:
-    # Not through troupe.rpc, which retries; and a new channel each time, since a channel backs off
-    # after failures.
-    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-    async with grpc.aio.insecure_channel(address, options) as channel:
+    # A new channel each time, since a channel backs off after failures.
+    async with _channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
         try:
@@ -57,11 +58,22 @@ async def _ask_grpc(address: str, timeout: float) -> str | None:
                 answer = await stub.Check(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name.lower()}: {error.details()}"
+        except TroupeError as error:
+            return str(error)
         except TimeoutError:
             return "no answer"
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)).lower()
+
+
+def _channel(address: str) -> grpc.aio.Channel:
+    if not is_loopback_address(address):
+        settings = ClientSettings.of_environment()
+        if settings.tls_ca is not None:
+            return connect(address, settings.model_copy(update={"retry": NO_RETRY}))
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    return grpc.aio.insecure_channel(address, options)
 
 
 async def _ask_http(address: str, timeout: float) -> str | None:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from troupe.cluster.errors import NotUtf8
+from troupe.cluster.inventory import NodeDevices, NodeShares, assign
+from troupe.devices import DECLARED, Device, find_devices
+from troupe.rpc.addresses import is_loopback_host
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_DATA_DIR = Path("runs")
 DEFAULT_PANEL_PORT = 8080
+DEFAULT_HEAD_PORT = 50051
 Fsync = Literal["everysec", "always"]
+Role = Literal["all", "head", "node"]
 
 
 class ClusterSettings(BaseModel):
-    """Settings of an embedded cluster; everything listens on loopback."""
+    """Settings of a supervisor: of a whole cluster on this machine, of its head, or of a node."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -27,10 +34,34 @@ class ClusterSettings(BaseModel):
     transfer_dir: Path | None = None
     """Directory by which trainers hand weights to engines; default: `TROUPE_TRANSFER_DIR`, else one
     in shared memory."""
-    rollouts: int = Field(default=1, ge=1, le=64)
-    """Rollout workers."""
-    trainers: int = Field(default=1, ge=1, le=64)
-    """Trainer workers."""
+    role: Role = "all"
+    """`head`: Redis, orchestrator, experience store, reward and panel; `node`: the workers that the
+    devices of this host are for; `all`: both, on loopback."""
+    host: str = LOOPBACK
+    """Interface to listen on."""
+    advertise: str | None = None
+    """Name or address at which other hosts reach this one; default: its host name."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of the orchestrator; default: 50051 of a head, a free one otherwise."""
+    head: str | None = None
+    """"host:port" of the orchestrator of a node's head."""
+    name: str = Field(default_factory=socket.gethostname, min_length=1, max_length=256)
+    """Name of the node, unique in its cluster; default: the host's."""
+    rollouts: int | None = Field(default=None, ge=1, le=64)
+    """Rollout workers; default: one."""
+    trainers: int | None = Field(default=None, ge=1, le=64)
+    """Trainer workers; default: one, or as many as there are devices for."""
+    devices: str = Field(
+        default_factory=lambda: os.environ.get(DECLARED, ""), validate_default=True
+    )
+    """Devices in place of those that the driver reports, such as `8xH100-80GB` (default:
+    `TROUPE_DEVICES`); CUDA_VISIBLE_DEVICES selects from either."""
+    engine_devices: int | None = Field(default=None, ge=0)
+    """Devices for engines; default: half, and the odd one."""
+    trainer_devices: int | None = Field(default=None, ge=0)
+    """Devices for trainers; default: those that are left."""
+    devices_per_trainer: int = Field(default=1, ge=1, le=64)
+    """Devices of each trainer worker: the ranks of the largest gang that it leads alone."""
     trainer_idle_seconds: float | None = Field(default=None, gt=0)
     """Seconds without demand for a trainer after which trainer processes end; they start again on
     demand. None: never."""
@@ -80,6 +111,33 @@ class ClusterSettings(BaseModel):
         return self.model_copy(
             update={"data_dir": data_dir, "transfer_dir": transfer_dir.expanduser().absolute()}
         )
+
+    @property
+    def reachable_host(self) -> str:
+        """Name or address at which other processes reach this supervisor's services."""
+        if is_loopback_host(self.host):
+            return self.host
+        return self.advertise or socket.gethostname()
+
+    def inventory(self) -> tuple[Device, ...]:
+        """The devices of this host. Raises `InvalidArgument` for a bad declaration."""
+        return find_devices({**os.environ, DECLARED: self.devices})
+
+    def shares(self, devices: Sequence[Device]) -> NodeDevices:
+        """The devices of each process. Raises `InvalidArgument` naming the setting at fault."""
+        reward = self.environment.get("TROUPE_REWARD_GPUS", os.environ.get("TROUPE_REWARD_GPUS"))
+        asked = NodeShares(
+            self.engine_devices,
+            self.trainer_devices,
+            self.devices_per_trainer,
+            int(reward) if reward and reward.isdecimal() and self.role != "node" else 0,
+            self.rollouts,
+            self.trainers,
+            may_lack=self.role == "node",
+        )
+        if self.role == "head":
+            return NodeDevices((), (), tuple(devices)[: asked.reward_devices])
+        return assign(devices, asked)
 
 
 def require_utf8(data_dir: Path) -> Path:

@@ -160,6 +160,10 @@ class OptimizerSpec(Section):
     """Fraction of `lr` left at the last step of a falling schedule."""
 
 
+# SGLang's arguments that say over how many devices a server spreads, and on which.
+_SPREADS = {"--tp", "--tp-size", "--tensor-parallel-size", "--base-gpu-id"}
+
+
 class SimulatedClassSpec(Section):
     """Cost model of engines of one device class, where it differs."""
 
@@ -212,6 +216,9 @@ class EngineSpec(Section):
     pools: list[PoolSpec] = Field(default=[], max_length=64)
     """Engines by device class, instead of `replicas`. Attached servers (`urls`) are assigned to the
     pools in order."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """`sglang`: devices over which each launched server spreads the model. Replicas take
+    `replicas` times as many devices of a rollout worker."""
     max_running: int = Field(default=64, ge=1, le=4096)
     """Turns that one engine generates concurrently; further ones wait in the router."""
     max_context: int = Field(default=2048, ge=16, le=MAX_TOKENS)
@@ -219,7 +226,8 @@ class EngineSpec(Section):
     urls: list[str] = Field(default=[], max_length=1024)
     """`sglang`: attach to these servers instead of launching servers."""
     launch: list[str] = Field(default=[], max_length=1024)
-    """`sglang`: extra arguments of the launched server, as on its command line."""
+    """`sglang`: extra arguments of the launched server, as on its command line; `{replica}` is
+    replaced by the number of the replica, `{port}` by its port."""
     python: str | None = None
     """`sglang`: Python interpreter of the environment that has SGLang. Default: that of the
     worker."""
@@ -258,6 +266,20 @@ class EngineSpec(Section):
             raise ValueError(
                 f"urls: servers are attached with kind `sglang`, not `{self.kind}`; use that, or "
                 "leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_spread(self) -> Self:
+        if self.tensor_parallel > 1 and (self.kind != "sglang" or self.urls):
+            raise ValueError(
+                f"tensor_parallel: {self.tensor_parallel} devices are of a launched server of kind "
+                "`sglang`; an attached one says itself how it is spread"
+            )
+        given = {part.partition("=")[0] for part in self.launch} & _SPREADS
+        if given:
+            raise ValueError(
+                f"launch: {min(given)} is `tensor_parallel`, by which the server gets its devices"
             )
         return self
 

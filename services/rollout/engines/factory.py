@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.devices import EngineDevices
 from troupe.job import PolicySpec
 
 # Import paths, since engines import torch and transformers, which takes seconds, and the testbed is
@@ -32,6 +33,7 @@ def make_engine(
     replica: int = 0,
     trace_dir: Path | None = None,
     deterministic: bool = False,
+    devices: EngineDevices | None = None,
 ) -> ServingEngine:
     """An engine of the policy's kind that has not been started.
 
@@ -39,7 +41,7 @@ def make_engine(
     an embedded engine. `replica`: the engine's number among the policy's replicas on this worker;
     an attached SGLang engine takes the URL of that number. `trace_dir`: where a simulated engine
     writes when it was busy. `deterministic`: a turn is a function of (weights, prompt, seed), or
-    the engine does not start.
+    the engine does not start. `devices`: those of the worker, for engines that are processes.
     """
     kind = "simulated" if policy_spec.simulated is not None else policy_spec.engine.kind
     engine_class: Callable[..., ServingEngine] = pkgutil.resolve_name(ENGINES[kind])
@@ -48,6 +50,7 @@ def make_engine(
         "replica": replica,
         "trace_dir": trace_dir,
         "deterministic": deterministic,
+        "devices": devices,
     }
     named = inspect.signature(engine_class).parameters
     known = {name: value for name, value in options.items() if name in named}

@@ -9,10 +9,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Final
 
+from troupe.devices import Device, pin, visible
 from troupe.job.policy import server_of
 
 # For a server to end its own children; then the whole process group is killed.
@@ -43,11 +44,17 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A launched model server in a process group of its own, writing to `log_path`."""
+    """A launched model server in a process group of its own, writing to `log_path`.
 
-    def __init__(self, command: list[str], log_path: Path) -> None:
+    It sees `devices` and no others, and runs on cores near them; None: what this process sees.
+    """
+
+    def __init__(
+        self, command: list[str], log_path: Path, devices: Sequence[Device] | None = None
+    ) -> None:
         self.command = command
         self.log_path = log_path
+        self._devices = devices
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -55,6 +62,8 @@ class ServerProcess:
         environment = dict(os.environ)
         # On shared cores more threads spin instead of working; users override it.
         environment.setdefault("OMP_NUM_THREADS", "1")
+        if self._devices is not None:
+            environment |= visible(self._devices)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -69,6 +78,8 @@ class ServerProcess:
                 env=environment,
                 start_new_session=True,
             )
+        if self._devices:
+            pin(self._process.pid, self._devices)
 
     @property
     def running(self) -> bool:

@@ -33,6 +33,7 @@ from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import pack_rows, unpack_rows
+from troupe.devices import find_devices
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, from_status
 from troupe.scratch import Scratch
 
@@ -393,6 +394,9 @@ def launch(
         # Every host has the same number of ranks, so they need not be exchanged.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }
+    if len(find_devices()) >= ranks:
+        # Each rank sees one device of this process's and no other.
+        options.append("--virtual-local-rank")
     agent = [sys.executable, "-m", "services.trainer.gang.gang", *options]
     return subprocess.Popen([*agent, "-m", "services.trainer.gang.rank"], env=environment)
 

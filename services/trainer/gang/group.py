@@ -121,7 +121,9 @@ class GangGroup(RankGroup):
 
         Errors are raised once all ranks have called it.
         """
-        local, places = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        places = int(os.environ["LOCAL_WORLD_SIZE"])
+        # Not LOCAL_RANK, which is 0 where torchrun gives each rank a device of its own.
+        local = int(os.environ["RANK"]) % places
         made: list[T] = []
         problem: Exception | None = None
         for turn in range(places):

@@ -181,7 +181,8 @@ def join_ranks(
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = choose_device(terms.device)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        # The first: torchrun lets each rank see its own device alone.
+        device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
     torch.set_num_threads(terms.threads)
     patience = timedelta(seconds=terms.start_seconds)

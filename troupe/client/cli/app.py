@@ -26,7 +26,7 @@ from troupe.checkpoints.card import rewards_in, rewards_of, write_card
 from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
 from troupe.checkpoints.retention import choose, copy_checkpoint, only_policy
 from troupe.checkpoints.verifying import Lineage
-from troupe.client.aio import ADDRESS_VARIABLE, AsyncClient, data_directory
+from troupe.client.aio import ADDRESS_VARIABLE, AsyncClient, check_address, data_directory
 from troupe.client.cli import options
 from troupe.client.cli.chaos import chaos
 from troupe.client.cli.failures import FAILED, explain
@@ -44,6 +44,7 @@ from troupe.cluster.access import sign_in_link
 from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.probes import ServiceReport, inspect
+from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, require_running, running_state
 from troupe.rpc import TroupeError
 from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument
@@ -219,10 +220,11 @@ def _from_cluster(
     return call(cluster, data_dir, export)
 
 
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Start in the background and return.")]
+
+
 def up(
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Start in the background and return.")
-    ] = False,
+    detach: Detach = False,
     data_dir: options.DataDir = None,
     rollouts: options.Rollouts = None,
     trainers: options.Trainers = None,
@@ -233,6 +235,10 @@ def up(
     redis_port: options.RedisPort = None,
     start_timeout: options.StartTimeout = 120.0,
     trainer_idle_seconds: options.TrainerIdleSeconds = None,
+    devices: options.Devices = None,
+    engine_devices: options.EngineDevices = None,
+    trainer_devices: options.TrainerDevices = None,
+    devices_per_trainer: options.DevicesPerTrainer = None,
 ) -> None:
     """Start an embedded cluster: all services and a Redis, on loopback."""
     settings = options.cluster_settings(
@@ -246,9 +252,93 @@ def up(
         redis_port=redis_port,
         start_timeout=start_timeout,
         trainer_idle_seconds=trainer_idle_seconds,
+        devices=devices,
+        engine_devices=engine_devices,
+        trainer_devices=trainer_devices,
+        devices_per_trainer=devices_per_trainer,
     )
+    _supervise(settings, "a cluster", detach=detach)
+
+
+Host = Annotated[str, typer.Option(help="Interface to listen on.")]
+Advertise = Annotated[
+    str | None,
+    typer.Option(help="Name or address at which other hosts reach this one; default: its name."),
+]
+
+
+def head(
+    detach: Detach = False,
+    data_dir: options.DataDir = None,
+    host: Host = "0.0.0.0",
+    advertise: Advertise = None,
+    port: Annotated[int | None, typer.Option(help="Port of the orchestrator.")] = None,
+    panel: options.Panel = True,
+    panel_port: options.PanelPort = None,
+    redis_url: options.RedisUrl = None,
+    redis_port: options.RedisPort = None,
+    start_timeout: options.StartTimeout = 120.0,
+) -> None:
+    """Start the head of a cluster of several hosts: Redis, orchestrator, experience store, reward
+    and panel. Nodes join it by `troupe node`, with the same token ($TROUPE_TOKEN)."""
+    settings = options.cluster_settings(
+        data_dir=data_dir,
+        role="head",
+        host=host,
+        advertise=advertise,
+        port=port,
+        panel=panel,
+        panel_port=panel_port,
+        redis_url=redis_url,
+        redis_port=redis_port,
+        start_timeout=start_timeout,
+    )
+    _supervise(settings, "the head of a cluster", detach=detach)
+
+
+def node(
+    head: Annotated[str, typer.Option(metavar="HOST:PORT", help="Orchestrator of the head.")],
+    detach: Detach = False,
+    data_dir: options.DataDir = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the node; default: that of the host.")
+    ] = None,
+    host: Host = "0.0.0.0",
+    advertise: Advertise = None,
+    rollouts: options.Rollouts = None,
+    trainers: options.Trainers = None,
+    threads: options.Threads = None,
+    devices: options.Devices = None,
+    engine_devices: options.EngineDevices = None,
+    trainer_devices: options.TrainerDevices = None,
+    devices_per_trainer: options.DevicesPerTrainer = None,
+    start_timeout: options.StartTimeout = 120.0,
+) -> None:
+    """Start the workers that this host's devices are for, as a part of a head's cluster. It waits
+    for the head, and for an orchestrator that is started again; SIGTERM drains its workers."""
+    settings = options.cluster_settings(
+        data_dir=data_dir,
+        role="node",
+        head=check_address(head),
+        name=name,
+        host=host,
+        advertise=advertise,
+        rollouts=rollouts,
+        trainers=trainers,
+        threads=threads,
+        devices=devices,
+        engine_devices=engine_devices,
+        trainer_devices=trainer_devices,
+        devices_per_trainer=devices_per_trainer,
+        start_timeout=start_timeout,
+    )
+    _supervise(settings, f"node {settings.name}", detach=detach)
+
+
+def _supervise(settings: ClusterSettings, what: str, *, detach: bool) -> None:
+    """Run a supervisor until a signal, or in the background."""
     console = Console()
-    console.print(f"starting a cluster in {settings.data_dir}", style="dim", soft_wrap=True)
+    console.print(f"starting {what} in {settings.data_dir}", style="dim", soft_wrap=True)
     if detach:
         _print_addresses(console, start_detached(settings))
         return
@@ -277,6 +367,7 @@ def status(data_dir: options.DataDir = None, as_json: options.AsJson = False) ->
         console = Console()
         _print_status(console, state, reports)
         _print_trainers(console, state)
+        _print_devices(console, state)
     healthy = state.phase == "ready" and all(r.healthy for r in reports)
     raise typer.Exit(0 if healthy else FAILED)
 
@@ -360,6 +451,42 @@ def _print_trainers(console: Console, state: ClusterState) -> None:
     console.print(table)
 
 
+def _print_devices(console: Console, state: ClusterState) -> None:
+    """The devices of all nodes and what is on them; nothing where there are none."""
+    try:
+        with Client(state.orchestrator_address) as client:
+            cluster = client.cluster()
+    except TroupeError:
+        return
+    if not any(one.devices for one in cluster.nodes):
+        return
+    versions = {engine.id: engine for engine in cluster.engines}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("node", "device", "class", "memory", "busy", "process", "on it"):
+        table.add_column(column, no_wrap=column in ("node", "device", "process"))
+    for one in cluster.nodes:
+        for device in one.devices:
+            used = "" if device.used_bytes is None else f"{size(device.used_bytes)} of "
+            on_it = []
+            for holder in device.holders:
+                engine = versions.get(holder)
+                on_it.append(
+                    holder
+                    if engine is None
+                    else f"{engine.policy} v{engine.version} {engine.state}"
+                )
+            table.add_row(
+                one.id if one.alive else f"[red]{one.id} (lost)[/red]",
+                str(device.index),
+                device.device_class,
+                used + size(device.memory_bytes),
+                "-" if device.utilization is None else f"{device.utilization:.0%}",
+                device.process or "-",
+                ", ".join(on_it) or "-",
+            )
+    console.print(table)
+
+
 def _status_json(state: ClusterState, reports: list[ServiceReport]) -> dict[str, Any]:
     return {
         "data_dir": str(state.data_dir),
@@ -387,6 +514,8 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("up")(up)
+app.command("head")(head)
+app.command("node")(node)
 app.command("down")(down)
 app.command("status")(status)
 app.add_typer(jobs, name="jobs")

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -66,6 +66,22 @@ TrainerIdleSeconds = Annotated[
         help="End trainers that no policy has wanted for so long, until one does; default: never."
     ),
 ]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        help="Devices of this host in place of those that its driver reports, such as "
+        "8xH100-80GB; default: $TROUPE_DEVICES."
+    ),
+]
+EngineDevices = Annotated[
+    int | None, typer.Option(help="Devices for engines; default: half, and the odd one.")
+]
+TrainerDevices = Annotated[
+    int | None, typer.Option(help="Devices for trainers; default: the others.")
+]
+DevicesPerTrainer = Annotated[
+    int | None, typer.Option(help="Devices of each trainer, for gangs of so many; default: 1.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Assignments = Annotated[
     list[str] | None,
@@ -78,31 +94,15 @@ Assignments = Annotated[
 
 
 def cluster_settings(
-    *,
-    data_dir: Path | None,
-    rollouts: int | None,
-    trainers: int | None,
-    threads: int | None,
-    panel: bool,
-    panel_port: int | None,
-    redis_url: str | None,
-    redis_port: int | None,
-    start_timeout: float,
-    trainer_idle_seconds: float | None = None,
+    *, data_dir: Path | None, start_timeout: float, **given: Any
 ) -> ClusterSettings:
-    """Settings from options. Raises `InvalidArgument` naming the option that is out of range."""
+    """Settings from options; `given` are fields of `ClusterSettings`, None where the option was
+    left out. Raises `InvalidArgument` naming the option that is out of range."""
     try:
         return ClusterSettings(
             data_dir=data_directory(data_dir),
-            rollouts=1 if rollouts is None else rollouts,
-            trainers=1 if trainers is None else trainers,
-            threads=threads,
-            panel=panel,
-            panel_port=panel_port,
-            redis_url=redis_url,
-            redis_port=redis_port,
             start_seconds=start_timeout,
-            trainer_idle_seconds=trainer_idle_seconds,
+            **{name: value for name, value in given.items() if value is not None},
         )
     except ValidationError as error:
         first = error.errors()[0]

@@ -576,6 +576,9 @@ def train(
     redis_url: options.RedisUrl = None,
     redis_port: options.RedisPort = None,
     start_timeout: options.StartTimeout = 120.0,
+    devices: options.Devices = None,
+    engine_devices: options.EngineDevices = None,
+    trainer_devices: options.TrainerDevices = None,
 ) -> None:
     """Train a job, showing progress. Starts an embedded cluster unless one runs here.
 
@@ -594,8 +597,9 @@ def train(
                 value=value if isinstance(value, str) else value[0],
                 remedy=f"Leave it out, or change the job: troupe jobs resume {resume} --spec FILE.",
             )
+    spec = None if job is None else load_with(job, assignments or [])
     plan = TrainPlan(
-        spec=None if job is None else load_with(job, assignments or []),
+        spec=spec,
         job_id=job_id,
         resume=resume,
         address=cluster,
@@ -611,9 +615,18 @@ def train(
             redis_url=redis_url,
             redis_port=redis_port,
             start_timeout=start_timeout,
+            devices=devices,
+            engine_devices=engine_devices,
+            trainer_devices=trainer_devices,
+            devices_per_trainer=None if spec is None else _largest_gang(spec),
         ).resolved(),
     )
     raise typer.Exit(asyncio.run(run(plan, Console())))
+
+
+def _largest_gang(spec: JobSpec) -> int:
+    """Devices that the job's largest gang needs of one trainer."""
+    return max((one.trainer.gang for one in spec.policies.values() if one.trainable), default=1)
 
 
 async def run(plan: TrainPlan, console: Console) -> int:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from services.rollout.engines.base import ServingEngine, Tensors
+from services.rollout.engines.devices import EngineDevices
 from services.rollout.engines.errors import (
     BadTurn,
     BrokenReply,
@@ -56,7 +57,8 @@ class SglangEngine(ServingEngine):
     """Serves a policy with one SGLang server.
 
     `replica` chooses the URL of an attached server. `deterministic`: the server is launched so that
-    a turn is a function of (weights, prompt, seed); an attached one must have been.
+    a turn is a function of (weights, prompt, seed); an attached one must have been. `devices`:
+    those of the worker, for a launched server.
     """
 
     kind: ClassVar[str] = "sglang"
@@ -69,14 +71,17 @@ class SglangEngine(ServingEngine):
         *,
         replica: int = 0,
         deterministic: bool = False,
+        devices: EngineDevices | None = None,
     ) -> None:
         super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
         self._server = Server(
+            engine_id,
             policy,
             spec,
             replica=replica,
             deterministic=deterministic,
+            devices=devices or EngineDevices(),
         )
         # Of a policy that trains a LoRA adapter.
         self._versions = AdapterVersions(self._server)

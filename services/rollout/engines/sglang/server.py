@@ -15,6 +15,7 @@ import httpx
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from services.rollout.engines.devices import EngineDevices
 from services.rollout.engines.errors import BrokenReply, EngineStartFailed, Refused, ServerGone
 from services.rollout.engines.server_process import (
     ServerProcess,
@@ -71,12 +72,16 @@ class Server:
 
     def __init__(
         self,
+        engine_id: str,
         policy: str,
         spec: PolicySpec,
         *,
         replica: int,
         deterministic: bool,
+        devices: EngineDevices,
     ) -> None:
+        self._engine_id = engine_id
+        self._devices = devices
         self._policy = policy
         self._spec = spec
         self._replica = replica
@@ -140,6 +145,8 @@ class Server:
             await self._process.stop()
             self._process = None
         release_urls(self)
+        if for_good:
+            self._devices.release(self._engine_id)
         if for_good and self._scratch is not None:
             await asyncio.to_thread(self._scratch.close)
             self._scratch = None
@@ -213,8 +220,10 @@ class Server:
             deterministic=self._deterministic,
             name=self._name,
             targets=target_names(spec, self.layout),
+            replica=self._replica,
         )
-        process = ServerProcess(command, self._directory / "server.log")
+        devices = self._devices.assign(self._engine_id, self._policy, spec.engine.tensor_parallel)
+        process = ServerProcess(command, self._directory / "server.log", devices)
         try:
             await process.start()
         except OSError as error:
@@ -346,12 +355,14 @@ def launch_command(
     deterministic: bool = False,
     name: str = "",
     targets: Sequence[str] = (),
+    replica: int = 0,
 ) -> list[str]:
     """Arguments to launch a server of `spec` on loopback with the model at `source`.
 
     Random weights (`dummy`): the engine is STALE until the first update in any case. No
     tokenizer: token ids travel end to end. `name`: the served model name. `targets`:
-    layers of the policy's adapter. The job's own `launch` arguments come last and win.
+    layers of the policy's adapter. The job's own `launch` arguments come last and win; in them
+    `{replica}` is the engine's number, and `{port}` its port.
     """
     engine = spec.engine
     revision = ["--revision", spec.language_model.revision] if spec.language_model.revision else []
@@ -367,11 +378,15 @@ def launch_command(
         *("--load-format", "dummy"),
         *("--context-length", str(max_context)),
         *("--max-running-requests", str(engine.max_running)),
+        *(["--tp-size", str(engine.tensor_parallel)] if engine.tensor_parallel > 1 else []),
         "--skip-tokenizer-init",
         *(["--served-model-name", name] if name else []),
         *([DETERMINISTIC] if deterministic else []),
         *lora_arguments(spec, targets),
-        *engine.launch,
+        *(
+            part.replace("{replica}", str(replica)).replace("{port}", str(port))
+            for part in engine.launch
+        ),
     ]
 
 

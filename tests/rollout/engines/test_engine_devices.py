@@ -1,0 +1,107 @@
+"""Devices of launched servers: disjoint, linked, and named to the server alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.rollout.engines.devices import EngineDevices
+from services.rollout.engines.errors import EngineStartFailed
+from services.rollout.engines.server_process import ServerProcess
+from services.rollout.engines.sglang.server import launch_command
+from troupe.devices import Device, parse_devices
+from troupe.job import PolicySpec
+
+
+def indices(devices: tuple[Device, ...] | None) -> list[int]:
+    return [one.index for one in devices or ()]
+
+
+def test_no_two_servers_get_one_device_and_a_restart_gets_the_same() -> None:
+    devices = EngineDevices(parse_devices("4xH100-80GB"))
+    first = devices.assign("a.p.0@w", "p", 2)
+    second = devices.assign("a.p.1@w", "p", 1)
+    assert len(indices(first)) == 2
+    assert not set(indices(first)) & set(indices(second))
+    assert devices.assign("a.p.0@w", "p", 2) == first
+    held = devices.holders()
+    assert {i for i, names in held.items() if names == ["a.p.0@w"]} == set(indices(first))
+    with pytest.raises(EngineStartFailed) as refused:
+        devices.assign("b.q.0@w", "q", 2)
+    assert refused.value.field == "policies.q.engine.tensor_parallel"
+    assert "a.p.0@w (2)" in str(refused.value)
+    devices.release("a.p.0@w")
+    assert devices.assign("b.q.0@w", "q", 2) is not None
+    devices.release("nobody")
+
+
+def test_a_group_is_linked_where_it_can_be() -> None:
+    """Two pairs of linked devices, one device of the first pair taken: the second pair is whole."""
+    pairs = [Device(i, "A", 1 << 30, links=(i ^ 1,)) for i in range(4)]
+    devices = EngineDevices(pairs)
+    (one,) = indices(devices.assign("single", "p", 1))
+    group = indices(devices.assign("group", "p", 2))
+    assert group[0] ^ 1 == group[1]
+    assert one not in group
+
+
+def test_a_worker_without_devices_says_nothing_to_its_servers() -> None:
+    devices = EngineDevices()
+    assert devices.assign("a.p.0@w", "p", 8) is None
+    assert devices.holders() == {}
+
+
+async def test_a_server_sees_its_devices_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    names = ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"]
+    out = tmp_path / "seen"
+    program = (
+        "import json, os, sys; open(sys.argv[1], 'w').write("
+        f"json.dumps([os.environ.get(n) for n in {names}]))"
+    )
+    for devices, expected in (
+        (parse_devices("4x80GB")[2:], ["2,3", "PCI_BUS_ID"]),
+        (None, ["0,1,2,3", None]),
+    ):
+        command = [sys.executable, "-c", program, str(out)]
+        process = ServerProcess(command, tmp_path / "log", devices)
+        await process.start()
+        assert process._process is not None
+        assert await process._process.wait() == 0, process.tail()
+        assert json.loads(out.read_text()) == expected
+
+
+def policy(**engine: object) -> PolicySpec:
+    model = {"path": "Qwen/Qwen3-0.6B"}
+    return PolicySpec.model_validate({"model": model, "engine": {"kind": "sglang", **engine}})
+
+
+def test_the_launch_line_of_a_replica() -> None:
+    spec = policy(tensor_parallel=2, launch=["--nccl-port", "{port}", "--log-prefix", "r{replica}"])
+    command = launch_command(spec, "m", 30_000, 2048, replica=3)
+    assert command[command.index("--tp-size") + 1] == "2"
+    assert command[command.index("--nccl-port") + 1] == "30000"
+    assert command[-1] == "r3"
+    assert "--tp-size" not in launch_command(policy(), "m", 1, 64)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"launch": ["--tp", "2"]},
+        {"launch": ["--tensor-parallel-size=2"]},
+        {"launch": ["--base-gpu-id", "1"]},
+        {"tensor_parallel": 2, "urls": ["http://h:1"]},
+        {"tensor_parallel": 2, "kind": "embedded"},
+        {"tensor_parallel": 0},
+        {"tensor_parallel": 65},
+    ],
+)
+def test_ways_around_the_assignment_are_refused(engine: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel"):
+        policy(**engine)

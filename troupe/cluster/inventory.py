@@ -1,0 +1,161 @@
+"""Which process of a node gets which of its devices.
+
+Rules: reward models get what they were promised (TROUPE_REWARD_GPUS), from the end. The rest is
+split between engines and trainers (`troupe.scheduling.devices.split`: half each, engines get the
+odd one, unless the settings name numbers). A rollout worker gets an equal share of the engines'
+devices; each trainer worker gets `devices_per_trainer`. A single device is shared by both. All
+other processes see none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from troupe.devices import Device
+from troupe.rpc.errors import InvalidArgument
+from troupe.scheduling.devices import (
+    DeviceHost,
+    DeviceRequest,
+    DeviceSplit,
+    SplitRefusal,
+    plan,
+    split,
+)
+
+
+@dataclass(frozen=True)
+class NodeShares:
+    """What a node's settings ask for; None: what the rules give."""
+
+    engine_devices: int | None = None
+    trainer_devices: int | None = None
+    devices_per_trainer: int = 1
+    reward_devices: int = 0
+    rollouts: int | None = None
+    """Rollout workers. None: one."""
+    trainers: int | None = None
+    """Trainer workers. None: as many as there are devices for, at least one."""
+    may_lack: bool = False
+    """Whether there need be no workers of a kind that gets no devices: other nodes have them."""
+
+
+@dataclass(frozen=True)
+class NodeDevices:
+    """The devices of each process of a node."""
+
+    rollouts: tuple[tuple[Device, ...], ...]
+    trainers: tuple[tuple[Device, ...], ...]
+    reward: tuple[Device, ...] = ()
+    shared: bool = False
+    """Whether engines and trainers have the same device."""
+
+    def of(self, process: str) -> tuple[Device, ...]:
+        """The devices of "rollout-0", "trainer-1", "reward", ...; none for any other."""
+        kind, _, number = process.partition("-")
+        if kind == "reward":
+            return self.reward
+        workers = {"rollout": self.rollouts, "trainer": self.trainers}.get(kind, ())
+        return workers[int(number)] if workers else ()
+
+
+def assign(devices: Sequence[Device], shares: NodeShares) -> NodeDevices:
+    """Divide a node's devices. Raises `InvalidArgument` that names the setting, what was asked and
+    what there is."""
+    rollouts = shares.rollouts or 1
+    if not devices:
+        return _without_devices(shares, rollouts)
+    left, reward = _for_rewards(devices, shares.reward_devices)
+    parts = _divided(left, shares)
+    by_index = {one.index: one for one in left}
+    engine = [by_index[index] for index in parts.engine]
+    trainer = [by_index[index] for index in parts.trainer]
+    per = shares.devices_per_trainer
+    trainers = shares.trainers or (len(trainer) // per or 1)
+    if shares.may_lack:
+        rollouts = rollouts if engine or shares.rollouts else 0
+        trainers = trainers if trainer or shares.trainers else 0
+    if shares.trainers and shares.devices_per_trainer == 1:
+        # Few workers share out what there is: each leads gangs over its part.
+        per = max(1, len(trainer) // trainers)
+    if trainer and trainers * per > len(trainer):
+        raise InvalidArgument(
+            f"{trainers} trainers of {per} devices each are more than the {len(trainer)} devices "
+            f"that trainers have here ({_names(trainer)})",
+            field="devices_per_trainer" if per > 1 else "trainers",
+            value=per if per > 1 else trainers,
+            remedy="Ask for fewer, or give trainers more devices (--trainer-devices).",
+        )
+    return NodeDevices(
+        _groups(engine, rollouts, len(engine) // max(1, rollouts)),
+        _groups(trainer, trainers, per if trainer else 0),
+        reward,
+        parts.shared,
+    )
+
+
+def _without_devices(shares: NodeShares, rollouts: int) -> NodeDevices:
+    for name in ("engine_devices", "trainer_devices"):
+        if asked := getattr(shares, name):
+            raise InvalidArgument(
+                "this machine has no devices: no driver reports any, and CUDA_VISIBLE_DEVICES and "
+                "TROUPE_DEVICES name none",
+                field=name,
+                value=asked,
+                remedy="Leave the option out to compute on the CPU, or look at nvidia-smi.",
+            )
+    return NodeDevices(((),) * rollouts, ((),) * (shares.trainers or 1))
+
+
+def _for_rewards(
+    devices: Sequence[Device], count: int
+) -> tuple[Sequence[Device], tuple[Device, ...]]:
+    if count > len(devices):
+        raise InvalidArgument(
+            f"reward models ask for {count} devices, and there are {len(devices)}",
+            field="TROUPE_REWARD_GPUS",
+            value=count,
+            remedy="Ask for fewer, or run the reward service on another machine.",
+        )
+    first = len(devices) - count
+    return devices[:first], tuple(devices[first:])
+
+
+def _divided(devices: Sequence[Device], shares: NodeShares) -> DeviceSplit:
+    asked = shares.engine_devices is not None or shares.trainer_devices is not None
+    if len(devices) == 1 and not asked:
+        only = (devices[0].index,)
+        return DeviceSplit(only, only, shared=True)
+    parts = split(devices, shares.engine_devices, shares.trainer_devices)
+    if isinstance(parts, SplitRefusal):
+        raise InvalidArgument(
+            parts.message,
+            field="engine_devices" if shares.engine_devices is not None else "trainer_devices",
+            value=shares.engine_devices or shares.trainer_devices,
+            remedy=parts.remedy,
+        )
+    return parts
+
+
+def _groups(devices: Sequence[Device], count: int, size: int) -> tuple[tuple[Device, ...], ...]:
+    """`count` groups of `size` devices, linked ones together; empty groups where size is 0."""
+    if not size:
+        return ((),) * count
+    placed = plan([DeviceHost("", tuple(devices))], [DeviceRequest("", "engine", count, size)])
+    by_index = {one.index: one for one in devices}
+    return tuple(
+        tuple(by_index[index] for index in member.devices) for member in placed.members[""]
+    )
+
+
+def _names(devices: Sequence[Device]) -> str:
+    return ", ".join(f"{one.index}: {one.device_class}" for one in devices)
+
+
+def by_device(processes: Mapping[str, Sequence[Device]]) -> dict[int, str]:
+    """The process that each device was given to, by its index; of a shared one, both."""
+    found: dict[int, str] = {}
+    for name, devices in processes.items():
+        for one in devices:
+            found[one.index] = f"{found[one.index]}, {name}" if one.index in found else name
+    return found
