@@ -18,9 +18,9 @@ import structlog
 from services.chassis.heartbeat import Heartbeat, given_devices
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
-from services.rollout.engines.devices import EngineDevices
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import DeviceSpeed, SamplingParams
+from services.rollout.engines.server_process import EngineDevices
 from services.rollout.games import describe
 from services.rollout.job_setup import EngineFactory, Preparation, collect_seldom
 from services.rollout.jobs import JobTable

@@ -20,10 +20,16 @@ from troupe.client import AsyncClient, Client
 from troupe.client.aio import settings_for
 from troupe.client.cli import main
 from troupe.cluster import ClusterSettings, EmbeddedCluster
-from troupe.cluster.access import close_to_others, require_token, sign_in_link, token_path
 from troupe.cluster.daemon import start_detached, stop_running
 from troupe.cluster.errors import NotPrivate, TransferDirNotWritable
-from troupe.cluster.state import read_state, running_state
+from troupe.cluster.state import (
+    close_to_others,
+    read_state,
+    require_token,
+    running_state,
+    sign_in_link,
+    token_path,
+)
 from troupe.rpc.errors import InvalidArgument, Unauthenticated
 from troupe.rpc.tokens import ClusterRecord, local_token, read_token
 from troupe.scratch import Scratch, memory_root, private_directory

@@ -13,10 +13,9 @@ from pydantic import SecretStr
 from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle, Spec, paged, read_spec
 from troupe.client.records import Cluster, Job, JobState
-from troupe.cluster.access import token_path
 from troupe.cluster.errors import NoCluster
 from troupe.cluster.settings import DEFAULT_DATA_DIR, require_utf8
-from troupe.cluster.state import running_state
+from troupe.cluster.state import running_state, token_path
 from troupe.rpc.channel import connect
 from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.rpc.ids import new_id

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from troupe.cluster import logs
-from troupe.cluster.access import close_to_others
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.errors import (
     ChildNotReady,
@@ -24,6 +23,7 @@ from troupe.cluster.errors import (
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import (
     ClusterState,
+    close_to_others,
     end_orphans,
     is_alive,
     is_locked,

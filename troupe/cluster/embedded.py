@@ -19,7 +19,6 @@ from typing import Any, Final, Self
 
 from pydantic import SecretStr
 
-from troupe.cluster.access import TOKEN_VARIABLE, close_to_others, require_token, token_path
 from troupe.cluster.child import Child, ChildState
 from troupe.cluster.errors import NotWritable, PortInUse, TransferDirNotWritable
 from troupe.cluster.layout import ChildSpec, HeadAddresses, Routes, plan, port_names, service_names
@@ -34,13 +33,17 @@ from troupe.cluster.settings import (
     transfer_fallback_dir,
 )
 from troupe.cluster.state import (
+    TOKEN_VARIABLE,
     ClusterLock,
     ClusterState,
     Phase,
     ServiceRecord,
+    close_to_others,
     created_at,
     end_orphans,
     read_state,
+    require_token,
+    token_path,
     write_state,
 )
 from troupe.cluster.supervisor import Supervisor

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import SecretStr
 
-from troupe.cluster.access import TOKEN_VARIABLE
 from troupe.cluster.inventory import NodeDevices
 from troupe.cluster.probes import Probe, ProbeKind
 from troupe.cluster.settings import LOOPBACK, ClusterSettings, transfer_fallback_dir
+from troupe.cluster.state import TOKEN_VARIABLE
 from troupe.devices import Device, visible
 from troupe.rpc.addresses import is_loopback_host
 

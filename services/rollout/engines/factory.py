@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from services.rollout.engines.base import ServingEngine
-from services.rollout.engines.devices import EngineDevices
+from services.rollout.engines.server_process import EngineDevices
 from troupe.job import PolicySpec
 
 # Import paths, since engines import torch and transformers, which takes seconds, and the testbed is

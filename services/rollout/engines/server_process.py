@@ -1,4 +1,4 @@
-"""Model servers as processes: launched in a group of their own, or attached and claimed by URL."""
+"""Model servers as processes: launched on devices of their own, or attached and claimed by URL."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Final
 
+from services.rollout.engines.errors import EngineStartFailed
 from troupe.devices import Device, pin, visible
 from troupe.job.policy import server_of
+from troupe.scheduling.devices import DeviceHost, DeviceRequest, MemberDevices, plan
 
 # For a server to end its own children; then the whole process group is killed.
 TERM_SECONDS: Final = 10.0
@@ -31,9 +33,62 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the rollout process is gone")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+# The plan of a worker knows one host, whatever its name.
+_HERE = "here"
 # Attached servers of this worker's engines, by address.
 _LOCK: Final = threading.Lock()
 _HOLDERS: dict[str, Hashable] = {}
+
+
+class EngineDevices:
+    """Gives launched servers devices of this worker: none to two, and linked ones to one server.
+
+    A worker without devices (no GPU, none declared) gives none: then servers see what it sees.
+    """
+
+    def __init__(self, devices: Sequence[Device] = ()) -> None:
+        self._host = DeviceHost(_HERE, tuple(devices))
+        self._held: dict[str, MemberDevices] = {}
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices of the worker."""
+        return self._host.devices
+
+    def assign(self, engine_id: str, policy: str, count: int) -> tuple[Device, ...] | None:
+        """`count` devices for an engine, those that it has already if it has as many; None on a
+        worker without devices.
+
+        Raises `EngineStartFailed` that says what there is and which engines hold it.
+        """
+        if not self.devices:
+            return None
+        others = {name: (held,) for name, held in self._held.items() if name != engine_id}
+        own = {engine_id: (self._held[engine_id],)} if engine_id in self._held else {}
+        request = DeviceRequest(engine_id, "engine", 1, count)
+        placed = plan([self._host], [request], others | own)
+        if placed.refusals:
+            refusal = placed.refusals[0]
+            raise EngineStartFailed(
+                str(refusal),
+                field=f"policies.{policy}.engine.tensor_parallel",
+                value=count,
+                remedy=refusal.remedy,
+            )
+        member = self._held[engine_id] = placed.members[engine_id][0]
+        return tuple(one for one in self.devices if one.index in member.devices)
+
+    def release(self, engine_id: str) -> None:
+        """Take back the devices of an engine that has ended. Repeatable."""
+        self._held.pop(engine_id, None)
+
+    def holders(self) -> dict[int, list[str]]:
+        """The engines on each device, by its index; devices without one are left out."""
+        found: dict[int, list[str]] = {}
+        for engine_id, member in self._held.items():
+            for index in member.devices:
+                found.setdefault(index, []).append(engine_id)
+        return found
 
 
 def free_port() -> int:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.devices import EngineDevices
 from services.rollout.engines.errors import EngineStartFailed
-from services.rollout.engines.server_process import ServerProcess
+from services.rollout.engines.server_process import EngineDevices, ServerProcess
 from services.rollout.engines.sglang.server import launch_command
 from troupe.devices import Device, parse_devices
 from troupe.job import PolicySpec

@@ -40,12 +40,11 @@ from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
 from troupe.client.cli.workflow import app as workflow
 from troupe.client.sync import Client
-from troupe.cluster.access import sign_in_link
 from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.probes import ServiceReport, inspect
 from troupe.cluster.settings import ClusterSettings
-from troupe.cluster.state import ClusterState, require_running, running_state
+from troupe.cluster.state import ClusterState, require_running, running_state, sign_in_link
 from troupe.rpc import TroupeError
 from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument
 from troupe.yaml_input import read_value

@@ -43,11 +43,10 @@ from troupe.client.records import (
     Notice,
     StateChanged,
 )
-from troupe.cluster.access import sign_in_link
 from troupe.cluster.daemon import start_detached
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.settings import ClusterSettings
-from troupe.cluster.state import ClusterState, running_state
+from troupe.cluster.state import ClusterState, running_state, sign_in_link
 from troupe.job import JobSpec
 from troupe.rpc.errors import InvalidArgument, TroupeError
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from services.rollout.engines.base import ServingEngine, Tensors
-from services.rollout.engines.devices import EngineDevices
 from services.rollout.engines.errors import (
     BadTurn,
     BrokenReply,
@@ -24,6 +23,7 @@ from services.rollout.engines.errors import (
     UpdateFailed,
 )
 from services.rollout.engines.requests import EngineLoad, EngineResponse, Memory, ScoreRequest
+from services.rollout.engines.server_process import EngineDevices
 from services.rollout.engines.sglang.adapters import AdapterVersions, ServedAdapter
 from services.rollout.engines.sglang.client import (
     ServerLoad,

@@ -15,9 +15,9 @@ import httpx
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from services.rollout.engines.devices import EngineDevices
 from services.rollout.engines.errors import BrokenReply, EngineStartFailed, Refused, ServerGone
 from services.rollout.engines.server_process import (
+    EngineDevices,
     ServerProcess,
     claim_url,
     free_port,
