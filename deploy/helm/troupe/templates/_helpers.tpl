@@ -210,7 +210,7 @@ image: {{ include "troupe.image" . }}
 command: {{ toJson .command }}
 {{ include "troupe.container" . }}
 env:
-  {{- include "troupe.environment" (dict "root" .root "address" "$(POD_IP):50051" "hub" true "more" (merge (dict "TROUPE_TRANSFER_PORT" "50061") .more (.pool.environment | default dict))) | nindent 2 }}
+  {{- include "troupe.environment" (dict "root" .root "address" "$(POD_IP):50051" "hub" true "more" (merge (dict "TROUPE_TRANSFER_PORT" "50061" "TROUPE_TRANSFER_FALLBACK_DIR" "/tmp/transfer") .more (.pool.environment | default dict))) | nindent 2 }}
 {{ include "troupe.ports" . }}
 {{- if .probed }}
 {{ include "troupe.probes" (dict "address" "127.0.0.1:50051" "port" 50051) }}
