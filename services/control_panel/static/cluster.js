@@ -27,6 +27,31 @@ export function drawServices(cluster) {
   byId("services").replaceChildren(...services, ...workers);
 }
 
+// What computes on each device of each node; nothing where no node has devices.
+export function drawDevices(cluster) {
+  const gib = (bytes) => (bytes / 2 ** 30).toFixed(1);
+  const known = new Map(cluster.engines.map((engine) => [engine.engine_id, engine]));
+  const named = (holder) => {
+    const engine = known.get(holder);
+    return engine ? `${engine.policy} @${engine.version ?? "–"} ${engine.state}` : holder;
+  };
+  const rows = cluster.nodes.flatMap((node) =>
+    node.devices.map((device) =>
+      el(
+        "tr",
+        { class: node.alive ? "" : "lost" },
+        cell(node.alive ? node.name : `${node.name} (lost)`),
+        cell(String(device.index)),
+        cell(device.device_class),
+        cell(`${device.used_bytes == null ? "" : `${gib(device.used_bytes)} of `}${gib(device.memory_bytes)} GiB`),
+        cell(device.utilization == null ? "–" : `${Math.round(100 * device.utilization)} %`),
+        cell(device.process || "–"),
+        cell(device.holders.map(named).join(", ") || "–"),
+      )));
+  byId("devices-card").hidden = !rows.length;
+  byId("devices").tBodies[0].replaceChildren(...rows);
+}
+
 export function drawEngines(engines, jobId) {
   const rows = engines
     .filter((engine) => !jobId || engine.job_id === jobId)

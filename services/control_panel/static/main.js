@@ -1,6 +1,6 @@
 // Wires the page to the REST interface: one stream for the cluster, one for the chosen job.
 import { Chart } from "./charts.js";
-import { drawEngines, drawPolicies, drawServices } from "./cluster.js";
+import { drawDevices, drawEngines, drawPolicies, drawServices } from "./cluster.js";
 import { advice, api, apiPage, byId, duration, el, number, toast } from "./dom.js";
 import { drawFunctions } from "./functions.js";
 import { drawPopulation } from "./population.js";
@@ -217,6 +217,7 @@ cluster.addEventListener("cluster", (event) => {
   live("live", true);
   drawJobs(data.jobs, data.next_page);
   drawServices(data.cluster);
+  drawDevices(data.cluster);
   drawEngines(data.cluster.engines, chosen);
   if (job) drawPolicies(job, data.cluster.bindings);
   drawJob();
