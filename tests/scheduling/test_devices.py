@@ -367,13 +367,12 @@ def test_a_node_divides_its_devices() -> None:
     assert split(devices, trainer=1) == DeviceSplit((0, 1, 2, 3, 4, 5, 6), (7,))
     assert split(devices, 2, 2) == DeviceSplit((0, 1), (2, 3))
     assert split(devices, 8, 0) == DeviceSplit(tuple(range(8)), ())
-    assert split(devices[:1], colocate=True) == DeviceSplit((0,), (0,), shared=True)
-    refused = split(devices[:1])
-    assert isinstance(refused, SplitRefusal)
-    assert "colocate" in refused.remedy
+    assert split(devices[:1]) == DeviceSplit((0,), (0,), shared=True)
+    assert split(devices[:1], 1) == DeviceSplit((0,), ())
     assert isinstance(split(devices, 6, 3), SplitRefusal)
     assert isinstance(split(devices, -1), SplitRefusal)
-    assert isinstance(split(()), SplitRefusal)
+    assert isinstance(split((), 1), SplitRefusal)
+    assert split(()) == DeviceSplit((), ())
     # Pairs stay whole.
     halves = split(_host("h0", 6, island=2).devices)
     assert isinstance(halves, DeviceSplit)

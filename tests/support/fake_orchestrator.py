@@ -222,6 +222,9 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         turn.messages.add(role="user", content="2+2")
         return reply
 
+    async def JoinNode(self, request: pb.JoinNodeRequest, context: Any) -> pb.JoinNodeResponse:
+        return pb.JoinNodeResponse(next_seconds=1)
+
     async def GetCluster(
         self, request: pb.GetClusterRequest, context: Any
     ) -> pb.GetClusterResponse:

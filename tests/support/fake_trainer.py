@@ -79,6 +79,8 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.published: set[str] = set()
         # The most policies that were bound at once, but for those that were told to leave.
         self.most = 0
+        # Policies whose samples are all claimed, and whose step computes.
+        self.computing: set[str] = set()
         # Policies of which something is here: bound, suspended or fetched ahead, until a release.
         self.traces: set[tuple[str, str]] = set()
         # Those of which a state was fetched ahead.
@@ -331,7 +333,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
                     for one in claim.samples
                 ]
             await self._maybe_die("claimed")
+        self.computing.add(request.policy)
         await asyncio.sleep(self.script.seconds + self.script.slow.get(request.policy, 0.0))
+        self.computing.discard(request.policy)
         outcome, version = es.STEP_OUTCOME_APPLIED, request.version + 1
         if request.step in self.script.skip:
             outcome, version = es.STEP_OUTCOME_SKIPPED, request.version

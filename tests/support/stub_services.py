@@ -46,6 +46,12 @@ _STUB = textwrap.dedent(
             server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
             servicer = health.HealthServicer()
             health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+            if name == "orchestrator":
+                from troupe.v1 import orchestrator_pb2 as pb, orchestrator_pb2_grpc as rpc
+                class Nodes(rpc.OrchestratorServicer):
+                    def JoinNode(self, request, context):
+                        return pb.JoinNodeResponse(next_seconds=1)
+                rpc.add_OrchestratorServicer_to_server(Nodes(), server)
             server.add_insecure_port(f"127.0.0.1:{port}")
             server.start()
             servicer.set("", health_pb2.HealthCheckResponse.SERVING)

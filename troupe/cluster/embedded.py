@@ -234,8 +234,6 @@ class EmbeddedCluster:
         self._supervisor = Supervisor(specs, settings.data_dir / "logs", self._child_changed)
         self._set_phase("starting")
         await self._supervisor.start()
-        if settings.role == "all":
-            await self._membership.join(settings.start_seconds)
         if settings.role != "head":
             self._membership.keep()
         self._set_phase("ready")

@@ -122,10 +122,6 @@ def _for_rewards(
 
 
 def _divided(devices: Sequence[Device], shares: NodeShares) -> DeviceSplit:
-    asked = shares.engine_devices is not None or shares.trainer_devices is not None
-    if len(devices) == 1 and not asked:
-        only = (devices[0].index,)
-        return DeviceSplit(only, only, shared=True)
     parts = split(devices, shares.engine_devices, shares.trainer_devices)
     if isinstance(parts, SplitRefusal):
         raise InvalidArgument(

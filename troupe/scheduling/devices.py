@@ -47,8 +47,7 @@ _REMEDY: Final[dict[Reason, str]] = {
     "memory": "Spread a member over more devices (engine.tensor_parallel, trainer.gang), or use "
     "devices with more memory.",
     "size": "Ask for fewer replicas or ranks, for fewer devices per member, or add hosts.",
-    "held": "Wait for or cancel what holds them, ask for fewer, add hosts, or let engines and "
-    "trainers take turns on them (pipeline.colocate).",
+    "held": "Wait for or cancel what holds them, ask for fewer, or add hosts.",
     "shared": "Ask for no more than what it shares devices with.",
 }
 
@@ -197,31 +196,21 @@ def split(
     devices: Sequence[Device],
     engine: int | None = None,
     trainer: int | None = None,
-    *,
-    colocate: bool = False,
 ) -> DeviceSplit | SplitRefusal:
-    """How a node divides its devices: without a word half each, engines get the odd one.
+    """How a node divides its devices: without a word half each, engines get the odd one; both
+    share a single device.
 
     `engine`, `trainer`: numbers that the user asks for; one alone leaves the rest to the other.
-    Engines get the block of linked devices that leaves the trainers the largest blocks. With
-    `colocate` each gets all, and they take turns.
+    Engines get the block of linked devices that leaves the trainers the largest blocks.
     """
     count = len(devices)
     if min(engine or 0, trainer or 0) < 0:
         return SplitRefusal(
             f"{engine} devices for engines and {trainer} for trainers", "Give 0 or more."
         )
-    if colocate and engine is None and trainer is None:
-        both = tuple(sorted(one.index for one in devices))
-        if both:
-            return DeviceSplit(both, both, shared=True)
     if engine is None and trainer is None:
-        if count < 2:
-            return SplitRefusal(
-                f"the node has {count} devices: engines and trainers need one each",
-                "Let them take turns (pipeline.colocate: true), or give the one device to either: "
-                "--engine-devices 1 --trainer-devices 0.",
-            )
+        if count == 1:
+            return DeviceSplit((devices[0].index,), (devices[0].index,), shared=True)
         engine = (count + 1) // 2
     if engine is None:
         engine = max(0, count - (trainer or 0))
@@ -231,7 +220,7 @@ def split(
         return SplitRefusal(
             f"{engine} devices for engines and {trainer} for trainers are more than the node's "
             f"{count}",
-            "Ask for fewer, or let them take turns on all devices (pipeline.colocate: true).",
+            "Ask for fewer.",
         )
     shape = _Shape(devices)
     ours = shape.group(shape.all, engine)
