@@ -1,2 +1,1 @@
-"""The rollout service: runs workflows, routes their turns to engines, keeps engines at the target
-weights."""
+"""The rollout service: runs workflows, routes turns to engines, keeps these at target weights."""

@@ -1,5 +1,4 @@
-"""The questions that a game's players are asked in every information state: the DescribeGame
-call."""
+"""The questions to a game's players in every information state: the DescribeGame call."""
 
 from __future__ import annotations
 

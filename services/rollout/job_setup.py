@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -32,6 +32,17 @@ if TYPE_CHECKING:
     from services.rollout.networks.arena import Arena
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
+log = structlog.get_logger(__name__)
+
+# Makes an engine: (engine_id, policy_name, policy_spec, *, replica, deterministic).
+EngineFactory = Callable[..., ServingEngine]
+
+# Thresholds of the garbage collector. With Python's defaults the objects of waiting trajectories
+# are walked every 700 allocations, all of them every other step of 256 trajectories, for a tenth of
+# a second and more in which no turn advances. Nearly all objects of trajectories are freed without
+# the collector, so it need not start during a step: at 10,000 it took 6 % of the process' time.
+_THRESHOLDS: Final = (300_000, 20, 50)
+
 
 def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
     """One device per engine of the policy on this worker, in order of their replica numbers.
@@ -40,8 +51,7 @@ def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
     """
     engine = policy.engine
     if not engine.pools:
-        count = len(engine.urls) or engine.replicas
-        devices = [own] * count
+        devices = [own] * engine_count(policy)
     else:
         devices = [
             DeviceSpeed(
@@ -70,13 +80,6 @@ def _modelled(device: DeviceSpeed, simulated: SimulatedSpec, running: int) -> De
     return DeviceSpeed(device.device_class, pace.prefill_tokens_per_second, running / step)
 
 
-# Thresholds of the garbage collector. With Python's defaults the objects of waiting trajectories
-# are walked every 700 allocations, all of them every other step of 256 trajectories, for a tenth of
-# a second and more in which no turn advances. Nearly all objects of trajectories are freed without
-# the collector, so it need not start during a step: at 10,000 it took 6 % of the process' time.
-_THRESHOLDS: Final = (300_000, 20, 50)
-
-
 def collect_seldom() -> None:
     """Exempt all existing objects from garbage collection, and enable it with high thresholds."""
     gc.freeze()
@@ -94,21 +97,6 @@ def settle() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-
-
-log = structlog.get_logger(__name__)
-
-
-class EngineFactory(Protocol):
-    def __call__(
-        self,
-        engine_id: str,
-        policy_name: str,
-        policy_spec: PolicySpec,
-        *,
-        replica: int,
-        deterministic: bool,
-    ) -> ServingEngine: ...
 
 
 @dataclass(frozen=True)
@@ -131,8 +119,8 @@ class Preparation:
         rewards: RewardAsyncStub,
         worker_id: str,
         make_engine: EngineFactory,
-        device: DeviceSpeed | None = None,
-        threads: int = 1,
+        device: DeviceSpeed,
+        threads: int,
     ) -> None:
         """`device`: what engines here run on, where the job does not name it. `threads`: number of
         threads in which networks play."""
@@ -140,7 +128,7 @@ class Preparation:
         self._rewards = rewards
         self._worker_id = worker_id
         self._make_engine = make_engine
-        self._device = device or DeviceSpeed()
+        self._device = device
         self._threads = threads
 
     async def make(
@@ -177,7 +165,9 @@ class Preparation:
                 policy.engine,
                 refs[name],
                 routing=spec.routing,
-                resume=_resumes(spec, policy),
+                # Whether a turn may consist of what several engines drew: not in deterministic
+                # jobs, nor where all of it must be of one version, which the next may not have.
+                resume=policy.engine.in_flight == "keep" and not spec.pipeline.deterministic,
             )
         try:
             outcomes = await asyncio.gather(
@@ -244,8 +234,7 @@ class Preparation:
     def _engine(
         self, spec: JobSpec, arena: Arena | None, engine_id: str, name: str
     ) -> ServingEngine:
-        """One engine for a policy. It keeps its id and replica number when it is made anew for
-        another policy."""
+        """One engine for a policy; made anew for another policy it keeps id and replica number."""
         if arena is not None:
             return arena.engine(engine_id, name)
         *_, first, number = engine_id.removesuffix(f"@{self._worker_id}").split(".")
@@ -266,13 +255,6 @@ def _open_arena(spec: JobSpec, places: int) -> _JobCode:
     from services.rollout.networks.arena import Arena
 
     return _JobCode(arena=Arena.open(spec, places))
-
-
-def _resumes(spec: JobSpec, policy: PolicySpec) -> bool:
-    """Whether a turn may consist of what several engines drew. Not in deterministic jobs, nor where
-    all of a turn must be of one version, which the next engine may not have."""
-    keeps = policy.engine.in_flight == "keep"
-    return keeps and not spec.pipeline.deterministic
 
 
 def parse_spec(spec_json: str) -> JobSpec:

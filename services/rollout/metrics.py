@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
@@ -19,8 +19,7 @@ from troupe.workflow.environments.host import COUNTERS, Counters
 
 
 class EnvironmentCollector(Collector):
-    """Exports the environment library's counters when scraped; the library itself knows no
-    Prometheus."""
+    """Exports the counters of the environment library, which knows no Prometheus, when scraped."""
 
     def __init__(self, counters: Counters = COUNTERS) -> None:
         self._counters = counters
@@ -37,36 +36,23 @@ class EnvironmentCollector(Collector):
         yield family
 
 
-@dataclass(frozen=True)
-class _PolicyMeters:
-    """The labelled metrics of one policy of one job."""
-
-    turns: Counter
-    prompt: Counter
-    cached: Counter
-    response: Counter
-    queued: Histogram
-    generated: Histogram
-
-
 class RolloutMetrics:
     """Counters that are updated when a trajectory ends, and gauges that are read when scraped."""
 
     def __init__(self, telemetry: Telemetry, jobs: JobTable, runner: Runner) -> None:
+        by_policy = ["job_id", "policy"]
         self._trajectories = telemetry.counter(
             "troupe_rollout_trajectories", "Trajectories ended.", ["job_id", "state", "reason"]
         )
-        self._turns = telemetry.counter(
-            "troupe_rollout_turns", "Turns generated.", ["job_id", "policy"]
-        )
+        self._turns = telemetry.counter("troupe_rollout_turns", "Turns generated.", by_policy)
         self._tokens = telemetry.counter(
             "troupe_rollout_tokens", "Tokens of turns.", ["job_id", "policy", "kind"]
         )
         self._queued = telemetry.histogram(
-            "troupe_rollout_queue_seconds", "Time a turn waited.", ["job_id", "policy"]
+            "troupe_rollout_queue_seconds", "Time a turn waited.", by_policy
         )
         self._generated = telemetry.histogram(
-            "troupe_rollout_generate_seconds", "Time a turn was generated.", ["job_id", "policy"]
+            "troupe_rollout_generate_seconds", "Time a turn was generated.", by_policy
         )
         self._seconds = telemetry.histogram(
             "troupe_rollout_trajectory_seconds", "Time a trajectory ran.", ["job_id"]
@@ -74,12 +60,12 @@ class RolloutMetrics:
         self._exposed = telemetry.counter(
             "troupe_rollout_weight_update_exposed_seconds",
             "Seconds in which engines could not serve because of updates.",
-            ["job_id", "policy"],
+            by_policy,
         )
         self._transfer = telemetry.counter(
             "troupe_rollout_weight_transfer_seconds",
             "Seconds that weights took from other hosts, while engines served the version before.",
-            ["job_id", "policy"],
+            by_policy,
         )
         self._moves = telemetry.histogram(
             "troupe_rollout_engine_move_seconds",
@@ -102,11 +88,14 @@ class RolloutMetrics:
         self._resumed = telemetry.counter(
             "troupe_rollout_resumed_tokens",
             "Tokens of turns that lost their engine and were kept.",
-            ["job_id", "policy"],
+            by_policy,
+        )
+        # Cached: looking up a labelled metric costs more than counting on it.
+        self._of: Callable[..., Any] = functools.cache(
+            lambda metric, *labels: metric.labels(*labels)
         )
         self._jobs = jobs
         telemetry.registry.register(EnvironmentCollector())
-        self._known: dict[tuple[str, str], _PolicyMeters] = {}
         self._retries = telemetry.counter(
             "troupe_rollout_trajectory_retries",
             "Attempts at trajectories that failed in their environment and were repeated.",
@@ -130,13 +119,13 @@ class RolloutMetrics:
         self._retries.labels(job_id).inc(event.metrics.get(RETRIES, 0.0))
         self._breaks.labels(job_id).inc(event.metrics.get("prefix_breaks", 0.0))
         for turn in event.turns:
-            meters = self._meters(job_id, turn.policy)
-            meters.turns.inc()
-            meters.prompt.inc(turn.prompt_tokens)
-            meters.cached.inc(turn.cached_tokens)
-            meters.response.inc(turn.response_tokens)
-            meters.queued.observe(turn.queue_seconds)
-            meters.generated.observe(turn.generate_seconds)
+            labels = (job_id, turn.policy)
+            self._of(self._turns, *labels).inc()
+            self._of(self._tokens, *labels, "prompt").inc(turn.prompt_tokens)
+            self._of(self._tokens, *labels, "cached").inc(turn.cached_tokens)
+            self._of(self._tokens, *labels, "response").inc(turn.response_tokens)
+            self._of(self._queued, *labels).observe(turn.queue_seconds)
+            self._of(self._generated, *labels).observe(turn.generate_seconds)
 
     def endpoint_answered(self, call: str, status: int) -> None:
         """Count a response of the endpoint."""
@@ -157,8 +146,7 @@ class RolloutMetrics:
     def updated(
         self, job_id: str, policy: str, exposed_seconds: float, transfer_seconds: float
     ) -> None:
-        """Count a weight update: seconds that engines did not serve, and seconds of the
-        transfer."""
+        """Count a weight update: seconds without service, and seconds of the transfer."""
         self._exposed.labels(job_id, policy).inc(exposed_seconds)
         self._transfer.labels(job_id, policy).inc(transfer_seconds)
 
@@ -166,18 +154,3 @@ class RolloutMetrics:
         """Count an engine that changed its policy."""
         if source != target:
             self._moves.labels(job_id, source, target).observe(seconds)
-
-    def _meters(self, job_id: str, policy: str) -> _PolicyMeters:
-        # Cached: looking up a labelled metric costs more than counting on it.
-        known = self._known.get((job_id, policy))
-        if known is None:
-            labels = (job_id, policy)
-            known = self._known[labels] = _PolicyMeters(
-                turns=self._turns.labels(*labels),
-                prompt=self._tokens.labels(*labels, "prompt"),
-                cached=self._tokens.labels(*labels, "cached"),
-                response=self._tokens.labels(*labels, "response"),
-                queued=self._queued.labels(*labels),
-                generated=self._generated.labels(*labels),
-            )
-        return known

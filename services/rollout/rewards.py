@@ -94,8 +94,8 @@ class TrajectoryTools:
         functions: JobFunctions,
         trajectory_id: str,
         clock: TrajectoryClock,
-        waiters: Callable[[], int] = lambda: 1,
-        query_id: str = "",
+        waiters: Callable[[], int],
+        query_id: str,
     ) -> None:
         """`waiters`: how many trajectories wait for this one now."""
         self._functions = functions
@@ -132,12 +132,14 @@ class TrajectoryTools:
             return await self._functions.call(
                 name,
                 arguments_json,
-                trajectory_id=self._trajectory_id,
-                timeout=max(left, 0.001),
-                sandboxes=self._sandboxes,
-                waiters=self._waiters(),
-                query_id=self._query_id,
-                expected_seconds=expected_seconds,
+                pb.InvokeRequest(
+                    trajectory_id=self._trajectory_id,
+                    waiters=self._waiters(),
+                    query_id=self._query_id,
+                    expected_seconds=expected_seconds,
+                ),
+                max(left, 0.001),
+                self._sandboxes,
             )
 
 
@@ -164,8 +166,7 @@ class TrajectorySandboxes:
 
 
 class JobFunctions:
-    """Tools and reward functions of one job, by name. Registered again whenever the service
-    restarts."""
+    """Tools and reward functions of one job, by name; registered anew when the service restarts."""
 
     def __init__(self, stub: RewardAsyncStub, job_id: str, spec: JobSpec) -> None:
         self._stub = stub
@@ -181,8 +182,7 @@ class JobFunctions:
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """The job's tools in the form of OpenAI's API; tools without a known declaration are
-        missing."""
+        """The job's tools in the form of OpenAI's API, without those of unknown declaration."""
         return [
             definition(
                 name.removeprefix("tools/"),
@@ -197,8 +197,7 @@ class JobFunctions:
     async def announce(self) -> None:
         """Register early, so that a faulty function is reported before anything runs.
 
-        If the service is unreachable the first call registers; a job without functions needs none.
-        Raises `TroupeError`.
+        If the service is unreachable the first call registers. Raises `TroupeError`.
         """
         if not self._functions:
             return
@@ -211,8 +210,7 @@ class JobFunctions:
             log.info("the reward service is away", job_id=self._job_id)
 
     async def register(self) -> None:
-        """Register the functions with their costs: the job's, else those that they declare. Raises
-        `TroupeError`."""
+        """Register the functions with the job's costs, else their own. Raises `TroupeError`."""
         own = {n: f.entrypoint for n, f in self._functions.items() if f.entrypoint is not None}
         missing = sorted({e for name, e in own.items() if name not in self._described})
         if missing:
@@ -252,30 +250,20 @@ class JobFunctions:
         self,
         name: str,
         arguments_json: str,
-        *,
-        trajectory_id: str,
+        request: pb.InvokeRequest,
         timeout: float,
         sandboxes: TrajectorySandboxes,
-        waiters: int = 1,
-        query_id: str = "",
-        expected_seconds: float = 0.0,
     ) -> str:
         """The result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds.
 
-        `sandboxes` is kept up to date; `waiters`: trajectories that wait for this call;
-        `expected_seconds`: the workflow's estimate, 0 for none. The call is repeated while the
-        reward service is unreachable, restarts, or dies. Raises `ToolError`. Cancelling the task
-        cancels the invocation.
+        `request` has what the trajectory knows of the call; `sandboxes` is kept up to date. The
+        call is repeated while the reward service is unreachable, restarts, or dies. Raises
+        `ToolError`. Cancelling the task cancels the invocation.
         """
-        request = pb.InvokeRequest(
-            arguments_json=self._with_job_arguments(name, arguments_json),
-            job_id=self._job_id,
-            trajectory_id=trajectory_id,
-            sandboxes=sorted(sandboxes.ids),
-            waiters=waiters,
-            query_id=query_id,
-            expected_seconds=expected_seconds,
-        )
+        if own := self._functions[name].arguments:  # the job gives them to every call
+            arguments_json = json.dumps({**json.loads(arguments_json), **own})
+        request.arguments_json, request.job_id = arguments_json, self._job_id
+        request.sandboxes.extend(sorted(sandboxes.ids))
         try:
             async with asyncio.timeout(timeout):
                 response = await sandboxes.record(self._until_answered(name, request, timeout))
@@ -323,7 +311,10 @@ class JobFunctions:
             request.invocation_id = new_id("invoke")
             request.name, request.version = self._key(name)
             try:
-                response = await self._invoke(name, request, timeout)
+                if name.startswith("rewards/"):
+                    response = await self._coalescer.invoke(request, timeout)
+                else:
+                    response = await self._stub.Invoke(request, timeout=timeout)
             except NotFound as error:
                 if self._functions[name].function is not None:
                     # The orchestrator registers deployed functions again after a restart.
@@ -339,10 +330,7 @@ class JobFunctions:
                 if lives == 0:
                     raise
                 log.info(
-                    "an invocation broke",
-                    name=name,
-                    attempt=broken.failures + 1,
-                    error=str(error),
+                    "an invocation broke", name=name, attempt=broken.failures + 1, error=str(error)
                 )
                 await broken.failed(error)
                 continue
@@ -354,18 +342,6 @@ class JobFunctions:
             # Cancelled at the service (it stopped, or lost our connection), not by us: call again.
             if kind != pb.InvocationError.KIND_CANCELLED:
                 return response
-
-    def _with_job_arguments(self, name: str, arguments_json: str) -> str:
-        """The arguments, with those that the job gives to every call."""
-        own = self._functions[name].arguments
-        return json.dumps({**json.loads(arguments_json), **own}) if own else arguments_json
-
-    async def _invoke(
-        self, name: str, request: pb.InvokeRequest, timeout: float
-    ) -> pb.InvokeResponse:
-        if name.startswith("rewards/"):
-            return await self._coalescer.invoke(request, timeout)
-        return await self._stub.Invoke(request, timeout=timeout)
 
     async def _register_anew(self) -> None:
         """Register after a restart of the service, once for all calls that notice it."""
@@ -497,16 +473,12 @@ class Coalescer:
             self._learn(key, response)
             if not call[2].done():
                 call[2].set_result(response)
-        # The service keeps results that its answer had no room for. One after another: they are
-        # large.
+        # The service keeps results that its answer had no room for. Large: one after another.
         for call in too_large:
             await self._answer_alone(*call)
 
     async def _answer_alone(
-        self,
-        request: pb.InvokeRequest,
-        timeout: float,
-        answer: asyncio.Future[pb.InvokeResponse],
+        self, request: pb.InvokeRequest, timeout: float, answer: asyncio.Future[pb.InvokeResponse]
     ) -> None:
         try:
             response = await self._stub.Invoke(request, timeout=timeout)
@@ -535,7 +507,10 @@ async def register_describer(stub: RewardAsyncStub) -> None:
 async def describe(stub: RewardAsyncStub, entrypoints: Collection[str]) -> dict[str, Described]:
     """The declarations of `entrypoints`. One that cannot be described has an empty one: its first
     call reports why. Raises `TroupeError` when the service cannot be reached."""
-    attempts = Attempts(_DESCRIBE_AGAIN, retryable=_is_forgotten)
+    attempts = Attempts(
+        _DESCRIBE_AGAIN,
+        retryable=lambda e: isinstance(e, NotFound) and e.kind == "function_not_found",
+    )
     while True:
         await register_describer(stub)
         try:
@@ -547,13 +522,8 @@ async def describe(stub: RewardAsyncStub, entrypoints: Collection[str]) -> dict[
             return dict(zip(entrypoints, found, strict=True))
 
 
-def _is_forgotten(error: Exception) -> bool:
-    return isinstance(error, NotFound) and error.kind == "function_not_found"
-
-
 async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Described]:
-    """The declarations of all functions that the service knows, by name and version. Raises
-    `TroupeError`."""
+    """The declarations of the service's functions, by name and version. Raises `TroupeError`."""
     reply = await stub.ListFunctions(pb.ListFunctionsRequest())
     return {
         (spec.name, spec.version): Described(
@@ -581,9 +551,7 @@ async def _describe(stub: RewardAsyncStub, entrypoint: str) -> Described:
     )
     if response.HasField("error"):
         log.info(
-            "a function could not be described",
-            entrypoint=entrypoint,
-            error=response.error.message,
+            "a function could not be described", entrypoint=entrypoint, error=response.error.message
         )
         return Described(entrypoint)
     try:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.requests import Scored, ScoreRequest
 from services.rollout.prepared_job import PreparedJob
 from services.rollout.serving.policy import ServedPolicy
@@ -64,7 +63,10 @@ async def score(
         prompts=[
             pb.ScoredPrompt(
                 input_ids=continuations[0].prompt_ids,
-                continuations=[_continuation(one.ids, next(rows)) for one in continuations],
+                continuations=[
+                    pb.ScoredContinuation(ids=one.ids, logprobs=row, logprob=sum(row))
+                    for one, row in zip(continuations, rows, strict=False)
+                ],
             )
             for continuations in prompts
         ],
@@ -85,8 +87,9 @@ async def _score(
     # Waits for an engine that serves the version; each round may use another one.
     while (left := deadline - time.monotonic()) > 0:
         check_version(policy, version)
-        engine = _least_busy(policy.serving_engines, version)
-        if engine is not None:
+        able = [one for one in policy.serving_engines if version in (None, one.version)]
+        if able:
+            engine = min(able, key=lambda one: one.load().outstanding_tokens)
             try:
                 scored = await engine.score(requests, temperature, deadline_seconds=left)
             except Unavailable as error:  # the engine died, updates, or leaves
@@ -106,8 +109,7 @@ async def _score(
 
 
 def check_version(policy: ServedPolicy, version: int | None) -> None:
-    """Raises FailedPrecondition of kind "version_not_served" unless `version` is the target; None
-    means any."""
+    """Raise FailedPrecondition ("version_not_served") unless `version` is the target or None."""
     if version is not None and policy.weights.version != version:
         raise FailedPrecondition(
             f"policy '{policy.name}' is at version {policy.weights.version}",
@@ -116,11 +118,6 @@ def check_version(policy: ServedPolicy, version: int | None) -> None:
             value=version,
             remedy="Ask for the version that is served, or for whichever it is.",
         )
-
-
-def _least_busy(engines: Sequence[ServingEngine], version: int | None) -> ServingEngine | None:
-    able = [one for one in engines if version in (None, one.version)]
-    return min(able, key=lambda one: one.load().outstanding_tokens, default=None)
 
 
 def _prompt(
@@ -172,7 +169,3 @@ def _ids(chat: ChatTokenizer, field: str, one: pb.ScoreContinuation) -> tuple[in
             "it has no tokens", field=field, remedy="Give text, ids, or `ends` alone."
         )
     return ids
-
-
-def _continuation(ids: Sequence[int], logprobs: Sequence[float]) -> pb.ScoredContinuation:
-    return pb.ScoredContinuation(ids=ids, logprobs=logprobs, logprob=sum(logprobs))

@@ -1,5 +1,4 @@
-"""The Rollout service over gRPC: validates requests, translates them, calls the parts of the
-service."""
+"""The Rollout service over gRPC: validates and translates requests, calls the service's parts."""
 
 from __future__ import annotations
 
@@ -61,11 +60,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     name = "troupe.v1.Rollout"
 
     def __init__(
-        self,
-        settings: RolloutSettings,
-        telemetry: Telemetry,
-        *,
-        make: EngineFactory | None = None,
+        self, settings: RolloutSettings, telemetry: Telemetry, *, make: EngineFactory | None = None
     ) -> None:
         """`make` makes engines; by default those of `services.rollout.engines`."""
         self._worker_id = settings.worker_id
@@ -102,8 +97,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             count=lambda call, status: self._metrics.endpoint_answered(call, status),
         )
         self._runner = Runner(
-            TrajectoryLog(ExperienceWriter(self._store, client.retry)),
-            self._endpoints,
+            TrajectoryLog(ExperienceWriter(self._store, client.retry)), self._endpoints
         )
         self._jobs.before_release = self._runner.cancel
         self._metrics = RolloutMetrics(telemetry, self._jobs, self._runner)
@@ -264,15 +258,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         )
         self._metrics.moved(job.job_id, moved.source, target.name, moved.seconds)
         keeper = target.keeper(request.engine_id)
-        return pb.MoveEngineResponse(
-            # None if another caller has moved it on meanwhile.
-            engine=None if keeper is None else keeper.status(job.job_id, self._worker_id),
-            source=moved.source,
-            seconds=moved.seconds,
-            drain_seconds=moved.drain_seconds,
-            handed_back=moved.handed_back,
-            rebuilt=moved.rebuilt,
-        )
+        # None if another caller has moved it on meanwhile.
+        status = None if keeper is None else keeper.status(job.job_id, self._worker_id)
+        response = pb.MoveEngineResponse(engine=status)
+        response.MergeFrom(moved)
+        return response
 
     async def ReleaseJob(
         self, request: pb.ReleaseJobRequest, context: Any

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,7 +12,6 @@ from services.trainer.claims import Array, Values
 from services.trainer.gang.gang import Gangs
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learner_factory import AnyLearner, make_learner
-from services.trainer.learning.learner import Applied
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.checkpoint import Checkpoints
 from services.trainer.state.suspension import (
@@ -28,8 +26,9 @@ from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, new_id
 from troupe.states import BINDING, check
 from troupe.v1 import common_pb2 as pb
-from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2
+
+T = TypeVar("T")
 
 
 class PolicyBinding:
@@ -48,11 +47,13 @@ class PolicyBinding:
         settings: TrainerSettings,
         transfer: HostTransfer,
         device: torch.device,
-        pool: ParameterPool | None = None,
-        states: StateStore | None = None,
-        gangs: Gangs | None = None,
+        pool: ParameterPool,
+        states: StateStore,
+        gangs: Gangs,
     ) -> None:
         self.job_id, self.policy, self.spec, self.spec_json = job_id, policy, spec, spec_json
+        # Whether the policy is trained; a frozen policy is only published.
+        self.trainable = spec.policies[policy].trainable
         # Distinguishes this binding's claims from those of earlier bindings.
         self.claimant = f"{settings.worker_id}/{new_id('binding')}"
         self.state: pb.BindingState.ValueType = pb.BINDING_STATE_BINDING
@@ -63,15 +64,12 @@ class PolicyBinding:
         self.on_change: Callable[[], None] = lambda: None
         self._settings = settings
         self._device = device
-        states = states or StateStore(
-            settings.data_dir, job_id, policy, sync=settings.trainer_sync_files
-        )
         self._transfer = transfer
         self._gangs = gangs
         publication = Publication(transfer, job_id, policy)
-        self.versions = Versions(job_id, policy, spec, settings, device, states, publication)
+        self.versions = Versions(spec, settings, device, states, publication)
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)
-        self._pool = pool or ParameterPool(device)
+        self._pool = pool
         self._suspension = Suspension(transfer, self._pool, job_id, policy)
         # The state prefetched for `resume`: its key, and a copy of it on the device.
         self._fetched: tuple[str, SuspendedTensors] | None = None
@@ -81,21 +79,6 @@ class PolicyBinding:
         # Reference to the suspended state while the policy is suspended.
         self.suspended: trainer_pb2.SuspendedState | None = None
         self.swaps, self.swap_seconds, self.last_swap_seconds = 0, 0.0, 0.0
-
-    @property
-    def trainable(self) -> bool:
-        """Whether the policy is trained; a frozen policy is only published."""
-        return self.spec.policies[self.policy].trainable
-
-    @property
-    def weights(self) -> pb.WeightsRef:
-        """The reference to the published weights of the committed version."""
-        return self.versions.weights
-
-    @property
-    def version(self) -> int:
-        """The number of the committed version."""
-        return self.versions.committed
 
     @property
     def learner(self) -> AnyLearner:
@@ -115,7 +98,7 @@ class PolicyBinding:
             job_id=self.job_id,
             policy=self.policy,
             state=self.state,
-            version=self.version,
+            version=self.versions.committed,
             step=self.step,
             samples=self.samples,
             prefetched=self._fetched is not None,
@@ -164,7 +147,7 @@ class PolicyBinding:
             tensors | packed.tensors, {"learner": values} | packed.document
         )
         lease = self._settings.trainer_lease_seconds
-        state = self._suspension.store(self.version, suspended, unfinished, lease)
+        state = self._suspension.store(self.versions.committed, suspended, unfinished, lease)
         self._pool.give_back(self.learner.release())
         self.resumed_from, self.unfinished = "", None
         self.suspended = state
@@ -216,29 +199,10 @@ class PolicyBinding:
         self.swap_seconds += seconds
         self.last_swap_seconds = seconds
 
-    def read(
-        self, claimed: Sequence[store_pb.ClaimedSample], values: Values
-    ) -> tuple[Sequence[Any], list[store_pb.Sample]]:
-        """The rows of claimed samples, and the samples whose values are lost. Blocking.
-
-        Raises as `Values.read`.
-        """
-        return values.read(claimed, self.learner.read)
-
-    def accumulate(self, rows: Sequence[Any], stop: threading.Event) -> None:
-        """`Learner.accumulate`, drawing from this policy's generators. Blocking."""
+    def draw(self, call: Callable[..., T], *args: Any) -> T:
+        """The result of a learner's method, which draws from this policy's generators. Blocking."""
         with self.versions.randomness.drawing():
-            self.learner.accumulate(rows, stop)
-
-    def complete(self, stop: threading.Event) -> None:
-        """`Learner.complete`, drawing from this policy's generators. Blocking."""
-        with self.versions.randomness.drawing():
-            self.learner.complete(stop)
-
-    def apply(self, stop: threading.Event) -> Applied:
-        """`Learner.apply` on the committed version. Blocking."""
-        with self.versions.randomness.drawing():
-            return self.learner.apply(self.version, stop)
+            return call(*args)
 
     def release(self) -> None:
         """Delete what the next binding does not need. Blocking.

@@ -1,16 +1,14 @@
 """The experience store's client for one step of one policy: claims, leases, commit, values.
 
-`StepClaims` holds the leases of one attempt at a step; `Values` loads the columns that samples keep
-by reference.
+`StepClaims` holds the leases of one attempt at a step; `Values` loads columns kept by reference.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import structlog
@@ -31,6 +29,8 @@ from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
+log = structlog.get_logger("troupe.trainer")
+
 Array = np.ndarray[Any, np.dtype[Any]]
 # Function that fetches the value of a key; waits up to the given seconds (0: one try). Raises
 # TransferError.
@@ -40,14 +40,19 @@ Read = Callable[[Sequence[store_pb.ClaimedSample], Load], Sequence[Any]]
 
 # Errors that count as a lost value: also one whose bytes have changed.
 _GONE: Final = (KeyNotFound, Corrupt)
+Claim = store_pb.ClaimMicroBatchResponse
+# Seconds that the deadline of a claim exceeds the time that the store is asked to wait.
+_SLACK_SECONDS = 20.0
+_UNREACHABLE: Final = (Unavailable, DeadlineExceeded)
+# Retries once a second without limit, after the channel's own retries have failed.
+_STORE_RETRY: Final = RetryPolicy(
+    max_attempts=None, initial_backoff=1.0, max_backoff=1.0, jitter=0.0
+)
+_RELEASE_SECONDS = 3.0
 
 
 class ValueGone(Exception):
-    """No host has the value under `key`."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(f"the value '{key}' is gone")
-        self.key = key
+    """No host has a value."""
 
 
 class Values:
@@ -100,32 +105,7 @@ class Values:
             if isinstance(error, TransferTimeout) and not isinstance(error.__cause__, _GONE):
                 raise
             self._left = 0.0
-            raise ValueGone(key) from error
-
-
-log = structlog.get_logger("troupe.trainer")
-
-T = TypeVar("T")
-Claim = store_pb.ClaimMicroBatchResponse
-# Seconds that the deadline of a claim exceeds the time that the store is asked to wait.
-_SLACK_SECONDS = 20.0
-_UNREACHABLE: Final = (Unavailable, DeadlineExceeded)
-# Retries once a second without limit, after the channel's own retries have failed.
-_STORE_RETRY: Final = RetryPolicy(
-    max_attempts=None, initial_backoff=1.0, max_backoff=1.0, jitter=0.0
-)
-_RELEASE_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The limits of a micro-batch; fields as in ClaimMicroBatchRequest."""
-
-    max_samples: int
-    max_tokens: int = 0
-    oldest_version: int | None = None
-    whole_groups: bool = False
-    balance_tokens: bool = False
+            raise ValueGone(f"the value '{key}' is gone") from error
 
 
 class StepClaims:
@@ -170,16 +150,17 @@ class StepClaims:
         commits = (await self._status(step)).commits
         return next((c for c in commits if c.policy == self._where["policy"]), None)
 
-    async def claim(self, bounds: Bounds, wait: float) -> Claim:
+    async def claim(self, bounds: Mapping[str, Any], wait: float) -> Claim:
         """Lease a micro-batch; waits in the store until one is ready or the step is exhausted.
 
+        `bounds`: fields of ClaimMicroBatchRequest (`bounds_of`).
         Cancelling the caller does not cancel the request: the store may still answer with samples,
         which `close` then releases.
         """
         self._claiming = asyncio.create_task(self._claim(bounds, wait))
         return await asyncio.shield(self._claiming)
 
-    async def _claim(self, bounds: Bounds, wait: float) -> Claim:
+    async def _claim(self, bounds: Mapping[str, Any], wait: float) -> Claim:
         while True:
             began = time.monotonic()
             # Retries reuse the request id, so that the store returns the same samples.
@@ -189,14 +170,12 @@ class StepClaims:
                 **self._where,
                 request_id=self.last_request,
                 claimant=self.claimant,
-                **asdict(bounds),
+                **bounds,
                 lease_seconds=self._lease,
                 wait_seconds=wait,
             )
             response: Claim = await self._repeated(
-                lambda request=request: self._stub.ClaimMicroBatch(  # type: ignore[misc]
-                    request, timeout=wait + _SLACK_SECONDS
-                )
+                self._stub.ClaimMicroBatch, request, timeout=wait + _SLACK_SECONDS
             )
             if response.outcome == Claim.OUTCOME_CLAIMED:
                 if not self.claim_ids:
@@ -216,7 +195,7 @@ class StepClaims:
         began, held = time.monotonic(), len(self.claim_ids)
         try:
             response = await self._stub.RenewClaims(request, timeout=self._lease / 2)
-        except (Unavailable, DeadlineExceeded) as error:
+        except _UNREACHABLE as error:
             log.warning("leases not renewed", error=str(error), **self._where)
             return
         if response.renewed < held:
@@ -242,7 +221,7 @@ class StepClaims:
             claim_id=claim_id,
             sample_ids=sample_ids,
         )
-        await self._repeated(lambda: self._stub.DropGone(request))
+        await self._repeated(self._stub.DropGone, request)
 
     async def contested(self) -> bool:
         """Whether another claimant holds samples of this step, when this attempt holds none."""
@@ -254,7 +233,7 @@ class StepClaims:
 
     async def supersede(self) -> None:
         """Release all claims of the step; their holders can then no longer commit it."""
-        await self._repeated(lambda: self._stub.ReleaseClaims(self._release_request("")))
+        await self._repeated(self._stub.ReleaseClaims, self._release_request(""))
 
     async def close(self) -> None:
         """Release all claims; a claim in flight is released in the background (`settled`)."""
@@ -319,9 +298,8 @@ class StepClaims:
             metrics=metrics,
             samples_digest=digest,
         )
-        response = await self._repeated(lambda: self._stub.CommitStep(request))
-        commit: store_pb.StepCommit = response.commit
-        return commit
+        response: store_pb.CommitStepResponse = await self._repeated(self._stub.CommitStep, request)
+        return response.commit
 
     async def _status(self, step: int | None = None) -> store_pb.GetStepResponse:
         request = store_pb.GetStepRequest(
@@ -329,10 +307,11 @@ class StepClaims:
             step=self._where["step"] if step is None else step,
             counts_only=True,
         )
-        return await self._repeated(lambda: self._stub.GetStep(request))
+        status: store_pb.GetStepResponse = await self._repeated(self._stub.GetStep, request)
+        return status
 
-    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of `call`, which is repeated while the store is unreachable until `close`."""
+    async def _repeated(self, call: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        """The answer to an RPC, which is repeated while the store is unreachable until `close`."""
 
         def retryable(error: Exception) -> bool:
             return isinstance(error, _UNREACHABLE) and not self._closed
@@ -340,7 +319,7 @@ class StepClaims:
         attempts = Attempts(_STORE_RETRY, timeout=None, retryable=retryable)
         while True:
             try:
-                return await call()
+                return await call(*args, **how)
             except TroupeError as error:
                 if retryable(error):
                     log.warning("experience store unreachable", error=str(error), **self._where)
@@ -352,17 +331,17 @@ def is_lost(error: TroupeError) -> bool:
     return isinstance(error, FailedPrecondition) and error.kind == "claim_lost"
 
 
-def bounds_of(spec: JobSpec, oldest_version: int | None) -> Bounds:
-    """The limits of a job's micro-batches."""
+def bounds_of(spec: JobSpec, oldest_version: int | None) -> dict[str, Any]:
+    """The limits of a job's micro-batches, as fields of ClaimMicroBatchRequest."""
     pipeline = spec.pipeline
-    return Bounds(
-        max_samples=pipeline.micro_batch_samples,
-        max_tokens=pipeline.micro_batch_tokens,
-        oldest_version=None if oldest_version is None else max(0, oldest_version),
+    return {
+        "max_samples": pipeline.micro_batch_samples,
+        "max_tokens": pipeline.micro_batch_tokens,
+        "oldest_version": None if oldest_version is None else max(0, oldest_version),
         # Whole groups: gradients are computed by group, or groups are dropped and replaced whole.
-        whole_groups=pipeline.deterministic or pipeline.dynamic_sampling,
-        balance_tokens=pipeline.balance_tokens,
-    )
+        "whole_groups": pipeline.deterministic or pipeline.dynamic_sampling,
+        "balance_tokens": pipeline.balance_tokens,
+    }
 
 
 def last_refs(claim: Claim, max_uses: int) -> Iterator[str]:

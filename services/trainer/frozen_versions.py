@@ -18,7 +18,7 @@ from services.trainer.binding import PolicyBinding
 from services.trainer.state.checkpoint import PUBLISHED
 from services.trainer.versions import Publication
 from troupe.checkpoints.retention import remove
-from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound
+from troupe.rpc import DataLoss, FailedPrecondition, NotFound
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb
 
@@ -34,19 +34,13 @@ class FrozenVersions:
         self._data_dir = data_dir
 
     def path(self, job_id: str, policy: str, version: int) -> Path:
-        """The directory of a member. Raises InvalidArgument for names that are paths."""
-        for field, name in (("job_id", job_id), ("policy", policy)):
-            if name in {".", ".."} or "/" in name or "\0" in name:
-                raise InvalidArgument(
-                    "is no name", field=field, value=name, remedy="Send that of a bound policy."
-                )
+        """The directory of a member. The names are checked (`check_name`): no paths."""
         return self._data_dir / job_id / "members" / policy / f"v{version}"
 
     def keep(self, binding: PolicyBinding, version: int, checksum: str) -> tuple[str, int]:
         """Freeze a version of a bound policy; returns its path and size in bytes. Idempotent.
 
-        Raises FailedPrecondition of kind "version_not_kept", ResourceExhausted of kind
-        "storage_full".
+        Raises FailedPrecondition ("version_not_kept"), ResourceExhausted ("storage_full").
         """
         path = self.path(binding.job_id, binding.policy, version)
         if not path.is_dir():

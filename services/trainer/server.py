@@ -1,7 +1,8 @@
-"""The gRPC servicer of the trainer: validates requests and calls the worker."""
+"""The gRPC servicer of the trainer: validates requests and calls the worker's parts."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,10 +13,12 @@ from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
 from services.trainer.binding import PolicyBinding
 from services.trainer.settings import TrainerSettings
-from services.trainer.worker import TrainerWorker
-from troupe.rpc import InvalidArgument
+from services.trainer.state.checkpoint import checkpoint_path
+from services.trainer.worker import Key, TrainerWorker
+from troupe.rpc import InvalidArgument, NotFound
 from troupe.rpc.ids import check_name
-from troupe.v1 import trainer_pb2, trainer_pb2_grpc
+from troupe.v1 import trainer_pb2 as pb
+from troupe.v1 import trainer_pb2_grpc
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServicer):
@@ -25,6 +28,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     def __init__(self, settings: TrainerSettings, telemetry: Telemetry) -> None:
         self.worker = TrainerWorker(settings, telemetry)
+        self._data_dir = settings.data_dir
         self._heartbeat = Heartbeat(settings, self.worker.heartbeat)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -41,47 +45,50 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         await self._heartbeat.stop()
         await self.worker.stop()
 
-    async def Bind(
-        self, request: trainer_pb2.BindRequest, context: Any
-    ) -> trainer_pb2.BindResponse:
+    async def Bind(self, request: pb.BindRequest, context: Any) -> pb.BindResponse:
         """Load a policy and publish its weights."""
-        _require(request, "job_id", "policy", "spec_json")
+        key = _key_of(request, "spec_json")
         if request.version < 0:
             raise InvalidArgument("is negative", field="version", value=request.version)
-        binding = await self.worker.bind(
-            request.job_id, request.policy, request.spec_json, request.version, request.checksum
-        )
-        return _bound(binding)
+        work = self.worker.bind(key, request.spec_json, request.version, request.checksum)
+        # Loading continues after the caller's deadline: a repeated call finds the policy bound.
+        return _bound(await self.worker.detached(work))
 
     async def RunStep(
-        self, request: trainer_pb2.RunStepRequest, context: Any
-    ) -> AsyncIterator[trainer_pb2.StepEvent]:
-        """Run or join a step."""
-        _require(request, "job_id", "policy")
+        self, request: pb.RunStepRequest, context: Any
+    ) -> AsyncIterator[pb.StepEvent]:
+        """Start the step, or attach to it if it is running; see `StepRun.watch`."""
+        key, bindings = _key_of(request), self.worker.bindings
         oldest = request.oldest_version if request.HasField("oldest_version") else None
-        where = (request.job_id, request.policy)
-        events = self.worker.run_step(*where, request.step, request.version, oldest)
-        async for event in events:
+        async with bindings.lock(key):
+            binding = bindings.find_trained(key)
+            run = self.worker.steps.join(binding, request.step, request.version, oldest)
+        async for event in run.watch():
             yield event
 
     async def SaveCheckpoint(
-        self, request: trainer_pb2.SaveCheckpointRequest, context: Any
-    ) -> trainer_pb2.SaveCheckpointResponse:
-        """Write a checkpoint."""
-        _require(request, "job_id", "policy")
-        path, size = await self.worker.save_checkpoint(
-            request.job_id, request.policy, request.version
-        )
-        return trainer_pb2.SaveCheckpointResponse(path=path, num_bytes=size)
+        self, request: pb.SaveCheckpointRequest, context: Any
+    ) -> pb.SaveCheckpointResponse:
+        """Write a checkpoint while training continues."""
+        binding = self.worker.bindings.find(_key_of(request))
+        path, size = await asyncio.to_thread(binding.checkpoints.save, request.version)
+        return pb.SaveCheckpointResponse(path=path, num_bytes=size)
 
     async def ReadCheckpoint(
-        self, request: trainer_pb2.ReadCheckpointRequest, context: Any
-    ) -> AsyncIterator[trainer_pb2.ReadCheckpointResponse]:
+        self, request: pb.ReadCheckpointRequest, context: Any
+    ) -> AsyncIterator[pb.ReadCheckpointResponse]:
         """Stream the files of a checkpoint."""
-        _require(request, "job_id", "policy")
-        path = self.worker.checkpoint(request.job_id, request.policy, request.version)
+        path = checkpoint_path(self._data_dir, *_key_of(request), request.version)
+        if not path.is_dir():
+            raise NotFound(
+                f"there is no checkpoint of {request.policy}@{request.version} here",
+                kind="checkpoint_not_found",
+                field="version",
+                value=request.version,
+                remedy="Save it first, with the same worker.",
+            )
         async for chunk in read_folder(path):
-            yield trainer_pb2.ReadCheckpointResponse(
+            yield pb.ReadCheckpointResponse(
                 path=chunk.path,
                 data=chunk.data,
                 end_of_file=chunk.end_of_file,
@@ -89,124 +96,107 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             )
 
     async def OfferState(
-        self, request: trainer_pb2.OfferStateRequest, context: Any
-    ) -> trainer_pb2.OfferStateResponse:
-        """Offer a state on this host's disk to another host's trainer."""
-        _require(request, "job_id", "policy")
-        return await self.worker.offer_state(
-            request.job_id, request.policy, request.version, request.checksum
+        self, request: pb.OfferStateRequest, context: Any
+    ) -> pb.OfferStateResponse:
+        """Offer a committed state on this host's disk to another host's trainer."""
+        return await asyncio.to_thread(
+            self.worker.remote.offer, *_key_of(request), request.version, request.checksum
         )
 
-    async def KeepState(
-        self, request: trainer_pb2.KeepStateRequest, context: Any
-    ) -> trainer_pb2.KeepStateResponse:
+    async def KeepState(self, request: pb.KeepStateRequest, context: Any) -> pb.KeepStateResponse:
         """Keep a copy of another host's state."""
-        _require(request, "job_id", "policy")
-        return await self.worker.keep_state(
-            request.job_id, request.policy, request.version, request.offer
+        return await asyncio.to_thread(
+            self.worker.remote.keep, *_key_of(request), request.version, request.offer
         )
 
     async def KeepMember(
-        self, request: trainer_pb2.KeepMemberRequest, context: Any
-    ) -> trainer_pb2.KeepMemberResponse:
+        self, request: pb.KeepMemberRequest, context: Any
+    ) -> pb.KeepMemberResponse:
         """Keep a version as a frozen member of a population."""
-        _require(request, "job_id", "policy", "checksum")
-        path, size = await self.worker.keep_member(
-            request.job_id, request.policy, request.version, request.checksum
+        binding = self.worker.bindings.find(_key_of(request, "checksum"))
+        path, size = await asyncio.to_thread(
+            self.worker.members.keep, binding, request.version, request.checksum
         )
-        return trainer_pb2.KeepMemberResponse(path=path, num_bytes=size)
+        return pb.KeepMemberResponse(path=path, num_bytes=size)
 
     async def PublishMember(
-        self, request: trainer_pb2.PublishMemberRequest, context: Any
-    ) -> trainer_pb2.PublishMemberResponse:
+        self, request: pb.PublishMemberRequest, context: Any
+    ) -> pb.PublishMemberResponse:
         """Publish the weights of a frozen version."""
-        _require(request, "job_id", "policy", "checksum")
-        weights = await self.worker.publish_member(
-            request.job_id, request.policy, request.version, request.checksum
+        key = _key_of(request, "checksum")
+        weights = await asyncio.to_thread(
+            self.worker.members.publish, *key, request.version, request.checksum
         )
-        return trainer_pb2.PublishMemberResponse(weights=weights)
+        return pb.PublishMemberResponse(weights=weights)
 
     async def DropMember(
-        self, request: trainer_pb2.DropMemberRequest, context: Any
-    ) -> trainer_pb2.DropMemberResponse:
+        self, request: pb.DropMemberRequest, context: Any
+    ) -> pb.DropMemberResponse:
         """Unpublish a frozen version, or delete it."""
-        _require(request, "job_id", "policy")
-        await self.worker.drop_member(
-            request.job_id, request.policy, request.version, files=request.files
+        await asyncio.to_thread(
+            self.worker.members.drop, *_key_of(request), request.version, files=request.files
         )
-        return trainer_pb2.DropMemberResponse()
+        return pb.DropMemberResponse()
 
-    async def Suspend(
-        self, request: trainer_pb2.SuspendRequest, context: Any
-    ) -> trainer_pb2.SuspendResponse:
+    async def Suspend(self, request: pb.SuspendRequest, context: Any) -> pb.SuspendResponse:
         """Suspend a policy to free its device."""
-        _require(request, "job_id", "policy")
-        state = await self.worker.suspend(request.job_id, request.policy)
-        return trainer_pb2.SuspendResponse(state=state)
+        work = self.worker.swaps.suspend(_key_of(request))
+        return pb.SuspendResponse(state=await self.worker.detached(work))
 
-    async def Resume(
-        self, request: trainer_pb2.ResumeRequest, context: Any
-    ) -> trainer_pb2.BindResponse:
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.BindResponse:
         """Bind a policy from its suspended state."""
-        _require(request, "job_id", "policy", "spec_json")
+        key = _key_of(request, "spec_json")
         _require(request.state, "key", "checksum")
-        binding = await self.worker.resume(
-            request.job_id,
-            request.policy,
-            request.spec_json,
-            request.version,
-            request.checksum,
-            request.state,
+        work = self.worker.swaps.resume(
+            key, request.spec_json, request.version, request.checksum, request.state
         )
+        binding = await self.worker.detached(work)
         response = _bound(binding)
         response.seconds = binding.last_swap_seconds
         return response
 
-    async def Prefetch(
-        self, request: trainer_pb2.PrefetchRequest, context: Any
-    ) -> trainer_pb2.PrefetchResponse:
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
         """Fetch a suspended state ahead of Resume."""
-        _require(request, "job_id", "policy", "spec_json")
+        key = _key_of(request, "spec_json")
         _require(request.state, "key", "checksum")
-        where = (request.job_id, request.policy, request.spec_json)
-        await self.worker.prefetch(*where, request.state)
-        return trainer_pb2.PrefetchResponse(num_bytes=request.state.num_bytes)
+        work = self.worker.swaps.prefetch(key, request.spec_json, request.state)
+        await self.worker.detached(work)
+        return pb.PrefetchResponse(num_bytes=request.state.num_bytes)
 
-    async def Restart(
-        self, request: trainer_pb2.RestartRequest, context: Any
-    ) -> trainer_pb2.BindResponse:
+    async def Restart(self, request: pb.RestartRequest, context: Any) -> pb.BindResponse:
         """Make the first version's weights the next version."""
-        _require(request, "job_id", "policy", "checksum")
-        return _bound(
-            await self.worker.restart(
-                request.job_id, request.policy, request.version, request.checksum
-            )
-        )
+        key = _key_of(request, "checksum")
+        work = self.worker.restart(key, request.version, request.checksum)
+        return _bound(await self.worker.detached(work))
 
-    async def Release(
-        self, request: trainer_pb2.ReleaseRequest, context: Any
-    ) -> trainer_pb2.ReleaseResponse:
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         """Unbind a policy, delete the job's tensors in this host's memory, or both."""
         _require(request, "job_id", *(() if request.delete_states else ("policy",)))
         if request.policy:
-            await self.worker.release(request.job_id, request.policy)
+            await self.worker.detached(self.worker.release((request.job_id, request.policy)))
         if request.delete_states:
-            await self.worker.delete_states(request.job_id)
-        return trainer_pb2.ReleaseResponse()
+            await asyncio.to_thread(self.worker.transfer.clear, f"{request.job_id}/")
+        return pb.ReleaseResponse()
 
     async def ListBindings(
-        self, request: trainer_pb2.ListBindingsRequest, context: Any
-    ) -> trainer_pb2.ListBindingsResponse:
+        self, request: pb.ListBindingsRequest, context: Any
+    ) -> pb.ListBindingsResponse:
         """List the policies of this worker."""
-        return trainer_pb2.ListBindingsResponse(bindings=self.worker.statuses())
+        return pb.ListBindingsResponse(bindings=self.worker.bindings.statuses())
 
 
-def _bound(binding: PolicyBinding) -> trainer_pb2.BindResponse:
-    return trainer_pb2.BindResponse(
-        weights=binding.weights,
+def _bound(binding: PolicyBinding) -> pb.BindResponse:
+    return pb.BindResponse(
+        weights=binding.versions.weights,
         num_parameters=binding.learner.num_parameters,
         state_bytes=binding.state_bytes,
     )
+
+
+def _key_of(request: Any, *fields: str) -> Key:
+    """The job and policy of a request, which must have them and `fields`."""
+    _require(request, "job_id", "policy", *fields)
+    return request.job_id, request.policy
 
 
 def _require(request: Any, *fields: str) -> None:

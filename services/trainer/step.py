@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -43,54 +44,25 @@ class Suspended(Exception):
 class Attempt:
     """Trains and commits one policy's step under one set of leases."""
 
-    def __init__(
-        self,
-        binding: PolicyBinding,
-        bounds: tuple[int, int, int | None],
-        claims: StepClaims,
-        compute: Compute,
-        settings: TrainerSettings,
-        *,
-        before: SuspendedStep | None,
-        stop: threading.Event,
-        suspend: asyncio.Event,
-        unwatched: Callable[[], float],
-        on_progress: Callable[[], None],
-    ) -> None:
-        """`bounds`: step, version, oldest version. `before`: the part of the step that was done
-        before a suspension; its gradients are in the binding. `stop`: set to give the step up;
-        `suspend`: set to suspend it. `unwatched`: returns the seconds since the last watcher left,
-        0 while there is one.
-        """
+    def __init__(self, run: StepRun, claims: StepClaims, before: SuspendedStep | None) -> None:
+        """`before`: the part done before a suspension; its gradients are in the binding."""
         self.claims = claims
-        self.before = before
-        self.micro_batches = self.samples = self.tokens = 0
-        # Samples that were dropped because some of their values are lost.
-        self._gone = 0
-        self._values = binding.values()
-        # Claims whose samples are in the gradients.
-        self._trained: list[str] = []
-        # Keys of columns by reference that are deleted once the step is committed.
-        self._refs: set[str] = set()
+        self.resumes = before is not None
+        # The step so far; its `seconds` are those before this attempt.
+        self.progress = SuspendedStep(run.step, run.version, run.oldest_version, claims.claimant)
         if before is not None:
-            self.micro_batches, self.samples = before.micro_batches, before.samples
-            self.tokens = before.tokens
-            self._gone = before.gone
-            self._trained, self._refs = list(before.claim_ids), set(before.refs)
-        self._seconds_before = 0.0 if before is None else before.seconds
+            ids, refs = list(before.claim_ids), list(before.refs)
+            self.progress = replace(before, claim_ids=ids, refs=refs)
+        self._run = run
+        self._binding, self._compute = run.binding, run.compute
+        self._values = run.binding.values()
         self._began = time.perf_counter()
-        self._binding = binding
-        self._step, self._version, self._oldest_version = bounds
-        self._bounds = bounds_of(binding.spec, self._oldest_version)
-        self._compute = compute
-        self._settings = settings
-        self._stop, self._suspend = stop, suspend
-        self._unwatched, self._on_progress = unwatched, on_progress
+        self._bounds = bounds_of(run.binding.spec, run.oldest_version)
 
     @property
     def _seconds(self) -> float:
         """Seconds of work on the step so far, without suspensions."""
-        return time.perf_counter() - self._began + self._seconds_before
+        return time.perf_counter() - self._began + self.progress.seconds
 
     async def run(self) -> store_pb.StepCommit:
         """Train and commit, renewing the leases meanwhile.
@@ -112,32 +84,20 @@ class Attempt:
     def unfinished(self) -> SuspendedStep:
         """The step so far, after Suspended."""
         request = self.claims.last_request
-        return SuspendedStep(
-            step=self._step,
-            version=self._version,
-            oldest_version=self._oldest_version,
-            claimant=self.claims.claimant,
-            claim_ids=list(self._trained),
-            pending_claim="" if request in self._trained else request,
-            micro_batches=self.micro_batches,
-            samples=self.samples,
-            tokens=self.tokens,
-            gone=self._gone,
-            refs=sorted(self._refs),
-            seconds=self._seconds,
-        )
+        pending = "" if request in self.progress.claim_ids else request
+        return replace(self.progress, pending_claim=pending, seconds=self._seconds)
 
     async def _renew_leases(self) -> None:
         """Renew leases until the step has been unwatched for too long."""
-        settings = self._settings
+        settings = self._run.settings
         orphan = settings.trainer_orphan_seconds
         pause = min(_RENEW_SECONDS, settings.trainer_lease_seconds / 3, orphan / 2)
         while True:
             await asyncio.sleep(pause)
-            seconds = self._unwatched()
+            seconds = self._run.unwatched_seconds()
             if seconds > orphan:
                 raise Aborted(
-                    f"step {self._step}: nobody watched it for {seconds:.0f} s",
+                    f"step {self._run.step}: nobody watched it for {seconds:.0f} s",
                     kind="step_orphaned",
                     remedy="Run the step again; nothing was counted.",
                 )
@@ -149,11 +109,15 @@ class Attempt:
         binding.move(pb.BINDING_STATE_ACCUMULATING)
         await self._accumulate()
         binding.move(pb.BINDING_STATE_STEPPING)
-        gone = {"train/values_gone": float(self._gone)} if self._gone else {}
-        if not self.samples:
-            return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, gone)
+        gone = {"train/values_gone": float(self.progress.gone)} if self.progress.gone else {}
+        if not self.progress.samples:
+            return await self._commit(
+                store_pb.STEP_OUTCOME_EMPTY, "", binding.versions.weights, gone
+            )
         binding.versions.dirty = True
-        outcome = await self._compute.run(binding.apply, self._stop)
+        outcome = await self._compute.run(
+            binding.draw, binding.learner.apply, binding.versions.committed, self._run.stop
+        )
         binding.versions.dirty = outcome.applied or outcome.moved
         metrics = dict(outcome.metrics) | gone
         metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
@@ -162,11 +126,11 @@ class Attempt:
             # Some of the step's updates may have been made.
             await self._compute.run(binding.versions.reset)
             return await self._commit(
-                store_pb.STEP_OUTCOME_SKIPPED, outcome.reason, binding.weights, metrics
+                store_pb.STEP_OUTCOME_SKIPPED, outcome.reason, binding.versions.weights, metrics
             )
         binding.move(pb.BINDING_STATE_PUBLISHING)
         began = time.perf_counter()
-        frontier = Frontier(self._step, outcome.digest)
+        frontier = Frontier(self._run.step, outcome.digest)
         weights = await self._compute.run(binding.versions.persist, frontier)
         metrics["train/publish_seconds"] = time.perf_counter() - began
         return await self._commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, metrics, frontier)
@@ -174,54 +138,55 @@ class Attempt:
     async def _accumulate(self) -> None:
         """Accumulate all micro-batches; the next one is claimed while one is computed."""
         following = asyncio.create_task(self._claim())
-        suspend = asyncio.create_task(self._suspend.wait())
+        suspend = asyncio.create_task(self._run.suspending.wait())
+        progress, binding = self.progress, self._binding
         try:
             while True:
                 await asyncio.wait({following, suspend}, return_when=asyncio.FIRST_COMPLETED)
-                if self._suspend.is_set():
+                if self._run.suspending.is_set():
                     raise Suspended
                 claim = following.result()
                 if claim.outcome == Claim.OUTCOME_EXHAUSTED:
-                    await self._compute.run(self._binding.complete, self._stop)
+                    await self._compute.run(binding.draw, binding.learner.complete, self._run.stop)
                     return
                 following = asyncio.create_task(self._claim())
                 tokens, gone = await self._compute.run(self._train_on, claim)
                 if gone:
                     await self._drop(claim.claim_id, gone)
-                self._trained.append(claim.claim_id)
-                self.micro_batches += 1
-                self.samples += len(claim.samples) - len(gone)
-                self.tokens += tokens
-                self._binding.samples = self.samples
-                self._on_progress()
+                progress.claim_ids.append(claim.claim_id)
+                progress.micro_batches += 1
+                progress.samples += len(claim.samples) - len(gone)
+                progress.tokens += tokens
+                binding.samples = progress.samples
+                self._run.notify()
         finally:
             for task in (following, suspend):
                 task.cancel()
             await asyncio.gather(following, suspend, return_exceptions=True)
 
     async def _claim(self) -> Claim:
-        return await self.claims.claim(self._bounds, self._settings.trainer_claim_wait_seconds)
+        return await self.claims.claim(self._bounds, self._run.settings.trainer_claim_wait_seconds)
 
     def _train_on(self, claim: Claim) -> tuple[int, list[store_pb.Sample]]:
         """Accumulate one claim, in the compute thread.
 
         Returns the number of its tokens, and the samples left out because of lost values.
         """
-        if self._stop.is_set():
+        if self._run.stop.is_set():
             raise Stopped
         binding = self._binding
-        rows, gone = binding.read(claim.samples, self._values)
-        self._refs.update(last_refs(claim, binding.spec.pipeline.max_uses))
+        rows, gone = self._values.read(claim.samples, binding.learner.read)
+        self.progress.refs += last_refs(claim, binding.spec.pipeline.max_uses)
         if rows:
-            binding.accumulate(rows, self._stop)
+            binding.draw(binding.learner.accumulate, rows, self._run.stop)
         return sum(row.size for row in rows), gone
 
     async def _drop(self, claim_id: str, gone: Sequence[store_pb.Sample]) -> None:
         """Have the store drop samples of a claim whose other samples are in the gradients."""
         names = [sample.sample_id for sample in gone]
-        log.warning("values gone", policy=self._binding.policy, step=self._step, samples=names)
+        log.warning("values gone", policy=self._binding.policy, step=self._run.step, samples=names)
         await self.claims.drop_gone(claim_id, names)
-        self._gone += len(gone)
+        self.progress.gone += len(gone)
         # Their other values are not needed either. They are deleted now, not at the commit, since a
         # later attempt does not see these samples.
         await self._drop_values(refs_of(gone))
@@ -231,7 +196,7 @@ class Attempt:
 
         Not in the compute thread, since it calls other hosts.
         """
-        keys = sorted(refs)
+        keys = sorted(set(refs))
         if not keys:
             return
         dropped = asyncio.create_task(asyncio.to_thread(self._binding.drop_columns, keys))
@@ -257,7 +222,7 @@ class Attempt:
         theirs = (commit.weights.version, commit.weights.checksum)
         if theirs == (weights.version, weights.checksum):
             await self._compute.run(binding.versions.confirm, commit.weights, frontier)
-            await self._drop_values(self._refs)
+            await self._drop_values(self.progress.refs)
         else:  # another binding has committed the step first
             await adopt(self._binding, self._compute, commit)
         binding.move(pb.BINDING_STATE_IDLE)
@@ -286,34 +251,29 @@ class StepRun:
         settings: TrainerSettings,
         unfinished: SuspendedStep | None = None,
     ) -> None:
-        """`unfinished`: the part of this step that was done before a suspension; its gradients are
-        in the binding."""
+        """`unfinished`: the part done before a suspension; its gradients are in the binding."""
         self.step = step
         self.binding = binding
-        self._version = version
-        self._oldest_version = oldest_version
+        self.version = version
+        self.oldest_version = oldest_version
         self._make_claims = make_claims
-        self._suspend = asyncio.Event()
+        self.suspending = asyncio.Event()
         self._unfinished: SuspendedStep | None = None
-        self._compute = compute
-        self._settings = settings
-        self._stop = threading.Event()
+        self.compute = compute
+        self.settings = settings
+        self.stop = threading.Event()
         self._watchers: set[asyncio.Event] = set()
         self._unwatched_since = time.monotonic()
         self._attempt = self._make_attempt(unfinished)
         binding.step, binding.samples = step, 0 if unfinished is None else unfinished.samples
-        binding.on_change = self._notify
+        binding.on_change = self.notify
         self._task = asyncio.create_task(self._guarded(), name=f"step-{binding.policy}-{step}")
-        self._task.add_done_callback(lambda _: self._notify())
+        self._task.add_done_callback(lambda _: self.notify())
 
     @property
     def done(self) -> bool:
         """Whether the step has ended, with or without a commit."""
         return self._task.done()
-
-    def starts_from(self, version: int) -> bool:
-        """Whether the step starts from the weights of `version`."""
-        return self._version == version
 
     async def watch(self) -> AsyncIterator[trainer_pb2.StepEvent]:
         """Stream progress; the last event carries the commit. Raises what the step raised.
@@ -354,7 +314,7 @@ class StepRun:
 
     async def cancel(self) -> None:
         """Give the step up: discard its gradients and release its samples. Idempotent."""
-        self._stop.set()
+        self.stop.set()
         self._task.cancel()
         await asyncio.wait({self._task})
 
@@ -363,7 +323,7 @@ class StepRun:
 
         Returns None if the step was past its last micro-batch; it has then ended.
         """
-        self._suspend.set()
+        self.suspending.set()
         await asyncio.wait({self._task})
         return self._unfinished
 
@@ -376,31 +336,23 @@ class StepRun:
         return self._attempt.claims
 
     def _make_attempt(self, before: SuspendedStep | None) -> Attempt:
-        return Attempt(
-            self.binding,
-            (self.step, self._version, self._oldest_version),
-            self._make_claims(before),
-            self._compute,
-            self._settings,
-            before=before,
-            stop=self._stop,
-            suspend=self._suspend,
-            unwatched=self._unwatched_seconds,
-            on_progress=self._notify,
-        )
+        return Attempt(self, self._make_claims(before), before)
 
-    def _unwatched_seconds(self) -> float:
+    def unwatched_seconds(self) -> float:
+        """Seconds since the last watcher left; 0 while there is one."""
         return 0.0 if self._watchers else time.monotonic() - self._unwatched_since
 
     def _event(self) -> trainer_pb2.StepEvent:
+        progress = self._attempt.progress
         return trainer_pb2.StepEvent(
             state=self.binding.state,
-            micro_batches=self._attempt.micro_batches,
-            samples=self._attempt.samples,
-            tokens=self._attempt.tokens,
+            micro_batches=progress.micro_batches,
+            samples=progress.samples,
+            tokens=progress.tokens,
         )
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake the watchers: the step has got on."""
         for watcher in self._watchers:
             watcher.set()
 
@@ -417,7 +369,7 @@ class StepRun:
             await self._abandon()
             raise DeadlineExceeded(
                 f"step {self.step} of policy {self.binding.policy} did not end within {limit:g} s: "
-                f"{self._attempt.samples} samples were trained, others never became ready",
+                f"{self._attempt.progress.samples} samples were trained, others never became ready",
                 kind="step_timeout",
                 field="limits.step_seconds",
                 value=limit,
@@ -429,11 +381,11 @@ class StepRun:
 
     async def _abandon(self) -> None:
         """Release all claims and go back to the committed version."""
-        self._stop.set()
+        self.stop.set()
         binding = self.binding
         await self._claims.close()
         try:
-            await self._compute.run(binding.versions.reset)
+            await self.compute.run(binding.versions.reset)
         except TroupeError as error:
             # The versions stay dirty: the next step retries, or another Bind loads the state.
             log.error("state not restored", policy=binding.policy, error=str(error))
@@ -443,17 +395,18 @@ class StepRun:
     async def _run(self) -> store_pb.StepCommit:
         commit = await self._claims.committed()
         if commit is not None:
-            await adopt(self.binding, self._compute, commit)
+            await adopt(self.binding, self.compute, commit)
             return commit
-        if self.binding.version != self._version:
+        committed = self.binding.versions.committed
+        if committed != self.version:
             raise FailedPrecondition(
-                f"policy {self.binding.policy} is bound at version {self.binding.version}",
+                f"policy {self.binding.policy} is bound at version {committed}",
                 kind="not_bound",
                 field="version",
-                value=self._version,
+                value=self.version,
                 remedy="Bind the policy at the ledger's version first.",
             )
-        if self._attempt.before is None or not await self._still_leased():
+        if not self._attempt.resumes or not await self._still_leased():
             await self._begin()
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -463,12 +416,16 @@ class StepRun:
                     raise
                 # Retry only if leases expired, not if another binding has superseded this one.
                 taken = not self._claims.lapsed or attempt == _ATTEMPTS
-                await self._compute.run(self.binding.versions.reset)
+                await self.compute.run(self.binding.versions.reset)
                 self.binding.move(pb.BINDING_STATE_IDLE)
                 await self._claims.close()
                 self._attempt = self._make_attempt(None)
                 if taken or await self._claims.contested():
-                    raise self._lost(error) from error
+                    raise Aborted(
+                        f"step {self.step} of policy {self.binding.policy}: {error.message}",
+                        kind="claims_lost",
+                        remedy="Run the step again on the worker that the policy is bound to.",
+                    ) from error
                 log.warning("leases ran out, the step begins again", error=str(error))
         raise AssertionError("the last attempt returns or raises")
 
@@ -490,7 +447,7 @@ class StepRun:
         versions = self.binding.versions
         if versions.frontier.step >= self.step:
             raise FailedPrecondition(
-                f"version {self._version} of policy {self.binding.policy} comes from step "
+                f"version {self.version} of policy {self.binding.policy} comes from step "
                 f"{versions.frontier.step}, which this store has not seen committed",
                 kind="frontier_mismatch",
                 field="step",
@@ -499,13 +456,6 @@ class StepRun:
             )
         if not versions.verified and versions.frontier.step >= 0:
             versions.verify(await self._claims.committed(versions.frontier.step))
-        await self._compute.run(versions.reset)
+        await self.compute.run(versions.reset)
         # From here on an earlier binding that trained this step can no longer commit it.
         await self._claims.supersede()
-
-    def _lost(self, error: TroupeError) -> Aborted:
-        return Aborted(
-            f"step {self.step} of policy {self.binding.policy}: {error.message}",
-            kind="claims_lost",
-            remedy="Run the step again on the worker that the policy is bound to.",
-        )

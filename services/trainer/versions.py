@@ -7,7 +7,6 @@ trainers of other hosts; `Versions` keeps memory, disk and publication of a poli
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +35,11 @@ from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2 as common_pb
 from troupe.v1 import trainer_pb2_grpc
 
-publication_log = logging.getLogger(__name__)
+log = structlog.get_logger("troupe.trainer")
+
+# Deadline in seconds for another trainer to read a state from its disk.
+_OFFER_SECONDS: Final = 300.0
+_POLL_SECONDS: Final = 0.5
 
 
 class Publication:
@@ -64,7 +67,7 @@ class Publication:
         try:
             self._transfer.get(key, expected_checksum=base.checksum)
         except (KeyNotFound, Corrupt) as error:
-            publication_log.info("publishing %s: %s", key, error.message)
+            log.info("publishing again", key=key, reason=error.message)
             self._transfer.set(key, base.weights(), metadata={"job_id": self._job})
 
     def ensure(
@@ -92,7 +95,7 @@ class Publication:
                 raise Corrupt(key, "holds another attempt at this version")
             manifest = self._transfer.get(key, expected_checksum=checksum)[1]
         except (KeyNotFound, Corrupt) as error:
-            publication_log.info("publishing %s: %s", self.key(version), error.message)
+            log.info("publishing again", key=key, reason=error.message)
             return self.publish(version, tensors)
         return self._reference(version, checksum, manifest.num_bytes)
 
@@ -114,13 +117,6 @@ class Publication:
             num_bytes=num_bytes,
             holders=self._transfer.holders,
         )
-
-
-log = structlog.get_logger("troupe.trainer")
-
-# Deadline in seconds for another trainer to read a state from its disk.
-_OFFER_SECONDS: Final = 300.0
-_POLL_SECONDS: Final = 0.5
 
 
 class RemoteStates:
@@ -190,8 +186,7 @@ class RemoteStates:
     ) -> common_pb.KeepStateResponse:
         """Copy a state that another host's trainer offers to this host's disk. Idempotent.
 
-        Does nothing for an offer of this host. Raises TransferError, DataLoss,
-        ResourceExhausted.
+        Does nothing for this host's own offer. Raises TransferError, DataLoss, ResourceExhausted.
         """
         if set(offer.holders) & set(self._host.holders):
             return common_pb.KeepStateResponse()
@@ -269,12 +264,7 @@ class RemoteStates:
         return [address for address in found if address != self._settings.address]
 
     def _from(
-        self,
-        address: str,
-        store: StateStore,
-        version: int,
-        checksum: str,
-        troubles: dict[str, str],
+        self, address: str, store: StateStore, version: int, checksum: str, troubles: dict[str, str]
     ) -> bool:
         request = common_pb.OfferStateRequest(
             request_id=new_id("offer"), checksum=checksum, **_named(store, version)
@@ -370,15 +360,13 @@ class Versions:
 
     def __init__(
         self,
-        job_id: str,
-        policy: str,
         spec: JobSpec,
         settings: TrainerSettings,
         device: torch.device,
         states: StateStore,
         publication: Publication,
     ) -> None:
-        self._job_id, self._policy, self._spec = job_id, policy, spec
+        self._job_id, self._policy, self._spec = states.job_id, states.policy, spec
         self._settings = settings
         self._device = device
         self._states, self._publication = states, publication

@@ -1,7 +1,7 @@
 """A trainer worker: owns a device, to which policies are bound and from which they are released.
 
 `Bindings` holds the worker's policies; `PolicySteps` runs their optimizer steps; `Swaps` suspends
-and resumes them; `TrainerWorker` is the interface for the servicer.
+and resumes them; `TrainerWorker` owns them all, and is what the servicer (server.py) calls.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -26,7 +25,6 @@ from services.trainer.frozen_versions import FrozenVersions
 from services.trainer.gang.gang import Gangs
 from services.trainer.learning.model import import_transformers
 from services.trainer.settings import TrainerSettings
-from services.trainer.state.checkpoint import checkpoint_path
 from services.trainer.state.suspension import ParameterPool, SuspendedStep
 from services.trainer.step import StepRun
 from services.trainer.versions import RemoteStates
@@ -36,14 +34,15 @@ from troupe.job.loading import explained
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import (
-    experience_store_pb2_grpc,
-    orchestrator_pb2,
-    trainer_pb2,
-)
+from troupe.v1 import experience_store_pb2_grpc, orchestrator_pb2, trainer_pb2
+
+log = structlog.get_logger("troupe.trainer")
 
 # (job id, policy).
 Key = tuple[str, str]
+T = TypeVar("T")
+# Seconds that ranks may take to end, and then again to be killed.
+_GANG_SECONDS = 8.0
 
 
 class Bindings:
@@ -71,6 +70,15 @@ class Bindings:
                 field="policy",
                 value=key[1],
                 remedy="Bind it here, or ask the worker that it is bound to.",
+            )
+        return binding
+
+    def find_trained(self, key: Key) -> PolicyBinding:
+        """Like `find`. Raises FailedPrecondition of kind "policy_frozen" for a frozen policy."""
+        binding = self.find(key)
+        if not binding.trainable:
+            raise FailedPrecondition(
+                f"policy {key[1]} is frozen", kind="policy_frozen", field="policy", value=key[1]
             )
         return binding
 
@@ -108,9 +116,6 @@ class Bindings:
         return [found[key].status() for key in sorted(found)]
 
 
-log = structlog.get_logger("troupe.trainer")
-
-
 class PolicySteps:
     """The newest step of each policy, running or ended, and the counters of steps."""
 
@@ -119,15 +124,12 @@ class PolicySteps:
         self._compute = compute
         self._runs: dict[Key, StepRun] = {}
         self._counting: set[asyncio.Task[None]] = set()
-        self._store: Any = None
+        # The experience store's stub, for claims and commits; set when the worker starts.
+        self.store: Any = None
         labels = ["job_id", "policy"]
         self._tokens = telemetry.counter("troupe_trainer_tokens", "Tokens trained.", labels)
         self._busy = telemetry.counter("troupe_trainer_busy_seconds", "Computing.", labels)
         self._steps = telemetry.counter("troupe_trainer_steps", "Steps.", [*labels, "outcome"])
-
-    def connect(self, store: Any) -> None:
-        """Set the experience store's stub, for claims and commits."""
-        self._store = store
 
     async def stop(self) -> None:
         """Cancel all steps and release their samples."""
@@ -205,7 +207,7 @@ class PolicySteps:
         self, binding: PolicyBinding, step: int, unfinished: SuspendedStep | None
     ) -> StepClaims:
         where = (binding.job_id, binding.policy, step, binding.claimant)
-        return StepClaims(self._store, *where, self._settings.trainer_lease_seconds, unfinished)
+        return StepClaims(self.store, *where, self._settings.trainer_lease_seconds, unfinished)
 
     async def _count(self, binding: PolicyBinding, run: StepRun) -> None:
         """Wait for the step's commit and add it to the counters."""
@@ -280,13 +282,13 @@ class Swaps:
     async def resume(
         self,
         key: Key,
-        spec: JobSpec,
         spec_json: str,
         version: int,
         checksum: str,
         state: trainer_pb2.SuspendedState,
     ) -> PolicyBinding:
         """Bind a policy where its suspension stopped. Raises as `PolicyBinding.resume`."""
+        spec = spec_with(key[1], spec_json)
         bindings = self._bindings
         # The measured time includes the wait for a running prefetch.
         with self._swap_clock.swapping() as seconds:
@@ -303,10 +305,9 @@ class Swaps:
                 self._count(binding, "resume", seconds())
                 return binding
 
-    async def prefetch(
-        self, key: Key, spec: JobSpec, spec_json: str, state: trainer_pb2.SuspendedState
-    ) -> None:
+    async def prefetch(self, key: Key, spec_json: str, state: trainer_pb2.SuspendedState) -> None:
         """Fetch a suspended state ahead of `resume`, which then reports any failure."""
+        spec = spec_with(key[1], spec_json)
         bindings = self._bindings
         async with bindings.lock(key):
             if key in bindings.bound:
@@ -349,11 +350,6 @@ def spec_with(policy: str, spec_json: str) -> JobSpec:
     return spec
 
 
-T = TypeVar("T")
-# Seconds that ranks may take to end, and then again to be killed.
-_GANG_SECONDS = 8.0
-
-
 class TrainerWorker:
     """The trainer service without gRPC: policies bound to one device, and their steps."""
 
@@ -362,14 +358,14 @@ class TrainerWorker:
         self._device = choose_device(settings.trainer_device)
         self._devices = find_devices()
         self._compute = Compute(settings.threads, self._device)
-        self._transfer = HostTransfer(settings, telemetry)
-        self._remote = RemoteStates(self._transfer, settings)
+        self.transfer = HostTransfer(settings, telemetry)
+        self.remote = RemoteStates(self.transfer, settings)
         self._pool = ParameterPool(self._device)
         self._gangs = Gangs(settings)
         self.bindings = Bindings(self._new_binding)
-        self._steps = PolicySteps(settings, self._compute, telemetry)
-        self._members = FrozenVersions(self._transfer, settings.data_dir)
-        self._swaps = Swaps(self.bindings, self._steps, self._compute, telemetry)
+        self.steps = PolicySteps(settings, self._compute, telemetry)
+        self.members = FrozenVersions(self.transfer, settings.data_dir)
+        self.swaps = Swaps(self.bindings, self.steps, self._compute, telemetry)
         self._usage = BusyFraction()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._exit = contextlib.AsyncExitStack()
@@ -379,18 +375,18 @@ class TrainerWorker:
         settings = self._settings
         store = connect(settings.experience_store_address, settings.client())
         await self._exit.enter_async_context(store)
-        self._steps.connect(experience_store_pb2_grpc.ExperienceStoreStub(store))
-        await self._transfer.start()
+        self.steps.store = experience_store_pb2_grpc.ExperienceStoreStub(store)
+        await self.transfer.start()
         self._spawn(self._compute.run(import_transformers))
 
     async def stop(self) -> None:
         """Cancel all steps, so that their samples are free at once, and end all ranks."""
-        await self._steps.stop()
+        await self.steps.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._end_gangs()
-        await self._transfer.stop()
+        await self.transfer.stop()
         await self._exit.aclose()
         self._compute.close()
 
@@ -402,140 +398,20 @@ class TrainerWorker:
             self._gangs.give_up()
             await asyncio.wait({ended}, timeout=_GANG_SECONDS)
 
-    # RPCs.
-
-    async def bind(
-        self, job_id: str, policy: str, spec_json: str, version: int, checksum: str
-    ) -> PolicyBinding:
-        """Bind a policy at a version. Idempotent.
-
-        A running step from that version continues, since the caller may have restarted. Any other
-        step is cancelled.
-        """
-        spec = spec_with(policy, spec_json)
-        # Loading continues after the caller's deadline: a repeated call finds the policy bound.
-        return await self._detached(self._bind(job_id, policy, spec, spec_json, version, checksum))
-
-    async def run_step(
-        self, job_id: str, policy: str, step: int, version: int, oldest_version: int | None = None
-    ) -> AsyncIterator[trainer_pb2.StepEvent]:
-        """Start the step, or attach to it if it is running; see `StepRun.watch`.
-
-        Samples that began under a version older than `oldest_version` are not trained.
-        """
-        key = (job_id, policy)
-        async with self.bindings.lock(key):
-            binding = self.bindings.find(key)
-            if not binding.trainable:
-                raise FailedPrecondition(
-                    f"policy {policy} is frozen", kind="policy_frozen", field="policy", value=policy
-                )
-            run = self._steps.join(binding, step, version, oldest_version)
-        async for event in run.watch():
-            yield event
-
-    async def save_checkpoint(self, job_id: str, policy: str, version: int) -> tuple[str, int]:
-        """Write the checkpoint of `version` while training continues; returns its path and size."""
-        binding = self.bindings.find((job_id, policy))
-        return await asyncio.to_thread(binding.checkpoints.save, version)
-
-    def checkpoint(self, job_id: str, policy: str, version: int) -> Path:
-        """The directory that `save_checkpoint` wrote. Raises NotFound ("checkpoint_not_found")."""
-        path = checkpoint_path(self._settings.data_dir, job_id, policy, version)
-        if not path.is_dir():
-            raise NotFound(
-                f"there is no checkpoint of {policy}@{version} here",
-                kind="checkpoint_not_found",
-                field="version",
-                value=version,
-                remedy="Save it first, with the same worker.",
-            )
-        return path
-
-    async def keep_member(
-        self, job_id: str, policy: str, version: int, checksum: str
-    ) -> tuple[str, int]:
-        """Run `FrozenVersions.keep` while training continues."""
-        binding = self.bindings.find((job_id, policy))
-        return await asyncio.to_thread(self._members.keep, binding, version, checksum)
-
-    async def publish_member(
-        self, job_id: str, policy: str, version: int, checksum: str
-    ) -> pb.WeightsRef:
-        """Run `FrozenVersions.publish`."""
-        where = (job_id, policy, version, checksum)
-        return await asyncio.to_thread(self._members.publish, *where)
-
-    async def drop_member(self, job_id: str, policy: str, version: int, *, files: bool) -> None:
-        """Run `FrozenVersions.drop`."""
-        where = (job_id, policy, version)
-        await asyncio.to_thread(self._members.drop, *where, files=files)
-
-    async def restart(self, job_id: str, policy: str, version: int, checksum: str) -> PolicyBinding:
-        """Run `Versions.restart` to its end, even if the caller disconnects; no step may run."""
-        return await self._detached(self._restart((job_id, policy), version, checksum))
-
-    async def offer_state(
-        self, job_id: str, policy: str, version: int, checksum: str
-    ) -> trainer_pb2.OfferStateResponse:
-        """Offer a committed state on this host's disk to a trainer of another host."""
-        return await asyncio.to_thread(self._remote.offer, job_id, policy, version, checksum)
-
-    async def keep_state(
-        self, job_id: str, policy: str, version: int, offer: trainer_pb2.OfferStateResponse
-    ) -> trainer_pb2.KeepStateResponse:
-        """Keep a copy of a state that a trainer of another host offers."""
-        return await asyncio.to_thread(self._remote.keep, job_id, policy, version, offer)
-
-    async def suspend(self, job_id: str, policy: str) -> trainer_pb2.SuspendedState:
-        """Run `Swaps.suspend` to its end, even if the caller disconnects."""
-        return await self._detached(self._swaps.suspend((job_id, policy)))
-
-    async def resume(
-        self,
-        job_id: str,
-        policy: str,
-        spec_json: str,
-        version: int,
-        checksum: str,
-        state: trainer_pb2.SuspendedState,
-    ) -> PolicyBinding:
-        """Run `Swaps.resume` to its end, even if the caller disconnects."""
-        where = ((job_id, policy), spec_with(policy, spec_json), spec_json)
-        return await self._detached(self._swaps.resume(*where, version, checksum, state))
-
-    async def prefetch(
-        self, job_id: str, policy: str, spec_json: str, state: trainer_pb2.SuspendedState
-    ) -> None:
-        """Run `Swaps.prefetch` to its end, even if the caller disconnects."""
-        where = ((job_id, policy), spec_with(policy, spec_json), spec_json)
-        await self._detached(self._swaps.prefetch(*where, state))
-
-    async def release(self, job_id: str, policy: str) -> None:
-        """Unbind a policy if it is bound to this worker; its committed state stays on disk."""
-        await self._detached(self._release((job_id, policy)))
-
-    async def delete_states(self, job_id: str) -> None:
-        """Delete the tensors of a job from this host's transfer layer."""
-        await asyncio.to_thread(self._transfer.clear, f"{job_id}/")
-
-    def statuses(self) -> list[trainer_pb2.BindingStatus]:
-        """The status of all bindings, sorted by job and policy."""
-        return self.bindings.statuses()
-
     def heartbeat(self) -> orchestrator_pb2.HeartbeatRequest:
         """Build the heartbeat that is sent to the orchestrator every second."""
+        statuses = self.bindings.statuses()
         busy = [
             f"{status.policy}: {pb.BindingState.Name(status.state)[14:].lower()} "
             f"step {status.step}, {status.samples} samples"
-            for status in self.statuses()
+            for status in statuses
             if status.state not in (pb.BINDING_STATE_IDLE, pb.BINDING_STATE_SUSPENDED)
         ]
         return orchestrator_pb2.HeartbeatRequest(
             kind=orchestrator_pb2.WORKER_KIND_TRAINER,
-            bindings=self.statuses(),
+            bindings=statuses,
             doing="; ".join(busy) or ("idle" if self.bindings.bound else "unbound"),
-            transfer_address=self._transfer.address,
+            transfer_address=self.transfer.address,
             trainer=orchestrator_pb2.TrainerDevice(
                 slots=self._settings.trainer_slots,
                 memory_bytes=memory_of(self._device, self._settings.trainer_memory_bytes),
@@ -555,19 +431,27 @@ class TrainerWorker:
                 found.setdefault(device.index, []).append(f"{job_id}/{policy}")
         return found
 
-    async def _bind(
-        self, job_id: str, policy: str, spec: JobSpec, spec_json: str, version: int, checksum: str
-    ) -> PolicyBinding:
-        key, bindings = (job_id, policy), self.bindings
+    async def bind(self, key: Key, spec_json: str, version: int, checksum: str) -> PolicyBinding:
+        """Bind a policy at a version. Idempotent.
+
+        A running step from that version continues, since the caller may have restarted. Any other
+        step is cancelled.
+        """
+        spec, bindings = spec_with(key[1], spec_json), self.bindings
         async with bindings.lock(key):
-            old, run = bindings.bound.get(key), self._steps.running(key)
-            busy = run is not None and run.starts_from(version)
+            old, run = bindings.bound.get(key), self.steps.running(key)
+            busy = run is not None and run.version == version
             if busy and old is not None and _same(old, spec_json, version, checksum):
                 if not old.versions.dirty:
                     await self._compute.run(old.versions.ensure_published)
                 return old
-            await self._steps.cancel(key)
-            if old is not None and _matches(old, spec_json, version, checksum):
+            await self.steps.cancel(key)
+            if (
+                old is not None
+                and _same(old, spec_json, version, checksum)
+                and not old.versions.dirty
+                and old.state == pb.BINDING_STATE_IDLE
+            ):
                 await self._compute.run(old.versions.ensure_published)
                 return old
             if (parked := bindings.parked.pop(key, None)) is not None:
@@ -577,7 +461,7 @@ class TrainerWorker:
                 await self._compute.run(binding.load, version, checksum)
             # Checked, since deterministic results depend on the number of threads.
             threads = self._settings.threads
-            log.info("bound", job_id=job_id, policy=policy, version=version, threads=threads)
+            log.info("bound", job_id=key[0], policy=key[1], version=version, threads=threads)
             return binding
 
     def _new_binding(self, key: Key, spec: JobSpec, spec_json: str) -> PolicyBinding:
@@ -586,21 +470,18 @@ class TrainerWorker:
             spec,
             spec_json,
             self._settings,
-            self._transfer,
+            self.transfer,
             self._device,
             self._pool,
-            self._remote.store(*key),
+            self.remote.store(*key),
             self._gangs,
         )
 
-    async def _restart(self, key: Key, version: int, checksum: str) -> PolicyBinding:
+    async def restart(self, key: Key, version: int, checksum: str) -> PolicyBinding:
+        """Run `Versions.restart`; no step may run."""
         async with self.bindings.lock(key):
-            binding = self.bindings.find(key)
-            if not binding.trainable:
-                raise FailedPrecondition(
-                    f"policy {key[1]} is frozen", kind="policy_frozen", field="policy", value=key[1]
-                )
-            if self._steps.running(key) is not None:
+            binding = self.bindings.find_trained(key)
+            if self.steps.running(key) is not None:
                 raise FailedPrecondition(
                     f"policy {key[1]} is in the middle of a step",
                     kind="step_in_progress",
@@ -611,10 +492,11 @@ class TrainerWorker:
             await self._compute.run(binding.versions.restart, version, checksum)
             return binding
 
-    async def _release(self, key: Key) -> None:
+    async def release(self, key: Key) -> None:
+        """Unbind a policy if it is bound to this worker; its committed state stays on disk."""
         bindings = self.bindings
         async with bindings.lock(key):
-            await self._steps.cancel(key)
+            await self.steps.cancel(key)
             binding, parked = bindings.bound.pop(key, None), bindings.parked.pop(key, None)
             if parked is not None:
                 await asyncio.to_thread(parked.release)
@@ -622,7 +504,8 @@ class TrainerWorker:
                 binding.move(pb.BINDING_STATE_RELEASED)
                 await self._compute.run(binding.release)
 
-    async def _detached(self, work: Coroutine[Any, Any, T]) -> T:
+    async def detached(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` to its end, even if the caller disconnects."""
         return await asyncio.shield(self._spawn(work))
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -632,17 +515,9 @@ class TrainerWorker:
         return task
 
 
-def _matches(binding: PolicyBinding, spec_json: str, version: int, checksum: str) -> bool:
-    return (
-        _same(binding, spec_json, version, checksum)
-        and not binding.versions.dirty
-        and binding.state == pb.BINDING_STATE_IDLE
-    )
-
-
 def _same(binding: PolicyBinding, spec_json: str, version: int, checksum: str) -> bool:
     return (
         binding.spec_json == spec_json
-        and binding.version == version
-        and (not checksum or binding.weights.checksum == checksum)
+        and binding.versions.committed == version
+        and (not checksum or binding.versions.weights.checksum == checksum)
     )

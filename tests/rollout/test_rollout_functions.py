@@ -105,7 +105,7 @@ async def test_the_service_is_told_the_query_and_what_the_workflow_expects() -> 
     spec = parse_job(job_yaml(tools={"add": function("add")}))
     functions = rewards.JobFunctions(cast("Any", Stub()), "job", spec)
     clock = TrajectoryClock(60, longest=60, patient=False)
-    tools = Tools(["add"], rewards.TrajectoryTools(functions, "t", clock, query_id="q7"))
+    tools = Tools(["add"], rewards.TrajectoryTools(functions, "t", clock, lambda: 1, "q7"))
     assert await tools.expecting(4.5).call("add", a=1, b=2) == 3
     assert await tools.call("add", a=1, b=2) == 3
     assert [(one.query_id, one.expected_seconds) for one in asked] == [("q7", 4.5), ("q7", 0.0)]
@@ -233,9 +233,9 @@ async def test_models_are_told_of_declared_and_of_deployed_tools(
     called = await functions.call(
         "tools/look",
         '{"words": "a", "limit": 2}',
-        trajectory_id="t",
-        timeout=60,
-        sandboxes=rewards.TrajectorySandboxes(),
+        pb.InvokeRequest(trajectory_id="t"),
+        60,
+        rewards.TrajectorySandboxes(),
     )
     assert json.loads(called) == ["a", "a"]
     listed = (await stub.ListFunctions(pb.ListFunctionsRequest())).functions

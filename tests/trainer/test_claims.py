@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.claims import Bounds, StepClaims, is_lost
+from services.trainer.claims import StepClaims, is_lost
 from tests.trainer.stage import TrainingStage
 from troupe.rpc import FailedPrecondition, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
@@ -15,7 +15,7 @@ async def _claimed(stage: TrainingStage) -> StepClaims:
     await stage.open()
     await stage.play(stage.first_model(stage.spec()))
     claims = StepClaims(stage.store, stage.job_id, "solver", 0, new_id("worker"), 30)
-    answer = await claims.claim(Bounds(64), 5)
+    answer = await claims.claim({"max_samples": 64}, 5)
     assert answer.outcome == store_pb.ClaimMicroBatchResponse.OUTCOME_CLAIMED
     return claims
 

@@ -35,6 +35,16 @@ if TYPE_CHECKING:
     from services.rollout.engines.weights import Adapted
     from troupe.networks.vector import Spaces
 
+log = structlog.get_logger(__name__)
+
+# Actors that are cached, by seating. A population has as many seatings as ways to combine its
+# slots; building an actor takes a moment.
+_ACTORS: Final = 32
+# Which policy plays which agents: (policy, agents), sorted.
+Seating = tuple[tuple[str, tuple[str, ...]], ...]
+# A step that takes longer after its episode was cancelled may never end.
+STUCK_SECONDS: Final = 5.0
+
 
 @dataclass(frozen=True)
 class ServedVersion:
@@ -46,8 +56,7 @@ class ServedVersion:
 
 
 class NetworkEngine(ServingEngine):
-    """Holds the verified weights of one policy; it takes no turns, `Arena.play` uses the
-    weights."""
+    """Holds the verified weights of one policy for `Arena.play`; it takes no turns."""
 
     kind: ClassVar[str] = "network"
 
@@ -140,13 +149,6 @@ class NetworkEngine(ServingEngine):
         return 0.0
 
 
-# Actors that are cached, by seating. A population has as many seatings as ways to combine its
-# slots; building an actor takes a moment.
-_ACTORS: Final = 32
-# Which policy plays which agents: (policy, agents), sorted.
-Seating = tuple[tuple[str, tuple[str, ...]], ...]
-
-
 @dataclass(frozen=True)
 class Play:
     """How policies play."""
@@ -237,12 +239,6 @@ def _seats(job: JobSpec, agents: tuple[str, ...], seating: Seating) -> dict[str,
         assert network is not None, "all policies of the job are networks"
         found[policy] = Seat(network, played, agents_of(job, agents, policy))
     return found
-
-
-log = structlog.get_logger(__name__)
-
-# A step that takes longer after its episode was cancelled may never end.
-STUCK_SECONDS: Final = 5.0
 
 
 class Arena:

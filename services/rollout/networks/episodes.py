@@ -27,6 +27,8 @@ from troupe.workflow import TurnError, WorkflowError
 # A fragment has no tokens; the store requires the columns.
 _NO_IDS: Final = np.zeros(0, np.int32)
 _NO_SCORES: Final = np.zeros(0, np.float32)
+# How often to look whether an engine serves again: its supervisor reloads lost weights.
+_LOOK_SECONDS: Final = 0.05
 
 
 def samples_of(
@@ -97,10 +99,6 @@ def metrics_of(played: PlayedCopies, seconds: float) -> dict[str, float]:
     }
 
 
-# How often to look whether an engine serves again: its supervisor reloads lost weights.
-_LOOK_SECONDS: Final = 0.05
-
-
 class EpisodeRunner(RunningTrajectory):
     """Plays to the end with the versions served at its beginning: each row is of one version."""
 
@@ -129,10 +127,7 @@ class EpisodeRunner(RunningTrajectory):
 
         def late() -> WorkflowError:
             bound = f"limits.trajectory_seconds = {limits.trajectory_seconds:g} s"
-            return WorkflowError(
-                f"its episodes did not end within {bound}",
-                kind="deadline",
-            )
+            return WorkflowError(f"its episodes did not end within {bound}", kind="deadline")
 
         played, seconds = await bounded(play(), clock, late)
         self._move(pb.TRAJECTORY_STATE_SCORING)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import structlog
 
@@ -22,6 +21,7 @@ from troupe.job import JobSpec
 from troupe.job.balancing import exchange
 from troupe.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from troupe.v1 import common_pb2 as pb
+from troupe.v1 import rollout_pb2 as rollout
 
 log = structlog.get_logger(__name__)
 
@@ -29,19 +29,6 @@ log = structlog.get_logger(__name__)
 _UPDATES = 10
 
 RemakeEngine = Callable[[str, str], ServingEngine]
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Result of a move. `seconds`: from the last moment at which the engine could take a turn to
-    the first one after; `drain_seconds` of them until its turns had ended, `handed_back` of which
-    continued elsewhere."""
-
-    source: str
-    seconds: float = 0.0
-    drain_seconds: float = 0.0
-    handed_back: int = 0
-    rebuilt: bool = False
 
 
 class EngineMoves:
@@ -54,13 +41,14 @@ class EngineMoves:
         self._spec = spec
         self._policies = policies
         self._remake = remake
-        self._running: dict[str, tuple[str, asyncio.Task[Moved]]] = {}
+        self._running: dict[str, tuple[str, asyncio.Task[rollout.MoveEngineResponse]]] = {}
         self._closed = False
 
     async def move(
         self, engine_id: str, target: ServedPolicy, *, drain_seconds: float | None = None
-    ) -> Moved:
-        """Make the engine serve `target`. Harmless when it does already, or is on its way.
+    ) -> rollout.MoveEngineResponse:
+        """Make the engine serve `target`; the response lacks the engine's status. Harmless when it
+        does already, or is on its way.
 
         The move completes even when the caller is cancelled. Raises `NotFound`;
         `FailedPrecondition` of kind `engine_moving` (to another policy), `engine_not_movable`,
@@ -70,7 +58,7 @@ class EngineMoves:
         if engine_id not in self._running:
             source = self._policy_of(engine_id)
             if source is target:
-                return Moved(source.name)
+                return rollout.MoveEngineResponse(source=source.name)
             self._check(engine_id, source, target)
             # No await from here to `part_with`: the checks still hold.
             engine = source.part_with(engine_id)
@@ -151,7 +139,7 @@ class EngineMoves:
         source: ServedPolicy,
         target: ServedPolicy,
         drain_seconds: float,
-    ) -> Moved:
+    ) -> rollout.MoveEngineResponse:
         began = time.monotonic()
         policies = self._spec.policies
         rebuilt = exchange(policies[source.name], policies[target.name]) == "rebuild"
@@ -179,7 +167,14 @@ class EngineMoves:
             raise
         done = time.monotonic()
         log.info("an engine has moved", engine=engine.engine_id, policy=target.name)
-        return Moved(source.name, done - began, drained - began, handed_back, rebuilt)
+        return rollout.MoveEngineResponse(
+            source=source.name,
+            # From the last moment at which the engine could take a turn to the first one after.
+            seconds=done - began,
+            drain_seconds=drained - began,
+            handed_back=handed_back,
+            rebuilt=rebuilt,
+        )
 
     async def _convert(
         self, engine: ServingEngine, policy: ServedPolicy, rebuilt: bool

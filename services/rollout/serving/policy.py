@@ -20,6 +20,11 @@ from troupe.workflow.languages import Language
 
 log = structlog.get_logger(__name__)
 
+# Drain time at a release. Trajectories have ended before: only Generate calls are in flight.
+_RELEASE_SECONDS = 2.0
+# How much longer than the first one the other attached servers may take at the start.
+_LATE_SECONDS = 2.0
+
 
 async def roll_out(engines: Iterable[EngineKeeper]) -> float:
     """Bring each engine to its target, running ones first; returns exposed seconds, summed.
@@ -47,12 +52,6 @@ async def roll_out(engines: Iterable[EngineKeeper]) -> float:
     return exposed
 
 
-# Drain time at a release. Trajectories have ended before: only Generate calls are in flight.
-_RELEASE_SECONDS = 2.0
-# How much longer than the first one the other attached servers may take at the start.
-_LATE_SECONDS = 2.0
-
-
 class ServedPolicy:
     """The engines of one policy, from their start to their stop."""
 
@@ -68,8 +67,7 @@ class ServedPolicy:
         routing: RoutingSpec | None = None,
         resume: bool = True,
     ) -> None:
-        """`language`: None for a network. `resume`: whether turns that lose their engine keep their
-        tokens."""
+        """`language`: None for a network. `resume`: whether turns of a lost engine keep tokens."""
         self.name = name
         self._language = language
         self._target = TargetVersion(ref)
@@ -138,8 +136,7 @@ class ServedPolicy:
             keeper.watch()
 
     async def _enough(self, tasks: Sequence[asyncio.Task[float]]) -> set[asyncio.Task[float]]:
-        """Wait until one engine serves and the others had `_LATE_SECONDS` more; returns what is
-        pending."""
+        """Wait for one engine, and `_LATE_SECONDS` for the others; returns what is pending."""
         pending = set(tasks)
         while pending and not self.serving:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -169,8 +166,7 @@ class ServedPolicy:
                 if not any(keeper.serves_target for keeper in self._keepers.values()):
                     await roll_out(self._keepers.values())
                 return 0.0
-            # Fetched before it becomes the target: an engine that restarts meanwhile loads the
-            # former version.
+            # Fetched first: an engine that restarts meanwhile loads the former version.
             await self._fetcher.fetch(ref)
             self._target.ref, self._target.rolling = ref, True
             try:
@@ -261,8 +257,7 @@ class ServedPolicy:
         )
 
     async def release(self, reason: str) -> None:
-        """Refuse turns, let running ones end within `_RELEASE_SECONDS`, stop the engines.
-        Repeatable."""
+        """Refuse turns, let others end within `_RELEASE_SECONDS`, stop the engines. Repeatable."""
         self.router.close(reason)
         await _cancel(self._late)
         keepers = (*self._keepers.values(), *self._leaving.values())

@@ -177,15 +177,6 @@ class Continuation:
         left = self._sampling.max_new_tokens - self.tokens
         return replace(self._sampling, max_new_tokens=left, drawn=self.tokens)
 
-    @property
-    def complete(self) -> bool:
-        """Whether `max_new_tokens` is reached."""
-        return self.tokens >= self._sampling.max_new_tokens
-
-    def ended_by(self, piece: GeneratedTurn) -> bool:
-        """Whether `piece` of a lost engine contains the turn's last token."""
-        return self._resume and piece.finish_reason != "abort"
-
     def keep(self, piece: GeneratedTurn | None) -> int:
         """Add the tokens of a lost engine; returns how many were kept."""
         if piece is None or not self._resume or not piece.token_ids:
@@ -421,13 +412,14 @@ class PolicyRouter:
                 piece = drawn  # the engine was stopped during the turn
             finally:
                 self._release(placement, drawn)
-            if piece is not None and turn.ended_by(piece):
+            if piece is not None and self._resume and piece.finish_reason != "abort":
+                # It contains the turn's last token.
                 return turn.whole(piece, waited)
             attempt += 1
             if kept := turn.keep(piece):
                 self._losses.resumed_turns += 1
                 self._losses.resumed_tokens += kept
-                if turn.complete:
+                if turn.tokens >= sampling.max_new_tokens:
                     return turn.cut(waited)
                 continue
             self._losses.restarted_turns += 1
@@ -509,11 +501,7 @@ class PolicyRouter:
             queue = self._bound.setdefault(turn.bound, self._new_queue())
         turn.queue = queue
         turn.entry = queue.push(
-            turn,
-            group=turn.group,
-            left=turn.left,
-            places=self._fleet.places,
-            since=turn.since,
+            turn, group=turn.group, left=turn.left, places=self._fleet.places, since=turn.since
         )
         turn.since = turn.entry.since
 

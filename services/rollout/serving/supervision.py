@@ -182,8 +182,7 @@ class EngineKeeper:
                 pause = RESTART_PAUSE_SECONDS_MAX
 
     async def _inspect(self, pause: float) -> float:
-        """Probe once and repair the engine; returns the pause before the next try, 0 if it is
-        well."""
+        """Probe once and repair the engine; returns the pause before the next try, 0: well."""
         if self._lock.locked():
             return pause  # a start or an update is running and reports its own failure
         engine = self.engine

@@ -73,8 +73,7 @@ class TrajectoryClock:
         return self.began + end - now
 
     def bound(self, seconds: float) -> float:
-        """How long one wait for an engine or the reward service may take, given its own limit
-        `seconds`."""
+        """How long a wait for an engine or the reward service may take, given a limit `seconds`."""
         if self._patient:
             return self.began + self._longest - self._outside.now()
         return min(seconds, self.left)

@@ -1,5 +1,4 @@
-"""The queries of a job by split and index, made in threads so that the event loop is not
-blocked."""
+"""The queries of a job by split and index, made in threads: the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -39,7 +38,10 @@ class QuerySource:
     async def load(self, split: str) -> int:
         """Load the split; returns its length. Raises `EntrypointError`."""
         async with self._lock:
-            await self._tasks(split)
+            if split not in self._splits:
+                self._splits[split], self._lengths[split] = await call_in_thread(
+                    load_counted_tasks, self._spec.source, split, self._spec.args
+                )
             return self._lengths[split]
 
     async def get(self, split: str, index: int) -> Mapping[str, Any]:
@@ -57,26 +59,21 @@ class QuerySource:
         try:
             async with self._lock:
                 if key not in self._items:
-                    self._keep(
-                        await call_in_thread(self._make_items, tasks, key, list(self._wanted))
-                    )
+                    wanted = list(self._wanted)
+                    self._items |= await call_in_thread(self._make_items, tasks, key, wanted)
+                    # The requested item is the last: the others may be evicted.
+                    while len(self._items) > _KEPT:
+                        self._items.popitem(last=False)
                 return self._items[key]
         finally:
             self._wanted[key] -= 1
             if not self._wanted[key]:
                 del self._wanted[key]
 
-    def _keep(self, made: Mapping[tuple[str, int], Mapping[str, Any]]) -> None:
-        self._items |= made
-        # The requested item is the last: the others may be evicted.
-        while len(self._items) > _KEPT:
-            self._items.popitem(last=False)
-
     def _make_items(
         self, tasks: Tasks, key: tuple[str, int], wanted: Iterable[tuple[str, int]]
     ) -> dict[tuple[str, int], Mapping[str, Any]]:
-        """Make item `key` and, while that is quick, other requested items of its split. Runs in a
-        thread."""
+        """Make item `key` and, while that is quick, others requested of its split. In a thread."""
         until = time.monotonic() + _TOGETHER_SECONDS
         made = {}
         item = self._item(tasks, *key)
@@ -88,14 +85,6 @@ class QuerySource:
                     made[split, index] = self._item(tasks, split, index)
         made[key] = item
         return made
-
-    async def _tasks(self, split: str) -> Tasks:
-        if split not in self._splits:
-            tasks, length = await call_in_thread(
-                load_counted_tasks, self._spec.source, split, self._spec.args
-            )
-            self._splits[split], self._lengths[split] = tasks, length
-        return self._splits[split]
 
     def _item(self, tasks: Tasks, split: str, index: int) -> Mapping[str, Any]:
         where = f"{split}[{index}] of {self._spec.source}"

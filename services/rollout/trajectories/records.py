@@ -1,5 +1,4 @@
-"""Records of a trajectory: its turns as samples for the trainer, a transcript for people,
-its end.
+"""Records of a trajectory: its turns as samples, a transcript for people, its end.
 
 The chain of one sample: `GeneratedTurn` (what an engine draws and a workflow reads) -> `TurnRecord`
 (with prompt and reply) -> `SampleRow` (what an algorithm needs of the turn) -> `Sample` in an
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -32,15 +31,13 @@ from troupe.workflow.samples import SampleRow
 log = structlog.get_logger(__name__)
 
 State: TypeAlias = pb.TrajectoryState.ValueType
-# Larger columns go through transfer: in a row they would fill Redis' memory with values that are
-# read once.
+# Larger columns go through transfer: Redis' memory is not for values that are read once.
 INLINE_BYTES: Final = 256 * 1024
 
 
 @dataclass
 class LargeColumns:
-    """Columns of one trajectory that are too large for a row, until they are `put` into
-    transfer."""
+    """Columns of one trajectory that are too large for a row, until `put` into transfer."""
 
     transfer: Transfer
     job_id: str
@@ -61,11 +58,8 @@ class LargeColumns:
 
     async def discard(self) -> None:
         """Delete the large values of a trajectory that was not stored."""
-        await asyncio.to_thread(self._delete, list(self.large))
-
-    def _delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self.transfer.delete(key)
+        for key in list(self.large):
+            await asyncio.to_thread(self.transfer.delete, key)
 
     def _column(self, sample_id: str, name: str, value: Any) -> store.Column:
         if not hasattr(value, "dtype"):

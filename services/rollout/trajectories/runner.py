@@ -1,5 +1,4 @@
-"""Runs the trajectories that callers request, each once, and cancels those that nobody listens to
-any more."""
+"""Runs the trajectories that callers request, each once, and cancels those without a listener."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ class Runner:
                 running.early_start.policy_updated(policy)
 
     def abort(self, job_id: str, trajectory_ids: Iterable[str], reason: str) -> list[str]:
-        """End trajectories as ABORTED, also those that wait for admission; returns the ids that ran
-        here.
+        """End trajectories, also waiting ones, as ABORTED; returns the ids that ran here.
 
         Returns before they have ended; listeners get the end. Repeatable.
         """
@@ -120,12 +118,7 @@ class Runner:
         running.task.add_done_callback(self._leaving.discard)
 
     def _start(
-        self,
-        key: tuple[str, str],
-        job: PreparedJob,
-        step: int,
-        ticket: rollout.Ticket,
-        ahead: bool,
+        self, key: tuple[str, str], job: PreparedJob, step: int, ticket: rollout.Ticket, ahead: bool
     ) -> _Running:
         running = _Running(EarlyStartGate(ahead))
         trajectory = _trajectory_class(job)(
@@ -194,14 +187,12 @@ class TrajectoryListener:
         self._updates: asyncio.Queue[_Update] = asyncio.Queue()
 
     def deliver(self, update: _Update, *, replayed: bool = False) -> None:
-        """Queue an event, or the error that lost a trajectory. `replayed`: it happened before this
-        listener joined."""
-        if (
-            self._endings_only
-            and not isinstance(update, Exception)
-            and not _is_reported(update, replayed)
-        ):
-            return
+        """Queue an event, or the error that lost a trajectory. `replayed`: it is an older one."""
+        if self._endings_only and not isinstance(update, Exception):
+            # It gets endings, and the first event with start versions.
+            first = replayed or update.state == pb.TRAJECTORY_STATE_RUNNING
+            if not is_terminal(TRAJECTORY, update.state) and not (update.start_versions and first):
+                return
         self._updates.put_nowait(update)
 
     async def bundles(self) -> AsyncIterator[list[rollout.TrajectoryEvent]]:
@@ -231,14 +222,6 @@ class TrajectoryListener:
         left, self._left = self._left, set()
         for trajectory_id in left:
             self._runner.leave((self._job_id, trajectory_id), self)
-
-
-def _is_reported(event: rollout.TrajectoryEvent, replayed: bool) -> bool:
-    """Whether an `endings_only` listener gets the event: an ending, or its first one with start
-    versions."""
-    if is_terminal(TRAJECTORY, event.state):
-        return True
-    return bool(event.start_versions) and (replayed or event.state == pb.TRAJECTORY_STATE_RUNNING)
 
 
 @dataclass(eq=False)

@@ -94,11 +94,7 @@ class RunningTrajectory:
         self._ticket = ticket
         self._store = store
         self._destination = RowDestination(
-            job.job_id,
-            step,
-            ticket.query_id,
-            ticket.trajectory_id,
-            job.spec.limits.step_seconds,
+            job.job_id, step, ticket.query_id, ticket.trajectory_id, job.spec.limits.step_seconds
         )
         self._emit = emit
         self._endpoints = endpoints
@@ -174,8 +170,7 @@ class RunningTrajectory:
         return self._ticket.purpose == rollout.Ticket.PURPOSE_TRAIN
 
     async def _play(self) -> list[Any]:
-        """The rows of the trajectory. Raises `WorkflowError` with kind and message of the
-        failure."""
+        """The trajectory's rows. Raises `WorkflowError` with the failure's kind and message."""
         limits = self._job.spec.limits
         clock = TrajectoryClock(
             limits.trajectory_seconds,
@@ -316,8 +311,7 @@ class RunningTrajectory:
         self.state = target
 
     def _turn_began(self, policy: str, version: int) -> None:
-        """Record the oldest version of each policy, and report it at once where staleness is
-        bounded."""
+        """Record the oldest version of each policy; report it at once if staleness is bounded."""
         known = self._start_versions.get(policy)
         if known is not None and known <= version:
             return
@@ -352,11 +346,7 @@ class RunningTrajectory:
 def _problem(error: WorkflowError) -> pb.Problem:
     cls: type[TroupeError] = Internal if error.field is None else InvalidArgument
     return cls(
-        error.message,
-        kind=error.kind,
-        field=error.field,
-        value=error.value,
-        remedy=error.remedy,
+        error.message, kind=error.kind, field=error.field, value=error.value, remedy=error.remedy
     ).to_problem()
 
 
@@ -393,8 +383,7 @@ class TrajectoryAttempts:
 
 
 def is_environments(error: WorkflowError) -> bool:
-    """Whether an environment or tool failed the workflow, with an error that another attempt may
-    avoid."""
+    """Whether an environment or tool failed the workflow, which another attempt may avoid."""
     return isinstance(error, ToolError | EnvironmentFault) and error.kind not in FATAL
 
 
@@ -439,8 +428,7 @@ def _explains_itself(error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException) -> WorkflowError:
-    """The `WorkflowError` for any exception of user code, also one whose class or text is the
-    user's own."""
+    """The `WorkflowError` for any exception of user code, whatever its class or text."""
     frames = traceback.extract_tb(error.__traceback__)
     # The innermost frame outside of Troupe is where the author has to look.
     own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]

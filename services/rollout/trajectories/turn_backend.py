@@ -93,16 +93,14 @@ class TurnBackend:
                 )
         finally:
             self._pending.pop(task, None)
-            # The traceback of an error keeps this frame and the task its error: no cycle of the
-            # two.
+            # An error's traceback keeps this frame, and the task its error: no cycle of both.
             del task
         if generation.versions:
             self._turn_began(policy.name, generation.versions[0].version)
         return generation
 
     def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
-        """The address at which OpenAI clients speak as `agent` until `close`. Raises
-        `TroupeError`."""
+        """The address where OpenAI clients speak as `agent` until `close`. Raises `TroupeError`."""
         self.opened_endpoint = True
         return self._trajectory_endpoints.open(agent, options)
 

@@ -54,8 +54,7 @@ def blocked_note(start: float) -> str:
 
 
 class WorkflowBlockedError(Interruption):
-    """Raised inside a blocking workflow. Not an `Exception`, so that `except Exception` does not
-    catch it."""
+    """Raised inside a blocking workflow. No `Exception`: `except Exception` must not catch it."""
 
 
 class Watchdog:
@@ -72,8 +71,7 @@ class Watchdog:
         self._blocked_seconds = 0.0
 
     def start(self) -> None:
-        """Start watching. Without effect outside the main thread, where signals cannot
-        interrupt."""
+        """Start watching. Only in the main thread, which alone signals can interrupt."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._active = True
@@ -86,8 +84,7 @@ class Watchdog:
         if self._active:
             self._active = False
             self._done.set()
-            # The thread may be about to send its last signal, whose default action kills the
-            # process.
+            # The thread may yet send its last signal, whose default action kills the process.
             default = self._former in (None, signal.SIG_DFL)
             signal.signal(_SIGNAL, signal.SIG_IGN if default else self._former)
         if self._tick is not None:

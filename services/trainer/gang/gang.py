@@ -37,7 +37,14 @@ from troupe.devices import find_devices
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, from_status
 from troupe.scratch import Scratch
 
+log = structlog.get_logger("troupe.gang")
+
 _VARIABLE = "TROUPE_GANG_TERMS"
+_LENGTH_BYTES = 8
+_POLL_SECONDS = 0.2
+# Seconds between SIGTERM and SIGKILL.
+_GRACE_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +86,6 @@ class RankSettings:
     def read(cls, environment: Mapping[str, str] = os.environ) -> RankSettings:
         """Inverse of `environment`."""
         return cls(**json.loads(environment[_VARIABLE]))
-
-
-_LENGTH_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,13 +153,6 @@ def decode_rows(described: Sequence[dict[str, Any]], data: bytes) -> list[Row]:
     return unpack_rows(load(data), described)
 
 
-log = structlog.get_logger("troupe.gang")
-
-_POLL_SECONDS = 0.2
-# Seconds between SIGTERM and SIGKILL.
-_GRACE_SECONDS = 5.0
-
-
 class Gang:
     """Ranks under torchrun, from `Gang(...)` to `close`.
 
@@ -195,11 +192,7 @@ class Gang:
         return self._channel is None
 
     def order(
-        self,
-        name: str,
-        body: bytes = b"",
-        stop: threading.Event | None = None,
-        **header: Any,
+        self, name: str, body: bytes = b"", stop: threading.Event | None = None, **header: Any
     ) -> Frame:
         """Have all ranks carry out an order; returns the answer of rank 0.
 
@@ -208,38 +201,19 @@ class Gang:
         ended.
         """
         with self._turn:
-            return self._in_turn(name, body, stop, header)
-
-    def new_file(self) -> Path:
-        """A new path in the shared memory of this host."""
-        return self.directory / f"{next(self._files)}.safetensors"
-
-    def close(self, *, orderly: bool = True) -> None:
-        """End all ranks after the current order: by an order, or by a signal. Idempotent."""
-        with self._turn:
-            self._close(orderly)
-
-    def end(self) -> None:
-        """Terminate all ranks now, from any thread; the current order fails. Call `close` later."""
-        if self._agent is not None:
-            self._agent.send_signal(signal.SIGTERM)
-
-    def _in_turn(
-        self, name: str, body: bytes, stop: threading.Event | None, header: dict[str, Any]
-    ) -> Frame:
-        if self._channel is None:
-            raise self._loss(f"'{name}' was not begun")
-        if stop is not None and stop.is_set():
-            raise Stopped
-        try:
-            self._channel.send(Frame({"order": name, **header}, body))
-            answer = self._answer(name, stop)
-        except (EOFError, OSError) as error:
-            if not self._given_up.is_set():
-                # torchrun ends the other ranks and logs which was first.
-                self._ended()
-            self.close(orderly=False)
-            raise self._loss(f"a rank ended during '{name}'") from error
+            if self._channel is None:
+                raise self._loss(f"'{name}' was not begun")
+            if stop is not None and stop.is_set():
+                raise Stopped
+            try:
+                self._channel.send(Frame({"order": name, **header}, body))
+                answer = self._answer(name, stop)
+            except (EOFError, OSError) as error:
+                if not self._given_up.is_set():
+                    # torchrun ends the other ranks and logs which was first.
+                    self._ended()
+                self.close(orderly=False)
+                raise self._loss(f"a rank ended during '{name}'") from error
         if answer.header.get("stopped"):
             raise Stopped
         if answer.header.get("refused"):
@@ -248,23 +222,36 @@ class Gang:
             raise ValueError(answer.header["unfit"])
         return answer
 
-    def _close(self, orderly: bool) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            if orderly:
-                try:
-                    channel.send(Frame({"order": "leave"}))
-                except OSError:
-                    orderly = False
-            else:
+    def new_file(self) -> Path:
+        """A new path in the shared memory of this host."""
+        return self.directory / f"{next(self._files)}.safetensors"
+
+    def close(self, *, orderly: bool = True) -> None:
+        """End all ranks after the current order: by an order, or by a signal. Idempotent."""
+        with self._turn:
+            channel, self._channel = self._channel, None
+            if channel is not None:
+                if orderly:
+                    try:
+                        channel.send(Frame({"order": "leave"}))
+                    except OSError:
+                        orderly = False
+                else:
+                    channel.close()
+            if not (orderly and channel is not None and self._ended()):
+                self.end()
+                if not self._ended() and self._agent is not None:
+                    log.error("ranks did not end, they are killed")
+                    self._agent.kill()  # torchrun, and with it its ranks
+                    self._agent.wait()
+            if channel is not None:
                 channel.close()
-        if not (orderly and channel is not None and self._ended()):
-            self.end()
-            if not self._ended() and self._agent is not None:
-                _kill_all(self._agent)
-        if channel is not None:
-            channel.close()
-        self._scratch.close()
+            self._scratch.close()
+
+    def end(self) -> None:
+        """Terminate all ranks now, from any thread; the current order fails. Call `close` later."""
+        if self._agent is not None:
+            self._agent.send_signal(signal.SIGTERM)
 
     def _launch(self, terms: RankSettings) -> subprocess.Popen[bytes]:
         endpoint = self._settings.gang_endpoint
@@ -294,7 +281,8 @@ class Gang:
         came = 0
         listener.settimeout(_POLL_SECONDS)
         while time.monotonic() - began < seconds:
-            self._check_agent(f"{came} of {self.size} ranks had come")
+            if self._over():
+                raise self._loss(f"{came} of {self.size} ranks had come")
             if self._channel is None:
                 try:
                     connection, _ = listener.accept()
@@ -341,10 +329,6 @@ class Gang:
             elif time.monotonic() - stopped_at > self._settings.gang_timeout_seconds:
                 log.error("a gang does not stop", order=name)
                 raise EOFError
-
-    def _check_agent(self, what: str) -> None:
-        if self._over():
-            raise self._loss(what)
 
     def _over(self) -> bool:
         """Whether torchrun has ended, or the gang was given up."""
@@ -407,13 +391,6 @@ def free_port(host: str) -> int:
         return int(server.getsockname()[1])
 
 
-def _kill_all(agent: subprocess.Popen[bytes]) -> None:
-    """Kill torchrun, and with it its ranks."""
-    log.error("ranks did not end, they are killed")
-    agent.kill()
-    agent.wait()
-
-
 def ranks_here(settings: TrainerSettings) -> int:
     """The number of ranks that this host has devices for."""
     if settings.gang_ranks:
@@ -421,38 +398,6 @@ def ranks_here(settings: TrainerSettings) -> int:
     if choose_device(settings.trainer_device).type == "cuda":
         return torch.cuda.device_count()
     return len(os.sched_getaffinity(0))
-
-
-def capacity(settings: TrainerSettings) -> int:
-    """The size of the largest gang that a worker can lead."""
-    return ranks_here(settings) * settings.gang_nodes
-
-
-def check_size(settings: TrainerSettings, policy: str, size: int) -> None:
-    """Check that a worker can lead a gang of `size` ranks.
-
-    Raises FailedPrecondition of kind "gang_too_large" or "gang_uneven".
-    """
-    field = f"policies.{policy}.trainer.gang"
-    most, nodes = capacity(settings), settings.gang_nodes
-    if size > most:
-        raise FailedPrecondition(
-            f"this worker leads gangs of at most {most} ranks: {ranks_here(settings)} on each of "
-            f"{nodes} host(s)",
-            kind="gang_too_large",
-            field=field,
-            value=size,
-            remedy="Ask for a smaller gang, or give the worker more devices (TROUPE_GANG_RANKS, "
-            "TROUPE_GANG_NODES).",
-        )
-    if nodes > 1 and size != most:
-        raise FailedPrecondition(
-            f"a gang over {nodes} hosts takes all of their {most} ranks",
-            kind="gang_uneven",
-            field=field,
-            value=size,
-            remedy=f"Ask for {most}, or for 1.",
-        )
 
 
 class Gangs:
@@ -471,11 +416,33 @@ class Gangs:
         self._lock = threading.Lock()
 
     def check(self, policy: str, size: int) -> None:
-        """Raise FailedPrecondition unless a gang of this size can be had."""
-        check_size(self._settings, policy, size)
+        """Check that this worker can lead a gang of `size` ranks.
 
-    def of(self, size: int) -> Gang:
-        """The gang of this size, started if necessary. Raises as `Gang`."""
+        Raises FailedPrecondition of kind "gang_too_large" or "gang_uneven".
+        """
+        field, nodes = f"policies.{policy}.trainer.gang", self._settings.gang_nodes
+        most = ranks_here(self._settings) * nodes
+        if size > most:
+            raise FailedPrecondition(
+                f"this worker leads gangs of at most {most} ranks: {most // nodes} on each of "
+                f"{nodes} host(s)",
+                kind="gang_too_large",
+                field=field,
+                value=size,
+                remedy="Ask for a smaller gang, or give the worker more devices "
+                "(TROUPE_GANG_RANKS, TROUPE_GANG_NODES).",
+            )
+        if nodes > 1 and size != most:
+            raise FailedPrecondition(
+                f"a gang over {nodes} hosts takes all of their {most} ranks",
+                kind="gang_uneven",
+                field=field,
+                value=size,
+                remedy=f"Ask for {most}, or for 1.",
+            )
+
+    def of(self, size: int, key: str) -> Gang:
+        """The gang of this size, started if necessary, to hold a policy. Raises as `Gang`."""
         with self._lock:
             gang = self._gangs.get(size)
             if gang is None or gang.lost:
@@ -484,12 +451,8 @@ class Gangs:
                     self._end(other)
                 self._keys[size] = set()
                 gang = self._gangs[size] = Gang(self._settings, size, self._given_up)
+            self._keys[size].add(key)
             return gang
-
-    def keep(self, gang: Gang, key: str) -> None:
-        """Note that `gang` holds a policy."""
-        with self._lock:
-            self._keys.setdefault(gang.size, set()).add(key)
 
     def forget(self, gang: Gang, key: str) -> None:
         """Remove a policy from its ranks, which stay for the next policy."""
@@ -516,9 +479,6 @@ class Gangs:
         self._keys.pop(size, None)
         if gang := self._gangs.pop(size, None):
             gang.close()
-
-
-_PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:

@@ -98,22 +98,23 @@ class GangGroup(RankGroup):
         minimum and maximum, flags are true if any is; of others the first that is not the default.
         """
         fields = dataclasses.fields(sums)  # type: ignore[arg-type]
-        mine = {field.name: _plain(getattr(sums, field.name)) for field in fields}
+        values = {field.name: getattr(sums, field.name) for field in fields}
+        mine = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
         everyone = [json.loads(data) for data in self.gather(json.dumps(mine).encode())]
         merged: dict[str, Any] = {}
         for field in fields:
-            values = [one[field.name] for one in everyone]
+            found = [one[field.name] for one in everyone]
             if field.name.endswith("_min"):
-                merged[field.name] = min(values)
+                merged[field.name] = min(found)
             elif field.name.endswith("_max"):
-                merged[field.name] = max(values)
-            elif isinstance(values[0], bool):
-                merged[field.name] = any(values)
-            elif isinstance(values[0], int | float):
-                merged[field.name] = sum(values)
+                merged[field.name] = max(found)
+            elif isinstance(found[0], bool):
+                merged[field.name] = any(found)
+            elif isinstance(found[0], int | float):
+                merged[field.name] = sum(found)
             else:
-                known = [value for value in values if value != field.default]
-                merged[field.name] = known[0] if known else values[0]
+                known = [value for value in found if value != field.default]
+                merged[field.name] = known[0] if known else found[0]
         return type(sums)(**merged)
 
     def one_per_host(self, make: Callable[[], T]) -> T:
@@ -163,7 +164,3 @@ class GangGroup(RankGroup):
         return [
             one[: int(length)].numpy().tobytes() for one, length in zip(found, lengths, strict=True)
         ]
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value

@@ -54,6 +54,9 @@ from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.deferred import Layout
 from troupe.v1 import experience_store_pb2 as store_pb
 
+# Dtype and shape by name.
+Described = Mapping[str, tuple[str, Sequence[int]]]
+
 
 def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
     """Shard `module`, which is equal on all ranks, over the devices of `mesh` (FSDP2).
@@ -122,10 +125,6 @@ def _gather_rest(left: Iterable[Conversion], part: Read) -> None:
             whole(part(name))
 
 
-# Dtype and shape by name.
-Described = Mapping[str, tuple[str, Sequence[int]]]
-
-
 class RankLearner(Learner):
     """A `Learner` on one rank. All ranks are given the same calls in the same order."""
 
@@ -155,7 +154,8 @@ class RankLearner(Learner):
 
         trained = ShardedModel(again(), device, getattr(torch, own.language_model.dtype), again)
         super().__init__(trained, spec, policy, device=device, ranks=group, **options)
-        self._pooled = ShardedParameterPool()
+        # FSDP owns the memory of the parameters: it is not released, and weights are copied.
+        self._pooled = PooledParameters({}, [])
 
     def save(self, directory: Path) -> dict[str, str]:
         """Write this rank's part of the training state; checksums of its files.
@@ -186,10 +186,11 @@ class RankLearner(Learner):
 
     def suspend(self, path: Path | None) -> dict[str, Any]:
         """Write the state for `resume`, also in the middle of a step; returns its plain values."""
-        mine = self._sums.tokens = self._group.merged(self._sums.tokens)
+        sums = self._step.sums
+        mine = sums.tokens = self._group.merged(sums.tokens)
         tensors, values = self.suspended()
         if self._group.rank:
-            self._sums.tokens = type(mine)()  # rank 0 has the merged sums now
+            sums.tokens = type(mine)()  # rank 0 has the merged sums now
         gather(tensors, path)
         return values
 
@@ -205,7 +206,10 @@ class RankLearner(Learner):
 
     def _received(self, tensors: Described, path: Path | None) -> Tensors:
         """This rank's shards of the tensors in a file; one whole tensor at a time is in memory."""
-        own, found = self._owners(), {}
+        found: Tensors = {}
+        # The parameters whose sharding the tensors of a state follow, by name.
+        numbered = {str(i): p.detach() for i, p in enumerate(self._trained.parameters)}
+        own = self.weights() | under("gradients", numbered)
         with contextlib.ExitStack() as stack:
             file = path and stack.enter_context(safe_open(path, framework="pt"))
             for name, (dtype, shape) in tensors.items():
@@ -220,11 +224,6 @@ class RankLearner(Learner):
                     full = full.to(mesh.device_type)
                     found[name] = distribute_tensor(full, mesh, owner.placements)
         return found
-
-    def _owners(self) -> Tensors:
-        """The parameters whose sharding the tensors of a state follow, by name."""
-        numbered = {str(i): p.detach() for i, p in enumerate(self._trained.parameters)}
-        return self.weights() | under("gradients", numbered)
 
     def gather(self, what: Literal["published", "weights", "moments"], path: Path | None) -> None:
         """Gather whole tensors, and write them on the rank that has a `path`."""
@@ -264,27 +263,15 @@ class ShardedModel(TrainedModel):
         return module
 
 
-class ShardedParameterPool(PooledParameters):
-    """Parameters of a sharded model, which are copied, since FSDP owns their memory."""
-
-    def __init__(self) -> None:
-        super().__init__({}, [])
-
-    def release(self) -> list[torch.Tensor]:
-        """Release nothing: the memory is freed with the model."""
-        return []
-
-    def attach(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
-        """Attach nothing: the caller copies all weights."""
-        return dict(weights)
-
-
 class GangLearner:
     """A learner (learner_factory.py) whose model is held by the ranks of a gang.
 
     Raises what `Learner` does, and Aborted of kind "gang_lost" when a rank has ended. Then it is
     `lost` until `restore`, `load` or `adopt`, which start another gang.
     """
+
+    # A gang trains all weights, so there is no frozen base.
+    base = None
 
     def __init__(
         self, gangs: Gangs, key: str, spec: JobSpec, policy: str, options: Mapping[str, Any]
@@ -294,6 +281,8 @@ class GangLearner:
         self._job, self._policy, self._options = spec, policy, dict(options)
         self._size = spec.policies[policy].trainer.gang
         self._reference: Path | None = None
+        # Whether the loss needs log-probs of the first version that samples do not bring.
+        self.needs_reference = needs_reference(spec)
         gangs.check(policy, self._size)
         self._open()
 
@@ -311,16 +300,6 @@ class GangLearner:
     def _longest(self) -> int:
         """Longest sequence of the model (`positions_of`)."""
         return positions_of(outline(self._policy, self._job.policies[self._policy]))
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss needs log-probs of the first version that samples do not bring."""
-        return needs_reference(self._job)
-
-    @property
-    def base(self) -> None:
-        """Always None: a gang trains all weights, so there is no frozen base."""
-        return
 
     def load_reference(self, directory: Path) -> None:
         """Keep a frozen model with the weights of a state in `directory` for the divergence."""
@@ -410,14 +389,10 @@ class GangLearner:
 
     def _open(self) -> None:
         self._left = False
-        self._gang = self._gangs.of(self._size)
-        self._gangs.keep(self._gang, self._key)
+        self._gang = self._gangs.of(self._size, self._key)
         try:
             answer = self._order(
-                "open",
-                spec=self._job.model_dump_json(),
-                policy=self._policy,
-                options=self._options,
+                "open", spec=self._job.model_dump_json(), policy=self._policy, options=self._options
             )
             self.vocabulary: int = answer.header["vocabulary"]
             self.num_parameters: int = answer.header["parameters"]
@@ -433,11 +408,7 @@ class GangLearner:
             self._open()
 
     def _order(
-        self,
-        name: str,
-        body: bytes = b"",
-        stop: threading.Event | None = None,
-        **header: Any,
+        self, name: str, body: bytes = b"", stop: threading.Event | None = None, **header: Any
     ) -> Any:
         return self._gang.order(name, body, stop, key=self._key, **header)
 

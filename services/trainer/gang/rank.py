@@ -8,11 +8,11 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-import structlog
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -27,8 +27,6 @@ from services.trainer.gang.learner import RankLearner
 from services.trainer.learning.ranks import Stopped
 from troupe.job import JobSpec
 from troupe.rpc import TroupeError, to_status
-
-log = structlog.get_logger("troupe.gang")
 
 # Keys of the rendezvous store.
 _CAME, _ALL = "came", "all"
@@ -53,21 +51,6 @@ class Rank:
         self._device, self._channel = device, channel
         self._group = GangGroup(mesh, control, self._asked_to_stop)
         self._members: dict[str, RankLearner] = {}
-        self._orders: dict[str, Callable[[Frame], Frame | None]] = {
-            "open": self._open,
-            "accumulate": self._accumulate,
-            "complete": self._complete,
-            "apply": self._apply,
-            "discard": self._discard,
-            "save": self._save,
-            "load": self._load,
-            "receive": self._receive,
-            "reference": self._reference,
-            "gather": self._gather,
-            "suspend": self._suspend,
-            "resume": self._resume,
-            "close": self._close,
-        }
 
     def serve(self, idle_seconds: float) -> None:
         """Carry out orders until the order to leave.
@@ -81,7 +64,7 @@ class Rank:
                 return
             if name == "wait":
                 continue
-            answer = self._carry_out(self._orders[name], order)
+            answer = self._carry_out(order)
             if self._channel is not None:
                 self._channel.send(answer)
 
@@ -102,10 +85,10 @@ class Rank:
             return _WAIT  # a stop that came too late
         return frame
 
-    def _carry_out(self, call: Callable[[Frame], Frame | None], order: Frame) -> Frame:
+    def _carry_out(self, order: Frame) -> Frame:
         """The answer of rank 0. Refusals are answers; anything else ends the gang."""
         try:
-            return call(order) or Frame({})
+            return Frame(self._answer(order) or {})
         except Stopped:
             return Frame({"stopped": True})
         except TroupeError as error:
@@ -114,61 +97,50 @@ class Rank:
         except ValueError as error:
             return Frame({"unfit": str(error)})
 
-    # Orders.
-
-    def _open(self, order: Frame) -> Frame:
+    def _answer(self, order: Frame) -> dict[str, Any] | None:
+        """Carry out an order on its policy; returns the header of the answer."""
         header = order.header
+        name, key = header["order"], header["key"]
+        if name in ("open", "close"):
+            self._members.pop(key, None)
+            return self._open(header) if name == "open" else None
+        member = self._members[key]
+        # In the shared memory of the lead's host, which is that of rank 0; None on other ranks.
+        path = Path(header["path"]) if "path" in header and self._channel is not None else None
+        match name:
+            case "accumulate":
+                member.accumulate(decode_rows(header["rows"], order.body))
+            case "complete":
+                member.complete()
+            case "apply":
+                return dataclasses.asdict(member.apply(header["version"]))
+            case "discard":
+                member.discard()
+            case "save":
+                files = member.save(Path(header["directory"]))
+                everyone = self._group.gather(json.dumps(files).encode())
+                return {"files": {k: v for one in everyone for k, v in json.loads(one).items()}}
+            case "load":
+                member.load(Path(header["directory"]))
+            case "reference":
+                member.load_reference(Path(header["directory"]))
+            case "receive":
+                member.receive(header["tensors"], path)
+            case "gather":
+                member.gather(header["what"], path)
+            case "suspend":
+                return {"values": member.suspend(path)}
+            case "resume":
+                member.resume(header["tensors"], header["values"], path)
+            case _:
+                raise AssertionError(f"there is no order '{name}'")
+        return None
+
+    def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
         spec = JobSpec.model_validate_json(header["spec"])
-        self._members.pop(header["key"], None)
         member = RankLearner(spec, header["policy"], self._group, self._device, **header["options"])
         self._members[header["key"]] = member
-        return Frame({"vocabulary": member.vocabulary, "parameters": member.num_parameters})
-
-    def _accumulate(self, order: Frame) -> None:
-        self._member(order).accumulate(decode_rows(order.header["rows"], order.body))
-
-    def _complete(self, order: Frame) -> None:
-        self._member(order).complete()
-
-    def _apply(self, order: Frame) -> Frame:
-        return Frame(dataclasses.asdict(self._member(order).apply(order.header["version"])))
-
-    def _save(self, order: Frame) -> Frame:
-        files = self._member(order).save(Path(order.header["directory"]))
-        everyone = self._group.gather(json.dumps(files).encode())
-        return Frame({"files": {k: v for one in everyone for k, v in json.loads(one).items()}})
-
-    def _load(self, order: Frame) -> None:
-        self._member(order).load(Path(order.header["directory"]))
-
-    def _receive(self, order: Frame) -> None:
-        self._member(order).receive(order.header["tensors"], self._path(order))
-
-    def _reference(self, order: Frame) -> None:
-        self._member(order).load_reference(Path(order.header["directory"]))
-
-    def _gather(self, order: Frame) -> None:
-        self._member(order).gather(order.header["what"], self._path(order))
-
-    def _suspend(self, order: Frame) -> Frame:
-        return Frame({"values": self._member(order).suspend(self._path(order))})
-
-    def _resume(self, order: Frame) -> None:
-        header = order.header
-        self._member(order).resume(header["tensors"], header["values"], self._path(order))
-
-    def _discard(self, order: Frame) -> None:
-        self._member(order).discard()
-
-    def _close(self, order: Frame) -> None:
-        self._members.pop(order.header["key"], None)
-
-    def _member(self, order: Frame) -> RankLearner:
-        return self._members[order.header["key"]]
-
-    def _path(self, order: Frame) -> Path | None:
-        """The shared-memory path of rank 0, which is on the lead's host; None on other ranks."""
-        return Path(order.header["path"]) if self._channel is not None else None
+        return {"vocabulary": member.vocabulary, "parameters": member.num_parameters}
 
 
 def join_ranks(
@@ -222,8 +194,7 @@ def main() -> None:
     if parent := os.environ.get("TROUPE_PARENT_PID"):
         end_with_parent(int(parent), signal.SIGKILL)
     terms = RankSettings.read()
-    # FSDP warns of an output that is a view: the loss, which replaces the logits, is one, but is
-    # never written to.
+    # FSDP warns of outputs that are views: the loss is one, but is never written to.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     name = f"services.trainer.gang.rank{os.environ['RANK']}"
     logs.configure(name, terms.log_level, terms.log_format)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -81,7 +80,8 @@ def read_whole(directory: Path) -> Tensors:
         for name, (size, dtype) in described(directory).items()
         if name not in GENERATORS
     }
-    with _alone():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         reader = HuggingFaceStorageReader(str(directory))
         load_state(found, storage_reader=reader, no_dist=True)
     return found
@@ -140,10 +140,3 @@ def file_checksum(path: Path) -> str:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Gather the full tensor of a DTensor on all ranks; a collective that all ranks must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -22,6 +22,12 @@ from services.trainer.learning.packing import Block, Packing
 # Longest row, in keys, for which `short_attention` is faster than torch's kernel.
 _LONGEST: Final = 128
 _TYPES: Final = (torch.float32, torch.bfloat16)
+# Name in `config._attn_implementation`; the registry is shared by all models of the process.
+PACKED = "troupe_packed_rows"
+# Arguments of some models that packed attention does not implement.
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+# Largest head dimension that the GPU kernel takes.
+_LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True)
@@ -130,12 +136,14 @@ class _ShortAttention(torch.autograd.Function):
         values = _chosen(value, gather.keys)
         outputs = values.new_empty(len(queries), value.shape[-1])
         weights: list[torch.Tensor] = []
-        for part, bias in zip(_parts(shapes, heads), gather.biases, strict=True):
-            scores = torch.bmm(part.queries(queries), part.keys(keys).transpose(1, 2))
-            n, width, length = part.shape
+        of_queries, of_keys = _shapes(shapes, heads)
+        q, out = (_split(states, of_queries) for states in (queries, outputs))
+        k, v = (_split(states, of_keys) for states in (keys, values))
+        for i, ((n, width, length), bias) in enumerate(zip(shapes, gather.biases, strict=True)):
+            scores = torch.bmm(q[i], k[i].transpose(1, 2))
             apart = scores.view(n, heads.keys, -1, width, length).add_(bias)
             weights.append(torch.softmax(apart, -1).view_as(scores))
-            torch.bmm(weights[-1], part.keys(values), out=part.queries(outputs))
+            torch.bmm(weights[i], v[i], out=out[i])
         ctx.save_for_backward(queries, keys, values, *weights)
         ctx.gather, ctx.heads, ctx.shapes, ctx.scale = gather, heads, shapes, scale
         ctx.types = [t.dtype for t in (query, key, value)]
@@ -152,14 +160,16 @@ class _ShortAttention(torch.autograd.Function):
         slopes = _chosen(grad, gather.queries)
         slopes.index_fill_(0, gather.idle, 0.0)
         by_query, by_key, by_value = (torch.empty_like(t) for t in (queries, keys, values))
+        of_queries, of_keys = _shapes(ctx.shapes, heads)
+        slope, q, to_q = (_split(states, of_queries) for states in (slopes, queries, by_query))
+        k, v, to_k, to_v = (_split(t, of_keys) for t in (keys, values, by_key, by_value))
         with torch.autocast("cpu", enabled=False):
-            for part, own in zip(_parts(ctx.shapes, heads), weights, strict=True):
-                slope = part.queries(slopes)
-                torch.bmm(own.transpose(1, 2), slope, out=part.keys(by_value))
-                by_weight = torch.bmm(slope, part.keys(values).transpose(1, 2))
+            for i, own in enumerate(weights):
+                torch.bmm(own.transpose(1, 2), slope[i], out=to_v[i])
+                by_weight = torch.bmm(slope[i], v[i].transpose(1, 2))
                 by_score = torch._softmax_backward_data(by_weight, own, -1, own.dtype)
-                torch.bmm(by_score, part.keys(keys), out=part.queries(by_query))
-                torch.bmm(by_score.transpose(1, 2), part.queries(queries), out=part.keys(by_key))
+                torch.bmm(by_score, k[i], out=to_q[i])
+                torch.bmm(by_score.transpose(1, 2), q[i], out=to_k[i])
         found = [by_query.index_select(0, gather.places).mul_(ctx.scale)]
         for each in (by_key, by_value):
             total = each.new_zeros(tokens * heads.keys, each.shape[-1])
@@ -168,37 +178,21 @@ class _ShortAttention(torch.autograd.Function):
         return *(t.view(tokens, -1, t.shape[-1]) for t in typed), None, None, None, None
 
 
-@dataclass(frozen=True)
-class _BlockRows:
-    """The place of a block's queries and keys among those of all blocks."""
-
-    shape: tuple[int, int, int]
-    heads: _Heads
-    first_query: int
-    first_key: int
-
-    def queries(self, states: torch.Tensor) -> torch.Tensor:
-        """The block's queries in `states`: a view [n * G, H / G * Q, D]."""
-        n, width, _ = self.shape
-        count = n * self.heads.queries * width
-        own = states[self.first_query : self.first_query + count]
-        return own.view(n * self.heads.keys, -1, states.shape[-1])
-
-    def keys(self, states: torch.Tensor) -> torch.Tensor:
-        """The block's keys in `states`: a view [n * G, K, D]."""
-        n, _, length = self.shape
-        count = n * self.heads.keys * length
-        own = states[self.first_key : self.first_key + count]
-        return own.view(n * self.heads.keys, length, states.shape[-1])
+def _shapes(
+    blocks: Sequence[tuple[int, int, int]], heads: _Heads
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """By block: the shape of its queries, (n * G, H / G * Q), and of its keys, (n * G, K)."""
+    times = heads.queries // heads.keys
+    return (
+        [(n * heads.keys, times * width) for n, width, _ in blocks],
+        [(n * heads.keys, length) for n, _, length in blocks],
+    )
 
 
-def _parts(shapes: Sequence[tuple[int, int, int]], heads: _Heads) -> list[_BlockRows]:
-    found, queries, keys = [], 0, 0
-    for n, width, length in shapes:
-        found.append(_BlockRows((n, width, length), heads, queries, keys))
-        queries += n * heads.queries * width
-        keys += n * heads.keys * length
-    return found
+def _split(states: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Views of the blocks' states, [*shape, D] each, in those of all blocks, [n, D]."""
+    parts = torch.split(states, [rows * length for rows, length in shapes])
+    return [part.view(*shape, -1) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _chosen(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -215,14 +209,6 @@ def _bias(block: Block, window: int | None) -> torch.Tensor:
     # A padding query may have no key in its window: then it attends to all, to avoid NaN.
     hidden = ~mask & mask.any(-1, keepdim=True)
     return torch.zeros(mask.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)
-
-
-# Name in `config._attn_implementation`; the registry is shared by all models of the process.
-PACKED = "troupe_packed_rows"
-# Arguments of some models that packed attention does not implement.
-_UNKNOWN = ("softcap", "s_aux", "position_bias")
-# Largest head dimension that the GPU kernel takes.
-_LARGEST_HEAD = 256
 
 
 def packed_attention(

@@ -51,7 +51,10 @@ class Critic:
         Frozen weights stay shared: the critic of a policy with an adapter is an adapter, too.
         `bfloat16`: compute under autocast to bfloat16.
         """
-        module = _copy_of(policy)
+        memo: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        # The `Adapter` of the policy refers to the policy's own parameters.
+        memo[id(getattr(policy, "troupe_adapter", None))] = None
+        module = copy.deepcopy(policy, memo)
         self._head = _ValueHead(module.get_output_embeddings().weight)
         module.set_output_embeddings(self._head)
         # Disabled, as a soft cap on logits (Gemma) would bound the values.
@@ -93,8 +96,7 @@ class Critic:
     def backward(self, batch: TrainingBatch, stop: threading.Event | None) -> str:
         """Add the gradient of the summed value loss of a batch that `estimate` returned.
 
-        Returns the reason if the gradient cannot be used, else an empty text. Raises `Stopped`
-        between passes.
+        Returns why the gradient cannot be used, or an empty text. Raises `Stopped` between passes.
         """
         assert batch.values is not None, "the batch is an estimate of a critic"
         assert batch.returns is not None, "the batch is an estimate of a critic"
@@ -236,14 +238,6 @@ class _ValueHead(torch.nn.Linear):
         """Values [..., 1] of hidden states [..., d]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return super().forward(hidden.to(self.weight.dtype))
-
-
-def _copy_of(model: Any) -> Any:
-    """A copy of `model` with trained weights of its own; frozen ones are shared."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
-    # The `Adapter` of the policy refers to the policy's own parameters.
-    memo[id(getattr(model, "troupe_adapter", None))] = None
-    return copy.deepcopy(model, memo)
 
 
 def _earned(row: Row, *, last: bool) -> float:

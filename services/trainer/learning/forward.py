@@ -29,6 +29,10 @@ from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.rpc import FailedPrecondition
 
+# Tolerance for equal log-probs in single precision.
+_PROBE_TOLERANCE = 1e-3
+_PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError)
+
 
 class TrainedModel:
     """A Hugging Face causal LM with its trained weights: all of them, or an adapter (lora.py)."""
@@ -46,17 +50,11 @@ class TrainedModel:
         )
         self.dtype = self.parameters[0].dtype
         self.vocabulary = int(module.get_input_embeddings().weight.shape[0])
+        # Distinct parameters, frozen ones included.
+        self.num_parameters: int = sum(p.numel() for p in self.module.parameters())
+        # The frozen weights under an adapter; None where all weights are trained.
+        self.base: FrozenBase | None = self._adapter.base if self._adapter else None
         self._published_type = published_type
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of distinct parameters, frozen ones included."""
-        return sum(p.numel() for p in self.module.parameters())
-
-    @property
-    def base(self) -> FrozenBase | None:
-        """The frozen weights under an adapter; None where all weights are trained."""
-        return self._adapter.base if self._adapter else None
 
     def frozen_copy(self, weights: Mapping[str, torch.Tensor]) -> Any:
         """A second module with these weights, without gradients; it shares an adapter's base."""
@@ -103,11 +101,6 @@ def _copy_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> N
     if wrong := shape_difference({n: t.shape for n, t in weights.items()}, expected):
         raise TensorsDoNotFit(f"the weights are not the model's: {wrong}")
     model.load_state_dict(dict(weights), strict=False)
-
-
-# Tolerance for equal log-probs in single precision.
-_PROBE_TOLERANCE = 1e-3
-_PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)

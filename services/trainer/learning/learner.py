@@ -23,7 +23,6 @@ from torch.utils import deterministic
 from services.trainer.learning.advantages import AdvantageEstimator
 from services.trainer.learning.critic import Critic
 from services.trainer.learning.forward import TrainedModel
-from services.trainer.learning.lora_bases import FrozenBase
 from services.trainer.learning.model import positions_of
 from services.trainer.learning.optimizer import (
     Gradients,
@@ -450,6 +449,13 @@ class Learner:
             dtype = getattr(torch, self._policy.language_model.dtype)
             model = TrainedModel(model, device or torch.device("cpu"), dtype)
         self._trained: TrainedModel = model
+        # The Hugging Face model.
+        self.model: Any = model.module
+        self.base, self.num_parameters = self._trained.base, self._trained.num_parameters
+        # Number of token embeddings: token ids are below it.
+        self.vocabulary = self._trained.vocabulary
+        # Whether the loss needs log-probs of the first version that samples do not bring.
+        self.needs_reference = needs_reference(spec)
         self._optimizer = make_optimizer(self.model, self._policy.optimizer)
         self._gradients = Gradients(self._trained.parameters)
         self._passes = Passes(
@@ -475,31 +481,6 @@ class Learner:
             skip_zero_advantages=skip_zero_advantages,
         )
         self._pooled = PooledParameters(self._trained.weights(), self._trained.parameters)
-
-    @property
-    def model(self) -> Any:
-        """The Hugging Face model."""
-        return self._trained.module
-
-    @property
-    def base(self) -> FrozenBase | None:
-        """The frozen weights under an adapter; None where all weights are trained."""
-        return self._trained.base
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token embeddings: token ids are below it."""
-        return self._trained.vocabulary
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of distinct parameters."""
-        return self._trained.num_parameters
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss needs log-probs of the first version that samples do not bring."""
-        return needs_reference(self._job)
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
@@ -529,10 +510,6 @@ class Learner:
         if self._job.algorithm.updates == 1:
             self._step.complete(stop)
 
-    @property
-    def _sums(self) -> StepSums:
-        return self._step.sums
-
     # The step.
 
     def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
@@ -545,7 +522,7 @@ class Learner:
         started = time.perf_counter()
         several = self._job.algorithm.updates > 1
         reason = self._run_updates(version, stop) if several else self._update(version)
-        sums = self._sums
+        sums = self._step.sums
         sums.tokens = self._ranks.merged(sums.tokens)
         metrics = sums.summary.metrics(version) | sums.tokens.metrics()
         metrics |= self._step.advantages.metrics()
@@ -574,7 +551,7 @@ class Learner:
         finite changes nothing. A finite one may still make weights overflow: then the update was
         made, and its weights must not be published.
         """
-        sums, optimizer, steps = self._sums, self._policy.optimizer, self._job.pipeline.steps
+        sums, optimizer, steps = self._step.sums, self._policy.optimizer, self._job.pipeline.steps
         if sums.broken or not sums.normalizer:
             return sums.broken or "no sample has a response token"
         norm = self._gradients.finish(sums.normalizer, optimizer.max_grad_norm)
@@ -595,21 +572,17 @@ class Learner:
         norms = {"weights": self._gradients.weights_norm()}
         if self._critic is not None:
             norms["critic's weights"] = self._critic.gradients.weights_norm()
-        return next(
-            (
-                f"the norm of the {name} is {norm} after the step"
-                for name, norm in norms.items()
-                if not math.isfinite(norm)
-            ),
-            "",
-        )
+        for name, norm in norms.items():
+            if not math.isfinite(norm):
+                return f"the norm of the {name} is {norm} after the step"
+        return ""
 
     def _run_updates(self, version: int, stop: threading.Event | None) -> str:
         """Make all updates of a step with several; returns the reason if one failed.
 
         Advantages, values and old log-probs are those of the weights that the step began with.
         """
-        algorithm, sums = self._job.algorithm, self._sums
+        algorithm, sums = self._job.algorithm, self._step.sums
         batches = self._step.batches(stop)
         reason = sums.broken or ("" if batches else "no sample has a response token")
         seed = f"{self._job.seed}/{self._name}/{version}"

@@ -26,6 +26,8 @@ from troupe.rpc import DataLoss, InvalidArgument
 # PEFT's name of the only adapter in a model.
 _NAME = "default"
 _INFIX = f".{_NAME}.weight"
+# Fields of PEFT's configuration whose features are not supported.
+_UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
 
 
 class Adapter:
@@ -166,10 +168,6 @@ def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgu
         value=", ".join(unknown) or "all-linear",
         remedy=f"Choose among: {', '.join(leaves) or 'none'}; the output layer is not adapted.",
     )
-
-
-# Fields of PEFT's configuration whose features are not supported.
-_UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
 
 
 def begin_with(policy: str, lora: LoraSpec, model: Any) -> None:

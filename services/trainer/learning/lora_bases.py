@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -19,6 +19,10 @@ from troupe.job import ModelSpec
 from troupe.transfer import DeferredTensors, checksum_of
 
 Source = tuple[str, ...]
+_LOCK: Final = threading.Lock()
+# The bases in use; weak, so that unused ones are freed.
+_BY_SOURCE: Final = weakref.WeakValueDictionary[Source, "FrozenBase"]()
+_BY_CONTENT: Final = weakref.WeakValueDictionary[Source, "FrozenBase"]()
 
 
 class FrozenBase:
@@ -40,37 +44,22 @@ class FrozenBase:
         return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
 
 
-class Bases:
-    """Cache of the bases in use, by source and by content; weak, so that unused ones are freed."""
+def frozen_base(
+    model: ModelSpec, seed: int, device: torch.device, load: Callable[[], Any]
+) -> FrozenBase:
+    """The base of `model` on `device`, made by `load` if no policy uses it yet.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_source: weakref.WeakValueDictionary[Source, FrozenBase] = (
-            weakref.WeakValueDictionary()
-        )
-        self._by_content: weakref.WeakValueDictionary[Source, FrozenBase] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def get(
-        self, model: ModelSpec, seed: int, device: torch.device, load: Callable[[], Any]
-    ) -> FrozenBase:
-        """The base of `model` on `device`, made by `load` if it is not in the cache.
-
-        `seed` matters for random weights only. Raises what `load` raises.
-        """
-        source = (*_source(model, seed), model.dtype, str(device))
-        with self._lock:
-            known = self._by_source.get(source)
-            if known is None:
-                fresh = FrozenBase(_cast(load(), getattr(torch, model.dtype), device))
-                # Two paths may have the same weights, so also look up the content.
-                content = (fresh.checksum, _architecture(fresh.module), str(device))
-                known = self._by_content.get(content)
-                if known is None:
-                    known = self._by_content[content] = fresh
-                self._by_source[source] = known
-            return known
+    `seed` matters for random weights only. Raises what `load` raises.
+    """
+    source = (*_source(model, seed), model.dtype, str(device))
+    with _LOCK:
+        known = _BY_SOURCE.get(source)
+        if known is None:
+            fresh = FrozenBase(_cast(load(), getattr(torch, model.dtype), device))
+            # Two paths may have the same weights, so also look up the content.
+            content = (fresh.checksum, _architecture(fresh.module), str(device))
+            known = _BY_SOURCE[source] = _BY_CONTENT.setdefault(content, fresh)
+        return known
 
 
 def _cast(module: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -98,6 +87,3 @@ def _architecture(module: Any) -> str:
     """The configuration without private fields, such as the path it came from."""
     config = {n: v for n, v in module.config.to_dict().items() if not n.startswith("_")}
     return json.dumps(config, sort_keys=True, default=str)
-
-
-BASES = Bases()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from services.trainer.learning.lora import adapted_model, begin_with
-from services.trainer.learning.lora_bases import BASES
+from services.trainer.learning.lora_bases import frozen_base
 from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
 from troupe.checkpoints.verifying import verify
 from troupe.job import PolicySpec, no_directory
@@ -57,7 +57,7 @@ def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device)
     "adapter_unusable".
     """
     assert spec.lora is not None  # checked by the caller
-    base = BASES.get(
+    base = frozen_base(
         spec.language_model, seed, device, lambda: _load(policy, spec, policy_seed(seed, _BASE))
     )
     model = adapted_model(policy, spec.lora, base, policy_seed(seed, policy))
@@ -121,14 +121,10 @@ def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
     except Exception as error:
-        missing = no_directory(source)
-        raise _no_tokenizer(
-            policy,
-            spec,
-            "there is no such directory"
-            if missing
-            else f"no tokenizer could be loaded: {_first_line(error)}",
-        ) from error
+        found = f"no tokenizer could be loaded: {_first_line(error)}"
+        if no_directory(source):
+            found = "there is no such directory"
+        raise _no_tokenizer(policy, spec, found) from error
     # Without any file transformers silently makes a tokenizer with special tokens only.
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise _no_tokenizer(policy, spec, "there is a model, but no tokenizer")
@@ -232,22 +228,17 @@ def _no_model(policy: str, model_type: str, error: Exception) -> InvalidArgument
 
 
 def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:
-    kind, message = "model_not_found", f"no model could be loaded: {_first_line(error)}"
+    kind, remedy = "model_not_found", _HUB_REMEDY
+    message = f"no model could be loaded: {_first_line(error)}"
     if no_directory(path):
         message = "there is no such directory"
     elif isinstance(error, TensorsDoNotFit):
         kind, message = "model_mismatch", f"the checkpoint is not of its model: {error}"
-        return InvalidArgument(
-            message,
-            kind=kind,
-            field=f"policies.{policy}.model.path",
-            value=path,
-            remedy=error.remedy,
-        )
+        remedy = error.remedy
     elif not isinstance(error, OSError):
         kind, message = "model_unreadable", f"the model cannot be read: {_first_line(error)}"
     return InvalidArgument(
-        message, kind=kind, field=f"policies.{policy}.model.path", value=path, remedy=_HUB_REMEDY
+        message, kind=kind, field=f"policies.{policy}.model.path", value=path, remedy=remedy
     )
 
 
@@ -256,10 +247,10 @@ def _tokenizer_field(policy: str, spec: PolicySpec) -> str:
     return f"policies.{policy}.model.{leaf}"
 
 
-def _first_line(error: Exception, limit: int = 300) -> str:
-    """The first line of an error, with the next ones while it ends in a colon; at most `limit`."""
+def _first_line(error: Exception) -> str:
+    """The first line of an error, with the next ones while it ends in a colon; 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines.pop(0) if lines else type(error).__name__
     while lines and text.endswith(":"):
         text = f"{text} {lines.pop(0)}"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text if len(text) <= 300 else f"{text[:297]}..."

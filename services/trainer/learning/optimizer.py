@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,9 @@ _SCALE = float(1 << FRACTION_BITS)
 _LIMIT = 1 << 63
 # Elements converted at a time: few enough to stay in a CPU's caches.
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
+Generators = dict[str, torch.Tensor]
+NAMES = frozenset({"torch", "numpy", "numpy_gauss", "cuda"})
+Moments = dict[str, torch.Tensor]
 
 
 class NotSummable(ArithmeticError):
@@ -41,8 +43,7 @@ class ExactSum:
     def add(self, term: Sequence[torch.Tensor | None]) -> None:
         """Add a tensor, or None for nothing, to each sum.
 
-        Raises NotSummable, independently of the order of terms; the sums are then invalid until
-        `clear`.
+        Raises NotSummable, whatever the order of terms; the sums are then invalid until `clear`.
         """
         present = [i for i, t in enumerate(term) if t is not None and t.numel()]
         tensors = [t.detach() for i in present if (t := term[i]) is not None]
@@ -172,10 +173,6 @@ def _full_norm(norm: torch.Tensor) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-Generators = dict[str, torch.Tensor]
-NAMES = frozenset({"torch", "numpy", "numpy_gauss", "cuda"})
-
-
 def capture(device: torch.device) -> Generators:
     """A copy of the states of torch's generators (CPU and `device`) and numpy's."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
@@ -245,9 +242,6 @@ class Randomness:
         self.now = self.committed
 
 
-Moments = dict[str, torch.Tensor]
-
-
 def learning_rate(spec: OptimizerSpec, applied: int, total: int) -> float:
     """The learning rate of the step after `applied` steps of at most `total`."""
     if applied < spec.warmup_steps:
@@ -280,12 +274,11 @@ def make_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.A
 
 def export_moments(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> Moments:
     """The optimizer's state by `{slot}/{parameter}`, not copied; empty before the first step."""
-    moments: Moments = {}
-    for name, parameter in model.named_parameters():
-        state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-        for slot, value in state.items():
-            moments[f"{slot}/{name}"] = value
-    return moments
+    return {
+        f"{slot}/{name}": value
+        for name, parameter in model.named_parameters()
+        for slot, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
 def import_moments(

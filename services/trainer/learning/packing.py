@@ -10,7 +10,7 @@ mask is needed.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,14 +56,6 @@ class Block:
     # The first token, if queries and keys are start, start + 1, ... without a gap; else None.
     start: int | None
 
-    def to(self, device: torch.device) -> Block:
-        """The same on `device`."""
-        mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
-        queries, keys, first = (
-            t.to(device, non_blocking=True) for t in (self.queries, self.keys, self.first)
-        )
-        return Block(queries, keys, self.shape, mask, first, self.start)
-
     def mask_within(self, window: int) -> torch.Tensor | None:
         """The mask of a layer with a sliding window of `window` tokens, its own included."""
         _, queries, keys = self.shape
@@ -89,7 +81,7 @@ class Packing:
     # int64 [sum of key_lengths]: the tokens of each row's keys, row after row.
     paths: torch.Tensor
     # Cache of attention.py: indices that one layer derived, for the other layers of its kind.
-    made: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    made: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Packing:
@@ -107,17 +99,6 @@ class Packing:
             tuple(s.fresh for s in segments),
             tuple(len(s.path) for s in segments),
             torch.from_numpy(np.concatenate([s.path for s in segments])),
-        )
-
-    def to(self, device: torch.device) -> Packing:
-        """The same on `device`."""
-        place = None if self.place is None else self.place.to(device, non_blocking=True)
-        return Packing(
-            tuple(block.to(device) for block in self.blocks),
-            place,
-            self.query_lengths,
-            self.key_lengths,
-            self.paths.to(device, non_blocking=True),
         )
 
     @cached_property
@@ -201,16 +182,22 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same on `device`."""
-        depths, packing = self.position_ids, self.packing
-        return PackedBatch(
-            self.input_ids.to(device, non_blocking=True),
-            self.positions.to(device, non_blocking=True),
-            self.targets.to(device, non_blocking=True),
-            self.order.to(device, non_blocking=True),
-            self.spans,
-            None if depths is None else depths.to(device, non_blocking=True),
-            None if packing is None else packing.to(device),
-        )
+        return PackedBatch(**_fields_on(self, device))
+
+
+def _fields_on(part: Block | Packing | PackedBatch, device: torch.device) -> dict[str, Any]:
+    """The fields of `part`, with all tensors on `device`."""
+    return {f.name: _on(getattr(part, f.name), device) for f in fields(part) if f.init}
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Block | Packing):
+        return type(value)(**_fields_on(value, device))
+    if isinstance(value, tuple) and value and isinstance(value[0], Block):
+        return tuple(_on(block, device) for block in value)
+    return value
 
 
 @dataclass(frozen=True)
@@ -351,11 +338,7 @@ def _packed(part: list[_PrefixTree], rows: Sequence[Row], starts: Ints) -> Packe
 
 
 def _scoring(
-    ids: torch.Tensor,
-    members: list[int],
-    positions: list[Ints],
-    rows: Sequence[Row],
-    starts: Ints,
+    ids: torch.Tensor, members: list[int], positions: list[Ints], rows: Sequence[Row], starts: Ints
 ) -> PackedBatch:
     return PackedBatch(
         input_ids=ids,

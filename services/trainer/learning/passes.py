@@ -12,7 +12,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,14 @@ from troupe.algorithms.losses import Normalize, grpo_loss_sum, token_weights
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.job import JobSpec, TrainerSpec
 from troupe.rpc import FailedPrecondition
+
+_CONFIGURED = "_troupe_configured"
+# Token budget of a forward pass: few enough for a CPU's caches, enough to keep a GPU busy.
+_FORWARD_TOKENS = {"cpu": 1024, "cuda": 16384}
+# Losses and corrections that couple the tokens of a row.
+_BY_SEQUENCE = {"gspo", "sequence_masked"}
+# Bytes of the float32 logits of one forward pass, for models that compute them all at once.
+_LOGITS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -69,21 +77,16 @@ class TokenColumns:
         lengths = response_lengths(rows)
         sizes = torch.tensor(lengths)
         temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64)
-        known = [row.reference for row in rows if row.reference is not None]
         columns = {
             "behaviour": torch.from_numpy(np.concatenate([row.behaviour for row in rows])),
             "advantages": torch.repeat_interleave(advantages, sizes),
             "weights": token_weights(lengths, normalize),
             "temperatures": torch.repeat_interleave(temperatures, sizes)[:, None],
         }
-        if len(known) == len(rows):
-            columns["reference"] = torch.from_numpy(np.concatenate(known))
-        credits = [row.advantages for row in rows if row.advantages is not None]
-        if len(credits) == len(rows):
-            columns["advantages"] = torch.from_numpy(np.concatenate(credits))
-        old = [row.old for row in rows if row.old is not None]
-        if len(old) == len(rows):
-            columns["old"] = torch.from_numpy(np.concatenate(old))
+        for name in ("advantages", "reference", "old"):
+            found = [values for row in rows if (values := getattr(row, name)) is not None]
+            if len(found) == len(rows):
+                columns[name] = torch.from_numpy(np.concatenate(found))
         return cls(
             sequences=torch.repeat_interleave(torch.arange(len(rows)), sizes).to(device),
             **{name: column.to(device, dtype) for name, column in columns.items()},
@@ -91,20 +94,8 @@ class TokenColumns:
 
     def at(self, order: torch.Tensor | slice) -> TokenColumns:
         """The columns of N tokens: those that `order` (int64 [N], or a slice) selects."""
-        reference = None if self.reference is None else self.reference[order]
-        old = None if self.old is None else self.old[order]
-        return TokenColumns(
-            self.behaviour[order],
-            self.advantages[order],
-            self.weights[order],
-            self.temperatures[order],
-            self.sequences[order],
-            reference,
-            old,
-        )
-
-
-_CONFIGURED = "_troupe_configured"
+        own = {name: t[order] for name, t in vars(self).items() if t is not None}
+        return TokenColumns(**own)
 
 
 def configure_model(policy: str, model: Any, spec: TrainerSpec) -> None:
@@ -125,7 +116,9 @@ def configure_model(policy: str, model: Any, spec: TrainerSpec) -> None:
             layer.forward = _CompiledForward(layer.forward)
     if spec.activation_checkpointing:
         for layer in _layers(model, f"{field}.activation_checkpointing"):
-            _checkpoint_layer(layer)
+            # transformers' own switch works in training mode only, where dropout is active. Wraps
+            # `forward`, so that hooks of wrappers (FSDP) stay outside.
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     setattr(model, _CONFIGURED, True)
 
 
@@ -155,13 +148,6 @@ class _CompiledForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CompiledForward:
         return _CompiledForward(copy.deepcopy(self._forward, memo))
-
-
-def _checkpoint_layer(layer: torch.nn.Module) -> None:
-    # transformers' own switch works in training mode only, where dropout is active. Wraps
-    # `forward`, so that hooks of wrappers (FSDP) stay outside.
-    inner = layer.forward
-    layer.forward = functools.partial(checkpoint, inner, use_reentrant=False)
 
 
 def _layers(model: Any, field: str) -> list[torch.nn.Module]:
@@ -201,14 +187,6 @@ def _check_compiler(device: torch.device, field: str) -> None:
         )
 
 
-# Token budget of a forward pass: few enough for a CPU's caches, enough to keep a GPU busy.
-_FORWARD_TOKENS = {"cpu": 1024, "cuda": 16384}
-# Losses and corrections that couple the tokens of a row.
-_BY_SEQUENCE = {"gspo", "sequence_masked"}
-# Bytes of the float32 logits of one forward pass, for models that compute them all at once.
-_LOGITS_BYTES = 256 << 20
-
-
 @dataclass(frozen=True)
 class _ThreadModel:
     """The model that one thread uses: the policy's own, or a twin that shares its weights."""
@@ -241,14 +219,6 @@ class _ThreadModel:
         """Drop the twin's gradients and references to weights, so that the policy can free them."""
         for _, own in self.pairs:
             own.data, own.grad = own.data.new_empty(0), None
-
-
-@dataclass
-class _ThreadResult:
-    """Result of one thread: statistics of each batch, and why a loss cannot be used."""
-
-    statistics: list[dict[str, Any]] = field(default_factory=list)
-    problem: str = ""
 
 
 class Passes:
@@ -290,16 +260,12 @@ class Passes:
         alone = self._ranks.size == 1 and not self._job.pipeline.deterministic
         compiled = self._policy.trainer.compile == "on"  # kernels are compiled per module
         lora = self._policy.lora
-        # Threads share one generator: dropout would not be reproducible, also when activations are
-        # recomputed.
+        # Threads share one generator: dropout would not be reproducible, nor when recomputed.
         draws = lora is not None and lora.dropout > 0
         threads = torch.get_num_threads()
         fits = alone and not compiled and not draws
-        return (
-            CpuThreads(threads)
-            if fits and worth_splitting(self._model.parameters, threads)
-            else None
-        )
+        splits = fits and worth_splitting(self._model.parameters, threads)
+        return CpuThreads(threads) if splits else None
 
     @functools.cached_property
     def _thread_models(self) -> list[_ThreadModel]:
@@ -336,8 +302,7 @@ class Passes:
         """Add the gradient of these rows' summed loss.
 
         Returns the reason if the gradient cannot be used, else an empty text. `advantages`: float64
-        [n]. In a gang every rank gets all rows and computes its share. Raises `Stopped` between
-        passes.
+        [n]. In a gang every rank gets all rows and computes its share. Raises `Stopped`.
         """
         mine = self._ranks.share(rows)
         rows, advantages = [rows[i] for i in mine], advantages[mine]
@@ -351,8 +316,7 @@ class Passes:
                 continue
             loss, added = self._loss(self._own_model, batch, columns)
             batches.problem = _not_finite(loss)
-            # Also for a loss that is not finite: its gradients are discarded, but other ranks need
-            # this pass.
+            # Also for a loss that is not finite, which is discarded: other ranks need this pass.
             torch.autograd.backward(loss)
             statistics.add(**added)
         return batches.problem
@@ -376,14 +340,14 @@ class Passes:
         ]
         try:
             results = threads.run(calls)
-            for model, result in zip(self._thread_models, results, strict=False):
+            for model, (found, _) in zip(self._thread_models, results, strict=False):
                 model.add_gradients()
-                for added in result.statistics:
+                for added in found:
                     statistics.add(**added)
         finally:
             for model in self._thread_models:
                 model.detach()
-        return next((result.problem for result in results if result.problem), "")
+        return next((problem for _, problem in results if problem), "")
 
     def _in_thread(
         self,
@@ -391,19 +355,19 @@ class Passes:
         rows: list[Row],
         advantages: torch.Tensor,
         stop: threading.Event | None,
-    ) -> _ThreadResult:
-        result = _ThreadResult()
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Statistics of each batch, and why a loss cannot be used."""
+        statistics: list[dict[str, Any]] = []
         columns = self._columns(rows, advantages)
         model.attach()
         for batch in RankBatches(plan(rows, self._budget, **self._layout), stop):
             assert batch is not None  # there are no other ranks
             loss, added = self._loss(model, batch, columns)
-            result.statistics.append(added)
-            result.problem = _not_finite(loss)
-            if result.problem:
-                break
+            statistics.append(added)
+            if problem := _not_finite(loss):
+                return statistics, problem
             torch.autograd.backward(loss)
-        return result
+        return statistics, ""
 
     def _columns(self, rows: list[Row], advantages: torch.Tensor) -> TokenColumns:
         device, dtype = self._model.device, self._model.dtype

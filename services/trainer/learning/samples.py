@@ -22,6 +22,11 @@ from troupe.v1 import experience_store_pb2 as store_pb
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+# Loads the value of a column that is kept by reference, given its key.
+Load = Callable[[str], np.ndarray[Any, Any]]
+# The column of log-probs under the first version, which saves the trainer a forward pass.
+REFERENCE_COLUMN = "reference_logprobs"
+_BUG = "This is a fault of the service that appended the sample; report it with the sample id."
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,7 @@ class Row:
     context: Ints | None = None
     # Added by the trainer. float64 [response_len]: advantages, where they differ by token.
     advantages: np.ndarray[Any, np.dtype[np.float64]] | None = None
-    # Added by the trainer. [response_len]: recomputed log-probs under the weights that the step
-    # began with.
+    # Added by the trainer. [response_len]: log-probs under the weights that the step began with.
     old: np.ndarray[Any, np.dtype[Any]] | None = None
 
     @property
@@ -87,12 +91,6 @@ class TrainingBatch:
     # From a critic, on its device: [T] V(s_t), and [T] the returns R_t that it is fitted to.
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
-
-
-# Loads the value of a column that is kept by reference, given its key.
-Load = Callable[[str], np.ndarray[Any, Any]]
-# The column of log-probs under the first version, which saves the trainer a forward pass.
-REFERENCE_COLUMN = "reference_logprobs"
 
 
 def columns_of(algorithm: AlgorithmSpec) -> frozenset[str]:
@@ -127,9 +125,8 @@ def parse_rows(
     for row in rows:
         for ids in (row.ids, row.context):
             if ids is not None and ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
-                text = (
-                    f"token id {int(ids.max())} is outside the policy's vocabulary of {vocabulary}"
-                )
+                largest = int(ids.max())
+                text = f"token id {largest} is outside the policy's vocabulary of {vocabulary}"
                 remedy = "Check that engine and trainer use the same model and tokenizer."
                 raise malformed(row.sample_id, text, remedy)
         if longest and len(row.ids) > longest:
@@ -147,7 +144,9 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
     response = tensors.from_proto(sample.response_ids)
     behaviour = tensors.from_proto(sample.logprobs).astype(np.float32, copy=False)
     brought = {} if load is None else {n: column_of(sample, n, load) for n in columns}
-    reference = _floats(brought.get(REFERENCE_COLUMN))
+    reference = brought.get(REFERENCE_COLUMN)
+    if reference is not None:
+        reference = reference.astype(np.float32, copy=False)
     context = brought.get(TEAM_COLUMN)
     scores = {"logprobs": behaviour, REFERENCE_COLUMN: reference}
     arrays = {"prompt_ids": prompt, "response_ids": response, TEAM_COLUMN: context, **scores}
@@ -187,10 +186,6 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
     )
 
 
-def _floats(values: np.ndarray[Any, Any] | None) -> Floats | None:
-    return None if values is None else values.astype(np.float32, copy=False)
-
-
 def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any, Any] | None:
     """The array in a column of `sample`; None without that column. Raises as `parse_rows`."""
     if name not in sample.columns:
@@ -210,9 +205,6 @@ def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any,
 def response_lengths(rows: Sequence[Row]) -> list[int]:
     """Number of response tokens of each row."""
     return [row.response_length for row in rows]
-
-
-_BUG = "This is a fault of the service that appended the sample; report it with the sample id."
 
 
 def malformed(sample_id: str, message: str, remedy: str) -> FailedPrecondition:

@@ -37,6 +37,16 @@ from troupe.rpc import InvalidArgument
 from troupe.user_code import call_within
 from troupe.v1 import experience_store_pb2 as store_pb
 
+# Time limit for making an environment; other policies wait for the compute thread meanwhile.
+_MAKE_SECONDS: Final = 120.0
+# Prefix of network weights in the state of `NetworkTrainer`.
+_WEIGHTS: Final = "weights."
+# Metric names common to all policies, and the paradigms' names for the same metrics.
+_SAME: Final = {
+    "loss/policy": ("loss_objective", "loss", "loss_actor"),
+    "grad_norm": ("grad_norm", "grad_norm/acting"),
+}
+
 
 @dataclass(frozen=True)
 class FragmentRow:
@@ -117,10 +127,6 @@ def metrics_of(rows: Sequence[FragmentRow], version: int) -> dict[str, float]:
     }
 
 
-# Time limit for making an environment; other policies wait for the compute thread meanwhile.
-_MAKE_SECONDS: Final = 120.0
-
-
 @dataclass(frozen=True)
 class PolicyTable:
     """The spaces of a policy's environment and the agents that it plays."""
@@ -145,15 +151,6 @@ def _inspected(spec: JobSpec, policy: str) -> PolicyTable:
         return PolicyTable(environment.spaces, agents_of(spec, environment.agents, policy))
     finally:
         close_environment(environment)
-
-
-# Prefix of network weights in the state of `NetworkTrainer`.
-_WEIGHTS: Final = "weights."
-# Metric names common to all policies, and the paradigms' names for the same metrics.
-_SAME: Final = {
-    "loss/policy": ("loss_objective", "loss", "loss_actor"),
-    "grad_norm": ("grad_norm", "grad_norm/acting"),
-}
 
 
 class NetworkModel:
@@ -196,8 +193,7 @@ class NetworkLearner:
     def __init__(self, spec: JobSpec, policy: str) -> None:
         """Make the networks for the policy's environment.
 
-        Raises InvalidArgument for an environment that cannot be made, or that the paradigm cannot
-        learn.
+        Raises InvalidArgument for an environment that cannot be made or learnt.
         """
         self._job, self._name = spec, policy
         self.table = table_of(spec, policy)

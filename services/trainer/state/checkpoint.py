@@ -73,8 +73,10 @@ def save_checkpoint(
             _write_model(folder, model, weights, dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        if published is not None and not _holds(folder, published):
-            save_file(dict(published), folder / PUBLISHED)
+        if published is not None:
+            wanted = checksum_of(dict(published))
+            if all(checksum_of(load_file(file)) != wanted for file in folder.glob("*.safetensors")):
+                save_file(dict(published), folder / PUBLISHED)
         if lineage is not None:
             replace(lineage, files=digests(folder)).write(folder)
 
@@ -129,12 +131,6 @@ def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a file of weights in `folder` has exactly these tensors."""
-    wanted = checksum_of(dict(tensors))
-    return any(checksum_of(load_file(file)) == wanted for file in folder.glob("*.safetensors"))
-
-
 def _write_model(
     folder: Path, model: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
@@ -146,7 +142,10 @@ def _write_model(
     else:
         cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
         model.save_pretrained(folder, state_dict=cast)
-    _name_dtype(folder / "config.json", dtype)
+    # The configuration's dtype is that of the model in training.
+    config = folder / "config.json"
+    values = {**json.loads(config.read_text()), "dtype": dtype_name(dtype)}
+    config.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer: Any) -> str:
@@ -166,13 +165,6 @@ def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer:
     return str(place)
 
 
-def _name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Set the dtype in the configuration, which is that of the model in training."""
-    values = json.loads(config.read_text())
-    values["dtype"] = dtype_name(dtype)
-    config.write_text(json.dumps(values, indent=2) + "\n")
-
-
 class Checkpoints:
     """Writes checkpoints of kept states, or of a frozen policy's weights."""
 
@@ -188,8 +180,7 @@ class Checkpoints:
 
         Blocking, in any thread.
 
-        Raises FailedPrecondition of kind "version_not_kept", ResourceExhausted of kind
-        "storage_full".
+        Raises FailedPrecondition ("version_not_kept"), ResourceExhausted ("storage_full").
         """
         path = checkpoint_path(self._data_dir, self._states.job_id, self._states.policy, version)
         return str(path), self.write(path, version, keep=self._spec.checkpoint.keep)
@@ -204,8 +195,7 @@ class Checkpoints:
     ) -> int:
         """Write the checkpoint of a kept version to `path`; returns its bytes. Raises as `save`.
 
-        Of its siblings the `keep` newest stay, or all. `published`: the version as engines load it,
-        kept exactly.
+        Of its siblings the `keep` newest stay, or all. `published`: the tensors to keep exactly.
         """
         states, versions = self._states, self._versions
         job_id, name = states.job_id, states.policy

@@ -30,6 +30,11 @@ from troupe.rpc import DataLoss, FailedPrecondition, NotFound, new_id
 from troupe.transfer import Corrupt, KeyNotFound, Manifest, brought
 from troupe.v1 import trainer_pb2
 
+Values = dict[str, Any]
+FORMAT: Final = 1
+# Field of the manifest's metadata that holds the plain values.
+_DOCUMENT: Final = "training"
+
 
 class ParameterPool:
     """Free tensors of one device for reuse, by shape and dtype; at most `limit` bytes of them.
@@ -99,9 +104,6 @@ class PooledParameters:
         for name, parameter in self._named.items():
             parameter.data = weights[name]
         return {name: t for name, t in weights.items() if name not in self._named}
-
-
-Values = dict[str, Any]
 
 
 def split_fields(sums: Any) -> tuple[Tensors, Values]:
@@ -176,14 +178,9 @@ def below(prefix: str, tensors: Tensors) -> Tensors:
     return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 
 
-FORMAT: Final = 1
-# Field of the manifest's metadata that holds the plain values.
-_DOCUMENT: Final = "training"
-
-
-@dataclass(frozen=True)
+@dataclass
 class SuspendedStep:
-    """A step that was stopped between two micro-batches: its claims and counts."""
+    """A step between two micro-batches, where it may be suspended: its claims and counts."""
 
     step: int
     version: int

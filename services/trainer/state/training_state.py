@@ -32,6 +32,10 @@ from troupe.disks import is_full, system_error
 from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted, TroupeError
 from troupe.transfer import checksum_of
 
+_NAME = re.compile(r"v([0-9]+)-([0-9a-f]{12})")
+_UNFINISHED = re.compile(r"\.v([0-9]+)-")
+FORMAT = 3
+
 
 @contextlib.contextmanager
 def in_memory(path: Path, what: str) -> Iterator[None]:
@@ -99,11 +103,6 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-_NAME = re.compile(r"v([0-9]+)-([0-9a-f]{12})")
-_UNFINISHED = re.compile(r"\.v([0-9]+)-")
-FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class StateStore:
         from its `path`. Raises FailedPrecondition of kind "state_not_found", or
         DataLoss of kind "state_corrupt".
         """
-        for path in self._matching(version, checksum):
+        if (path := self.find(version, checksum)) is not None:
             return self._read(path, version, checksum, whole)
         raise FailedPrecondition(
             f"no training state of policy {self.policy} at version {version} "
@@ -193,11 +192,14 @@ class StateStore:
 
     def exists(self, version: int, checksum: str = "") -> bool:
         """Whether a state of `version` is kept."""
-        return any(True for _ in self._matching(version, checksum))
+        return self.find(version, checksum) is not None
 
     def find(self, version: int, checksum: str = "") -> Path | None:
         """The directory of the state that `load` would read, or None."""
-        return next(self._matching(version, checksum), None)
+        for found, short, path in self._entries():
+            if found == version and (not checksum or short == checksum[:12]):
+                return path
+        return None
 
     def take_in(self, name: str, files: Mapping[str, memoryview]) -> None:
         """Write a state directory of another store, whole or not at all; `load` verifies it.
@@ -255,11 +257,6 @@ class StateStore:
             return bool(json.loads((path / "state.json").read_text()) == meta)
         except (OSError, ValueError):
             return False
-
-    def _matching(self, version: int, checksum: str) -> Iterator[Path]:
-        for found, short, path in self._entries():
-            if found == version and (not checksum or short == checksum[:12]):
-                yield path
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
         if not self._directory.is_dir():

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.gang.gang import Frame, Gangs, check_size, decode_rows, encode_rows
+from services.trainer.gang.gang import Frame, Gangs, decode_rows, encode_rows
 from services.trainer.gang.group import share_of, spans
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learning.learner import Learner
@@ -112,16 +112,16 @@ def test_rows_cross_bit_for_bit(tokenizer: Path) -> None:
 
 def test_a_gang_that_cannot_be_is_refused() -> None:
     few = TrainerSettings(gang_ranks=2)
-    check_size(few, "solver", 2)
+    Gangs(few).check("solver", 2)
     with pytest.raises(FailedPrecondition) as refused:
-        check_size(few, "solver", 3)
+        Gangs(few).check("solver", 3)
     assert refused.value.kind == "gang_too_large"
     assert refused.value.field == "policies.solver.trainer.gang"
     assert "at most 2" in refused.value.message
     hosts = TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_nodes=2)
-    check_size(hosts, "solver", 4)
+    Gangs(hosts).check("solver", 4)
     with pytest.raises(FailedPrecondition, match="all of their 4"):
-        check_size(hosts, "solver", 2)
+        Gangs(hosts).check("solver", 2)
 
 
 def test_packed_rows_of_a_gang_give_what_single_rows_give(
