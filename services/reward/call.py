@@ -77,7 +77,7 @@ class CallDeadline:
 
 @dataclass(eq=False)
 class FunctionCall:
-    """A call's arguments, the job and trajectory that it is for, and its time limits."""
+    """A call's arguments, the job and trajectory that it is for, its priority and time limits."""
 
     arguments_json: str
     job_id: str = ""
@@ -91,6 +91,9 @@ class FunctionCall:
     environment: Mapping[str, str] = field(default_factory=dict)
     # How many trajectories cannot go on without the result.
     waiters: int = 1
+    # The highest first; and the share of its job beside other jobs.
+    priority: int = 0
+    weight: float = 1.0
     deadline: CallDeadline = field(default_factory=CallDeadline)
     # Run time with the fewest cores, as the caller or the function declares it; 0: not declared.
     expected_seconds: float = 0.0

@@ -33,6 +33,8 @@ _IDLE_QUOTA_US: Final = 1_000
 # CPU weights: of calls that hold cores, and of those that use what is left.
 _SHARES: Final = {"v1": (1024, 20), "v2": (100, 2)}
 _FREEZE_SECONDS: Final = 1.0
+# Memory of the interpreter and of imported packages, beside what a call takes.
+BASE_MIB: Final = 256
 
 _parents = itertools.count()
 
@@ -69,6 +71,11 @@ class ControlGroups:
         return "v2" if self._unified else "v1"
 
     @property
+    def name(self) -> str:
+        """The name of this way to give cores: "cgroup1" or "cgroup2"."""
+        return f"cgroup{self.version.removeprefix('v')}"
+
+    @property
     def controllers(self) -> frozenset[str]:
         """The controllers of CONTROLLERS that are writable."""
         return frozenset(self._trees)
@@ -99,8 +106,23 @@ class ControlGroups:
         if refused is not None:
             raise refused
 
+    def confine(self, name: str, pids: Sequence[int], processes: int, memory_mib: int) -> None:
+        """Bound a sandbox as a whole: `pids` and their descendants, to `processes` and `memory_mib`
+        (0: no bound). Raises nothing: where it fails, that is logged."""
+        try:
+            try:
+                self.adopt(name, pids)
+            finally:  # also where it was adopted by some of the controllers only
+                self.limit(name, processes, memory_mib and BASE_MIB + memory_mib)
+        except OSError as error:  # the process may have ended: its caller sees that
+            log.warning("a sandbox is not limited as a whole", name=name, error=str(error))
+
     def grant(self, name: str, cores: Sequence[int]) -> None:
-        """Bind the group to `cores`, with their full quota."""
+        """Bind the group to `cores`, with their full quota; without cores it gets what others
+        leave."""
+        if not cores:
+            self.share(name)
+            return
         write(self._file(name, "cpuset", "cpuset.cpus"), ",".join(map(str, cores)))
         self._weigh(name, 0)
         self._quota(name, _PERIOD_US * len(cores))
@@ -115,7 +137,7 @@ class ControlGroups:
             self._quota(name, None)
 
     def revoke(self, name: str) -> None:
-        """Give the group the least quota."""
+        """Give the group the least quota; its memory and files stay."""
         self._quota(name, _IDLE_QUOTA_US)
 
     def limit(self, name: str, processes: int, memory_mib: int) -> None:
@@ -221,6 +243,8 @@ def open_groups(root: Path = CGROUPS, parent: str = "") -> ControlGroups | None:
         log.info("no control groups", reason=str(error))
         return None
     log.info("control groups", version=groups.version, controllers=sorted(groups.controllers))
+    for controller in sorted({"pids", "memory"} - groups.controllers):
+        log.warning("sandboxes as a whole are not limited", controller=controller)
     return groups
 
 
@@ -321,38 +345,6 @@ def _end_all(group: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         if (group / "freezer.state").exists():
             write(group / "freezer.state", "THAWED")
-
-
-# Memory of the interpreter and of imported packages, beside what a call takes.
-BASE_MIB: Final = 256
-
-
-class CgroupLimits:
-    """Bounds what each sandbox takes as a whole, by the control group that it is in."""
-
-    def __init__(self, groups: ControlGroups) -> None:
-        """`groups`: shared with `CgroupCores`."""
-        self._groups = groups
-        for controller in sorted({"pids", "memory"} - groups.controllers):
-            log.warning("sandboxes as a whole are not limited", controller=controller)
-
-    def adopt(self, name: str, pids: Sequence[int], processes: int, memory_mib: int) -> None:
-        """Bound `pids` and their descendants to `processes` and `memory_mib` (0: no bound)."""
-        try:
-            try:
-                self._groups.adopt(name, pids)
-            finally:  # also where it was adopted by some of the controllers only
-                self._groups.limit(name, processes, memory_mib and BASE_MIB + memory_mib)
-        except OSError as error:  # the process may have ended: its caller sees that
-            log.warning("a sandbox is not limited as a whole", name=name, error=str(error))
-
-    def forget(self, name: str) -> None:
-        """Remove the group of a sandbox that has ended."""
-        self._groups.forget(name)
-
-    def close(self) -> None:
-        """Remove all groups."""
-        self._groups.close()
 
 
 def descendants(pid: int) -> list[int]:
@@ -474,41 +466,6 @@ class Affinity:
         return found
 
 
-class CgroupCores:
-    """Gives cores by control groups: which (`cpuset`) and how much of them (`cpu`)."""
-
-    def __init__(self, groups: ControlGroups) -> None:
-        """Raises OSError where one of the two controllers cannot be used."""
-        if missing := {"cpu", "cpuset"} - groups.controllers:
-            raise FileNotFoundError(f"no controller {', '.join(sorted(missing))}")
-        self.name = f"cgroup{groups.version.removeprefix('v')}"
-        self._groups = groups
-
-    def adopt(self, group: str, pids: Sequence[int]) -> None:
-        """Move `pids` to a group, which has no cores of its own yet. Raises OSError."""
-        self._groups.adopt(group, pids)
-        self._groups.share(group)
-
-    def grant(self, group: str, cores: Sequence[int]) -> None:
-        """Bind the group to `cores`; without cores it gets what others leave. Raises OSError."""
-        if cores:
-            self._groups.grant(group, cores)
-        else:
-            self._groups.share(group)
-
-    def revoke(self, group: str) -> None:
-        """Let the group run next to nothing; its memory and files stay. Raises OSError."""
-        self._groups.revoke(group)
-
-    def forget(self, group: str) -> None:
-        """Remove the group."""
-        self._groups.forget(group)
-
-    def close(self) -> None:
-        """Remove the parent too."""
-        self._groups.close()
-
-
 _NODES = Path("/sys/devices/system/node")
 
 
@@ -523,8 +480,11 @@ class CoreLease:
 class CoreManager:
     """Hands out whole cores of this host, of one NUMA node if possible. Not thread-safe."""
 
-    def __init__(self, nodes: Mapping[int, Sequence[int]], backend: Affinity | CgroupCores) -> None:
-        """`nodes`: the cores of each NUMA node that may be handed out."""
+    def __init__(
+        self, nodes: Mapping[int, Sequence[int]], backend: Affinity | ControlGroups
+    ) -> None:
+        """`nodes`: the cores of each NUMA node that may be handed out. `backend`: control groups
+        say which (`cpuset`) and how much of them (`cpu`) a worker gets."""
         self._free: dict[int, list[int]] = {n: sorted(cores) for n, cores in nodes.items()}
         self._node_of = {core: n for n, cores in nodes.items() for core in cores}
         self._backend = backend
@@ -563,6 +523,8 @@ class CoreManager:
         """Put `pids`, a new worker process and its descendants, into `group`."""
         self._adopted.add(group)
         self._call_backend("adopt", group, pids)
+        if isinstance(self._backend, ControlGroups):
+            self._call_backend("share", group)  # it has no cores of its own yet
         if group in self._granted:  # its predecessor died during a call
             self._apply(group)
 
@@ -643,7 +605,7 @@ def usable_cores(count: int) -> dict[int, list[int]]:
     return nodes
 
 
-def choose_backend(groups: ControlGroups | None, name: str = "auto") -> Affinity | CgroupCores:
+def choose_backend(groups: ControlGroups | None, name: str = "auto") -> Affinity | ControlGroups:
     """The strongest backend that works here: control groups, else affinity and nice values.
 
     With a `name` only that one; raises OSError where it does not work.
@@ -653,15 +615,16 @@ def choose_backend(groups: ControlGroups | None, name: str = "auto") -> Affinity
     try:
         if groups is None:
             raise FileNotFoundError("no control groups can be written here")
-        backend = CgroupCores(groups)
-        if name not in ("auto", backend.name):
+        if missing := {"cpu", "cpuset"} - groups.controllers:
+            raise FileNotFoundError(f"no controller {', '.join(sorted(missing))}")
+        if name not in ("auto", groups.name):
             raise FileNotFoundError(f"control groups are {groups.version} here")
     except OSError as error:
         if name != "auto":
             raise
         log.info("cores are not given through control groups", reason=str(error))
         return Affinity()
-    return backend
+    return groups
 
 
 def _node_of(core: int) -> int:

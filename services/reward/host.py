@@ -19,7 +19,6 @@ import structlog
 from services.chassis.telemetry import Telemetry
 from services.reward.call import CallOutcome, FunctionCall, WorkerSlot
 from services.reward.cgroups import (
-    CgroupLimits,
     ControlGroups,
     CoreCount,
     CoreLease,
@@ -336,13 +335,12 @@ class LocalHost:
         """Raises `InvalidArgument` for cores that do not exist, and models that fit nowhere."""
         self._groups = groups = open_groups()
         self._cores = _core_manager(settings, groups)
-        self._cgroup_limits = CgroupLimits(groups) if groups is not None else None
         slots = [
             ProcessSlot(
                 settings.reward_import_seconds,
                 f"worker-{i}",
                 self._cores,
-                self._cgroup_limits,
+                groups,
                 spares=settings.reward_spares,
             )
             for i in range(settings.reward_workers)
@@ -382,10 +380,9 @@ class LocalHost:
 
     def close(self) -> None:
         """Remove the control groups; all processes have ended."""
-        if self._cores is not None:
-            self._cores.close()
-        if self._cgroup_limits is not None:
-            self._cgroup_limits.close()
+        for manager in (self._cores, self._groups):
+            if manager is not None:
+                manager.close()
 
 
 def layers(profile: SandboxProfile, groups: ControlGroups | None) -> list[str]:

@@ -40,8 +40,6 @@ class PendingInvocation:
     done: asyncio.Future[pb.InvokeResponse]
     since: float
     rank: tuple[float, int]
-    priority: int = 0
-    weight: float = 1.0
     # A slot of its own, on the service's host; None: any free worker will do.
     slot: WorkerSlot | None = None
     # The chunk with which it was given to a worker; None: it is queued.
@@ -120,16 +118,16 @@ class Queues:
 
     def add(self, invocation: PendingInvocation) -> None:
         """Queue `invocation` by its priority, job and rank."""
-        jobs = self._levels.setdefault(invocation.priority, {})
+        jobs = self._levels.setdefault(invocation.call.priority, {})
         if invocation.job not in jobs:
-            self.shares.enter(invocation.job, invocation.weight)
+            self.shares.enter(invocation.job, invocation.call.weight)
         queue = jobs.setdefault(invocation.job, {}).setdefault(invocation.function.key, [])
         bisect.insort(queue, invocation, key=_descending)
         self._count(invocation.function, 1)
 
     def remove(self, invocation: PendingInvocation) -> None:
         """Take a queued invocation out."""
-        jobs = self._levels[invocation.priority]
+        jobs = self._levels[invocation.call.priority]
         functions = jobs[invocation.job]
         queue = functions[invocation.function.key]
         index = bisect.bisect_left(queue, _descending(invocation), key=_descending)
@@ -140,7 +138,7 @@ class Queues:
             if not functions:
                 del jobs[invocation.job]
                 if not jobs:
-                    del self._levels[invocation.priority]
+                    del self._levels[invocation.call.priority]
         self._count(invocation.function, -1)
 
     def first(self, count: int, budget: Budget) -> list[PendingInvocation]:
@@ -165,7 +163,7 @@ class Queues:
     def following(self, invocation: PendingInvocation, count: int) -> list[PendingInvocation]:
         """Up to `count` queued invocations that are next of its function, job and priority."""
         queue = (
-            self._levels.get(invocation.priority, {})
+            self._levels.get(invocation.call.priority, {})
             .get(invocation.job, {})
             .get(invocation.function.key, [])
         )

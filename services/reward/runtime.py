@@ -83,7 +83,6 @@ class Invocations:
         """
         function = self._registry.find(request.name, request.version)
         _check_ids([request.invocation_id])
-        weight = _weight(request.weight)
         call = FunctionCall(
             request.arguments_json,
             request.job_id,
@@ -91,14 +90,13 @@ class Invocations:
             request.query_id,
             sandboxes=request.sandboxes,
             waiters=request.waiters,
+            priority=request.priority,
+            weight=_weight(request.weight),
             deadline=CallDeadline(function.spec.timeout_seconds, seconds),
             expected_seconds=_expected(request.expected_seconds),
         )
-        response = await self._run_once(
-            function,
-            request,
-            lambda: self._begin(function, request.invocation_id, call, request.priority, weight),
-        )
+        begin = partial(self._begin, function, request.invocation_id, call)
+        response = await self._run_once(function, request, begin)
         if response.error.kind == Kind.KIND_BAD_ARGUMENTS:
             raise InvalidArgument(response.error.message, field="arguments_json")
         return response
@@ -129,6 +127,8 @@ class Invocations:
                 call.trajectory_id,
                 call.query_id,
                 waiters=call.waiters,
+                priority=request.priority,
+                weight=weight,
                 deadline=deadline,
                 expected_seconds=_expected(call.expected_seconds),
             )
@@ -137,13 +137,11 @@ class Invocations:
         begun: dict[str, Awaitable[pb.InvokeResponse]] = {}
         if not function.own_sandbox:
             fresh = [(name, call) for name, call in calls.items() if name not in self._once]
-            outcomes = self._runtime.submit(fresh, function, request.priority, weight)
+            outcomes = self._runtime.submit(fresh, function)
             begun = {name: outcome for (name, _), outcome in zip(fresh, outcomes, strict=True)}
 
         def begin(name: str) -> Awaitable[pb.InvokeResponse]:
-            return begun.get(name) or self._begin(
-                function, name, calls[name], request.priority, weight
-            )
+            return begun.get(name) or self._begin(function, name, calls[name])
 
         return await asyncio.gather(
             *(
@@ -176,25 +174,15 @@ class Invocations:
         )
 
     def _begin(
-        self,
-        function: RegisteredFunction,
-        invocation_id: str,
-        call: FunctionCall,
-        priority: int,
-        weight: float,
+        self, function: RegisteredFunction, invocation_id: str, call: FunctionCall
     ) -> Awaitable[pb.InvokeResponse]:
         if function.own_sandbox:
-            return self._invoke_in_sandbox(function, invocation_id, call, priority, weight)
-        (done,) = self._runtime.submit([(invocation_id, call)], function, priority, weight)
+            return self._invoke_in_sandbox(function, invocation_id, call)
+        (done,) = self._runtime.submit([(invocation_id, call)], function)
         return done
 
     async def _invoke_in_sandbox(
-        self,
-        function: RegisteredFunction,
-        invocation_id: str,
-        call: FunctionCall,
-        priority: int,
-        weight: float,
+        self, function: RegisteredFunction, invocation_id: str, call: FunctionCall
     ) -> pb.InvokeResponse:
         """Raises what `SandboxManager.slot` and `Runtime.submit` raise, but for SandboxGone, which
         is an outcome."""
@@ -213,9 +201,7 @@ class Invocations:
             finally:
                 del self._opening[invocation_id]
                 self._cancelled.discard(invocation_id)
-            (done,) = self._runtime.submit(
-                [(invocation_id, call)], function, priority, weight, slot
-            )
+            (done,) = self._runtime.submit([(invocation_id, call)], function, slot)
             return await done
 
     def _cancel_opening(self, invocation_id: str) -> bool:
@@ -288,10 +274,6 @@ class Runtime:
         self._metrics = Metrics(telemetry)
         self.pool = PoolCounts(self.dispatcher, telemetry)
 
-    async def start(self) -> None:
-        """Start the worker processes that every host always has."""
-        await self.dispatcher.start()
-
     async def stop(self) -> None:
         """Kill the workers; what is queued or runs ends with UNAVAILABLE."""
         self._stopped = True
@@ -303,8 +285,6 @@ class Runtime:
         self,
         calls: Sequence[tuple[str, FunctionCall]],
         function: RegisteredFunction,
-        priority: int = 0,
-        weight: float = 1.0,
         slot: WorkerSlot | None = None,
     ) -> list[asyncio.Future[pb.InvokeResponse]]:
         """Queue `calls` with their invocation ids, all of them or none; a future for each outcome.
@@ -325,13 +305,11 @@ class Runtime:
                 done=loop.create_future(),
                 since=now,
                 rank=(self._rank(function, call, now), next(self._arrivals)),
-                priority=priority,
-                weight=weight,
                 slot=slot,
             )
             call.printed = partial(self._listeners.printed, invocation)
             self._open[invocation_id] = invocation
-            self._listeners.queued(invocation)
+            self._listeners.notify(invocation, _queued)
             notice = call.deadline.notice_seconds
             if notice is not None and function.spec.quota:
                 timer = loop.call_later(notice, self._fail_for_quota, invocation)
@@ -393,7 +371,7 @@ class Runtime:
 
     def attempt_began(self, invocation: PendingInvocation) -> None:
         """The invocation runs now."""
-        self._listeners.begun(invocation)
+        self._listeners.notify(invocation, _started)
 
     def attempt_ended(self, invocation: PendingInvocation, outcome: CallOutcome) -> None:
         """An attempt has ended: finish the invocation, or queue it for another attempt."""
@@ -401,7 +379,7 @@ class Runtime:
         if outcome.cold_seconds:
             invocation.cold_seconds += outcome.cold_seconds
             function.started_cold(outcome.cold_seconds)
-            self._metrics.cold_start(function, outcome.cold_seconds)
+            self._metrics.cold.labels(function.label).observe(outcome.cold_seconds)
         self._listeners.ended(invocation)
         error = outcome.error
         if error is not None and error.retry_after_seconds and function.spec.quota:
@@ -414,14 +392,15 @@ class Runtime:
         retry = error is not None and error.kind in _RETRIED
         if retry and invocation.attempts <= function.spec.retries and not self._stopped:
             function.retried += 1
-            self._metrics.retried(function)
+            self._metrics.retried.labels(function.label).inc()
             self.dispatcher.requeue([invocation])
         else:
             self._finish(invocation, outcome)
 
     def slot_released(self, function: RegisteredFunction, cores: int, seconds: float) -> None:
         """Calls of `function` had a slot and that many cores for so long."""
-        self._metrics.held_cores(function, cores, seconds)
+        if cores:
+            self._metrics.cores.labels(function.label).inc(seconds * cores)
 
     def _admit(self, function: RegisteredFunction, calls: int) -> None:
         limit = function.spec.max_queued
@@ -472,7 +451,8 @@ class Runtime:
             kind = pb.InvocationError.Kind.Name(outcome.error.kind)
             label = kind.removeprefix("KIND_").lower()
             self._listeners.log(invocation, f"{label}: {outcome.error.message}")
-        self._metrics.ended(function, label, queued, ran)
+        self._metrics.run.labels(function.label, label).observe(ran)
+        self._metrics.queue.labels(function.label).observe(queued)
         if not invocation.done.done():
             invocation.done.set_result(response)
         if outcome.error is None:
@@ -536,13 +516,14 @@ class InvocationListeners:
             if not self._listeners[invocation_id]:
                 del self._listeners[invocation_id]
 
-    def queued(self, invocation: PendingInvocation) -> None:
-        """The invocation was queued."""
-        self._notify(invocation, _queued)
-
-    def begun(self, invocation: PendingInvocation) -> None:
-        """An attempt began."""
-        self._notify(invocation, _started)
+    def notify(
+        self,
+        invocation: PendingInvocation,
+        event: Callable[[PendingInvocation], pb.InvocationEvent],
+    ) -> None:
+        """Tell those who watch the invocation that `event` happened."""
+        for listener in self._listeners.get(invocation.invocation_id, ()):
+            listener(event(invocation))
 
     def printed(self, invocation: PendingInvocation, part: bytes) -> None:
         """The function printed `part`."""
@@ -570,15 +551,7 @@ class InvocationListeners:
 
     def _line(self, invocation: PendingInvocation, line: str) -> None:
         self.log(invocation, line)
-        self._notify(invocation, lambda _: pb.InvocationEvent(output=line + "\n"))
-
-    def _notify(
-        self,
-        invocation: PendingInvocation,
-        event: Callable[[PendingInvocation], pb.InvocationEvent],
-    ) -> None:
-        for listener in self._listeners.get(invocation.invocation_id, ()):
-            listener(event(invocation))
+        self.notify(invocation, lambda _: pb.InvocationEvent(output=line + "\n"))
 
 
 def _queued(invocation: PendingInvocation) -> pb.InvocationEvent:
@@ -594,44 +567,27 @@ def _started(invocation: PendingInvocation) -> pb.InvocationEvent:
 
 
 class Metrics:
-    """Prometheus histograms and counters of invocations, by function."""
+    """Prometheus histograms and counters of invocations, by function; `run` also by outcome: "ok",
+    or the kind of the error."""
 
     def __init__(self, telemetry: Telemetry) -> None:
-        self._run = telemetry.histogram(
+        self.run = telemetry.histogram(
             "troupe_reward_run_seconds", "Run time of an invocation.", ["function", "outcome"]
         )
-        self._queue = telemetry.histogram(
+        self.queue = telemetry.histogram(
             "troupe_reward_queue_seconds", "Wait of an invocation for a worker.", ["function"]
         )
-        self._cold = telemetry.histogram(
+        self.cold = telemetry.histogram(
             "troupe_reward_cold_start_seconds",
             "Start of a worker and import of the code, of calls that had to wait for it.",
             ["function"],
         )
-        self._cores = telemetry.counter(
+        self.cores = telemetry.counter(
             "troupe_reward_core_seconds", "Cores times the seconds they were held.", ["function"]
         )
-        self._retried = telemetry.counter(
+        self.retried = telemetry.counter(
             "troupe_reward_retried", "Invocations begun again after a worker died.", ["function"]
         )
-
-    def ended(self, function: RegisteredFunction, outcome: str, queued: float, ran: float) -> None:
-        """An invocation ended with `outcome`: "ok", or the kind of its error."""
-        self._run.labels(function.label, outcome).observe(ran)
-        self._queue.labels(function.label).observe(queued)
-
-    def cold_start(self, function: RegisteredFunction, seconds: float) -> None:
-        """A call had to wait for a worker to start, or to import the code."""
-        self._cold.labels(function.label).observe(seconds)
-
-    def held_cores(self, function: RegisteredFunction, cores: int, seconds: float) -> None:
-        """Calls held `cores` for `seconds`."""
-        if cores:
-            self._cores.labels(function.label).inc(seconds * cores)
-
-    def retried(self, function: RegisteredFunction) -> None:
-        """An invocation is begun again."""
-        self._retried.labels(function.label).inc()
 
 
 class PoolCounts:

@@ -73,7 +73,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
 
     async def start(self) -> None:
         """Start the workers."""
-        await self._runtime.start()
+        await self._runtime.dispatcher.start()
 
     async def stop(self, grace: float) -> None:
         """Kill the workers."""

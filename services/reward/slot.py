@@ -21,7 +21,13 @@ import structlog
 
 from services.reward import worker
 from services.reward.call import CallDeadline, CallOutcome, FunctionCall, WorkerSlot, outcome_of
-from services.reward.cgroups import CgroupLimits, CoreLease, CoreManager, family, kill_with_children
+from services.reward.cgroups import (
+    ControlGroups,
+    CoreLease,
+    CoreManager,
+    family,
+    kill_with_children,
+)
 from services.reward.function import RegisteredFunction
 from services.reward.sandboxes.profile import BUBBLEWRAP, SandboxProfile
 from troupe.v1 import reward_pb2 as pb
@@ -61,21 +67,21 @@ class ProcessSlot(WorkerSlot):
         import_seconds: float,
         name: str = "worker",
         cores: CoreManager | None = None,
-        cgroup_limits: CgroupLimits | None = None,
+        groups: ControlGroups | None = None,
         *,
         spares: bool = True,
     ) -> None:
-        """`name`: unique among slots. `cores` hands cores out, `cgroup_limits` limits a sandbox as
-        a whole, where the host can. `spares`: the successor of a sandbox that was used up is
-        started at once, not by the next call."""
+        """`name`: unique among slots. `cores` hands cores out, `groups` limit a sandbox as a whole,
+        where the host can. `spares`: the successor of a sandbox that was used up is started at
+        once, not by the next call."""
         super().__init__(name)
         # Of the start of a process, and of an import.
         self._import_deadline = CallDeadline(import_seconds)
         self._cores = cores
-        self._cgroup_limits = cgroup_limits
+        self._groups = groups
         # What the process is confined to.
         self._profile = SandboxProfile()
-        # Whether the process is in the groups of `cores` and `cgroup_limits`.
+        # Whether the process is in its control groups.
         self._adopted = False
         self._process: WorkerProcess | None = None
         self._spares = spares
@@ -134,7 +140,7 @@ class ProcessSlot(WorkerSlot):
         await self._renewed()
         self._drop()
         await asyncio.gather(*self._ending)
-        for manager in (self._cores, self._cgroup_limits):
+        for manager in (self._cores, self._groups):
             if manager is not None:
                 manager.forget(self.name)
 
@@ -286,9 +292,9 @@ class ProcessSlot(WorkerSlot):
             pids = await asyncio.to_thread(self._process.pids)
             if self._cores is not None:
                 self._cores.adopt(self.name, pids)
-            if self._cgroup_limits is not None and self._profile.level == BUBBLEWRAP:
+            if self._groups is not None and self._profile.level == BUBBLEWRAP:
                 processes, memory_mib = self._profile.processes, function.spec.memory_mib
-                self._cgroup_limits.adopt(self.name, pids, processes, memory_mib)
+                self._groups.confine(self.name, pids, processes, memory_mib)
             self._adopted = True
         if self._cores is not None and lease is not None:
             self._cores.grant(lease)

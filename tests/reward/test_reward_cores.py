@@ -195,9 +195,8 @@ async def client_with_one_core() -> AsyncIterator[Client]:
 def _waiting(function: RegisteredFunction, arrival: int, priority: int = 0) -> PendingInvocation:
     done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
     rank = (0.0, arrival)
-    return PendingInvocation(
-        str(arrival), function, FunctionCall("{}"), done, float(arrival), rank, priority
-    )
+    call = FunctionCall("{}", priority=priority)
+    return PendingInvocation(str(arrival), function, call, done, float(arrival), rank)
 
 
 def test_a_functions_limit_stands_in_nobodys_way() -> None:

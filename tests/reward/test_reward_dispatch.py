@@ -82,7 +82,7 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
         RegisteredFunction(pb.FunctionSpec(name="again", retries=2, timeout_seconds=9)),
         RegisteredFunction(pb.FunctionSpec(name="alone", sandbox="bubblewrap", timeout_seconds=9)),
     ]
-    await runtime.start()
+    await runtime.dispatcher.start()
     asked: dict[str, asyncio.Future[pb.InvokeResponse]] = {}
     given_up = 0
 
@@ -91,9 +91,9 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
         for turn in range(4):
             await asyncio.sleep(draw.random() * 0.03)
             names = [f"{number}-{turn}-{i}" for i in range(draw.choice([1, 1, 20]))]
-            calls = [(name, FunctionCall("{}", job_id=f"job {number % 3}")) for name in names]
-            priority = draw.choice([0, 0, 1])
-            outcomes = runtime.submit(calls, draw.choice(functions), priority)
+            job, priority = f"job {number % 3}", draw.choice([0, 0, 1])
+            calls = [(name, FunctionCall("{}", job, priority=priority)) for name in names]
+            outcomes = runtime.submit(calls, draw.choice(functions))
             asked.update(zip(names, outcomes, strict=True))
             victim = draw.choice(names)
             what = draw.random()

@@ -40,15 +40,15 @@ class NappingPlace(BarePlace):
 async def test_in_the_moment_in_which_it_is_given_away() -> None:
     place = NappingPlace()
     runtime = Runtime([FunctionHost("", [place])], Telemetry())
-    await runtime.start()
+    await runtime.dispatcher.start()
     function = RegisteredFunction(pb.FunctionSpec(name="naps", timeout_seconds=60))
-    (ended,) = runtime.submit([("early", FunctionCall("{}"))], function, 0)
+    (ended,) = runtime.submit([("early", FunctionCall("{}"))], function)
     assert runtime.cancel("early")
     async with asyncio.timeout(5):
         assert (await ended).error.kind == CANCELLED
     assert place.ran == 0
     # The place is as good as before.
-    (later,) = runtime.submit([("later", FunctionCall("{}"))], function, 0)
+    (later,) = runtime.submit([("later", FunctionCall("{}"))], function)
     while not place.ran:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert runtime.cancel("later")

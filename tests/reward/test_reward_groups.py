@@ -14,7 +14,6 @@ import pytest
 
 from services.reward.cgroups import (
     CGROUPS,
-    CgroupLimits,
     ControlGroups,
     CoreManager,
     choose_backend,
@@ -65,9 +64,8 @@ def test_cores_and_limits_of_one_worker_for_real(
 ) -> None:
     core = min(os.sched_getaffinity(0))
     manager = CoreManager({0: [core]}, choose_backend(groups, "cgroup1"))
-    cgroup_limits = CgroupLimits(groups)
     manager.adopt("w", [spinner.pid])
-    cgroup_limits.adopt("w", [spinner.pid], 7, 10)
+    groups.confine("w", [spinner.pid], 7, 10)
     assert _members(groups, "w") == [spinner.pid]
     cpu = _files(groups, "cpu")
     assert (_files(groups, "pids") / "pids.max").read_text().strip() == "7"
@@ -171,7 +169,7 @@ def test_cgroup2_has_one_group_for_everything(unified: Path) -> None:
         return [(unified / "troupe" / "w.0" / name).read_text().strip() for name in names]
 
     manager.adopt("w", [42])
-    CgroupLimits(groups).adopt("w", [42], 16, 128)
+    groups.confine("w", [42], 16, 128)
     assert written(*FILES) == ["42", "", "max 100000", "2", str(384 << 20), "16"]
     lease = manager.take("w", 2)
     manager.grant(lease)

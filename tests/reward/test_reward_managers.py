@@ -188,7 +188,7 @@ async def test_a_call_finds_its_model_on_devices(tmp_path: Path, elsewhere: bool
         )
         async with serve(RewardHost, host) as running:
             async with asyncio.timeout(60):
-                await running.service.agent.attached.wait()  # type: ignore[union-attr]
+                await running.service.attached.wait()  # type: ignore[union-attr]
             await uses_models(client, tmp_path)
 
 

@@ -119,7 +119,7 @@ async def services(
         made = [Service(LocalBuckets(limits), limits["api"])]
     else:
         buckets = [RedisBuckets(redis.url, limits, f"{name}-{i}") for i in range(2)]
-        await buckets[0]._client.flushdb()
+        await buckets[0]._redis.call("FLUSHDB")
         made = [Service(each, limits["api"]) for each in buckets]
     yield made
     for service in made:

@@ -270,18 +270,14 @@ class ModelService:
         self.name, self.settings = name, settings
         self._directory = directory
         self._process: asyncio.subprocess.Process | None = None
-        self._url = settings.url.rstrip("/")
+        # The address of its HTTP API.
+        self.url = settings.url.rstrip("/")
         self._http: httpx.AsyncClient | None = None
         # Devices that it occupies.
         self.cell: DeviceCell | None = None
         if settings.url:
             # It was started awake.
             self.cell = DeviceCell(settings.devices[0], settings.gpus)
-
-    @property
-    def url(self) -> str:
-        """The address of its HTTP API."""
-        return self._url
 
     @property
     def stays(self) -> bool:
@@ -291,7 +287,7 @@ class ModelService:
     @property
     def running(self) -> bool:
         """Whether it has been started and not ended, as far as is known."""
-        return bool(self._url) and (self._process is None or self._process.returncode is None)
+        return bool(self.url) and (self._process is None or self._process.returncode is None)
 
     async def wake(self, cell: DeviceCell) -> None:
         """Start or restore it on `cell`. Raises `ModelUnavailable`."""
@@ -299,7 +295,7 @@ class ModelService:
         if self._process is not None and self._process.returncode is not None:
             log.warning("a model's process has ended", model=self.name, rc=self._process.returncode)
             await self.end()
-        if not self._url:
+        if not self.url:
             await self._start(cell)
             if self.stays:  # it starts awake
                 self.cell = cell
@@ -337,7 +333,7 @@ class ModelService:
         process, self._process = self._process, None
         if process is None:
             return
-        self._url, self.cell = "", None
+        self.url, self.cell = "", None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -376,8 +372,8 @@ class ModelService:
             )
         except OSError as error:
             raise ModelUnavailable(f"{self.name} was not started: {error}") from error
-        self._url = f"http://127.0.0.1:{port}"
-        log.info("a model starts", model=self.name, url=self._url, pid=self._process.pid)
+        self.url = f"http://127.0.0.1:{port}"
+        log.info("a model starts", model=self.name, url=self.url, pid=self._process.pid)
         try:
             async with asyncio.timeout(self.settings.start_seconds):
                 while not await self._healthy():
@@ -413,7 +409,7 @@ class ModelService:
         if self._http is None:
             timeout = httpx.Timeout(self.settings.restore_seconds, connect=_CONNECT_SECONDS)
             # A proxy meant for the outside world must not get between us and our models.
-            self._http = httpx.AsyncClient(base_url=self._url, timeout=timeout, trust_env=False)
+            self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout, trust_env=False)
         return self._http
 
 

@@ -166,7 +166,7 @@ class HostAgent:
                     call.arguments_json,
                     call.job_id,
                     call.trajectory_id,
-                    printed=self._printer(self._messages, request.run_id, index),
+                    printed=partial(_print, self._messages, request.run_id, index),
                     deadline=deadline,
                 )
                 for index, call in enumerate(request.calls)
@@ -176,16 +176,6 @@ class HostAgent:
         task = asyncio.create_task(self._run(request, run, self._messages))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    @staticmethod
-    def _printer(
-        messages: asyncio.Queue[pb.HostMessage], run_id: str, index: int
-    ) -> Callable[[bytes], None]:
-        def printed(part: bytes) -> None:
-            output = pb.HostOutput(run_id=run_id, index=index, text=part)
-            messages.put_nowait(pb.HostMessage(output=output))
-
-        return printed
 
     async def _run(
         self, request: pb.HostRun, run: _HostRun, messages: asyncio.Queue[pb.HostMessage]
@@ -260,6 +250,11 @@ class HostAgent:
             self._host.reap()
 
 
+def _print(messages: asyncio.Queue[pb.HostMessage], run_id: str, index: int, part: bytes) -> None:
+    output = pb.HostOutput(run_id=run_id, index=index, text=part)
+    messages.put_nowait(pb.HostMessage(output=output))
+
+
 def _answer(run_id: str, index: int, outcome: CallOutcome) -> pb.HostMessage:
     answer = pb.HostOutcome(
         run_id=run_id,
@@ -274,7 +269,7 @@ def _answer(run_id: str, index: int, outcome: CallOutcome) -> pb.HostMessage:
     return pb.HostMessage(outcome=answer)
 
 
-class RewardHost:
+class RewardHost(HostAgent):
     """Runs calls for the reward service at TROUPE_REWARD_ADDRESS."""
 
     name = "troupe.v1.RewardHost"
@@ -282,26 +277,18 @@ class RewardHost:
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
         self._local = LocalHost(settings, telemetry)
         host = self._local.host
-        self.agent = HostAgent(settings, host, offer_of(settings))
+        super().__init__(settings, host, offer_of(settings))
         busy = telemetry.gauge("troupe_reward_host_busy", "Workers that run calls here.")
         busy.set_function(lambda: host.workers - host.free)
         attached = telemetry.gauge("troupe_reward_host_attached", "1: it takes calls.")
-        attached.set_function(lambda: float(self.agent.attached.is_set()))
+        attached.set_function(lambda: float(self.attached.is_set()))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Nothing to register: the host calls the service."""
 
-    async def start(self) -> None:
-        """Start workers, and attach to the service."""
-        await self.agent.start()
-
-    async def leave(self) -> None:
-        """Take no more calls."""
-        await self.agent.leave()
-
     async def stop(self, grace: float) -> None:
         """Let calls end for up to `grace` seconds, then kill them."""
-        await self.agent.stop(grace)
+        await super().stop(grace)
         self._local.close()
 
 

@@ -441,7 +441,14 @@ class HostFleet:
         Without any host every function is accepted: one that attaches later may be able to.
         """
         if spec.quota:
-            self._check_quota(spec)
+            if self._quotas is None:
+                raise InvalidArgument(
+                    "no quotas are declared here",
+                    field="function.quota",
+                    value=spec.quota,
+                    remedy="Declare it in TROUPE_REWARD_QUOTAS of the reward service.",
+                )
+            self._quotas.check(spec.quota, spec.quota_units or 1)
         if spec.gpus and not spec.model_service:
             raise InvalidArgument(
                 "devices are given to models, and calls find those",
@@ -463,7 +470,15 @@ class HostFleet:
         needs = {r: amount for r, amount in needs.items() if not r.startswith(QUOTA)}
         hosts = self._capacities(needs)
         if spec.stateful or level == CONTAINER:
-            self._check_own(spec)
+            # Sandboxes that outlive a call are on the service's own host.
+            if not self._own.workers:
+                raise InvalidArgument(
+                    "such sandboxes are on the service's own host, and it runs no calls",
+                    kind="no_host",
+                    field="function.stateful" if spec.stateful else "function.sandbox",
+                    value=spec.stateful or spec.sandbox,
+                    remedy="Start the reward service with TROUPE_REWARD_WORKERS of one or more.",
+                )
             hosts = {name: host for name, host in hosts.items() if name == self._own.name}
         missing = nowhere(Action("", 0.0, needs), hosts) if hosts else None
         if missing is None:
@@ -491,19 +506,6 @@ class HostFleet:
             remedy=f"Declare less, or start a reward host with more ({setting}).",
         )
 
-    def _check_own(self, spec: pb.FunctionSpec) -> None:
-        """Raise `InvalidArgument` if the service's own host, where sandboxes that outlive a call
-        are, runs no calls."""
-        if self._own.workers:
-            return
-        raise InvalidArgument(
-            "such sandboxes are on the service's own host, and it runs no calls",
-            kind="no_host",
-            field="function.stateful" if spec.stateful else "function.sandbox",
-            value=spec.stateful or spec.sandbox,
-            remedy="Start the reward service with TROUPE_REWARD_WORKERS of one or more.",
-        )
-
     def _capacities(self, needs: Amounts) -> dict[str, Amounts]:
         """Host -> its amounts of the resources of `needs`, free or not."""
         now = time.monotonic()
@@ -518,16 +520,6 @@ class HostFleet:
             counted = {WORKERS: workers, CORES: handed or PLENTY}
             found[name] = {r: counted.get(r) or resources.capacity(r) for r in needs}
         return found
-
-    def _check_quota(self, spec: pb.FunctionSpec) -> None:
-        if self._quotas is None:
-            raise InvalidArgument(
-                "no quotas are declared here",
-                field="function.quota",
-                value=spec.quota,
-                remedy="Declare it in TROUPE_REWARD_QUOTAS of the reward service.",
-            )
-        self._quotas.check(spec.quota, spec.quota_units or 1)
 
 
 def resources_of(offer: pb.HostOffer, link: HostLink | None = None) -> HostResources:

@@ -17,7 +17,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.reward.worker import MOST_SECONDS
-from troupe.rpc import Internal, InvalidArgument, TroupeError, Unavailable
+from troupe.rpc import NO_RETRY, InvalidArgument, TroupeError
 from troupe.scheduling.elastic.quota import QuotaGrant, QuotaLimits, TokenBucket
 
 log = structlog.get_logger("troupe.reward")
@@ -113,7 +113,7 @@ class QuotaManager:
 
     def free(self) -> dict[str, int]:
         """Units in hand, by resource."""
-        return {QUOTA + name: feed.in_hand for name, feed in self._feeds.items()}
+        return {QUOTA + name: feed.hand for name, feed in self._feeds.items()}
 
     def wish(self, wishes: Mapping[str, Sequence[int]]) -> None:
         """Set what is queued now: by resource, the units of each call in the order of the queue."""
@@ -161,7 +161,7 @@ class _QuotaFeed:
         self._name, self._buckets, self._changed = name, buckets, changed
         self._wishes: Sequence[int] = ()
         # Units in hand, and units that running calls use.
-        self._hand = self._used = 0
+        self.hand = self._used = 0
         # Units to give back, and how many of them were never used.
         self._back = self._unused = 0
         self._shut_until = self._to_shut = 0.0
@@ -175,10 +175,6 @@ class _QuotaFeed:
         self._away = ""
 
     @property
-    def in_hand(self) -> int:
-        return self._hand
-
-    @property
     def why(self) -> str:
         left = self._shut_until - time.monotonic()
         if left > 0:
@@ -187,11 +183,11 @@ class _QuotaFeed:
 
     def wish(self, wishes: Sequence[int]) -> None:
         self._wishes = list(wishes)
-        if self._asked or self._hand != sum(self._wishes):
+        if self._asked or self.hand != sum(self._wishes):
             self._stir()
 
     def take(self, units: int) -> None:
-        self._hand -= units
+        self.hand -= units
         self._used += units
 
     def give_back(self, units: int) -> None:
@@ -202,7 +198,7 @@ class _QuotaFeed:
     def shut(self, seconds: float) -> None:
         self._shut_until = max(self._shut_until, time.monotonic() + seconds)
         self._to_shut = max(self._to_shut, seconds)
-        self._drop(self._hand)
+        self._drop(self.hand)
         self._stir()
 
     async def stop(self) -> None:
@@ -210,7 +206,7 @@ class _QuotaFeed:
             return
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._drop(self._hand)
+        self._drop(self.hand)
         self._wishes, self._back, self._used = (), self._back + self._used, 0
         with contextlib.suppress(TroupeError):
             await self._settle()
@@ -221,13 +217,13 @@ class _QuotaFeed:
             self._task = asyncio.create_task(self._run(), name=f"quota {self._name}")
 
     def _drop(self, units: int) -> None:
-        self._hand -= units
+        self.hand -= units
         self._back += units
         self._unused += units
 
     def _reached(self) -> int:
         """How many of the wishes, in their order, the units in hand suffice for."""
-        left = self._hand
+        left = self.hand
         for place, units in enumerate(self._wishes):
             if units > left:
                 return place
@@ -260,7 +256,7 @@ class _QuotaFeed:
         reached = self._reached()
         if reached < len(self._wishes):
             # Never keep part of what a call needs: two services could wait for each other.
-            self._drop(self._hand - sum(self._wishes[:reached]))
+            self._drop(self.hand - sum(self._wishes[:reached]))
         if self._back:
             back, unused = self._back, self._unused
             await self._buckets.give_back(self._name, back, unused)
@@ -271,7 +267,7 @@ class _QuotaFeed:
         self._surplus_since, self._asked = None, True
         answer = await self._ask(missing)
         if answer.granted:
-            self._hand += sum(missing[: answer.granted])
+            self.hand += sum(missing[: answer.granted])
             self._changed()
         if answer.granted == len(missing):
             return 0.0
@@ -281,12 +277,12 @@ class _QuotaFeed:
         """All wishes are in hand: give back a surplus that lasts, and stay alive in the bucket."""
         pause = _PATIENCE_SECONDS / 3
         now = time.monotonic()
-        held = bool(self._hand or self._used)
+        held = bool(self.hand or self._used)
         if self._asked or (held and now - self._answered >= pause):
             # Leaves the line, and shows that the holder of the units is alive.
             await self._ask(())
             self._asked = False
-        surplus = self._hand - sum(self._wishes)
+        surplus = self.hand - sum(self._wishes)
         if surplus <= 0:
             self._surplus_since = None
             return pause if held else None
@@ -363,26 +359,21 @@ class LocalBuckets:
 
 class RedisBuckets:
     """One token bucket per quota in Redis, shared by all services that use it. Each call is one
-    atomic script; `holder` names this process. All methods raise `Unavailable`."""
+    atomic script; `holder` names this process. All methods raise `TroupeError`."""
 
     def __init__(self, url: str, quotas: Mapping[str, QuotaLimits], holder: str) -> None:
-        # Only a service with quotas needs the package.
-        from redis.asyncio import Redis
-        from redis.asyncio.retry import Retry
-        from redis.backoff import NoBackoff
+        # Only a service with quotas needs the package `redis`.
+        from services.chassis.redis import RedisClient
 
         self._quotas, self._holder = quotas, holder
-        self._client = Redis.from_url(
+        self._redis = RedisClient(
             url,
-            # The feed repeats what failed.
-            retry=Retry(NoBackoff(), 0),
-            # redis-py's own timeouts may swallow a cancellation under Python 3.11.
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            client_name="troupe-reward",
+            {"quota": files(__package__).joinpath("quota.lua").read_text(encoding="utf-8")},
+            name="troupe-reward",
+            retries=NO_RETRY,  # the feed repeats what failed
+            timeout=_TIMEOUT,
+            patience=_TIMEOUT,
         )
-        text = files(__package__).joinpath("quota.lua").read_text(encoding="utf-8")
-        self._script: Any = self._client.register_script(text)
 
     async def ask(self, name: str, wishes: Sequence[int], patience: float) -> QuotaGrant:
         """`TokenBucket.ask`, by Redis' clock."""
@@ -400,7 +391,7 @@ class RedisBuckets:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._redis.close()
 
     async def _run(
         self, name: str, what: str, patience: float, *values: float, now: float | str = ""
@@ -408,23 +399,7 @@ class RedisBuckets:
         limits = self._quotas[name]
         bounds = (limits.rate, limits.burst, limits.concurrency)
         args = (what, self._holder, *bounds, patience, now, *values)
-        return await self._guarded(self._script(keys=[f"{_PREFIX}:{{{name}}}"], args=args))
-
-    async def _guarded(self, call: Any) -> Any:
-        from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
-
-        try:
-            async with asyncio.timeout(_TIMEOUT):
-                return await call
-        except ResponseError as error:
-            raise Internal(f"Redis refuses a command: {error}", kind="redis_error") from error
-        except (ConnectionError, TimeoutError, RedisError, OSError) as error:
-            raise Unavailable(
-                f"the quotas' Redis does not answer: {error}",
-                kind="redis_unavailable",
-                field="TROUPE_REDIS_URL",
-                remedy="Start it; calls that need a quota go on when it is back.",
-            ) from error
+        return await self._redis.run_script("quota", [f"{_PREFIX}:{{{name}}}"], args)
 
 
 Buckets = LocalBuckets | RedisBuckets

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from services.reward import worker
-from services.reward.cgroups import CgroupLimits, ControlGroups, CoreLease, CoreManager
+from services.reward.cgroups import ControlGroups, CoreLease, CoreManager
 from services.reward.sandboxes import supervisor
 from services.reward.sandboxes.profile import SandboxProfile
 from services.reward.sandboxes.sandbox import SandboxBackend
@@ -28,7 +28,6 @@ class BubblewrapBackend(SandboxBackend):
         """`groups` limit what it takes as a whole, if there are any; `cores` hands cores out."""
         self._name, self._profile = name, profile
         self._groups, self._cores = groups, cores
-        self._cgroup_limits = CgroupLimits(groups) if groups is not None else None
 
     def launch(self) -> tuple[Sequence[str], dict[str, str], bytes]:
         files = [supervisor.__file__, worker.__file__]
@@ -38,9 +37,9 @@ class BubblewrapBackend(SandboxBackend):
     async def entered(self, pids: Sequence[int]) -> None:
         if self._cores is not None:
             self._cores.adopt(self._name, pids)
-        if self._cgroup_limits is not None:
+        if self._groups is not None:
             profile = self._profile
-            self._cgroup_limits.adopt(self._name, pids, profile.processes, profile.memory_mib)
+            self._groups.confine(self._name, pids, profile.processes, profile.memory_mib)
 
     async def grant(self, lease: CoreLease) -> None:
         if self._cores is not None:
@@ -64,7 +63,6 @@ class BubblewrapBackend(SandboxBackend):
             self._groups.thaw(self._name)
 
     async def ended(self) -> None:
-        if self._cores is not None:
-            self._cores.forget(self._name)
-        if self._cgroup_limits is not None:
-            self._cgroup_limits.forget(self._name)
+        for manager in (self._cores, self._groups):
+            if manager is not None:
+                manager.forget(self._name)

@@ -50,7 +50,8 @@ def restrict(reads: Iterable[str], writes: Iterable[str], lists: Iterable[str] =
     """From now on let this process only read and execute `reads`, write `writes`, and list `lists`,
     and what is below them. Paths that do not exist are left out. Raises OSError."""
     every = (1 << _RIGHTS.get(version(), _RIGHTS_NOW)) - 1
-    ruleset = _checked("landlock_create_ruleset", _call(_CREATE, _u64(every), 8, 0))
+    rights = ctypes.create_string_buffer(struct.pack("=Q", every), 8)
+    ruleset = _checked("landlock_create_ruleset", _call(_CREATE, rights, 8, 0))
     try:
         for path in reads:
             _allow(ruleset, path, _READ)
@@ -89,10 +90,6 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
             _checked(f"landlock_add_rule for {path}", done)
         finally:
             os.close(descriptor)
-
-
-def _u64(value: int) -> ctypes.Array[ctypes.c_char]:
-    return ctypes.create_string_buffer(struct.pack("=Q", value), 8)
 
 
 def _call(number: int, *arguments: object) -> int:

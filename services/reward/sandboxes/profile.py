@@ -267,24 +267,22 @@ def unprivileged_user() -> SandboxUser:
 
 def find_bubblewrap() -> str:
     """Path of bubblewrap. Raises FailedPrecondition of kind "no_sandbox"."""
-    found = shutil.which("bwrap")
-    if found is None:
-        raise _no_sandbox(
-            "bubblewrap is not installed where the reward service runs",
-            "Install it (Debian's package `bubblewrap`), or use the image that has it.",
-        )
-    return found
+    if found := shutil.which("bwrap"):
+        return found
+    raise _no_sandbox(
+        "bubblewrap is not installed where the reward service runs",
+        "Install it (Debian's package `bubblewrap`), or use the image that has it.",
+    )
 
 
 def find_setpriv() -> str:
     """Path of setpriv, which changes users. Raises FailedPrecondition of kind "no_sandbox"."""
-    found = shutil.which("setpriv")
-    if found is None:
-        raise _no_sandbox(
-            "setpriv is not installed where the reward service runs as root",
-            "Install it (the package `util-linux`), or start the service as an unprivileged user.",
-        )
-    return found
+    if found := shutil.which("setpriv"):
+        return found
+    raise _no_sandbox(
+        "setpriv is not installed where the reward service runs as root",
+        "Install it (the package `util-linux`), or start the service as an unprivileged user.",
+    )
 
 
 def find_engine() -> str:
