@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -37,7 +37,10 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class ServiceDefinition(Protocol):
     """Interface of a service that the chassis serves.
 
-    Its handlers report errors by raising `TroupeError`, never by aborting the context.
+    Its handlers report errors by raising `TroupeError`, never by aborting the context. It may also
+    have `problem: str | None`, the reason why `start` still waits, which is in the errors of calls
+    refused meanwhile; and `async def leave()`, which announces the shutdown within a few seconds,
+    when new calls are already refused.
     """
 
     name: str
@@ -54,23 +57,6 @@ class ServiceDefinition(Protocol):
 
         Also called after a `start` that failed or was interrupted.
         """
-
-
-@runtime_checkable
-class WaitingService(Protocol):
-    """Interface of a service that can say what its start is waiting for."""
-
-    @property
-    def problem(self) -> str | None:
-        """The reason why `start` still waits; included in the errors of calls refused meanwhile."""
-
-
-@runtime_checkable
-class LeavingService(Protocol):
-    """Interface of a service that announces its shutdown before its calls have drained."""
-
-    async def leave(self) -> None:
-        """Announce the shutdown, within a few seconds; new calls are already refused."""
 
 
 Factory = Callable[[S, Telemetry], ServiceDefinition]
@@ -139,9 +125,8 @@ class RunningServer(Generic[S]):
         """Start the service, then answer calls and say SERVING."""
         assert self.service is not None, "open() comes first"
         self._started = True
-        if isinstance(self.service, WaitingService):
-            waiting = self.service
-            self._interceptor.problem = lambda: waiting.problem
+        service = self.service
+        self._interceptor.problem = lambda: getattr(service, "problem", None)
         await self.service.start()
         self._interceptor.state = "serving"
         for name in ("", self.service.name):
@@ -167,8 +152,8 @@ class RunningServer(Generic[S]):
         log.info("draining", name=self.service.name, seconds=settings.drain_seconds)
         if settings.port_file is not None:
             settings.port_file.unlink(missing_ok=True)
-        if self._started and isinstance(self.service, LeavingService):
-            await self.service.leave()
+        if self._started and (leave := getattr(self.service, "leave", None)) is not None:
+            await leave()
         # `stop` refuses new connections at once and ends when no call is in flight.
         stopping = asyncio.ensure_future(server.stop(settings.drain_seconds + 1))
         await asyncio.wait({stopping}, timeout=min(_stream_drain(settings), settings.drain_seconds))

@@ -1,4 +1,8 @@
-"""Copying of folders between services that share no disk, as streams of chunks."""
+"""Copying of folders between services that share no disk, as streams of chunks.
+
+A chunk is a message with `path`, `data`, `end_of_file`, and `checksum`: the xxh3-64 of the whole
+file in its last chunk, else 0.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,24 @@ import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import xxhash
 
 from troupe.rpc import DataLoss
 
+T = TypeVar("T")
 _CHUNK_BYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True)
-class FileChunk:
-    """A chunk of a file. `checksum`: xxh3-64 of the whole file in its last chunk, else 0."""
-
-    path: str
-    data: bytes
-    end_of_file: bool
-    checksum: int
-
-
-async def read_folder(root: Path) -> AsyncIterator[FileChunk]:
-    """Stream all files below `root`, in order of name, as chunks.
+async def read_folder(root: Path, message: type[T]) -> AsyncIterator[T]:
+    """Stream all files below `root`, in order of name, as chunks of the type `message`.
 
     Raises FileNotFoundError if a file is removed meanwhile.
     """
+    make: Callable[..., T] = message
     for path in await asyncio.to_thread(files_below, root):
         name = path.relative_to(root).as_posix()
         digest = xxhash.xxh3_64()
@@ -43,11 +38,12 @@ async def read_folder(root: Path) -> AsyncIterator[FileChunk]:
                 following = await asyncio.to_thread(file.read, _CHUNK_BYTES)
                 last = not following
                 digest.update(data)
-                yield FileChunk(name, data, last, digest.intdigest() if last else 0)
+                checksum = digest.intdigest() if last else 0
+                yield make(path=name, data=data, end_of_file=last, checksum=checksum)
                 data = following
 
 
-async def write_folder(target: Path, chunks: AsyncIterator[FileChunk]) -> int:
+async def write_folder(target: Path, chunks: AsyncIterable[Any]) -> int:
     """Write the chunks of `read_folder` atomically to the folder `target`; returns the bytes.
 
     An existing folder is left as it is. Raises DataLoss for a damaged file or a name that leads out

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import xxhash
@@ -28,12 +29,7 @@ def forgets(when: Callable[[Any], bool]) -> Callable[[Handler], Handler]:
 
     A repeated call then runs again.
     """
-
-    def mark(handler: Handler) -> Handler:
-        handler.forgets = when  # type: ignore[attr-defined]
-        return handler
-
-    return mark
+    return lambda handler: _marked(handler, "forgets", when)
 
 
 def compares(what: Callable[[Any], bytes]) -> Callable[[Handler], Handler]:
@@ -41,12 +37,12 @@ def compares(what: Callable[[Any], bytes]) -> Callable[[Handler], Handler]:
 
     By default requests with the same id must be equal in every byte.
     """
+    return lambda handler: _marked(handler, "compares", what)
 
-    def mark(handler: Handler) -> Handler:
-        handler.compares = what  # type: ignore[attr-defined]
-        return handler
 
-    return mark
+def _marked(handler: Handler, name: str, value: object) -> Handler:
+    setattr(handler, name, value)
+    return handler
 
 
 class IdempotencyCache:
@@ -204,14 +200,14 @@ class IdempotencyCache:
         self._bytes -= done.size
 
 
+@dataclass(eq=False, slots=True)
 class _RunningCall:
     """A call in flight: digest and size of its request, its task, the number of waiting callers."""
 
-    def __init__(self, digest: bytes, size: int, task: asyncio.Future[Any]) -> None:
-        self.digest = digest
-        self.size = size
-        self.task = task
-        self.waiters = 0
+    digest: bytes
+    size: int
+    task: asyncio.Future[Any]
+    waiters: int = 0
 
 
 class _Done:

@@ -72,6 +72,16 @@ _NO_WRITES_WORDS: Final = ("MISCONF", "READONLY", "read only replica", "NOREPLIC
 _OTHER_TYPE: Final = "WRONGTYPE"
 
 
+class KeyName:
+    """The name of a key, as an attribute: `name` behind the `base` of its object."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> str:
+        return f"{owner.base}:{self._name}"
+
+
 @dataclass(frozen=True)
 class Script:
     """A Lua script with its digest: one atomic write, or a consistent read."""

@@ -119,7 +119,7 @@ class ServiceSettings(BaseSettings):
         """The "host:port" at which others reach this server, with the bound port once it runs."""
         if self.advertise_address:
             return self.advertise_address
-        host = socket.gethostname() if is_wildcard(self.host) else self.host
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
@@ -155,11 +155,6 @@ class ServiceSettings(BaseSettings):
             proxy=self.proxy,
             retry=retry or RetryPolicy(),
         )
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether `host` stands for all interfaces."""
-    return host in ("0.0.0.0", "::")
 
 
 def read_settings(model: type[S], program: str) -> S | None:

@@ -87,11 +87,6 @@ class HostOwnership:
         self._mutex = threading.Lock()
         self._closed = False
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process runs the owner."""
-        return self._process is not None
-
     def place(self) -> OwnerAddress | None:
         """The addresses of the owner, if one has been started."""
         try:
@@ -357,20 +352,13 @@ class HostTransfer(Transfer):
 class _OtherHosts:
     """A `sources.FetchSource` that has this host's owner fetch states from other hosts."""
 
+    address = "other hosts"
+    deadline_seconds = 600.0
+
     def __init__(self, host: HostTransfer, client: ClientSettings) -> None:
         self._host, self._client = host, client
         self._mutex = threading.Lock()
         self._at: tuple[str, HostOwner] | None = None
-
-    @property
-    def address(self) -> str:
-        """A description of the source for error messages."""
-        return "other hosts"
-
-    @property
-    def deadline_seconds(self) -> float:
-        """Default deadline of a fetch, in seconds."""
-        return 600.0
 
     def fetch(
         self, wanted: StateRequest, roots: Sequence[Path], counters: TransferCounters

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import xxhash
 
+from services.chassis.redis import KeyName
 from troupe import states
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -62,30 +63,18 @@ class JobTableKeys:
         """The prefix of every key under the job's hash tag."""
         return f"{PREFIX}:{{{self.job}}}"
 
-    @property
-    def tables(self) -> str:
-        """JSON: the policies that have tables, and their required columns."""
-        return f"{self.base}:tables"
-
-    @property
-    def steps(self) -> str:
-        """Sorted set of the steps that exist, committed or not."""
-        return f"{self.base}:steps"
-
-    @property
-    def live(self) -> str:
-        """Sorted set of the steps that some policy has not committed."""
-        return f"{self.base}:live"
-
-    @property
-    def log(self) -> str:
-        """Hash: step -> its roster and endings (log.Roster); outlives the step."""
-        return f"{self.base}:log"
-
-    @property
-    def logged_tables(self) -> str:
-        """The value of `tables`, kept after the tables are dropped."""
-        return f"{self.base}:logged-tables"
+    tables = KeyName("tables")
+    """JSON: the policies that have tables, and their required columns."""
+    steps = KeyName("steps")
+    """Sorted set of the steps that exist, committed or not."""
+    live = KeyName("live")
+    """Sorted set of the steps that some policy has not committed."""
+    log = KeyName("log")
+    """Hash: step -> its roster and endings (log.Roster); outlives the step."""
+    logged_tables = KeyName("logged-tables")
+    """The value of `tables`, kept after the tables are dropped."""
+    rosters = KeyName("rosters")
+    """Counts changes of steps' rosters."""
 
     def step(self, step: int) -> str:
         """Hash: group_size, redundant; versions (JSON); queries, now and as `opened` (JSON);
@@ -95,11 +84,6 @@ class JobTableKeys:
         carried to another step are gone from here with all that is theirs.
         """
         return f"{self.base}:{step}:step"
-
-    @property
-    def rosters(self) -> str:
-        """Counts changes of steps' rosters."""
-        return f"{self.base}:rosters"
 
     def all_of(self, step: int) -> tuple[str, ...]:
         """All keys of a step; first the one whose existence says that it is open."""
@@ -129,30 +113,16 @@ class PolicyKeys:
         """The prefix of every key under the policy's hash tag."""
         return f"{PREFIX}:{{{self.job}/{self.policy}}}"
 
-    @property
-    def commits(self) -> str:
-        """Hash: step -> its commit (records.commit_bytes)."""
-        return f"{self.base}:commits"
-
-    @property
-    def head(self) -> str:
-        """Hash: version and step of the latest commit; number of the rosters that it knows."""
-        return f"{self.base}:head"
-
-    @property
-    def log(self) -> str:
-        """Hash: step -> fate of its samples (log.pack); outlives the step."""
-        return f"{self.base}:log"
-
-    @property
-    def totals(self) -> str:
-        """Hash: counts of the steps that were forgotten, since the job began."""
-        return f"{self.base}:totals"
-
-    @property
-    def channel(self) -> str:
-        """Channel on which the scripts publish changes: `<step> <kind>`."""
-        return f"{self.base}:changes"
+    commits = KeyName("commits")
+    """Hash: step -> its commit (records.commit_bytes)."""
+    head = KeyName("head")
+    """Hash: version and step of the latest commit; number of the rosters that it knows."""
+    log = KeyName("log")
+    """Hash: step -> fate of its samples (log.pack); outlives the step."""
+    totals = KeyName("totals")
+    """Hash: counts of the steps that were forgotten, since the job began."""
+    channel = KeyName("changes")
+    """Channel on which the scripts publish changes: `<step> <kind>`."""
 
     def step(self, step: int, name: str) -> str:
         """The key `name` of a step; `name` is one of `STEP_KEYS`."""

@@ -87,13 +87,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 value=request.version,
                 remedy="Save it first, with the same worker.",
             )
-        async for chunk in read_folder(path):
-            yield pb.ReadCheckpointResponse(
-                path=chunk.path,
-                data=chunk.data,
-                end_of_file=chunk.end_of_file,
-                checksum=chunk.checksum,
-            )
+        async for chunk in read_folder(path, pb.ReadCheckpointResponse):
+            yield chunk
 
     async def OfferState(
         self, request: pb.OfferStateRequest, context: Any

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from services.chassis.folders import FileChunk, read_folder, write_folder
+from services.chassis.folders import read_folder, write_folder
 from troupe.rpc import DataLoss
+from troupe.v1.trainer_pb2 import ReadCheckpointResponse
 
 
 @pytest.fixture
@@ -27,22 +27,24 @@ def contents(root: Path) -> dict[str, bytes]:
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
-async def changed(source: Path, **changes: object) -> AsyncIterator[FileChunk]:
+async def changed(source: Path, **changes: object) -> AsyncIterator[ReadCheckpointResponse]:
     """The chunks of `source`, the last one changed."""
-    chunks = [chunk async for chunk in read_folder(source)]
+    chunks = [chunk async for chunk in read_folder(source, ReadCheckpointResponse)]
     for chunk in chunks[:-1]:
         yield chunk
-    yield replace(chunks[-1], **changes)  # type: ignore[arg-type]
+    for name, value in changes.items():
+        setattr(chunks[-1], name, value)
+    yield chunks[-1]
 
 
 async def test_it_arrives_as_it_was(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "there" / "v3"
-    size = await write_folder(target, read_folder(source))
+    size = await write_folder(target, read_folder(source, ReadCheckpointResponse))
     assert contents(target) == contents(source)
     assert size == 2 + 256 * 5000
     # Again: what is there stays.
     (target / "config.json").write_text("{1}")
-    await write_folder(target, read_folder(source))
+    await write_folder(target, read_folder(source, ReadCheckpointResponse))
     assert (target / "config.json").read_text() == "{1}"
     assert [p.name for p in target.parent.iterdir()] == ["v3"]
 

@@ -47,7 +47,8 @@ def test_one_runs_it_and_another_takes_over_at_the_same_port(tmp_path: Path) -> 
     assert first.place() is None
     first.look()
     second.look()
-    assert (first.is_ours, second.is_ours) == (True, False)
+    assert first._process is not None
+    assert second._process is None
     place = second.place()
     assert place == first.place()
     assert place is not None
@@ -55,7 +56,7 @@ def test_one_runs_it_and_another_takes_over_at_the_same_port(tmp_path: Path) -> 
     first.close()
     assert owners.running == []
     second.look()
-    assert second.is_ours
+    assert second._process is not None
     assert second.place() == place, "what others remember is still true"
     assert owners.asked == [0, 7001]
     second.close()
@@ -84,7 +85,7 @@ def test_a_port_that_is_set_is_the_only_one(tmp_path: Path) -> None:
         owner.look()
     owners.taken.clear()
     owner.look()
-    assert owner.is_ours, "one that could not start is tried again"
+    assert owner._process is not None, "one that could not start is tried again"
     owner.close()
 
 

@@ -174,7 +174,7 @@ async def test_processes_of_a_host_share_an_owner_and_what_it_fetched(house: Hou
     assert (await in_thread(first.fetch, KEY))[1].transport not in ("grpc", "ucx")
     await first.stop()
     async with asyncio.timeout(10):  # the other one takes over
-        while not second._owner.is_ours:  # type: ignore[union-attr]  # noqa: ASYNC110
+        while second._owner._process is None:  # type: ignore[union-attr]  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert second.address == first.address, "at the same port"
     right.set("job/solver/weights@2", WEIGHTS)

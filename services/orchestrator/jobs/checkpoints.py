@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
-from services.chassis.folders import FileChunk, files_below, read_folder, write_folder
+from services.chassis.folders import files_below, read_folder, write_folder
 from services.orchestrator.context import JobContext
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.records import timestamp
@@ -38,13 +38,8 @@ async def copy_to_job_directory(
     read = tr.ReadCheckpointRequest(
         job_id=request.job_id, policy=request.policy, version=request.version
     )
-
-    async def chunks() -> AsyncIterator[FileChunk]:
-        async for one in worker.trainer.ReadCheckpoint(read, timeout=seconds):
-            yield FileChunk(one.path, one.data, one.end_of_file, one.checksum)
-
     try:
-        size = await write_folder(target, chunks())
+        size = await write_folder(target, worker.trainer.ReadCheckpoint(read, timeout=seconds))
     except OSError as error:
         raise ResourceExhausted(
             f"{target} cannot be written: {error.strerror}",
@@ -90,13 +85,8 @@ async def export(checkpoint: orch.Checkpoint) -> AsyncIterator[orch.ExportCheckp
     Raises `Aborted` when newer checkpoints push it out meanwhile (`checkpoint.keep`).
     """
     try:
-        async for chunk in read_folder(Path(checkpoint.path)):
-            yield orch.ExportCheckpointResponse(
-                path=chunk.path,
-                data=chunk.data,
-                end_of_file=chunk.end_of_file,
-                checksum=chunk.checksum,
-            )
+        async for chunk in read_folder(Path(checkpoint.path), orch.ExportCheckpointResponse):
+            yield chunk
     except FileNotFoundError as error:
         raise Aborted(
             f"the checkpoint {checkpoint.policy}@{checkpoint.version} was removed meanwhile",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from services.chassis.redis import RedisClient
+from services.chassis.redis import KeyName, RedisClient
 from troupe.rpc import Internal, RetryPolicy, TroupeError, Unavailable
 
 _PREFIX: Final = "troupe:orchestrator"
@@ -35,53 +35,32 @@ class JobKeys:
 
     job_id: str
 
-    def _key(self, name: str) -> str:
-        return f"{_PREFIX}:{{{self.job_id}}}:{name}"
-
     @property
-    def record(self) -> str:
-        """Hash: the job record."""
-        return self._key("record")
+    def base(self) -> str:
+        """The prefix of all of them."""
+        return f"{_PREFIX}:{{{self.job_id}}}"
 
-    @property
-    def events(self) -> str:
-        """Stream: the event log."""
-        return self._key("events")
-
-    @property
-    def ledger(self) -> str:
-        """Hash: per policy `:done` steps, newest `:entry`, and a checksum per `:v<version>`."""
-        return self._key("ledger")
-
-    @property
-    def versions(self) -> str:
-        """List: every entry that the ledger ever held."""
-        return self._key("versions")
-
-    @property
-    def rows(self) -> str:
-        """List: measured values, as `MetricsLogged` messages in the order they were logged."""
-        return self._key("rows")
-
-    @property
-    def latest(self) -> str:
-        """Hash: newest value of every metric."""
-        return self._key("latest")
-
-    @property
-    def population(self) -> str:
-        """Hash: pools, payoffs, meta-strategies; what the slots have."""
-        return self._key("population")
+    record = KeyName("record")
+    """Hash: the job record."""
+    events = KeyName("events")
+    """Stream: the event log."""
+    ledger = KeyName("ledger")
+    """Hash: per policy `:done` steps, newest `:entry`, and a checksum per `:v<version>`."""
+    versions = KeyName("versions")
+    """List: every entry that the ledger ever held."""
+    rows = KeyName("rows")
+    """List: measured values, as `MetricsLogged` messages in the order they were logged."""
+    latest = KeyName("latest")
+    """Hash: newest value of every metric."""
+    population = KeyName("population")
+    """Hash: pools, payoffs, meta-strategies; what the slots have."""
+    answers = KeyName("population:answers")
+    """Hash: what members answer in every information state of a game, by pool and member."""
 
     @property
     def matches(self) -> tuple[str, str]:
         """Matches of the population: order (list), how they ended (hash)."""
-        return self._key("matches:order"), self._key("matches")
-
-    @property
-    def answers(self) -> str:
-        """Hash: what members answer in every information state of a game, by pool and member."""
-        return self._key("population:answers")
+        return f"{self.base}:matches:order", f"{self.base}:matches"
 
     @property
     def all(self) -> list[str]:
@@ -101,8 +80,8 @@ class JobKeys:
 
     def trajectories(self, kind: str) -> tuple[str, str, str]:
         """Recent trajectories of a kind: order (list), summaries and full ones (hashes)."""
-        base = f"trajectories:{kind}"
-        return self._key(base), self._key(f"{base}:summaries"), self._key(f"{base}:full")
+        base = f"{self.base}:trajectories:{kind}"
+        return base, f"{base}:summaries", f"{base}:full"
 
 
 class RedisAccess(RedisClient):
