@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import Final
 
@@ -13,10 +12,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.orchestrator.context import Shared
-from services.orchestrator.placement.nodes import NodeRegistry
-from services.orchestrator.placement.trainer_scheduler import TrainerScheduler
-from services.orchestrator.placement.workers import AWAY, WorkerHandle, WorkerRegistry
-from services.orchestrator.state.job_store import JobStore
+from services.orchestrator.placement.workers import AWAY, WorkerHandle
 from services.orchestrator.state.records import TERMINAL
 from troupe.rpc import NotFound, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
@@ -178,41 +174,32 @@ class ClusterView:
     """The state of the cluster: workers as of their heartbeats, other services by health checks."""
 
     def __init__(
-        self,
-        workers: WorkerRegistry,
-        nodes: NodeRegistry,
-        scheduler: TrainerScheduler,
-        store: JobStore,
-        channels: Mapping[str, tuple[str, grpc.aio.Channel]],
-        probe_seconds: float,
+        self, shared: Shared, channels: Mapping[str, tuple[str, grpc.aio.Channel]]
     ) -> None:
-        self._workers = workers
-        self._nodes = nodes
-        self._scheduler = scheduler
-        self._store = store
-        # By service: its address and a channel to it.
+        """`channels`: by service, its address and a channel to it."""
+        self._shared = shared
         self._channels = channels
-        self._seconds = probe_seconds
+        self._seconds = shared.settings.probe_seconds
 
-    async def picture(self, in_flight: Counter[str]) -> orch.GetClusterResponse:
-        """Workers, engines, bindings, services, and the trajectories `in_flight` per job."""
+    async def picture(self) -> orch.GetClusterResponse:
+        """Workers, engines, bindings, services, and the trajectories in flight per job."""
         services = await asyncio.gather(
             self._redis(), *(self._probe(name) for name in self._channels)
         )
         response = orch.GetClusterResponse(
             services=services,
-            in_flight=in_flight,
-            wanted_trainers=self._scheduler.wanted,
-            nodes=self._nodes.statuses(self._workers.all()),
+            in_flight=self._shared.in_flight,
+            wanted_trainers=self._shared.trainer_scheduler.wanted,
+            nodes=self._shared.nodes.statuses(self._shared.workers.all()),
         )
-        for worker in self._workers.all():
+        for worker in self._shared.workers.all():
             beat = worker.beat
             response.workers.add(
                 worker_id=worker.worker_id,
                 kind=worker.kind,
                 address=worker.address,
                 alive=worker.alive,
-                seconds_since_heartbeat=self._workers.age(worker),
+                seconds_since_heartbeat=self._shared.workers.age(worker),
                 doing="draining" if worker.alive and beat.draining else beat.doing,
                 rss_bytes=beat.rss_bytes,
                 trainer=beat.trainer if beat.HasField("trainer") else None,
@@ -242,10 +229,10 @@ class ClusterView:
         return status
 
     async def _redis(self) -> orch.ServiceStatus:
-        status = orch.ServiceStatus(name="redis", address=self._store.address)
+        status = orch.ServiceStatus(name="redis", address=self._shared.store.address)
         try:
             async with asyncio.timeout(self._seconds):
-                await self._store.ping()
+                await self._shared.store.ping()
             status.serving = True
         except (TroupeError, TimeoutError) as error:
             status.message = str(error) or f"no answer within {self._seconds:g} s"

@@ -130,12 +130,13 @@ class Catalogue:
         return found[-1]
 
 
-class FunctionService:
-    """Deploys, calls and deletes functions for users; `reward` is the service that runs them."""
+class FunctionGateway(reward_pb2_grpc.RewardServicer):
+    """The service `troupe.v1.Reward` for users, without the methods of workers and hosts: deploys,
+    calls and deletes functions. `reward` is the service that runs them."""
 
     def __init__(self, catalogue: Catalogue, reward: RewardAsyncStub) -> None:
-        self.catalogue = catalogue
-        self.reward = reward
+        self._catalogue = catalogue
+        self._reward = reward
         self._looking: asyncio.Task[None] | None = None
         # By function: why the reward service refuses it by now.
         self._refused: dict[str, str] = {}
@@ -149,49 +150,60 @@ class FunctionService:
         if self._looking is not None:
             await cancel_all([self._looking])
 
-    async def upload(self, request: pb.UploadSourceRequest) -> pb.UploadSourceResponse:
+    async def UploadSource(
+        self, request: pb.UploadSourceRequest, context: Any
+    ) -> pb.UploadSourceResponse:
         """Stores source here and in the reward service. Raises `TroupeError`, as that does."""
-        reply = await self.reward.UploadSource(request)
-        await self.catalogue.keep_source(reply.sha256, request)
+        reply = await self._reward.UploadSource(request)
+        await self._catalogue.keep_source(reply.sha256, request)
         return reply
 
-    async def deploy(self, spec: pb.FunctionSpec) -> None:
+    async def RegisterFunction(
+        self, request: pb.RegisterFunctionRequest, context: Any
+    ) -> pb.RegisterFunctionResponse:
         """Stores a function if the reward service accepts it. Repeating it changes nothing.
 
         Raises `InvalidArgument` for a function that cannot work, `AlreadyExists` for a version
         that stands for another one, `NotFound` for a source that was not uploaded.
         """
+        spec = request.function
         _check(spec)
-        await self.catalogue.check(spec)
+        await self._catalogue.check(spec)
         await self._restore(spec)
-        await self.catalogue.keep(spec)
+        await self._catalogue.keep(spec)
+        return pb.RegisterFunctionResponse()
 
-    async def delete(self, name: str, version: str) -> bool:
-        """Deletes a function and cancels its calls. False: there was none."""
-        if all((one.name, one.version) != (name, version) for one in await self.catalogue.all()):
-            return False
-        request = pb.DeleteFunctionRequest(request_id=new_id("delete"), name=name, version=version)
-        await self.reward.DeleteFunction(request)
-        return await self.catalogue.delete(name, version)
+    async def DeleteFunction(
+        self, request: pb.DeleteFunctionRequest, context: Any
+    ) -> pb.DeleteFunctionResponse:
+        """Deletes a function, if there is one, and cancels its calls."""
+        name, version = request.name, request.version
+        if all((one.name, one.version) != (name, version) for one in await self._catalogue.all()):
+            return pb.DeleteFunctionResponse(deleted=False)
+        delete = pb.DeleteFunctionRequest(request_id=new_id("delete"), name=name, version=version)
+        await self._reward.DeleteFunction(delete)
+        return pb.DeleteFunctionResponse(deleted=await self._catalogue.delete(name, version))
 
-    async def call(self, request: Any, invoke: Callable[[], Awaitable[T]]) -> T:
-        """The result of `invoke()`, repeated once if the service had forgotten the function.
+    async def _call(self, request: Any, invoke: Callable[..., Awaitable[T]], context: Any) -> T:
+        """The reply of `invoke` to the request, repeated once if the service had forgotten the
+        function.
 
         `request` names the function; without a version it is the one deployed last. Raises
         `NotFound` if none is deployed.
         """
-        spec = await self.named(request)
+        spec = await self._named(request)
+        timeout = context.time_remaining() or _INVOKE_SECONDS
         try:
-            return await invoke()
+            return await invoke(request, timeout=timeout)
         except NotFound as error:
             if error.kind not in _FORGOTTEN:
                 raise
             await self._restore(spec)
-            return await invoke()
+            return await invoke(request, timeout=timeout)
 
-    async def named(self, request: Any) -> pb.FunctionSpec:
+    async def _named(self, request: Any) -> pb.FunctionSpec:
         """The function that a request names; sets the request's version. Raises `NotFound`."""
-        spec = await self.catalogue.find(request.name, request.version)
+        spec = await self._catalogue.find(request.name, request.version)
         request.version = spec.version
         return spec
 
@@ -202,7 +214,7 @@ class FunctionService:
                 if function.function is None:
                     continue
                 try:
-                    await self.catalogue.find(*function.deployed)
+                    await self._catalogue.find(*function.deployed)
                 except NotFound as error:
                     raise InvalidArgument(
                         error.message,
@@ -211,23 +223,21 @@ class FunctionService:
                         remedy=error.remedy,
                     ) from error
 
-    async def list(self) -> pb.ListFunctionsResponse:
+    async def ListFunctions(
+        self, request: pb.ListFunctionsRequest, context: Any
+    ) -> pb.ListFunctionsResponse:
         """The reward service's functions and all deployed ones, known to it or not.
 
-        Functions of jobs first, then deployed ones in their order. Raises `TroupeError`.
+        Functions of jobs first, whose names begin with the job's id, then deployed ones in their
+        order. Raises `TroupeError`.
         """
-        reply = await self.reward.ListFunctions(pb.ListFunctionsRequest())
-        deployed, known = await self.catalogue.all(), _known(reply)
+        reply = await self._reward.ListFunctions(pb.ListFunctionsRequest())
+        deployed, known = await self._catalogue.all(), _known(reply)
         missing = [pb.FunctionStatus(function=f) for f in deployed if _key(f) not in known]
         order = {_key(spec): place for place, spec in enumerate(deployed)}
         found = [*reply.functions, *missing]
         found.sort(key=lambda one: order.get(_key(one.function), -1))
         return pb.ListFunctionsResponse(functions=found, pool=reply.pool)
-
-    async def ensure_known(self, spec: pb.FunctionSpec) -> None:
-        """Registers a function with the reward service unless it knows it. Raises `TroupeError`."""
-        if _key(spec) not in _known(await self.reward.ListFunctions(pb.ListFunctionsRequest())):
-            await self._restore(spec)
 
     async def restore(self) -> None:
         """Registers the deployed functions that the reward service does not know.
@@ -235,10 +245,10 @@ class FunctionService:
         A function that it refuses is logged once and does not stop the others. Raises
         `TroupeError` if the service is away.
         """
-        deployed = await self.catalogue.all()
+        deployed = await self._catalogue.all()
         if not deployed:
             return
-        known = _known(await self.reward.ListFunctions(pb.ListFunctionsRequest()))
+        known = _known(await self._reward.ListFunctions(pb.ListFunctionsRequest()))
         for spec in deployed:
             if _key(spec) in known:
                 self._refused.pop(_key(spec), None)
@@ -256,14 +266,14 @@ class FunctionService:
     async def _restore(self, spec: pb.FunctionSpec) -> None:
         request = pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
         try:
-            await self.reward.RegisterFunction(request)
+            await self._reward.RegisterFunction(request)
         except NotFound as error:
             if error.kind != "source_not_found":
                 raise
-            source = await self.catalogue.source(spec.source_sha256)
+            source = await self._catalogue.source(spec.source_sha256)
             source.request_id = new_id("upload")
-            await self.reward.UploadSource(source)
-            await self.reward.RegisterFunction(request)
+            await self._reward.UploadSource(source)
+            await self._reward.RegisterFunction(request)
 
     async def _restore_forever(self) -> None:
         while True:
@@ -274,6 +284,51 @@ class FunctionService:
             except Exception:
                 _log.exception("restoring deployed functions")
             await asyncio.sleep(_RESTORE_SECONDS)
+
+    async def ListHosts(self, request: pb.ListHostsRequest, context: Any) -> pb.ListHostsResponse:
+        return await self._reward.ListHosts(request)
+
+    async def Invoke(self, request: pb.InvokeRequest, context: Any) -> pb.InvokeResponse:
+        return await self._call(request, self._reward.Invoke, context)
+
+    async def InvokeBatch(
+        self, request: pb.InvokeBatchRequest, context: Any
+    ) -> pb.InvokeBatchResponse:
+        return await self._call(request, self._reward.InvokeBatch, context)
+
+    async def InvokeStream(
+        self, request: pb.InvokeRequest, context: Any
+    ) -> AsyncIterator[pb.InvocationEvent]:
+        # Not `_call`: a stream is not repeated.
+        spec = await self._named(request)
+        if _key(spec) not in _known(await self._reward.ListFunctions(pb.ListFunctionsRequest())):
+            await self._restore(spec)
+        async for event in _relayed(self._reward.InvokeStream(request)):
+            yield event
+
+    async def CancelInvocation(
+        self, request: pb.CancelInvocationRequest, context: Any
+    ) -> pb.CancelInvocationResponse:
+        return await self._reward.CancelInvocation(request)
+
+    async def CloseTrajectory(
+        self, request: pb.CloseTrajectoryRequest, context: Any
+    ) -> pb.CloseTrajectoryResponse:
+        return await self._reward.CloseTrajectory(request)
+
+    async def ReadLogs(
+        self, request: pb.ReadLogsRequest, context: Any
+    ) -> AsyncIterator[pb.LogLine]:
+        async for line in _relayed(self._reward.ReadLogs(request)):
+            yield line
+
+    async def AttachHost(self, request: Any, context: Any) -> AsyncIterator[pb.HostCommand]:
+        raise Unimplemented(
+            "hosts attach to the reward service itself",
+            field="address",
+            remedy="Point the host at TROUPE_REWARD_ADDRESS of the cluster.",
+        )
+        yield  # a stream, like the service's
 
 
 def _key(spec: pb.FunctionSpec) -> str:
@@ -294,85 +349,6 @@ def _check(spec: pb.FunctionSpec) -> None:
                 value=value,
                 remedy="Use letters, digits, '_', '-' and '.', at most 64 of them.",
             )
-
-
-class FunctionGateway(reward_pb2_grpc.RewardServicer):
-    """The service `troupe.v1.Reward` for users, without the methods of workers and hosts."""
-
-    def __init__(self, functions: FunctionService) -> None:
-        self._functions = functions
-
-    async def UploadSource(
-        self, request: pb.UploadSourceRequest, context: Any
-    ) -> pb.UploadSourceResponse:
-        return await self._functions.upload(request)
-
-    async def RegisterFunction(
-        self, request: pb.RegisterFunctionRequest, context: Any
-    ) -> pb.RegisterFunctionResponse:
-        await self._functions.deploy(request.function)
-        return pb.RegisterFunctionResponse()
-
-    async def DeleteFunction(
-        self, request: pb.DeleteFunctionRequest, context: Any
-    ) -> pb.DeleteFunctionResponse:
-        deleted = await self._functions.delete(request.name, request.version)
-        return pb.DeleteFunctionResponse(deleted=deleted)
-
-    async def ListFunctions(
-        self, request: pb.ListFunctionsRequest, context: Any
-    ) -> pb.ListFunctionsResponse:
-        """Includes functions of jobs, whose names begin with the job's id."""
-        return await self._functions.list()
-
-    async def ListHosts(self, request: pb.ListHostsRequest, context: Any) -> pb.ListHostsResponse:
-        return await self._functions.reward.ListHosts(request)
-
-    async def Invoke(self, request: pb.InvokeRequest, context: Any) -> pb.InvokeResponse:
-        timeout = context.time_remaining() or _INVOKE_SECONDS
-        return await self._functions.call(
-            request, lambda: self._functions.reward.Invoke(request, timeout=timeout)
-        )
-
-    async def InvokeBatch(
-        self, request: pb.InvokeBatchRequest, context: Any
-    ) -> pb.InvokeBatchResponse:
-        timeout = context.time_remaining() or _INVOKE_SECONDS
-        return await self._functions.call(
-            request, lambda: self._functions.reward.InvokeBatch(request, timeout=timeout)
-        )
-
-    async def InvokeStream(
-        self, request: pb.InvokeRequest, context: Any
-    ) -> AsyncIterator[pb.InvocationEvent]:
-        # Not `call`: a stream is not repeated.
-        await self._functions.ensure_known(await self._functions.named(request))
-        async for event in _relayed(self._functions.reward.InvokeStream(request)):
-            yield event
-
-    async def CancelInvocation(
-        self, request: pb.CancelInvocationRequest, context: Any
-    ) -> pb.CancelInvocationResponse:
-        return await self._functions.reward.CancelInvocation(request)
-
-    async def CloseTrajectory(
-        self, request: pb.CloseTrajectoryRequest, context: Any
-    ) -> pb.CloseTrajectoryResponse:
-        return await self._functions.reward.CloseTrajectory(request)
-
-    async def ReadLogs(
-        self, request: pb.ReadLogsRequest, context: Any
-    ) -> AsyncIterator[pb.LogLine]:
-        async for line in _relayed(self._functions.reward.ReadLogs(request)):
-            yield line
-
-    async def AttachHost(self, request: Any, context: Any) -> AsyncIterator[pb.HostCommand]:
-        raise Unimplemented(
-            "hosts attach to the reward service itself",
-            field="address",
-            remedy="Point the host at TROUPE_REWARD_ADDRESS of the cluster.",
-        )
-        yield  # a stream, like the service's
 
 
 async def _relayed(call: Any) -> AsyncIterator[Any]:

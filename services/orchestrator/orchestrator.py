@@ -13,7 +13,7 @@ from services.orchestrator.cluster import ClusterView, release_ended_jobs
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.crash_loops import LaunchGuard, death_limit, is_suspect
 from services.orchestrator.errors import Deadline
-from services.orchestrator.functions import Catalogue, FunctionService
+from services.orchestrator.functions import Catalogue, FunctionGateway
 from services.orchestrator.jobs.manager import Jobs
 from services.orchestrator.placement.nodes import NodeRegistry, check_devices
 from services.orchestrator.placement.policy_trainer import Trainers
@@ -96,18 +96,11 @@ class Orchestrator:
             reward=RewardStub(self._reward),
             in_flight={},
         )
-        self.functions = FunctionService(Catalogue(self._redis), self.shared.reward)
+        self.functions = FunctionGateway(Catalogue(self._redis), self.shared.reward)
         self._guard = LaunchGuard(self._redis, settings.survival_seconds)
         self.jobs = Jobs(self.shared, self._guard, self._check_job)
         self.generation = GenerationService(self.shared, self.jobs)
-        self.cluster = ClusterView(
-            self.shared.workers,
-            self.shared.nodes,
-            self.shared.trainer_scheduler,
-            self.shared.store,
-            self._probes,
-            settings.probe_seconds,
-        )
+        self.cluster = ClusterView(self.shared, self._probes)
 
     async def _check_job(self, spec: JobSpec) -> None:
         """Raises for a job that this cluster cannot run."""

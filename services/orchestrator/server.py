@@ -13,7 +13,6 @@ import grpc
 from services.chassis.telemetry import Telemetry
 from services.orchestrator import cluster
 from services.orchestrator.context import Shared
-from services.orchestrator.functions import FunctionGateway
 from services.orchestrator.jobs import checkpoints
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.populations import on_demand
@@ -128,7 +127,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the services with the chassis' server."""
         orch_grpc.add_OrchestratorServicer_to_server(self, server)
-        reward_pb2_grpc.add_RewardServicer_to_server(FunctionGateway(self._at.functions), server)
+        reward_pb2_grpc.add_RewardServicer_to_server(self._at.functions, server)
 
     async def start(self) -> None:
         """Returns once Redis answers and unfinished jobs are continued."""
@@ -308,7 +307,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
     async def GetCluster(
         self, request: orch.GetClusterRequest, context: Any
     ) -> orch.GetClusterResponse:
-        return await self._at.cluster.picture(Counter(self._at.shared.in_flight))
+        return await self._at.cluster.picture()
 
     async def GeneratePolicy(
         self, request: orch.GeneratePolicyRequest, context: Any

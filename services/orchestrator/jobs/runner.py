@@ -651,12 +651,8 @@ def write_manifest(directory: Path, content: Mapping[str, Any], keep: int) -> Pa
         os.fsync(handle)
     finally:
         os.close(handle)
-    there = _manifests(folder)
+    named = ((_MANIFEST_NAME.fullmatch(one.name), one) for one in folder.iterdir())
+    there = {int(match[1]): one for match, one in named if match}
     for old in sorted(there)[:-keep]:
         there[old].unlink(missing_ok=True)
     return path
-
-
-def _manifests(folder: Path) -> dict[int, Path]:
-    named = ((_MANIFEST_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return {int(match[1]): path for match, path in named if match}

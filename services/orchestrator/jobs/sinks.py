@@ -11,10 +11,9 @@ import asyncio
 import importlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import yaml
 
@@ -132,12 +131,8 @@ class Wandb:
 _feeding: set[asyncio.Task[None]] = set()
 
 
-@dataclass
-class _Entry:
-    """Rows for a sink, or None to close it; `done` is set once the sink has taken them."""
-
-    rows: Sequence[orch.MetricsLogged] | None
-    done: asyncio.Future[None]
+# Rows for a sink, or None to close it; the future is done once the sink has taken them.
+_Entry: TypeAlias = tuple[Sequence[orch.MetricsLogged] | None, asyncio.Future[None]]
 
 
 class _Feed:
@@ -160,16 +155,16 @@ class _Feed:
 
     def take(self, rows: Sequence[orch.MetricsLogged] | None) -> asyncio.Future[None]:
         """Queues rows, or None to close the sink; the future is done once that has happened."""
-        entry = _Entry(rows, asyncio.get_running_loop().create_future())
+        done = asyncio.get_running_loop().create_future()
         if self._task is None:
             self._task = asyncio.create_task(self._run())
             _feeding.add(self._task)
             self._task.add_done_callback(_feeding.discard)
         if self._task.done():
-            entry.done.set_result(None)
+            done.set_result(None)
         else:
-            self._queue.put_nowait(entry)
-        return entry.done
+            self._queue.put_nowait((rows, done))
+        return done
 
     async def _run(self) -> None:
         try:
@@ -183,23 +178,23 @@ class _Feed:
             self.troubles.append(f"no {self.name}: {text}. {self._remedy}".rstrip())
         finally:
             while not self._queue.empty():
-                self._queue.get_nowait().done.set_result(None)
+                self._queue.get_nowait()[1].set_result(None)
 
     async def _serve(self, sink: Sink) -> bool:
         """Handles one entry; whether another may follow. Raises `UserCodeTimeout`."""
-        entry = await self._queue.get()
+        rows, done = await self._queue.get()
         try:
-            if entry.rows is None:
+            if rows is None:
                 await call_in_thread(sink.close, seconds=GIVE_UP_SECONDS)
             else:
-                await call_in_thread(sink.write, entry.rows, seconds=GIVE_UP_SECONDS)
+                await call_in_thread(sink.write, rows, seconds=GIVE_UP_SECONDS)
         except UserCodeTimeout:
             raise
         except Exception as error:
             self.troubles.append(f"{self.name}: {described(error, _TROUBLE_CHARS)}")
         finally:
-            entry.done.set_result(None)
-        return entry.rows is not None
+            done.set_result(None)
+        return rows is not None
 
 
 class Sinks:

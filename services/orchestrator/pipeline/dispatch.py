@@ -73,7 +73,10 @@ class Dispatch:
         # Workers that just failed, until their pause is over.
         self._backing_off: set[WorkerHandle] = set()
         self._attempts: dict[WorkerHandle, RetryBackoff] = {}
-        self._draining = Draining()
+        # Redundant trajectories that were withdrawn while they ran and have not been reported yet,
+        # with their batch and query. Their reports still count: how far they came is a metric, and
+        # some may be members of their group.
+        self._draining: dict[str, tuple[TicketBatch, str]] = {}
         self.early = EarlyStart(job, engines)
         # By trajectory: what kills its worker is run again `limits.worker_deaths` times only.
         self._crash_guards: dict[str, CrashLoopGuard] = {}
@@ -137,13 +140,14 @@ class Dispatch:
     def _complete(self, batch: TicketBatch, query_id: str) -> None:
         """Withdraws the rest of a query of whose group the store has all members."""
         running = self.withdraw(batch, (query_id,), REDUNDANT)
-        self._draining.add(batch, query_id, running, self._job.spec.pipeline.group_size)
+        self._draining.update(dict.fromkeys(running, (batch, query_id)))
+        batch.complete(query_id, running, self._job.spec.pipeline.group_size)
 
     def end_unreported(self, batch: TicketBatch, ended: Collection[str]) -> None:
         """Counts trajectories as ended, unseen, that the store has ended long ago and that no
         worker reported. A later report of them does not count."""
         unreported = {one for one in ended if one in self._open and self._open[one].batch is batch}
-        draining = self._draining.of(batch, ended)
+        draining = {one for one in ended if self._draining.get(one, (None,))[0] is batch}
         if not (gone := unreported | draining):
             return
         _log.warning("ends of trajectories were not reported", trajectory_ids=sorted(gone))
@@ -153,8 +157,15 @@ class Dispatch:
         for trajectory_id in unreported:
             self._close(trajectory_id)
             batch.end_unseen(trajectory_id)
-        self._draining.end_unreported(draining)
+        self._end_draining(draining)
         self._enqueue(())
+
+    def _end_draining(self, trajectory_ids: Collection[str]) -> None:
+        """Gives up waiting for the reports of those of these that drain."""
+        for trajectory_id in trajectory_ids:
+            if (found := self._draining.pop(trajectory_id, None)) is not None:
+                batch, query_id = found
+                batch.end_unreported(query_id, trajectory_id)
 
     def move(self, source: TicketBatch, query_ids: Collection[str], target: TicketBatch) -> None:
         """Moves queries to another batch; what runs of them runs on."""
@@ -285,7 +296,7 @@ class Dispatch:
                         self._handle_events(worker, _split(first), left)
             finally:
                 running -= left
-                self._draining.end_unreported(left)
+                self._end_draining(left)
             if lost := left & self._open.keys():
                 raise Unavailable(f"{worker} ended its stream before {len(lost)} trajectories did")
         except TroupeError as error:
@@ -310,7 +321,8 @@ class Dispatch:
     def _handle_event(self, event: ro.TrajectoryEvent) -> bool:
         """Handles one event; whether it ended a trajectory. Only its first ending counts."""
         if event.state in _ENDED and event.trajectory_id in self._draining:
-            self._draining.end(event)
+            batch, _ = self._draining.pop(event.trajectory_id)
+            batch.end_drained(event)
             return True
         ticket_state = self._open.get(event.trajectory_id)
         if ticket_state is not None:
@@ -615,44 +627,6 @@ class OpenTicket:
 
     batch: TicketBatch
     ticket: ro.Ticket
-
-
-class Draining:
-    """Redundant trajectories that were withdrawn while they ran and have not been reported yet.
-
-    Their reports still count: how far they came is a metric, and some may be members of their
-    group.
-    """
-
-    def __init__(self) -> None:
-        # By trajectory: its batch and query.
-        self._batches: dict[str, tuple[TicketBatch, str]] = {}
-
-    def __contains__(self, trajectory_id: str) -> bool:
-        return trajectory_id in self._batches
-
-    def add(
-        self, batch: TicketBatch, query_id: str, running: Collection[str], members: int
-    ) -> None:
-        """Adds a query's running trajectories; the store has all `members` of its group."""
-        self._batches.update(dict.fromkeys(running, (batch, query_id)))
-        batch.complete(query_id, running, members)
-
-    def of(self, batch: TicketBatch, trajectory_ids: Collection[str]) -> set[str]:
-        """Which of these trajectories drain from the batch."""
-        return {one for one in trajectory_ids if one in self and self._batches[one][0] is batch}
-
-    def end(self, event: ro.TrajectoryEvent) -> None:
-        """Takes the report of one of them."""
-        batch, _ = self._batches.pop(event.trajectory_id)
-        batch.end_drained(event)
-
-    def end_unreported(self, trajectory_ids: Collection[str]) -> None:
-        """Gives up waiting for the reports of those of these that drain."""
-        for trajectory_id in trajectory_ids:
-            if (found := self._batches.pop(trajectory_id, None)) is not None:
-                batch, query_id = found
-                batch.end_unreported(query_id, trajectory_id)
 
 
 class EarlyStart:

@@ -34,7 +34,7 @@ class EvaluationRunner:
         self._name = f"the evaluation after {step} steps"
         self._plan: Sequence[admission.QueryPlan] = ()
         self.tally = Tally(job.spec.agents, {})
-        self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=True)
+        self._recent = job.shared.trajectories.buffer(job.job_id, step, "evaluate")
 
     async def run(self) -> dict[str, float]:
         """The evaluation's metrics, `evaluation/...`; `tally.scores()` are for comparison."""

@@ -129,7 +129,8 @@ class StepRunner:
         on_policy = self._mode != "async"
         self._tally = Tally(job.spec.agents, self._queries.versions if on_policy else {})
         self._redundancy = Redundancy(self._queries.redundant)
-        self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=False)
+        # Trajectories that have ended, for people to look at.
+        self.recent = job.shared.trajectories.buffer(job.job_id, step, "train")
         self._began = time.monotonic()
         self._ended = 0.0
 
@@ -172,7 +173,7 @@ class StepRunner:
         except DeadlineExceeded as error:
             raise await name_missing_columns(self._job, self.step, error) from error
         finally:
-            await self._recent.flush()
+            await self.recent.flush()
         await report_failures(self._job, self._name, self._tally, self._total)
         await report_unused_endpoints(self._job, self._name, self._tally)
         return await self._values()
@@ -220,10 +221,6 @@ class StepRunner:
                 f"{self._name}: {gone} samples of {policy} were dropped: no host has their values"
             )
 
-    async def flush(self) -> None:
-        """Writes the trajectories that have ended, for people to look at."""
-        await self._recent.flush()
-
     @property
     def _total(self) -> int:
         return self._queries.trajectories
@@ -261,7 +258,7 @@ class StepRunner:
     def _on_end(self, event: ro.TrajectoryEvent) -> None:
         self._tally.add(event)
         self._redundancy.add(event)
-        self._recent.add(event)
+        self.recent.add(event)
         begun = self._total - len(self._queries.ended)
         check_failures(self._job, self._name, self._tally, begun, forgiven=self._forgiven)
 
@@ -650,4 +647,4 @@ class StepWindow:
                 job.show(text, step=oldest.step + 1, done=over, total=total)
             await asyncio.sleep(job.shared.settings.activity_seconds)
             for runner, _ in list(self._open):
-                await runner.flush()
+                await runner.recent.flush()

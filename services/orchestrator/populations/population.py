@@ -459,9 +459,7 @@ class Matches:
         await self._slots.load_matches(loaded, deadline)
         places = self._slots.places()
         new: dict[str, orch.Match] = {}
-        recent = self._job.shared.trajectories.buffer(
-            self._job.job_id, step, evaluation=True, match=True
-        )
+        recent = self._job.shared.trajectories.buffer(self._job.job_id, step, "match")
         members = {one.name: self._members(one) for one in wave}
 
         def on_end(event: ro.TrajectoryEvent) -> None:

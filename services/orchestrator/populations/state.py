@@ -11,8 +11,9 @@ from weakref import WeakValueDictionary
 
 from services.orchestrator.populations import on_demand
 from services.orchestrator.state.job_store import JobStore
+from services.orchestrator.state.records import not_a_page
 from services.orchestrator.state.redis import JobKeys, RedisAccess
-from troupe.rpc import InvalidArgument, NotFound
+from troupe.rpc import NotFound
 from troupe.v1 import orchestrator_pb2 as orch
 
 if TYPE_CHECKING:  # numpy and scipy are slow to import, and most jobs have no population
@@ -159,12 +160,7 @@ class PopulationStore:
             found = await self._redis.call("LINDEX", order, int(place))
             if found is not None and found.decode() == name:
                 return int(place)
-        raise InvalidArgument(
-            "is not a page of this list",
-            field="page_token",
-            value=token,
-            remedy="Start from the first page.",
-        )
+        raise not_a_page(token)
 
     async def _fenced(
         self,

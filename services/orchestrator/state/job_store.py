@@ -16,17 +16,17 @@ from google.protobuf.message import DecodeError
 
 from services.chassis.redis import Value
 from services.orchestrator.state.event_log import LOG_CAP, EventLog
-from services.orchestrator.state.records import MAX_JOB_ID, JobRecord, problem_field, timestamp
+from services.orchestrator.state.records import (
+    MAX_JOB_ID,
+    JobRecord,
+    not_a_page,
+    problem_field,
+    timestamp,
+)
 from services.orchestrator.state.redis import INDEX, STATES, JobKeys, RedisAccess
 from services.orchestrator.state.weight_versions import entries_of
 from troupe import states
-from troupe.rpc import (
-    Aborted,
-    AlreadyExists,
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-)
+from troupe.rpc import Aborted, AlreadyExists, FailedPrecondition, NotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -85,7 +85,7 @@ class JobStore:
     async def create(self, record: JobRecord) -> bool:
         """Stores a new job. False if the id is taken; that job's record stays as it is."""
         keys = JobKeys(record.job_id)
-        event = self._event(state=orch.StateChanged(state=record.state))
+        event = _event(state=orch.StateChanged(state=record.state))
         kept = record.to_hash()
         if self._data_dir is not None and record.directory.is_relative_to(self._data_dir):
             kept["directory"] = str(record.directory.relative_to(self._data_dir))
@@ -235,7 +235,7 @@ class JobStore:
                 str(int(target)),
                 "," + ",".join(str(source) for source in allowed) + ",",
                 "" if epoch is None else str(epoch),
-                self._event(state=change),
+                _event(state=change),
                 LOG_CAP,
                 *self._fields_of(target, problem),
                 *(() if spec_json is None else ("spec_json", spec_json)),
@@ -320,7 +320,7 @@ class JobStore:
                 str(epoch),
                 *guard,
                 row.SerializeToString(),
-                self._event(metrics=row),
+                _event(metrics=row),
                 LOG_CAP,
                 len(values),
                 *pairs,
@@ -347,15 +347,6 @@ class JobStore:
             fields += ["ended_at", now]
         return fields
 
-    def _event(
-        self,
-        *,
-        state: orch.StateChanged | None = None,
-        metrics: orch.MetricsLogged | None = None,
-    ) -> bytes:
-        at = timestamp(time.time())
-        return orch.JobEvent(at=at, state=state, metrics=metrics).SerializeToString()
-
     async def _raise_if_superseded(self, job_id: str, outcome: bytes) -> None:
         if outcome == b"missing":
             raise self._unknown(job_id)
@@ -376,6 +367,10 @@ class JobStore:
             value=job_id,
             remedy="`troupe jobs list` shows the jobs.",
         )
+
+
+def _event(**what: Any) -> bytes:
+    return orch.JobEvent(at=timestamp(time.time()), **what).SerializeToString()
 
 
 def same_submission(found: JobRecord, record: JobRecord) -> None:
@@ -412,12 +407,7 @@ def _parse_page(token: str) -> tuple[float, str]:
         return math.inf, ""
     score, _, job_id = token.partition(":")
     if not _SCORE.fullmatch(score) or not job_id or len(job_id) > MAX_JOB_ID:
-        raise InvalidArgument(
-            "is not a page of this list",
-            field="page_token",
-            value=token,
-            remedy="Start from the first page.",
-        )
+        raise not_a_page(token)
     return float(score), job_id
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from troupe.job import JobSpec
 from troupe.job.loading import explained
-from troupe.rpc import FailedPrecondition
+from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -225,6 +225,13 @@ def _broken(why: str) -> pb.Problem:
 
 def _bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode()
+
+
+def not_a_page(token: str, message: str = "is not a page of this list") -> InvalidArgument:
+    """The error of a page token of another list."""
+    return InvalidArgument(
+        message, field="page_token", value=token, remedy="Start from the first page."
+    )
 
 
 def timestamp(seconds: float) -> Timestamp:

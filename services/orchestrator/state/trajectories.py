@@ -8,8 +8,9 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final
 
+from services.orchestrator.state.records import not_a_page
 from services.orchestrator.state.redis import TRAJECTORY_KINDS, JobKeys, RedisAccess
-from troupe.rpc import InvalidArgument, NotFound
+from troupe.rpc import NotFound
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
@@ -73,11 +74,9 @@ class RecentTrajectories:
         self._redis = redis
         self._cap = cap
 
-    def buffer(
-        self, job_id: str, step: int, *, evaluation: bool, match: bool = False
-    ) -> TrajectoryBuffer:
-        """A buffer for the ended trajectories of one step, evaluation or round of matches."""
-        kind = "match" if match else "evaluate" if evaluation else "train"
+    def buffer(self, job_id: str, step: int, kind: str) -> TrajectoryBuffer:
+        """A buffer for the ended trajectories of one step, evaluation or round of matches; `kind`
+        is one of `TRAJECTORY_KINDS`."""
         return TrajectoryBuffer(self, job_id, step, kind, self._cap)
 
     async def keep(self, job_id: str, kind: str, found: list[orch.GetTrajectoryResponse]) -> None:
@@ -110,12 +109,7 @@ class RecentTrajectories:
         if token:
             at = [n for n, one in enumerate(listed) if one.trajectory_id == token]
             if not at:
-                raise InvalidArgument(
-                    "is not (or no longer) a page of this list",
-                    field="page_token",
-                    value=token,
-                    remedy="Start from the first page.",
-                )
+                raise not_a_page(token, "is not (or no longer) a page of this list")
             start = at[0] + 1
         page = listed[start : start + size]
         more = start + size < len(listed)
