@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -46,6 +45,11 @@ def answer(problem: Problem, retry_after_ms: int | None = None) -> JSONResponse:
     )
 
 
+def problem_answer(title: str, status: int, detail: str, **fields: Any) -> JSONResponse:
+    """The HTTP response of a problem with these fields."""
+    return answer(Problem(title=title, status=status, detail=detail, **fields))
+
+
 def of_error(error: TroupeError) -> Problem:
     """The problem of a failed call of a service."""
     return Problem(
@@ -78,68 +82,48 @@ def install(app: FastAPI) -> None:
         first = error.errors()[0]
         where, *location = first["loc"]
         if first["type"] == "json_invalid":
-            return answer(_no_json(first))
+            place, why = first["loc"][-1], first.get("ctx", {}).get("error", first["msg"])
+            return problem_answer(
+                "invalid_argument",
+                422,
+                f"the body is not JSON: {why} at character {place}",
+                field="body",
+                remedy="Mend the JSON syntax there.",
+            )
         found = problem_of(
             first, tuple(location), _body_of(request), "See docs/rest-api.md or /docs."
         )
-        return answer(
-            Problem(
-                title="invalid_argument",
-                status=422,
-                detail=found.message,
-                field=".".join([where, *map(str, location)]),
-                value=found.value or None,
-                remedy=found.remedy,
-            )
+        return problem_answer(
+            "invalid_argument",
+            422,
+            found.message,
+            field=".".join([where, *map(str, location)]),
+            value=found.value or None,
+            remedy=found.remedy,
         )
 
     @app.exception_handler(UnicodeEncodeError)
     async def _lone_surrogate(_: Request, error: UnicodeEncodeError) -> JSONResponse:
         half = error.object[error.start].encode("unicode-escape").decode()
-        return answer(
-            Problem(
-                title="invalid_argument",
-                status=422,
-                detail=f"{half} alone is no character: half of a surrogate pair",
-                remedy="Send, and return, text that UTF-8 can say.",
-            )
+        return problem_answer(
+            "invalid_argument",
+            422,
+            f"{half} alone is no character: half of a surrogate pair",
+            remedy="Send, and return, text that UTF-8 can say.",
         )
 
     @app.exception_handler(Exception)
     async def _fault(request: Request, error: Exception) -> JSONResponse:
         # Starlette logs the traceback after this.
-        return answer(
-            Problem(
-                title="internal",
-                status=500,
-                detail=described(error),
-                remedy="This is a fault of Troupe; the panel's log has the traceback.",
-            )
-        )
+        remedy = "This is a fault of Troupe; the panel's log has the traceback."
+        return problem_answer("internal", 500, described(error), remedy=remedy)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         title = "not_found" if error.status_code == 404 else "http_error"
-        return answer(
-            Problem(
-                title=title,
-                status=error.status_code,
-                detail=f"{request.method} {request.url.path}: {error.detail}",
-                remedy="See /docs for the calls there are.",
-            )
-        )
-
-
-def _no_json(fault: Mapping[str, Any]) -> Problem:
-    """The problem of a body that is not JSON; `fault` has the position and the parser's message."""
-    place, why = fault["loc"][-1], fault.get("ctx", {}).get("error", fault["msg"])
-    return Problem(
-        title="invalid_argument",
-        status=422,
-        detail=f"the body is not JSON: {why} at character {place}",
-        field="body",
-        remedy="Mend the JSON syntax there.",
-    )
+        detail = f"{request.method} {request.url.path}: {error.detail}"
+        remedy = "See /docs for the calls there are."
+        return problem_answer(title, error.status_code, detail, remedy=remedy)
 
 
 def _body_of(request: Request) -> type[BaseModel] | None:

@@ -75,7 +75,15 @@ async def list_functions(request: Request) -> dict[str, Any]:
 async def deploy_function(request: Request, deployment: DeploymentRequest) -> dict[str, Any]:
     """Deploy a function; deploying the same again changes nothing."""
     stub = upstream(request).functions
-    spec = _spec(deployment)
+    spec = to_spec(
+        deployment.name,
+        deployment.version,
+        deployment.entrypoint,
+        checked_costs(deployment.costs),
+        kind=deployment.kind,
+        description=deployment.description,
+        parameters=deployment.parameters,
+    )
     if deployment.files:
         files = [pb.SourceFile(path=p, content=t.encode()) for p, t in deployment.files.items()]
         upload = pb.UploadSourceRequest(request_id=new_id("panel"), files=files)
@@ -153,15 +161,3 @@ def _json(arguments: dict[str, Any]) -> str:
             field="body",
             remedy="Send strings, finite numbers, booleans, null, arrays and objects only.",
         ) from error
-
-
-def _spec(given: DeploymentRequest) -> pb.FunctionSpec:
-    return to_spec(
-        given.name,
-        given.version,
-        given.entrypoint,
-        checked_costs(given.costs),
-        kind=given.kind,
-        description=given.description,
-        parameters=given.parameters,
-    )

@@ -25,49 +25,42 @@ class Meters:
     def __init__(self, telemetry: Telemetry, store: Store) -> None:
         self._store = store
         self._background = Background()
-        self._trajectories = telemetry.counter(
+        counter, gauge = telemetry.counter, telemetry.gauge
+        self._trajectories = counter(
             "troupe_store_trajectories", "Endings of trajectories.", ["state", "accepted"]
         )
-        self._appended = telemetry.counter(
+        self._appended = counter(
             "troupe_store_samples_appended", "Samples in accepted endings.", ["policy"]
         )
-        self._claims = telemetry.counter(
+        self._claims = counter(
             "troupe_store_claims", "Answers to ClaimMicroBatch.", ["policy", "outcome"]
         )
-        self._claimed = telemetry.counter(
-            "troupe_store_samples_claimed", "Samples leased.", ["policy"]
-        )
-        self._commits = telemetry.counter(
-            "troupe_store_commits", "Steps ended.", ["policy", "outcome"]
-        )
-        self._pushed_back = telemetry.counter(
+        self._claimed = counter("troupe_store_samples_claimed", "Samples leased.", ["policy"])
+        self._commits = counter("troupe_store_commits", "Steps ended.", ["policy", "outcome"])
+        self.pushed_back = counter(
             "troupe_store_pushed_back", "Endings refused above the high-water mark."
         )
         table = ["job", "policy"]
-        self._samples = telemetry.gauge(
-            "troupe_store_samples", "Samples of live jobs.", [*table, "state"]
-        )
-        self._lag = telemetry.gauge(
-            "troupe_store_lag_steps", "Steps opened and not committed.", table
-        )
-        self._oldest = telemetry.gauge(
+        self._samples = gauge("troupe_store_samples", "Samples of live jobs.", [*table, "state"])
+        self._lag = gauge("troupe_store_lag_steps", "Steps opened and not committed.", table)
+        self._oldest = gauge(
             "troupe_store_oldest_pending_seconds", "Age of the oldest sample that waits.", table
         )
-        self._table_bytes = telemetry.gauge(
+        self._table_bytes = gauge(
             "troupe_store_table_bytes", "Payloads of a table of a live job.", table
         )
-        self._bytes = telemetry.gauge("troupe_store_payload_bytes", "Payloads of all jobs.")
-        self._over = telemetry.gauge(
+        self._bytes = gauge("troupe_store_payload_bytes", "Payloads of all jobs.")
+        self._over = gauge(
             "troupe_store_over_high_water", "1 while payloads are above the high-water mark."
         )
-        self._recent_bytes = telemetry.gauge(
+        self._recent_bytes = gauge(
             "troupe_store_recent_bytes", "Payloads that this process keeps for claims."
         )
-        self._recent_found = telemetry.gauge(
+        self._recent_found = gauge(
             "troupe_store_recent_found", "Claimed rows that were not read from Redis."
         )
-        self._redis_up = telemetry.gauge("troupe_store_redis_up", "1 while Redis answers.")
-        self._redis_bytes = telemetry.gauge("troupe_store_redis_bytes", "Memory that Redis uses.")
+        self._redis_up = gauge("troupe_store_redis_up", "1 while Redis answers.")
+        self._redis_bytes = gauge("troupe_store_redis_bytes", "Memory that Redis uses.")
 
     def start(self) -> None:
         """Start to observe Redis and the tables."""
@@ -83,10 +76,6 @@ class Meters:
         if accepted:
             for policy, rows in append.by_policy.items():
                 self._appended.labels(policy).inc(len(rows))
-
-    def pushed_back(self) -> None:
-        """Count an ending refused above the high-water mark."""
-        self._pushed_back.inc()
 
     def claimed(self, policy: str, delivery: Delivery) -> None:
         """Count an answered claim."""

@@ -199,7 +199,7 @@ class Writes:
                     await self._store.high_water.admit(append.job, append.step, size)
                 except TroupeError as error:
                     if isinstance(error, ResourceExhausted):
-                        self._meters.pushed_back()
+                        self._meters.pushed_back.inc()
                     appends[number] = error
         taken = [append for append in appends if isinstance(append, Append)]
         ended = iter(await self._store.trajectories.append_each(taken))
@@ -464,21 +464,13 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         requests.check_step_call(request)
         requests.check_id("claimant", request.claimant)
         requests.check_commit(request)
+        shared = store_pb.StepCommit.DESCRIPTOR.fields_by_name
+        fields = {field.name: value for field, value in request.ListFields()}
         commit, existed = await self.store.claims.commit(
             request.job_id,
             request.claimant,
             request.claim_ids,
-            store_pb.StepCommit(
-                policy=request.policy,
-                step=request.step,
-                outcome=request.outcome,
-                reason=request.reason,
-                weights=request.weights if request.HasField("weights") else None,
-                metrics=request.metrics,
-                samples_digest=(
-                    request.samples_digest if request.HasField("samples_digest") else None
-                ),
-            ),
+            store_pb.StepCommit(**{name: fields[name] for name in fields.keys() & shared.keys()}),
         )
         if not existed:
             self._meters.committed(commit)

@@ -81,10 +81,6 @@ class StepStatus:
             complete=int(stored[b"complete"]),
         )
 
-    def add_endings(self, endings: Mapping[bytes, bytes]) -> None:
-        """Add the endings, from their hash."""
-        self.endings = {name.decode(): Ending.parse(e.decode()) for name, e in endings.items()}
-
     def add_table(self, policy: str, reply: Sequence[Any]) -> None:
         """Add one policy's counts, from the reply of lua/count.lua."""
         counts, dropped, commit = reply
@@ -281,7 +277,7 @@ class StepStore:
         if not status.open:
             return status
         if endings:
-            status.add_endings(more[0])
+            status.endings = {n.decode(): Ending.parse(e.decode()) for n, e in more[0].items()}
         calls = [ScriptCall("count", PolicyKeys(job, p).base, (step,)) for p in table.policies]
         for policy, (_, *reply) in zip(
             table.policies, await self.on_tables(job, step, calls), strict=True

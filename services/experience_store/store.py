@@ -162,7 +162,9 @@ class Sweeper:
 
     async def _sweep_job(self, job: str, before: dict[tuple[str, int], int]) -> None:
         try:
-            await self._sweep_rosters(job)
+            # Amendments that a crash kept from the tables.
+            if steps := await self._steps.live(job):
+                await self._steps.follow(job, steps[-1])
         except TroupeError as error:
             if error.kind != "tables_not_found":
                 raise
@@ -172,11 +174,6 @@ class Sweeper:
             except TroupeError as error:
                 if error.kind not in ("tables_not_found", "step_not_open"):
                     raise
-
-    async def _sweep_rosters(self, job: str) -> None:
-        """Apply amendments to tables that a crash kept from them."""
-        if steps := await self._steps.live(job):
-            await self._steps.follow(job, steps[-1])
 
     async def _sweep_step(self, job: str, step: int, decided: int) -> None:
         table = await self._tables.get(job)
