@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 
 from troupe.client.records import Function, Invocation, InvocationProgress, LogLine
 from troupe.functions.costs import to_spec
-from troupe.functions.describing import Described, DescribeError, described
+from troupe.functions.describing import DescribeError, described
 from troupe.job import FunctionSpec
 from troupe.job.loading import FieldProblem, explained
 from troupe.outcomes import NotJsonError, json_text
@@ -65,13 +64,15 @@ class AsyncFunctions:
         the declaration. Raises `InvalidArgument` for code that cannot be imported or declared so,
         and `AlreadyExists` when the version exists with other code.
         """
-        made = await asyncio.to_thread(prepare, source, entrypoint, name, version, costs)
+        files, functions = await asyncio.to_thread(
+            prepare, source, entrypoint, name, version, costs
+        )
         sha256 = ""
-        if made.files:
-            upload = pb.UploadSourceRequest(request_id=new_id("upload"), files=made.files)
+        if files:
+            upload = pb.UploadSourceRequest(request_id=new_id("upload"), files=files)
             sha256 = (await self._stub.UploadSource(upload)).sha256
         deployed = []
-        for spec in made.functions:
+        for spec in functions:
             spec.source_sha256 = sha256
             await self._stub.RegisterFunction(
                 pb.RegisterFunctionRequest(request_id=new_id("deploy"), function=spec)
@@ -261,22 +262,15 @@ def _event(
             return InvocationProgress("output", output=event.output)
 
 
-@dataclass(frozen=True)
-class Deployment:
-    """Functions to deploy and their source files, none where the cluster has the code installed."""
-
-    files: tuple[pb.SourceFile, ...]
-    functions: tuple[pb.FunctionSpec, ...]
-
-
 def prepare(
     source: str | Path,
     entrypoint: str | None,
     name: str | None,
     version: str | None,
     costs: Mapping[str, Any],
-) -> Deployment:
-    """Functions of `source` to deploy; see `AsyncFunctions.deploy`. Raises `InvalidArgument`."""
+) -> tuple[tuple[pb.SourceFile, ...], list[pb.FunctionSpec]]:
+    """The source files of `source`, none where the cluster has the code installed, and its
+    functions to deploy; see `AsyncFunctions.deploy`. Raises `InvalidArgument`."""
     target, folder, files = _read(str(source), entrypoint)
     try:
         found = described(target, folder)
@@ -295,22 +289,20 @@ def prepare(
             value=name or version,
             remedy="Name one of them: FILE.py:function.",
         )
-    found = [replace(one, name=name or one.name, version=version or one.version) for one in found]
     own = checked_costs(costs)
-    return Deployment(files, tuple(_spec(one, own) for one in found))
-
-
-def _spec(one: Described, costs: Mapping[str, Any]) -> pb.FunctionSpec:
-    return to_spec(
-        one.name,
-        one.version,
-        one.entrypoint,
-        costs,
-        declared=one.costs,
-        kind=one.kind,
-        description=one.description,
-        parameters=one.parameters,
-    )
+    return files, [
+        to_spec(
+            name or one.name,
+            version or one.version,
+            one.entrypoint,
+            own,
+            declared=one.costs,
+            kind=one.kind,
+            description=one.description,
+            parameters=one.parameters,
+        )
+        for one in found
+    ]
 
 
 def checked_costs(given: Mapping[str, Any]) -> dict[str, Any]:

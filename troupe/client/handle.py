@@ -129,9 +129,11 @@ class AsyncJobHandle:
         `spec`: under this specification, which must describe the same job (more steps, other
         limits, ...); otherwise `FailedPrecondition` names what differs.
         """
-        request = pb.ResumeJobRequest(request_id=new_id("resume"), job_id=self.id)
-        if spec is not None:
-            request.spec = read_spec(spec).model_dump_json()
+        request = pb.ResumeJobRequest(
+            request_id=new_id("resume"),
+            job_id=self.id,
+            spec=None if spec is None else read_spec(spec).model_dump_json(),
+        )
         return Job.of((await self._stub.ResumeJob(request)).job)
 
     async def cancel(self, reason: str = "") -> Job:
@@ -161,9 +163,7 @@ class AsyncJobHandle:
 
         The directory appears only when every file has arrived with the right checksum.
         """
-        request = pb.ExportCheckpointRequest(job_id=self.id, policy=policy)
-        if version is not None:
-            request.version = version
+        request = pb.ExportCheckpointRequest(job_id=self.id, policy=policy, version=version)
         return await receive(self._stub.ExportCheckpoint(request), to)
 
     async def metrics(self, names: Sequence[str] = (), after_step: int = -1) -> list[MetricsRow]:
@@ -235,9 +235,8 @@ class AsyncJobHandle:
         `step`: only this one; else all that the store still knows. `state`: "pending", "ready",
         "claimed", "trained" or "dropped"; else any.
         """
-        request = es.ListSamplesRequest(job_id=self.id, policy=policy, step=step)
-        if state is not None:
-            request.state = sample_state(state)
+        wanted = None if state is None else sample_state(state)
+        request = es.ListSamplesRequest(job_id=self.id, policy=policy, step=step, state=wanted)
         while True:
             reply = await self._stub.ListSamples(request)
             for sample in reply.samples:
@@ -280,7 +279,8 @@ class AsyncJobHandle:
             policy=policy,
             messages=[] if messages is None else chat_messages(messages),
             input_ids=input_ids or [],
-            sampling=sampling_params(
+            # What is None stays unset: absent and zero differ.
+            sampling=common_pb2.SamplingParams(
                 temperature=temperature,
                 top_p=top_p,
                 top_k=top_k,
@@ -353,30 +353,6 @@ def chat_messages(messages: Messages) -> list[common_pb2.ChatMessage]:
     if not chat:
         raise InvalidArgument("a conversation needs a message.", field="messages", value=[])
     return chat
-
-
-def sampling_params(
-    *,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    max_new_tokens: int | None,
-    stop_token_ids: Sequence[int],
-    seed: int | None,
-) -> common_pb2.SamplingParams:
-    """Sampling parameters with only the given fields set: absent and zero differ."""
-    given = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-    }
-    params = common_pb2.SamplingParams(stop_token_ids=stop_token_ids)
-    for name, value in given.items():
-        if value is not None:
-            setattr(params, name, value)
-    return params
 
 
 async def watch(

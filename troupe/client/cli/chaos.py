@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
@@ -119,12 +118,7 @@ class _Screen:
             self._status.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
 
@@ -201,13 +195,9 @@ def _runs(report: ChaosReport) -> Table:
     for name, value in rows:
         table.add_row(name, "-" if base is None else value(base), value(disturbed))
     for policy in sorted(disturbed.versions):
-        cells = [
-            "-" if one is None or policy not in one.versions else _version(one.versions[policy])
-            for one in (base, disturbed)
-        ]
+        cells = []
+        for one in (base, disturbed):
+            version = None if one is None else one.versions.get(policy)
+            cells.append("-" if version is None else f"{version[0]} {version[1][:16]}")
         table.add_row(f"{policy} (version, checksum)", *cells)
     return table
-
-
-def _version(version: tuple[int, str]) -> str:
-    return f"{version[0]} {version[1][:16]}"

@@ -18,7 +18,7 @@ from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.options import call, make_table
 from troupe.client.functions import checked_costs
-from troupe.client.records import Invocation, InvocationProgress
+from troupe.client.records import Invocation
 from troupe.rpc.errors import DeadlineExceeded, InvalidArgument
 from troupe.yaml_input import UnreadableText, read_json_object, read_value
 
@@ -164,7 +164,8 @@ def invoke(
             async for event in stream:
                 if isinstance(event, Invocation):
                     return event
-                _print_output(event, quiet)
+                if event.output and not quiet:
+                    print(event.output, end="", file=sys.stderr, flush=True)
         raise AssertionError("a stream ends with the outcome of the call")
 
     try:
@@ -251,8 +252,3 @@ def _assignments(given: list[str]) -> dict[str, Any]:
                 f"{error.where}: {error.problem}", field="--set", value=one, remedy=error.remedy
             ) from error
     return costs
-
-
-def _print_output(event: InvocationProgress, quiet: bool) -> None:
-    if event.output and not quiet:
-        print(event.output, end="", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ import asyncio
 import signal
 from collections.abc import Coroutine
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -60,12 +59,7 @@ class Interrupts:
             loop.add_signal_handler(number, self._received, number)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)

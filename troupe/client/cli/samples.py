@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Annotated, Any, Final, Self
 
 import typer
@@ -203,12 +202,7 @@ class SampleWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close()
         if kind is None:
             self._scratch.replace(self._path)

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
-from typing import Annotated, Protocol, Self, TextIO
+from typing import Annotated, TextIO
 
 import typer
 from rich import box
@@ -369,16 +369,7 @@ class PlainDisplay:
         return " | ".join(parts)
 
 
-class Display(Protocol):
-    """Interface of a progress display: `LiveDisplay` or `PlainDisplay`."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *error: object) -> None: ...
-    def say(self, text: str) -> None:
-        """Print one line."""
-
-    def show(self, progress: Progress, event: Event) -> None:
-        """Show `event`, which has been applied to `progress`."""
+Display = LiveDisplay | PlainDisplay
 
 
 def make_display(console: Console) -> Display:

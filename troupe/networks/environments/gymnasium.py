@@ -20,37 +20,24 @@ class PettingZooCopies:
         longer episodes are truncated. Raises InvalidArgument for spaces that are neither vectors
         nor discrete or bounded actions, and EntrypointError."""
         make = load_attribute(entrypoint, "environment.entrypoint")
+        self.copies = copies
         self._copies_of = [make(**settings) for _ in range(copies)]
         first = self._copies_of[0]
-        self._agents = tuple(str(agent) for agent in first.possible_agents)
-        self._spaces = _spaces(first, self._agents, steps)
-        self._widths = [first.observation_space(agent).shape[0] for agent in self._agents]
+        self.agents = tuple(str(agent) for agent in first.possible_agents)
+        # The widest spaces of all agents.
+        self.spaces = _spaces(first, self.agents, steps)
+        self._widths = [first.observation_space(agent).shape[0] for agent in self.agents]
         self._has_state = _state_size(first) is not None
-        shape = (copies, len(self._agents), self._spaces.observation)
+        shape = (copies, len(self.agents), self.spaces.observation)
         self._seen = np.zeros(shape, np.float32)
-        self._state = np.zeros((copies, self._spaces.state), np.float32)
+        self._state = np.zeros((copies, self.spaces.state), np.float32)
         self._legal: Any = None
-        if not self._spaces.continuous:
-            self._least = np.zeros((len(self._agents), self._spaces.actions), np.bool_)
-            for i, agent in enumerate(self._agents):
+        if not self.spaces.continuous:
+            self._least = np.zeros((len(self.agents), self.spaces.actions), np.bool_)
+            for i, agent in enumerate(self.agents):
                 self._least[i, : first.action_space(agent).n] = True
         self._over = np.zeros(copies, np.bool_)
         self._step = 0
-
-    @property
-    def agents(self) -> tuple[str, ...]:
-        """`possible_agents`"""
-        return self._agents
-
-    @property
-    def spaces(self) -> Spaces:
-        """The widest spaces of all agents."""
-        return self._spaces
-
-    @property
-    def copies(self) -> int:
-        """B"""
-        return len(self._copies_of)
 
     def reset(self, seed: int) -> Observed:
         """Reset every copy with a seed of its own."""
@@ -62,7 +49,7 @@ class PettingZooCopies:
         ]
         masked = any("action_mask" in info for _, infos in begun for info in infos.values())
         self._legal = None
-        if not self._spaces.continuous and (masked or not self._least.all()):
+        if not self.spaces.continuous and (masked or not self._least.all()):
             self._legal = np.repeat(self._least[None], self.copies, axis=0)
         for b, (seen, infos) in enumerate(begun):
             self._write(b, seen, infos)
@@ -71,16 +58,16 @@ class PettingZooCopies:
     def step(self, actions: Actions) -> Stepped:
         """int64 [B, A] or float32 [B, A, D]"""
         self._step += 1
-        rewards = np.zeros((self.copies, len(self._agents)), np.float32)
+        rewards = np.zeros((self.copies, len(self.agents)), np.float32)
         terminated = np.zeros(self.copies, np.bool_)
-        truncated = np.full(self.copies, self._step >= self._spaces.steps)
+        truncated = np.full(self.copies, self._step >= self.spaces.steps)
         for b, copy in enumerate(self._copies_of):
             if self._over[b]:
                 continue
-            taken = {agent: actions[b, i] for i, agent in enumerate(self._agents)}
+            taken = {agent: actions[b, i] for i, agent in enumerate(self.agents)}
             seen, gained, ended, cut, infos = copy.step(taken)
             self._write(b, seen, infos)
-            rewards[b] = [gained.get(agent, 0.0) for agent in self._agents]
+            rewards[b] = [gained.get(agent, 0.0) for agent in self.agents]
             terminated[b] = any(ended.values())
             truncated[b] |= any(cut.values())
         self._over |= terminated | truncated
@@ -93,7 +80,7 @@ class PettingZooCopies:
         self._copies_of = self._copies_of[:0]
 
     def _write(self, b: int, seen: Any, infos: Any) -> None:
-        for i, agent in enumerate(self._agents):
+        for i, agent in enumerate(self.agents):
             if agent in seen:
                 self._seen[b, i, : self._widths[i]] = seen[agent]
             mask = infos.get(agent, {}).get("action_mask")

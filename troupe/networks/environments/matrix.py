@@ -26,27 +26,14 @@ class MatrixGame:
                 value=list(table.shape),
             )
         self._table = table
-        self._copies, self._steps = copies, steps
-        self._agents = tuple(f"agent_{i}" for i in range(len(table)))
+        self.copies = copies
+        self.agents = tuple(f"agent_{i}" for i in range(len(table)))
         self._actions = table.shape[1]
-        self._last = np.zeros((copies, len(table) * self._actions), np.float32)
+        # Observation and state are the last joint action.
+        seen = len(table) * self._actions
+        self.spaces = Spaces(observation=seen, state=seen, actions=self._actions, steps=steps)
+        self._last = np.zeros((copies, seen), np.float32)
         self._step = 0
-
-    @property
-    def agents(self) -> tuple[str, ...]:
-        """`agent_0` ..."""
-        return self._agents
-
-    @property
-    def spaces(self) -> Spaces:
-        """Observation and state are the last joint action."""
-        seen = len(self._agents) * self._actions
-        return Spaces(observation=seen, state=seen, actions=self._actions, steps=self._steps)
-
-    @property
-    def copies(self) -> int:
-        """B"""
-        return self._copies
 
     def reset(self, seed: int) -> Observed:
         """Begin a game; nothing is random."""
@@ -58,13 +45,13 @@ class MatrixGame:
         """Play one joint action, int64 [B, A]."""
         joint = np.asarray(actions, np.int64)
         rewards = self._table[(slice(None), *joint.T)].T
-        self._last = np.eye(self._actions, dtype=np.float32)[joint].reshape(self._copies, -1)
+        self._last = np.eye(self._actions, dtype=np.float32)[joint].reshape(self.copies, -1)
         self._step += 1
-        over = np.full(self._copies, self._step >= self._steps)
-        return Stepped(self._observe(), rewards, over, np.zeros(self._copies, np.bool_))
+        over = np.full(self.copies, self._step >= self.spaces.steps)
+        return Stepped(self._observe(), rewards, over, np.zeros(self.copies, np.bool_))
 
     def close(self) -> None:
         """Nothing to release."""
 
     def _observe(self) -> Observed:
-        return Observed(np.repeat(self._last[:, None], len(self._agents), axis=1), self._last)
+        return Observed(np.repeat(self._last[:, None], len(self.agents), axis=1), self._last)

@@ -49,7 +49,10 @@ class GameCopies:
                 value=list(seats),
                 remedy=f"Name some of 0 to {players - 1}, or none at all: null.",
             )
-        self._copies, self._seats = copies, None if seats is None else np.array(seats)
+        self.copies, self._seats = copies, None if seats is None else np.array(seats)
+        self.agents: tuple[str, ...] = ("learner",)
+        if seats is None:
+            self.agents = tuple(f"player_{i}" for i in range(players))
         # Information sets of all players in one list, so that one look-up serves all players.
         counts = [len(legal) for legal in tree.legal]
         self._first = np.concatenate([[0], np.cumsum(counts)])
@@ -69,24 +72,7 @@ class GameCopies:
             steps = max(len(tree.form.decisions[seat].levels) for seat in seats)
             # Whether a game may end before the learner has moved at all.
             self._idle = bool((tree.form.leaves[:, list(seats)] == 0).any())
-        self._spaces = Spaces(numbers, numbers, self._legal.shape[1], steps)
-
-    @property
-    def agents(self) -> tuple[str, ...]:
-        """`learner`, or one agent per player."""
-        if self._seats is not None:
-            return ("learner",)
-        return tuple(f"player_{i}" for i in range(self.histories.form.players))
-
-    @property
-    def spaces(self) -> Spaces:
-        """Sizes of OpenSpiel's tensors and actions."""
-        return self._spaces
-
-    @property
-    def copies(self) -> int:
-        """B"""
-        return self._copies
+        self.spaces = Spaces(numbers, numbers, self._legal.shape[1], steps)
 
     def against(self, player: int, tables: Sequence[Array], weights: Sequence[float]) -> None:
         """Set the pool of opponent `player`, of which one member is drawn per episode.
@@ -107,19 +93,19 @@ class GameCopies:
     def reset(self, seed: int) -> Observed:
         """Begin a game in every copy."""
         self._random = np.random.Generator(np.random.SFC64(seed))
-        all_copies = np.arange(self._copies)
+        all_copies = np.arange(self.copies)
         players = self.histories.form.players
-        self._node = np.zeros(self._copies, dtype=np.int64)
+        self._node = np.zeros(self.copies, dtype=np.int64)
         if self._seats is None:
-            self._seat = np.full(self._copies, -1)
+            self._seat = np.full(self.copies, -1)
         else:
             # The first copy's seat differs from reset to reset.
             turn = all_copies + int(self._random.integers(len(self._seats)))
             self._seat = self._seats[turn % len(self._seats)]
         # First row in `_rows` of each player's member of this episode; last, of chance.
-        self._member = np.empty((self._copies, players + 1), dtype=np.int64)
+        self._member = np.empty((self.copies, players + 1), dtype=np.int64)
         for player, (rows, shares) in enumerate(self._pools):
-            drawn = self._random.choice(len(shares), size=self._copies, p=shares)
+            drawn = self._random.choice(len(shares), size=self.copies, p=shares)
             self._member[:, player] = self._begin[player] + drawn * rows.shape[1]
         self._member[:, players] = self._begin[players]
         self._play_others(all_copies)
@@ -148,7 +134,7 @@ class GameCopies:
         if self._seats is not None:
             returns = np.take_along_axis(returns, self._seat[:, None], axis=1)
         rewards = np.where((over & ~ended)[:, None], returns, 0.0).astype(np.float32)
-        return Stepped(self._observed(), rewards, over, np.zeros(self._copies, dtype=np.bool_))
+        return Stepped(self._observed(), rewards, over, np.zeros(self.copies, dtype=np.bool_))
 
     def close(self) -> None:
         """Nothing to release."""

@@ -47,11 +47,11 @@ class SimpleSpread:
             raise InvalidArgument("needs two agents", field="environment.agents", value=agents)
         if variant not in ("mpe2", "mpe"):
             raise InvalidArgument("takes mpe2 or mpe", field="environment.variant", value=variant)
-        self._copies, self._steps, self._local = copies, steps, local_ratio
+        self.copies, self._steps, self._local = copies, steps, local_ratio
         self._first_release = variant == "mpe"
-        self._agents = tuple(f"agent_{i}" for i in range(agents))
+        self.agents = tuple(f"agent_{i}" for i in range(agents))
         observation = 4 + 2 * agents + 4 * (agents - 1)
-        self._spaces = Spaces(
+        self.spaces = Spaces(
             observation, observation * agents, 5, steps, continuous, low=0.0, high=1.0
         )
         self._others = np.array([[j for j in range(agents) if j != i] for i in range(agents)])
@@ -63,24 +63,9 @@ class SimpleSpread:
         self._seen = np.zeros((copies, agents, observation), np.float32)
         self._measure()
 
-    @property
-    def agents(self) -> tuple[str, ...]:
-        """`agent_0` ..."""
-        return self._agents
-
-    @property
-    def spaces(self) -> Spaces:
-        """Observations of 4 + 2N + 4(N - 1) numbers, five actions."""
-        return self._spaces
-
-    @property
-    def copies(self) -> int:
-        """B"""
-        return self._copies
-
     def reset(self, seed: int) -> Observed:
         """Place agents, at rest, and landmarks uniformly in [-1, 1]."""
-        shape = (2, self._copies, len(self._agents), 2)
+        shape = (2, self.copies, len(self.agents), 2)
         drawn = np.random.default_rng(seed).uniform(-1, 1, shape)
         return self.place(drawn[0], drawn[1])
 
@@ -109,8 +94,8 @@ class SimpleSpread:
         self._measure()
         self._step += 1
         rewards = self._rewards()
-        over = np.full(self._copies, self._step >= self._steps)
-        return Stepped(self._observe(), rewards, np.zeros(self._copies, np.bool_), over)
+        over = np.full(self.copies, self._step >= self._steps)
+        return Stepped(self._observe(), rewards, np.zeros(self.copies, np.bool_), over)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -138,10 +123,10 @@ class SimpleSpread:
     def _rewards(self) -> NDArray[np.float32]:
         covered = _length(self._away).min(axis=0).sum(axis=0)
         bumps = (self._distance < _DIAMETER).sum(axis=1)
-        rewards = np.empty((self._copies, len(self._agents)), np.float32)
+        rewards = np.empty((self.copies, len(self.agents)), np.float32)
         if self._first_release:
             # An agent is near itself, too.
-            total = -len(self._agents) * (covered + 1) - bumps.sum(axis=0)
+            total = -len(self.agents) * (covered + 1) - bumps.sum(axis=0)
             rewards[:] = total[:, None]
         else:
             rewards[:] = (-bumps * self._local - covered * (1 - self._local)).T
@@ -149,7 +134,7 @@ class SimpleSpread:
 
     def _observe(self) -> Observed:
         """Velocity, position, relative landmarks and agents, and silent communication."""
-        n, seen = len(self._agents), self._seen
+        n, seen = len(self.agents), self._seen
         shown: Any = seen.T  # [O, N, B]
         shown[:2], shown[2:4] = self._velocity, self._position
         # x and y by turns, of one landmark or agent after another.
@@ -157,7 +142,7 @@ class SimpleSpread:
             shown[4 + axis : 4 + 2 * n : 2] = self._away[axis].swapaxes(0, 1)
             first, last = 4 + 2 * n, 4 + 2 * n + 2 * (n - 1)
             shown[first + axis : last : 2] = self._apart[axis].swapaxes(0, 1)
-        return Observed(seen, seen.reshape(self._copies, -1))
+        return Observed(seen, seen.reshape(self.copies, -1))
 
 
 def _length(vectors: Float64) -> Float64:

@@ -18,28 +18,17 @@ class TwoStep:
     of the second step (Rashid et al. 2018). The optimum is 8; a sum of two values
     finds 7."""
 
+    agents = ("agent_0", "agent_1")
+    # Observation and state are one-hot.
+    spaces = Spaces(observation=3, state=3, actions=2, steps=2)
+
     def __init__(self, copies: int) -> None:
-        self._copies = copies
+        self.copies = copies
         self._where = np.zeros(copies, np.int64)
-
-    @property
-    def agents(self) -> tuple[str, ...]:
-        """`agent_0` and `agent_1`."""
-        return ("agent_0", "agent_1")
-
-    @property
-    def spaces(self) -> Spaces:
-        """Observation and state are one-hot."""
-        return Spaces(observation=3, state=3, actions=2, steps=2)
-
-    @property
-    def copies(self) -> int:
-        """B"""
-        return self._copies
 
     def reset(self, seed: int) -> Observed:
         """Begin a game; nothing is random."""
-        self._where = np.zeros(self._copies, np.int64)
+        self._where = np.zeros(self.copies, np.int64)
         return self._observe()
 
     def step(self, actions: Actions) -> Stepped:
@@ -48,7 +37,7 @@ class TwoStep:
         payoffs = _PAYOFFS[np.maximum(self._where, 1) - 1, actions[:, 0], actions[:, 1]]
         rewards = np.repeat(np.where(over, payoffs, np.float32(0))[:, None], 2, axis=1)
         self._where = np.where(over, self._where, 1 + actions[:, 0])
-        return Stepped(self._observe(), rewards, over, np.zeros(self._copies, np.bool_))
+        return Stepped(self._observe(), rewards, over, np.zeros(self.copies, np.bool_))
 
     def close(self) -> None:
         """Nothing to release."""

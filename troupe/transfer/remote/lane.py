@@ -19,7 +19,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 log = logging.getLogger(__name__)
@@ -104,12 +103,7 @@ class Lane:
     def __enter__(self) -> Lane:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @functools.cached_property

@@ -75,13 +75,8 @@ def unpack(body: bytes) -> dict[str, Any]:
     return message
 
 
-def from_properties(properties: Properties) -> dict[str, Any]:
-    """Properties as JSON values."""
-    return asdict(properties)
-
-
 def to_properties(given: Mapping[str, Any]) -> Properties:
-    """The inverse of `from_properties`."""
+    """The inverse of `asdict`."""
     return Properties(**{**given, "seats": tuple(given["seats"])})
 
 
@@ -169,7 +164,12 @@ def _observations(given: Mapping[str, Any]) -> dict[str, Observation]:
         seat: Observation(
             seen["text"],
             seen["legal"],
-            {name: _to_array(array) for name, array in seen["arrays"].items()},
+            {
+                name: np.frombuffer(
+                    base64.b64decode(array["data"]), np.dtype(array["dtype"])
+                ).reshape(array["shape"])
+                for name, array in seen["arrays"].items()
+            },
         )
         for seat, seen in given["obs"].items()
     }
@@ -180,11 +180,6 @@ def _from_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
         raise TypeError(f"an array of {array.dtype} has no bytes")
     data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
     return {"dtype": array.dtype.str, "shape": array.shape, "data": data}
-
-
-def _to_array(given: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    data = np.frombuffer(base64.b64decode(given["data"]), np.dtype(given["dtype"]))
-    return data.reshape(given["shape"])
 
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -227,7 +222,7 @@ class EnvironmentChild:
         if request["op"] == "open":
             self._name = request["entrypoint"]
             self._environment = open_environment(self._name, request["args"])
-            return from_properties(self._environment.properties)
+            return asdict(self._environment.properties)
         assert self._environment is not None, "open comes first"
         if request["op"] == "reset":
             return from_reset(is_reset(self._environment.reset(request["seed"])))

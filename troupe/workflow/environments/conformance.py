@@ -12,6 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -108,11 +109,10 @@ def play_randomly(
                 value=contract.current,
                 remedy="Derive all chance from the seed.",
             )
-        joint = (
-            moves[number]
-            if moves is not None
-            else {seat: move(obs[seat], draw, seat) for seat in contract.current}
-        )
+        if moves is not None:
+            joint = moves[number]
+        else:
+            joint = {seat: move(obs[seat], draw, seat) for seat in contract.current}
         contract.moves(joint)
         step = contract.went(environment.step(dict(joint)))
         record.moves.append(dict(joint))
@@ -138,15 +138,15 @@ def plain_observations(obs: Mapping[str, Observation]) -> dict[str, Any]:
         seat: (
             seen.text,
             None if seen.legal is None else dict(seen.legal),
-            {name: _plain_array(array) for name, array in seen.arrays.items()},
+            {
+                name: (array.dtype.str, array.shape, array.tobytes())
+                for name, array in (
+                    (name, np.asarray(given)) for name, given in seen.arrays.items()
+                )
+            },
         )
         for seat, seen in obs.items()
     }
-
-
-def _plain_array(array: Any) -> tuple[str, tuple[int, ...], bytes]:
-    values = np.asarray(array)
-    return values.dtype.str, values.shape, values.tobytes()
 
 
 TOLERANCE = 1e-6
@@ -178,18 +178,11 @@ class EnvironmentTrial:
         assert self.properties is not None, "the check `interface` comes first"
         return self.properties
 
-    def new(self) -> Environment:
-        """Another object."""
-        return self.make()
-
     def record(self, seed: int) -> EpisodeRecord:
         """The episode of a seed; played once, on an object of its own."""
         if seed not in self.records:
-            environment = self.new()
-            try:
+            with closing(self.make()) as environment:
                 self.records[seed] = play_randomly(environment, seed, self.move)
-            finally:
-                environment.close()
         return self.records[seed]
 
     def all(self) -> list[EpisodeRecord]:
@@ -199,7 +192,7 @@ class EnvironmentTrial:
 
 def interface(trial: EnvironmentTrial) -> str:
     """Checks construction, properties and `reset` of an environment."""
-    environment = trial.new()
+    environment = trial.make()
     if not isinstance(environment, Environment):
         raise Broken(f"makes a {type(environment).__name__}, not an Environment")
     declared = environment.properties
@@ -215,11 +208,8 @@ def interface(trial: EnvironmentTrial) -> str:
     if environment.properties != declared:
         raise Broken("properties change from one look to the next")
     environment.close()
-    environment = trial.new()
-    try:
+    with closing(trial.make()) as environment:
         record = play_randomly(environment, trial.seeds[0], trial.move, limit=1)
-    finally:
-        environment.close()
     return f"seats {', '.join(record.reset.agents)}; first to move: {', '.join(record.moves[0])}"
 
 
@@ -227,16 +217,11 @@ def same_seed_same_episode(trial: EnvironmentTrial) -> str:
     """Seed and moves determine the episode, on new and on used objects."""
     if not trial.declared.deterministic:
         raise Inapplicable("declared not deterministic")
-    environment = trial.new()
-    try:
+    with closing(trial.make()) as used:
         for record in trial.all():
-            for again in ("a new object", "the same object, reset"):
-                other = environment if again.startswith("the same") else trial.new()
-                _compare(record, other, f"seed {record.seed} on {again}")
-                if other is not environment:
-                    other.close()
-    finally:
-        environment.close()
+            with closing(trial.make()) as new:
+                _compare(record, new, f"seed {record.seed} on a new object")
+            _compare(record, used, f"seed {record.seed} on the same object, reset")
     return f"{len(trial.seeds)} seeds, on new and on used objects"
 
 
@@ -245,8 +230,8 @@ def instances_independent(trial: EnvironmentTrial) -> str:
     if not trial.declared.deterministic:
         raise Inapplicable("declared not deterministic")
     records = [trial.record(seed) for seed in (trial.seeds[0], trial.seeds[-1])]
-    objects = [trial.new() for _ in records]
-    try:
+    with ExitStack() as opened:
+        objects = [opened.enter_context(closing(trial.make())) for _ in records]
         for environment, record in zip(objects, records, strict=True):
             environment.reset(record.seed)
         for number in range(max(len(record.steps) for record in records)):
@@ -259,9 +244,6 @@ def instances_independent(trial: EnvironmentTrial) -> str:
                         f"seed {record.seed}, step {number}: another object, played alternately, "
                         "changes what this one does"
                     )
-    finally:
-        for environment in objects:
-            environment.close()
     return "two objects, step by step in turn"
 
 
@@ -355,7 +337,7 @@ def hosted_alike(trial: EnvironmentTrial) -> str:
 def close_repeatable(trial: EnvironmentTrial) -> str:
     """`close` twice, before a reset, in the middle of an episode and after it."""
     for when in ("before a reset", "in the middle"):
-        environment = trial.new()
+        environment = trial.make()
         if when == "in the middle":
             environment.reset(trial.seeds[0])
         for _ in range(2):
@@ -402,9 +384,8 @@ def illegal_move(trial: EnvironmentTrial) -> str:
         record.reset.obs[seat].legal is None for seat in record.reset.current
     ):
         raise Broken("the rule is random_legal, but no legal moves are listed to draw from")
-    environment = trial.new()
     refused = 0
-    try:
+    with closing(trial.make()) as environment:
         environment.reset(record.seed)
         for number, moves in enumerate(record.moves):
             for seat in moves:
@@ -413,8 +394,6 @@ def illegal_move(trial: EnvironmentTrial) -> str:
             step = environment.step(dict(moves))
             if declared.deterministic and plain_step(step) != plain_step(record.steps[number]):
                 raise Broken(f"step {number}: an illegal move has changed the state")
-    finally:
-        environment.close()
     if not refused:
         raise Inapplicable("any move is legal")
     return f"{refused} refused, the game went on as before (rule: {declared.illegal})"
@@ -422,15 +401,12 @@ def illegal_move(trial: EnvironmentTrial) -> str:
 
 def unknown_player(trial: EnvironmentTrial) -> str:
     """The contract refuses moves of unknown seats and moves outside of an episode."""
-    environment = trial.new()
     contract = Contract(trial.declared)
-    try:
+    with closing(trial.make()) as environment:
         _expect(EpisodeOverError, contract, {trial.declared.seats[0]: 0}, "before reset")
         contract.began(environment.reset(trial.seeds[0]))
         _expect(UnknownPlayerError, contract, {"no such seat": 0}, "a move of an unknown seat")
         _expect(UnknownPlayerError, contract, {}, "no move")
-    finally:
-        environment.close()
     record = trial.record(trial.seeds[0])
     contract.began(record.reset)
     for step in record.steps:
@@ -490,25 +466,19 @@ def joint_move_order(trial: EnvironmentTrial) -> str:
     if not trial.declared.deterministic:
         raise Inapplicable("declared not deterministic")
     for record in trial.all():
-        environment = trial.new()
-        try:
+        with closing(trial.make()) as environment:
             environment.reset(record.seed)
             for number, joint in enumerate(record.moves):
                 step = environment.step(dict(reversed(joint.items())))
                 if plain_step(step) != plain_step(record.steps[number]):
                     raise Broken(f"seed {record.seed}, step {number}: the order of seats matters")
-        finally:
-            environment.close()
     return "every joint move, written backwards"
 
 
 def _game_judges(trial: EnvironmentTrial) -> str:
     """The game accepts any text: an episode of nonsense must still end."""
-    environment = trial.new()
-    try:
+    with closing(trial.make()) as environment:
         record = play_randomly(environment, trial.seeds[0], lambda seen, draw, seat: "?!")
-    finally:
-        environment.close()
     if record.steps[-1].current:
         raise Broken("an episode of nonsense does not end")
     return f"the game ended an episode of nonsense after {len(record.steps)} steps"
@@ -530,11 +500,8 @@ def _seated_returns(
     trial: EnvironmentTrial, record: EpisodeRecord, seating: Seating
 ) -> dict[str, float]:
     """Returns by player of the episode, played again with `seating`."""
-    environment = trial.new()
-    try:
+    with closing(trial.make()) as environment:
         again = play_randomly(environment, record.seed, trial.move)
-    finally:
-        environment.close()
     return {seating.agent_of[seat]: total for seat, total in again.returns.items()}
 
 
@@ -544,20 +511,14 @@ def _check_symmetry(trial: EnvironmentTrial) -> None:
         for order in itertools.islice(itertools.permutations(seats), _PERMUTATIONS):
             renamed = dict(zip(seats, order, strict=True))
             moves = [{renamed[s]: a for s, a in joint.items()} for joint in record.moves]
-            environment = trial.new()
-            try:
+            with closing(trial.make()) as environment:
                 again = play_randomly(environment, record.seed, moves=moves)
-            finally:
-                environment.close()
             for seat in seats:
                 if abs(again.returns[renamed[seat]] - record.returns[seat]) > TOLERANCE:
                     raise Broken(
                         f"seed {record.seed}: moves exchanged as {renamed}, but the returns are "
                         f"{again.returns} after {record.returns}"
                     )
-
-
-DEFAULT_SEEDS: Final = (0, 1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -617,7 +578,7 @@ _CHECKS: Final[dict[str, Callable[[EnvironmentTrial], str]]] = {
 
 
 def check(
-    make: EnvironmentFactory, *, seeds: Sequence[int] = DEFAULT_SEEDS, move: Mover = legal_mover
+    make: EnvironmentFactory, *, seeds: Sequence[int] = range(5), move: Mover = legal_mover
 ) -> ConformanceReport:
     """Run all checks on environments that `make` constructs.
 

@@ -120,39 +120,6 @@ def correction(error: IllegalMoveError, seen: Observation) -> str:
     return f"That is no legal move. {legal_help(seen) or error.remedy or 'Try another.'}".strip()
 
 
-class SeatConversation:
-    """The conversation of one seat in one episode."""
-
-    def __init__(
-        self, properties: Properties, seat: str, make_prompt: Prompt, history: History
-    ) -> None:
-        self._properties = properties
-        self._seat = seat
-        self._make_prompt = make_prompt
-        self._history = history
-        self._lines: list[Line] = []
-
-    def observe(self, seen: Observation) -> None:
-        """Add the observation of the seat's next move."""
-        if self._history == "latest":
-            self._lines = []
-        text = self._make_prompt(self._properties, self._seat, seen, not self._lines)
-        self._lines.append({"role": "user", "content": text})
-
-    def answer(self, reply: Reply) -> None:
-        """Add the seat's reply, with its token ids."""
-        self._lines.append(reply)
-
-    def correct(self, error: IllegalMoveError, seen: Observation) -> None:
-        """Add the message after an illegal move."""
-        self._lines.append({"role": "user", "content": correction(error, seen)})
-
-    @property
-    def lines(self) -> list[Line]:
-        """The messages of the conversation."""
-        return list(self._lines)
-
-
 class SeatingError(WorkflowError, ValueError):
     """The job's agents do not fill the game's seats."""
 
@@ -310,7 +277,7 @@ class Episode:
         self._agents = agents
         self._rules = rules
         self._seed = seed
-        self._conversations: dict[str, SeatConversation] = {}
+        self._conversations: dict[str, list[Line]] = {}
         self._outcome: Outcome
 
     async def play(self, agents: tuple[str, ...] | Mapping[str, str], permutation: int) -> Outcome:
@@ -320,10 +287,7 @@ class Episode:
         seating = Seating.of(reset.agents, agents, permutation=permutation)
         rewards: dict[str, list[float]] = {seat: [] for seat in reset.agents}
         self._outcome = Outcome(seating, rewards, properties.illegal_reward)
-        self._conversations = {
-            seat: SeatConversation(properties, seat, self._rules.prompt, self._rules.history)
-            for seat in reset.agents
-        }
+        self._conversations = {seat: [] for seat in reset.agents}
         current, obs = reset.current, reset.obs
         while current:
             step = await self._move(current, {seat: obs[seat] for seat in current})
@@ -351,13 +315,19 @@ class Episode:
         the order of turns does not depend on timing.
         """
         for seat in current:
-            self._conversations[seat].observe(seen[seat])
+            lines = self._conversations[seat]
+            if self._rules.history == "latest":
+                lines.clear()
+            properties = self._environment.properties
+            text = self._rules.prompt(properties, seat, seen[seat], not lines)
+            lines.append({"role": "user", "content": text})
         actions: dict[str, Action] = {}
         asked_again: Counter[str] = Counter()
+        newest: dict[str, PlayedTurn] = {}
         left = list(current)
         while left:
             refused: dict[str, IllegalMoveError] = {}
-            newest = await self._answers(left)
+            newest |= await self._answers(left)
             for seat in left:
                 try:
                     actions[seat] = await self._read(newest[seat].reply, seen[seat], seat)
@@ -371,12 +341,13 @@ class Episode:
                     refused[seat] = error
             left = []
             for seat, why in refused.items():
-                self._newest_turn(seat).legal = False
+                newest[seat].legal = False
                 COUNTERS.count("illegal_moves", self._environment.name)
                 match self._apply_rule(seat, seen[seat], asked_again[seat]):
                     case "again":
                         asked_again[seat] += 1
-                        self._conversations[seat].correct(why, seen[seat])
+                        text = correction(why, seen[seat])
+                        self._conversations[seat].append({"role": "user", "content": text})
                         left.append(seat)
                     case "lost":
                         actions.pop(seat, None)
@@ -392,13 +363,10 @@ class Episode:
         """A new turn of each seat."""
         turns = {}
         for seat, reply in zip(seats, await self._replies(seats), strict=True):
-            self._conversations[seat].answer(reply)
+            self._conversations[seat].append(reply)
             turns[seat] = PlayedTurn(seat, reply, self._outcome.steps)
         self._outcome.turns += turns.values()
         return turns
-
-    def _newest_turn(self, seat: str) -> PlayedTurn:
-        return next(turn for turn in reversed(self._outcome.turns) if turn.seat == seat)
 
     async def _replies(self, seats: list[str]) -> list[Reply]:
         """One reply of each seat, generated concurrently; numbered in the order of `seats`."""
@@ -406,7 +374,7 @@ class Episode:
         asked: list[asyncio.Future[Reply]] = []
         try:
             for seat in seats:
-                turn = self._agents[agent_of[seat]].chat(self._conversations[seat].lines)
+                turn = self._agents[agent_of[seat]].chat(list(self._conversations[seat]))
                 asked.append(asyncio.ensure_future(turn))
             return list(await asyncio.gather(*asked))
         finally:

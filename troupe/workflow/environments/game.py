@@ -94,9 +94,9 @@ class GameWorkflow:
         limits: FaultLimits | None = None,
     ) -> None:
         self._seats = seats
-        self._permute = permute
+        self.permutes = permute
         self._credit = credit
-        self._rules = rules or PlayRules()
+        self.rules = rules or PlayRules()
         self._limits = limits or FaultLimits()
         self._environment = environment
         self._args = dict(args or {})
@@ -134,20 +134,10 @@ class GameWorkflow:
             rewards["team"] = sum(outcome.total(seat) for seat in seats) / len(seats)
         return rewards
 
-    @property
-    def rules(self) -> PlayRules:
-        """How text becomes moves."""
-        return self._rules
-
-    @property
-    def permutes(self) -> bool:
-        """Whether agents change seats from seed to seed."""
-        return self._permute
-
     def seating(self, seats: Sequence[str], agents: Sequence[str], seed: int) -> Seating:
         """The seating in the episode of a seed. Raises `SeatingError`."""
         held = self._seats if self._seats is not None else tuple(agents)
-        return Seating.of(seats, held, permutation=seed if self._permute else 0)
+        return Seating.of(seats, held, permutation=seed if self.permutes else 0)
 
     def make(self) -> Environment:
         """A new environment in this process, which the caller has to close.
@@ -167,10 +157,10 @@ class GameWorkflow:
 
     async def _play(self, environment: AsyncEnvironment, query: Query, agents: Agents) -> Outcome:
         seed = seed_of(query)
-        episode = Episode(environment, agents, job_rules(self._rules, query), seed=seed)
+        episode = Episode(environment, agents, job_rules(self.rules, query), seed=seed)
         return await episode.play(
             self._seats if self._seats is not None else tuple(agents),
-            seed if self._permute else 0,
+            seed if self.permutes else 0,
         )
 
     def _take(self) -> AsyncEnvironment:

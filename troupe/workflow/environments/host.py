@@ -44,9 +44,9 @@ class Counters:
     def __init__(self) -> None:
         self._counts: Counter[tuple[Event, str]] = Counter()
 
-    def count(self, event: Event, environment: str, by: int = 1) -> None:
-        """Add `by` to a count."""
-        self._counts[event, environment] += by
+    def count(self, event: Event, environment: str) -> None:
+        """Add 1 to a count."""
+        self._counts[event, environment] += 1
 
     def of(self, event: Event, environment: str | None = None) -> int:
         """The count of one environment, or of all."""
@@ -96,9 +96,7 @@ def guarded(name: str, call: Callable[[], T]) -> T:
     `EnvironmentFault` with the end of the traceback."""
     try:
         return call()
-    except WorkflowError:
-        raise
-    except Interruption:
+    except (WorkflowError, Interruption):
         raise
     except BaseException as error:
         raise raised_fault(name, error) from error
@@ -138,14 +136,10 @@ class AsyncEnvironment(ABC):
     """An environment as a workflow plays it, with contract checks, retries and counts."""
 
     def __init__(self, name: str, limits: FaultLimits) -> None:
-        self._name = name
+        self.name = name
+        """Name for metrics: the entrypoint, or the name of the factory."""
         self._limits = limits
         self._contract: Contract | None = None
-
-    @property
-    def name(self) -> str:
-        """Name for metrics: the entrypoint, or the name of the factory."""
-        return self._name
 
     @property
     def properties(self) -> Properties:
@@ -181,8 +175,8 @@ class AsyncEnvironment(ABC):
                     if attempts.failures > 1:
                         last.append(f" (tried {attempts.failures} times)")
                     raise
-            COUNTERS.count("retries", self._name)
-        COUNTERS.count("resets", self._name)
+            COUNTERS.count("retries", self.name)
+        COUNTERS.count("resets", self.name)
         return reset
 
     async def _attempt_reset(self, seed: int) -> Reset:
@@ -210,7 +204,7 @@ class AsyncEnvironment(ABC):
             contract.over()
             await self._failed()
             raise
-        COUNTERS.count("steps", self._name)
+        COUNTERS.count("steps", self.name)
         return contract.went(step)
 
     async def close(self) -> None:
@@ -221,12 +215,12 @@ class AsyncEnvironment(ABC):
     def _known(self) -> Contract:
         if self._contract is None:
             raise EnvironmentContractError(
-                f"{self._name} was not reset yet", field="environment", remedy="Call `reset(seed)`."
+                f"{self.name} was not reset yet", field="environment", remedy="Call `reset(seed)`."
             )
         return self._contract
 
     async def _failed(self) -> None:
-        COUNTERS.count("faults", self._name)
+        COUNTERS.count("faults", self.name)
         await self._discard()
 
     @abstractmethod
@@ -262,18 +256,18 @@ class Local(AsyncEnvironment):
         await super().close()
         environment, self._environment = self._environment, None
         if environment is not None:
-            guarded(self._name, environment.close)
+            guarded(self.name, environment.close)
 
     async def _open(self) -> Properties:
         if self._environment is None:
-            self._environment = guarded(self._name, self._make)
+            self._environment = guarded(self.name, self._make)
         return self._environment.properties
 
     async def _reset(self, seed: int) -> Reset:
-        return guarded(self._name, lambda: self._opened.reset(seed))
+        return guarded(self.name, lambda: self._opened.reset(seed))
 
     async def _step(self, actions: Mapping[str, Action]) -> Step:
-        return guarded(self._name, lambda: self._opened.step(actions))
+        return guarded(self.name, lambda: self._opened.step(actions))
 
     async def _discard(self) -> None:
         self._environment = None
@@ -282,9 +276,9 @@ class Local(AsyncEnvironment):
     def _opened(self) -> Environment:
         if self._environment is None:
             raise EnvironmentFault(
-                f"{self._name} failed before or was closed",
+                f"{self.name} failed before or was closed",
                 reason="raised",
-                environment=self._name,
+                environment=self.name,
                 remedy="Call `reset(seed)`.",
             )
         return self._environment

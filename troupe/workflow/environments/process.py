@@ -403,9 +403,9 @@ class Hosted(AsyncEnvironment):
     async def _step(self, actions: Mapping[str, Action]) -> Step:
         if self._process is None:
             raise EnvironmentFault(
-                f"{self._name} failed before or was closed",
+                f"{self.name} failed before or was closed",
                 reason="died",
-                environment=self._name,
+                environment=self.name,
                 remedy="Call `reset(seed)`.",
             )
         request = {"op": "step", "actions": dict(actions)}

@@ -53,7 +53,7 @@ class OpenSpiel(Environment):
             # `load_game` prints all names for an unknown one.
             if game.partition("(")[0] not in pyspiel.registered_names():
                 raise pyspiel.SpielError(f"Unknown game '{game}'")
-            self._game = pyspiel.load_game(game)
+            self.game = pyspiel.load_game(game)
         except pyspiel.SpielError as error:
             raise EntrypointError(
                 f"OpenSpiel has no such game: {str(error).splitlines()[0]}",
@@ -61,7 +61,7 @@ class OpenSpiel(Environment):
                 value=game,
                 remedy="`pyspiel.registered_names()` lists them.",
             ) from error
-        kind = self._game.get_type()
+        kind = self.game.get_type()
         if kind.dynamics == pyspiel.GameType.Dynamics.MEAN_FIELD:
             raise EntrypointError(
                 f"'{game}' is a mean-field game, which has no seats",
@@ -71,11 +71,11 @@ class OpenSpiel(Environment):
             )
         utility = pyspiel.GameType.Utility
         self._describe = describe or self._own_text
-        self._players = range(self._game.num_players())
+        self._players = range(self.game.num_players())
         self._seats = tuple(f"p{player}" for player in self._players)
         self._state: Any = None
         self._random = random.Random()
-        worst = self._game.min_utility()
+        worst = self.game.min_utility()
         if illegal_reward is None:
             illegal_reward = worst if math.isfinite(worst) else -1.0
         self._properties = Properties(
@@ -87,7 +87,7 @@ class OpenSpiel(Environment):
             cooperative=kind.utility == utility.IDENTICAL,
             illegal=illegal,
             illegal_reward=illegal_reward,
-            max_steps=self._game.max_game_length(),
+            max_steps=self.game.max_game_length(),
         )
 
     @property
@@ -98,7 +98,7 @@ class OpenSpiel(Environment):
     def reset(self, seed: int) -> Reset:
         """Begin a game."""
         self._random = random.Random(seed)
-        self._state = self._game.new_initial_state()
+        self._state = self.game.new_initial_state()
         self._draw_chance()
         return Reset(self._seats, self._current(), self._observe())
 
@@ -145,11 +145,6 @@ class OpenSpiel(Environment):
             return tuple(self._seats[p] for p in self._players if state.legal_actions(p))
         return (self._seats[state.current_player()],)
 
-    @property
-    def game(self) -> Any:
-        """The `pyspiel.Game` that is played."""
-        return self._game
-
     def seen(self, state: Any, player: int) -> Observation:
         """The observation of `player`, who moves in `state`, without `arrays`."""
         return Observation(self._describe(state, player), _legal(state, player))
@@ -166,7 +161,7 @@ class OpenSpiel(Environment):
         }
 
     def _arrays(self, player: int) -> dict[str, Any]:
-        kind, arrays = self._game.get_type(), {}
+        kind, arrays = self.game.get_type(), {}
         if kind.provides_information_state_tensor:
             tensor = self._state.information_state_tensor(player)
             arrays["information_state"] = np.array(tensor, np.float32)
@@ -175,7 +170,7 @@ class OpenSpiel(Environment):
         return arrays
 
     def _own_text(self, state: Any, player: int) -> str:
-        kind = self._game.get_type()
+        kind = self.game.get_type()
         text = ""
         if kind.provides_observation_string:
             text = str(state.observation_string(player))

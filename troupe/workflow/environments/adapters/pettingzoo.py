@@ -149,12 +149,11 @@ class Aec(_PettingZoo):
         terminations = {s: bool(env.terminations.get(s, True)) for s in self._seats}
         truncations = {s: bool(env.truncations.get(s, False)) for s in self._seats}
         # Finished seats must make an empty move before the others may move.
-        while env.agents and self._is_done(env.agent_selection):
+        while env.agents and (
+            env.terminations[env.agent_selection] or env.truncations[env.agent_selection]
+        ):
             env.step(None)
         return Step(self._observe(), rewards, terminations, truncations, self._current())
-
-    def _is_done(self, seat: str) -> bool:
-        return bool(self._env.terminations[seat] or self._env.truncations[seat])
 
     def _current(self) -> tuple[str, ...]:
         return (self._env.agent_selection,) if self._env.agents else ()

@@ -64,7 +64,8 @@ class TextArena(Environment):
                 self._make()
         except Exception as error:  # games raise errors of any type
             raise EntrypointError(
-                f"TextArena cannot make '{id}': {type(error).__name__}: {_line(error)}",
+                f"TextArena cannot make '{id}': {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}",
                 field="id",
                 value=id,
                 remedy="Some games need word lists of NLTK, a key, or a newer Python.",
@@ -136,10 +137,6 @@ class TextArena(Environment):
             self._states = random.getstate(), np.random.get_state()
             random.setstate(others[0])
             np.random.set_state(others[1])
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def _speaks(env: Any) -> bool:
