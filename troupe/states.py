@@ -20,159 +20,87 @@ class IllegalTransition(ValueError):
     """A transition that a state machine's table does not allow."""
 
 
-def _table(moves: dict[int, set[int]]) -> Table:
-    return {state: frozenset(targets) for state, targets in moves.items()}
+def _table(enum: Any, moves: Mapping[str, str]) -> Table:
+    """The table of `enum`; `moves`: by state those that may follow it, without their prefix."""
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    return {
+        enum.Value(prefix + state): frozenset(enum.Value(prefix + one) for one in after.split())
+        for state, after in moves.items()
+    }
 
 
 JOB: Final[Table] = _table(
+    pb.JobState,
     {
-        pb.JOB_STATE_SUBMITTED: {
-            pb.JOB_STATE_STARTING,
-            pb.JOB_STATE_PAUSING,
-            pb.JOB_STATE_CANCELLING,
-            pb.JOB_STATE_FAILED,
-        },
-        pb.JOB_STATE_STARTING: {
-            pb.JOB_STATE_RUNNING,
-            pb.JOB_STATE_PAUSING,
-            pb.JOB_STATE_CANCELLING,
-            pb.JOB_STATE_FAILED,
-        },
-        pb.JOB_STATE_RUNNING: {
-            # An orchestrator that comes back prepares the workers again.
-            pb.JOB_STATE_STARTING,
-            pb.JOB_STATE_PAUSING,
-            pb.JOB_STATE_CANCELLING,
-            pb.JOB_STATE_SUCCEEDED,
-            pb.JOB_STATE_FAILED,
-        },
-        pb.JOB_STATE_PAUSING: {
-            pb.JOB_STATE_PAUSED,
-            pb.JOB_STATE_CANCELLING,
-            # The step in flight was the last one.
-            pb.JOB_STATE_SUCCEEDED,
-            pb.JOB_STATE_FAILED,
-        },
-        pb.JOB_STATE_PAUSED: {pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_CANCELLING},
-        pb.JOB_STATE_CANCELLING: {pb.JOB_STATE_CANCELLED},
-        pb.JOB_STATE_SUCCEEDED: set(),
+        "SUBMITTED": "STARTING PAUSING CANCELLING FAILED",
+        "STARTING": "RUNNING PAUSING CANCELLING FAILED",
+        # STARTING: an orchestrator that comes back prepares the workers again.
+        "RUNNING": "STARTING PAUSING CANCELLING SUCCEEDED FAILED",
+        # SUCCEEDED: the step in flight was the last one.
+        "PAUSING": "PAUSED CANCELLING SUCCEEDED FAILED",
+        "PAUSED": "SUBMITTED CANCELLING",
+        "CANCELLING": "CANCELLED",
+        "SUCCEEDED": "",
         # A resume starts again from the last committed step.
-        pb.JOB_STATE_FAILED: {pb.JOB_STATE_SUBMITTED},
-        pb.JOB_STATE_CANCELLED: {pb.JOB_STATE_SUBMITTED},
+        "FAILED": "SUBMITTED",
+        "CANCELLED": "SUBMITTED",
     },
 )
 
 TRAJECTORY: Final[Table] = _table(
+    pb.TrajectoryState,
     {
-        pb.TRAJECTORY_STATE_PENDING: {
-            pb.TRAJECTORY_STATE_RUNNING,
-            pb.TRAJECTORY_STATE_FAILED,
-            pb.TRAJECTORY_STATE_ABORTED,
-        },
-        pb.TRAJECTORY_STATE_RUNNING: {
-            pb.TRAJECTORY_STATE_SCORING,
-            pb.TRAJECTORY_STATE_FAILED,
-            pb.TRAJECTORY_STATE_ABORTED,
-        },
-        pb.TRAJECTORY_STATE_SCORING: {
-            pb.TRAJECTORY_STATE_COMPLETED,
-            pb.TRAJECTORY_STATE_FAILED,
-            pb.TRAJECTORY_STATE_ABORTED,
-        },
-        pb.TRAJECTORY_STATE_COMPLETED: set(),
-        pb.TRAJECTORY_STATE_FAILED: set(),
-        pb.TRAJECTORY_STATE_ABORTED: set(),
+        "PENDING": "RUNNING FAILED ABORTED",
+        "RUNNING": "SCORING FAILED ABORTED",
+        "SCORING": "COMPLETED FAILED ABORTED",
+        "COMPLETED": "",
+        "FAILED": "",
+        "ABORTED": "",
     },
 )
 
 SAMPLE: Final[Table] = _table(
+    pb.SampleState,
     {
-        pb.SAMPLE_STATE_PENDING: {pb.SAMPLE_STATE_READY, pb.SAMPLE_STATE_DROPPED},
-        pb.SAMPLE_STATE_READY: {pb.SAMPLE_STATE_CLAIMED, pb.SAMPLE_STATE_DROPPED},
-        pb.SAMPLE_STATE_CLAIMED: {
-            # Lease expired or released.
-            pb.SAMPLE_STATE_READY,
-            pb.SAMPLE_STATE_TRAINED,
-            pb.SAMPLE_STATE_DROPPED,
-        },
-        pb.SAMPLE_STATE_TRAINED: set(),
-        pb.SAMPLE_STATE_DROPPED: set(),
+        "PENDING": "READY DROPPED",
+        "READY": "CLAIMED DROPPED",
+        # READY: the lease expired or was released.
+        "CLAIMED": "READY TRAINED DROPPED",
+        "TRAINED": "",
+        "DROPPED": "",
     },
 )
 
 ENGINE: Final[Table] = _table(
+    pb.EngineState,
     {
-        pb.ENGINE_STATE_STARTING: {
-            pb.ENGINE_STATE_STALE,
-            pb.ENGINE_STATE_DEAD,
-            pb.ENGINE_STATE_STOPPED,
-        },
-        pb.ENGINE_STATE_STALE: {
-            pb.ENGINE_STATE_UPDATING,
-            pb.ENGINE_STATE_DEAD,
-            pb.ENGINE_STATE_STOPPED,
-        },
-        pb.ENGINE_STATE_UPDATING: {
-            pb.ENGINE_STATE_HEALTHY,
-            # The update failed or could not be verified.
-            pb.ENGINE_STATE_STALE,
-            pb.ENGINE_STATE_DEAD,
-            pb.ENGINE_STATE_STOPPED,
-        },
-        pb.ENGINE_STATE_HEALTHY: {
-            pb.ENGINE_STATE_UPDATING,
-            pb.ENGINE_STATE_SUSPECT,
-            pb.ENGINE_STATE_DRAINING,
-            pb.ENGINE_STATE_DEAD,
-            pb.ENGINE_STATE_STOPPED,
-        },
-        pb.ENGINE_STATE_SUSPECT: {
-            pb.ENGINE_STATE_HEALTHY,
-            pb.ENGINE_STATE_STALE,
-            pb.ENGINE_STATE_DEAD,
-            pb.ENGINE_STATE_STOPPED,
-        },
-        pb.ENGINE_STATE_DRAINING: {
-            pb.ENGINE_STATE_STALE,
-            pb.ENGINE_STATE_DEAD,
-            pb.ENGINE_STATE_STOPPED,
-        },
+        "STARTING": "STALE DEAD STOPPED",
+        "STALE": "UPDATING DEAD STOPPED",
+        # STALE: the update failed or could not be verified.
+        "UPDATING": "HEALTHY STALE DEAD STOPPED",
+        "HEALTHY": "UPDATING SUSPECT DRAINING DEAD STOPPED",
+        "SUSPECT": "HEALTHY STALE DEAD STOPPED",
+        "DRAINING": "STALE DEAD STOPPED",
         # Only through STALE and a verified update does a dead engine serve again.
-        pb.ENGINE_STATE_DEAD: {pb.ENGINE_STATE_STALE, pb.ENGINE_STATE_STOPPED},
-        pb.ENGINE_STATE_STOPPED: set(),
+        "DEAD": "STALE STOPPED",
+        "STOPPED": "",
     },
 )
 
 BINDING: Final[Table] = _table(
+    pb.BindingState,
     {
-        pb.BINDING_STATE_BINDING: {pb.BINDING_STATE_IDLE, pb.BINDING_STATE_RELEASED},
-        pb.BINDING_STATE_IDLE: {
-            pb.BINDING_STATE_ACCUMULATING,
-            pb.BINDING_STATE_SUSPENDING,
-            pb.BINDING_STATE_RELEASED,
-        },
-        pb.BINDING_STATE_ACCUMULATING: {
-            pb.BINDING_STATE_STEPPING,
-            # The step was cancelled or lost its leases: gradients are discarded.
-            pb.BINDING_STATE_IDLE,
-            pb.BINDING_STATE_SUSPENDING,
-            pb.BINDING_STATE_RELEASED,
-        },
-        pb.BINDING_STATE_STEPPING: {
-            pb.BINDING_STATE_PUBLISHING,
-            # Skipped (NaN) or empty step.
-            pb.BINDING_STATE_IDLE,
-            pb.BINDING_STATE_RELEASED,
-        },
-        pb.BINDING_STATE_PUBLISHING: {pb.BINDING_STATE_IDLE, pb.BINDING_STATE_RELEASED},
-        pb.BINDING_STATE_SUSPENDING: {
-            pb.BINDING_STATE_SUSPENDED,
-            # There was no memory for its state: it stays bound.
-            pb.BINDING_STATE_IDLE,
-            pb.BINDING_STATE_RELEASED,
-        },
-        pb.BINDING_STATE_SUSPENDED: {pb.BINDING_STATE_BINDING, pb.BINDING_STATE_RELEASED},
-        pb.BINDING_STATE_RELEASED: {pb.BINDING_STATE_BINDING},
+        "BINDING": "IDLE RELEASED",
+        "IDLE": "ACCUMULATING SUSPENDING RELEASED",
+        # IDLE: the step was cancelled or lost its leases, and gradients are discarded.
+        "ACCUMULATING": "STEPPING IDLE SUSPENDING RELEASED",
+        # IDLE: a skipped (NaN) or empty step.
+        "STEPPING": "PUBLISHING IDLE RELEASED",
+        "PUBLISHING": "IDLE RELEASED",
+        # IDLE: there was no memory for its state, and it stays bound.
+        "SUSPENDING": "SUSPENDED IDLE RELEASED",
+        "SUSPENDED": "BINDING RELEASED",
+        "RELEASED": "BINDING",
     },
 )
 

@@ -92,14 +92,6 @@ def from_proto(message: pb.Tensor) -> Array:
     return np.frombuffer(message.data, dtype=dtype).reshape(shape)
 
 
-def torch_from_proto(message: pb.Tensor) -> torch.Tensor:
-    """The tensor of `message` on the CPU, owning its memory. Raises like `from_proto`."""
-    import torch
-
-    tensor = torch.from_numpy(from_proto(message).copy())
-    return tensor.view(torch.bfloat16) if message.dtype == pb.DTYPE_BFLOAT16 else tensor
-
-
 def _from_torch(tensor: torch.Tensor) -> tuple[int | None, Array]:
     import torch
 

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 from hypothesis import given
@@ -14,16 +14,31 @@ from hypothesis import strategies as st
 
 from troupe.scheduling.elastic import (
     Action,
+    Amounts,
     DecisionBounds,
     Elastic,
     Grant,
+    Host,
     Running,
     SpeedUp,
-    decide,
+    decide_over,
     lacking,
     turn,
 )
 from troupe.scheduling.elastic.decision import AllocationTable, Gains, best_split, waiting_seconds
+
+
+def decide(
+    queue: Sequence[Action],
+    free: Amounts,
+    running: Sequence[Running],
+    now: float,
+    rules: DecisionBounds = DecisionBounds(),  # noqa: B008 (frozen)
+    *,
+    quotas: Collection[str] = (),
+) -> Sequence[Grant]:
+    """The decision where there is one host."""
+    return decide_over([Host("only", free, running)], queue, now, rules, quotas=quotas)
 
 
 def amdahl(seconds: float, fraction: float, levels: Sequence[int] = (1, 2, 4, 8)) -> Elastic:

@@ -19,7 +19,6 @@ from troupe.scheduling.elastic import (
     Host,
     Placed,
     Running,
-    decide,
     decide_over,
     nowhere,
 )
@@ -126,26 +125,6 @@ def test_what_can_never_run_is_named() -> None:
     assert nowhere(Action("a", 0.0, needs={"cores": 1}, host="z"), hosts) == "host"
     assert nowhere(Action("a", 0.0, needs={"judge": 1}), hosts) == "judge"
     assert nowhere(Action("a", 0.0, needs={"judge": 1}), hosts, {"judge": 1}) is None
-
-
-@given(queues, frees, st.integers(0, 4), st.sampled_from([(), ("gpu",)]), st.booleans())
-def test_property_with_one_host_it_is_decide(
-    queue: list[Action],
-    free: dict[str, int],
-    depth: int,
-    quotas: tuple[str, ...],
-    gpu_is_shared: bool,
-) -> None:
-    rules, running = DecisionBounds(depth=depth), [Running({"cores": 2}, 3.0)]
-    expected = decide(queue, free, running, 0.0, rules, quotas=quotas)
-    shared = {"gpu": free["gpu"]} if gpu_is_shared else {}
-    own = {name: amount for name, amount in free.items() if name not in shared}
-    grants = decide_over(
-        [Host("only", own, running)], queue, 0.0, rules, shared=shared, quotas=quotas
-    )
-    assert [(g.action, g.holds, g.seconds) for g in grants] == [
-        (g.action, g.holds, g.seconds) for g in expected
-    ]
 
 
 hosts_of = st.lists(frees, min_size=1, max_size=4).map(

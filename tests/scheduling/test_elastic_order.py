@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.scheduling.elastic import Action, Discipline, Running, decide, turn
+from tests.scheduling.test_elastic import decide
+from troupe.scheduling.elastic import Action, Discipline, Running, turn
 from troupe.scheduling.elastic.order import FCFS, SHORTEST, Remaining, later
 
 WORK = st.floats(1e-3, 1e6)

@@ -227,7 +227,7 @@ class _AioReader:
     def __init__(self, common: _ChannelContext) -> None:
         self._common = common
 
-    async def _open(
+    async def open(
         self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
     ) -> Any:
         metadata = grpc.aio.Metadata(*self._common.metadata(details))
@@ -251,23 +251,11 @@ class _AioReader:
 
 
 class _AioStream(_AioReader, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    async def intercept_unary_stream(
-        self,
-        continuation: Callable[[Any, Any], Any],
-        details: Any,
-        request: Any,
-    ) -> Any:
-        return await self._open(continuation, details, request)
+    intercept_unary_stream = _AioReader.open
 
 
 class _AioDuplex(_AioReader, grpc.aio.StreamStreamClientInterceptor):  # type: ignore[type-arg]
-    async def intercept_stream_stream(
-        self,
-        continuation: Callable[[Any, Any], Any],
-        details: Any,
-        requests: Any,
-    ) -> Any:
-        return await self._open(continuation, details, requests)
+    intercept_stream_stream = _AioReader.open
 
 
 class _Sync(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]

@@ -88,16 +88,18 @@ class TroupeError(Exception):
 
     def to_problem(self) -> pb.Problem:
         """The message that describes this error in gRPC calls, job records and events."""
-        problem = pb.Problem(kind=self.kind, message=_clip_bytes(self.message, _MESSAGE_LIMIT))
-        if self.field is not None:
-            problem.field = _clip_bytes(self.field, _FIELD_LIMIT)
-        if self.value is not None:
-            problem.value = _clip_bytes(self.value, _FIELD_LIMIT)
-        if self.remedy is not None:
-            problem.remedy = _clip_bytes(self.remedy, _FIELD_LIMIT * 2)
-        if self.retry_after_ms is not None:
-            problem.retry_after_ms = self.retry_after_ms
-        return problem
+
+        def clip(text: str | None, limit: int = _FIELD_LIMIT) -> str | None:
+            return None if text is None else _clip_bytes(text, limit)
+
+        return pb.Problem(
+            kind=self.kind,
+            message=_clip_bytes(self.message, _MESSAGE_LIMIT),
+            field=clip(self.field),
+            value=clip(self.value),
+            remedy=clip(self.remedy, _FIELD_LIMIT * 2),
+            retry_after_ms=self.retry_after_ms,
+        )
 
     @staticmethod
     def from_problem(problem: pb.Problem, code: grpc.StatusCode | None = None) -> TroupeError:
@@ -200,20 +202,7 @@ class DataLoss(TroupeError):
     default_kind = "data_loss"
 
 
-_CLASSES: Final[tuple[type[TroupeError], ...]] = (
-    InvalidArgument,
-    NotFound,
-    AlreadyExists,
-    FailedPrecondition,
-    ResourceExhausted,
-    DeadlineExceeded,
-    Unavailable,
-    Internal,
-    Aborted,
-    Unauthenticated,
-    Unimplemented,
-    DataLoss,
-)
+_CLASSES: Final = tuple(TroupeError.__subclasses__())
 _BY_CODE: Final = {cls.code: cls for cls in _CLASSES}
 _BY_KIND: Final = {cls.default_kind: cls for cls in _CLASSES}
 
@@ -240,11 +229,10 @@ def to_status(error: TroupeError) -> status_pb2.Status:
 def from_status(text: bytes) -> TroupeError:
     """The error whose serialized `to_status` this is."""
     status = status_pb2.Status.FromString(text)
-    for detail in status.details:
-        problem = pb.Problem()
-        if detail.Unpack(problem):
-            return TroupeError.from_problem(problem, _code(status.code))
-    return Internal(status.message)
+    if (problem := _problem_in(status)) is None:
+        return Internal(status.message)
+    code = next((code for code in grpc.StatusCode if _number(code) == status.code), None)
+    return TroupeError.from_problem(problem, code)
 
 
 def from_rpc_error(
@@ -309,13 +297,17 @@ def _problem_of(error: grpc.RpcError) -> pb.Problem | None:
         if key != DETAILS_KEY:
             continue
         try:
-            status = status_pb2.Status.FromString(value)
-            for detail in status.details:
-                problem = pb.Problem()
-                if detail.Unpack(problem):
-                    return problem
+            return _problem_in(status_pb2.Status.FromString(value))
         except DecodeError:
             return None
+    return None
+
+
+def _problem_in(status: Any) -> pb.Problem | None:
+    for detail in status.details:
+        problem = pb.Problem()
+        if detail.Unpack(problem):
+            return problem
     return None
 
 
@@ -326,10 +318,6 @@ def _call(error: grpc.RpcError, name: str, default: Any) -> Any:
 
 def _number(code: grpc.StatusCode) -> int:
     return int(code_pb2.Code.Value(code.name))
-
-
-def _code(number: int) -> grpc.StatusCode | None:
-    return next((code for code in grpc.StatusCode if _number(code) == number), None)
 
 
 def _clip(text: str, limit: int) -> str:

@@ -53,11 +53,11 @@ class FaultSettings:
             name, _, value = part.partition("=")
             try:
                 if name == "duplicate":
-                    values["duplicate"] = _probability(value)
+                    values["duplicate"] = _bounded(value, 1, "a probability")
                 elif name == "delay":
                     chance, _, seconds = value.partition(":")
-                    values["delay"] = _probability(chance)
-                    values["delay_seconds"] = _seconds(seconds)
+                    values["delay"] = _bounded(chance, 1, "a probability")
+                    values["delay_seconds"] = _bounded(seconds, 60, "a number of seconds")
                 elif name == "seed":
                     values["seed"] = int(value)
                 else:
@@ -106,15 +106,8 @@ def faults_of(address: str) -> Faults | None:
     return Faults(FaultSettings.parse(text), address) if text else None
 
 
-def _probability(text: str) -> float:
+def _bounded(text: str, most: int, what: str) -> float:
     value = float(text)
-    if not 0 <= value <= 1:
-        raise ValueError("is not a probability from 0 to 1")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 60:
-        raise ValueError("is not a number of seconds from 0 to 60")
+    if not 0 <= value <= most:
+        raise ValueError(f"is not {what} from 0 to {most}")
     return value

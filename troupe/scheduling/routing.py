@@ -84,12 +84,8 @@ class Fleet:
         # Engines that did not serve when they were last looked at.
         self._aside: set[str] = set()
         self._drawn_per_second = 1.0
-        self._places = 0
-
-    @property
-    def places(self) -> int:
+        self.places = 0
         """Sum of the engines' limits."""
-        return self._places
 
     @property
     def rates(self) -> dict[str, Rates]:
@@ -121,13 +117,13 @@ class Fleet:
         member = _Member(engine_id, device_class, rates, limit)
         self._members[engine_id] = member
         self._order.append(engine_id)
-        self._places += limit
+        self.places += limit
         self._weigh()
         self._changed(member)
 
     def remove(self, engine_id: str) -> None:
         """Forget an engine. Raises `KeyError`."""
-        self._places -= self._members.pop(engine_id).limit
+        self.places -= self._members.pop(engine_id).limit
         self._order.remove(engine_id)
         self._aside.discard(engine_id)
         self._weigh()
@@ -136,7 +132,7 @@ class Fleet:
         """Change the engine's limit; turns beyond a lower one run to their end."""
         member = self._members[engine_id]
         if member.limit != limit:
-            self._places += limit - member.limit
+            self.places += limit - member.limit
             member.limit = limit
             self._changed(member)
 
@@ -234,11 +230,9 @@ class Fleet:
         heap = self._heaps.setdefault(member.device_class, [])
         heapq.heappush(heap, (member.outstanding, member.in_flight, member.stamp, member.engine_id))
         if len(heap) > 4 * len(self._members) + 64:
-            heap[:] = [e for e in heap if e[3] in self._members and self._is_new(e)]
+            known = self._members
+            heap[:] = [e for e in heap if e[3] in known and known[e[3]].stamp == e[2]]
             heapq.heapify(heap)
-
-    def _is_new(self, entry: tuple[float, int, int, str]) -> bool:
-        return self._members[entry[3]].stamp == entry[2]
 
     def _weigh(self) -> None:
         known = [m.rates.decode for m in self._members.values() if m.rates is not None]

@@ -77,12 +77,6 @@ def metadata_of(metadata: Any) -> dict[str, str]:
     )
 
 
-def check_prefix(prefix: Any) -> None:
-    """Raise InvalidKey for a prefix that is no text."""
-    if not isinstance(prefix, str):
-        raise InvalidKey(str(prefix), "is no text that keys could start with")
-
-
 def check_checksum(expected: Any) -> None:
     """Raise InvalidArgument unless a checksum is text or None."""
     if expected is not None and not isinstance(expected, str):

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, TypeVar
 
 import numpy as np
 import torch
@@ -27,12 +27,14 @@ import xxhash
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.scratch import is_foreseeable, private_directory
 from troupe.transfer import blob
-from troupe.transfer.arguments import SEGMENT, check_key, check_prefix, why_no_key
+from troupe.transfer.arguments import SEGMENT, check_key, why_no_key
 from troupe.transfer.blob import Bytes, Manifest, TensorEntry, stem_of, version_in
 from troupe.transfer.checksum import PIECE_BYTES, whole
 from troupe.transfer.errors import Corrupt, InvalidKey, KeyNotFound, TransferTimeout
 from troupe.transfer.segment_pool import PooledSegment, SegmentPool
 from troupe.transfer.staging import each, threads_for
+
+T = TypeVar("T")
 
 # The longest time between creating a temporary file and locking it.
 _TEMP_GRACE_SECONDS = 60.0
@@ -113,8 +115,10 @@ class SegmentWriter:
             np.copyto(np.frombuffer(self._data[offset : offset + len(block)], np.uint8), block)
             return
         # write(2), not a store through a mapping: on a full tmpfs the former is an error,
-        # the latter kills the process.
-        _write_all(self.file.fileno(), block, offset)
+        # the latter kills the process. A write moves at most 2 GiB and may stop early.
+        while len(block):
+            done = os.pwrite(self.file.fileno(), block, offset)
+            block, offset = block[done:], offset + done
 
     def publish(self) -> None:
         """Rename it to its path: all of it appears at once, in place of what was there."""
@@ -238,13 +242,6 @@ def _copy(room: SegmentWriter, size: int, offset: int, view: Bytes, start: int) 
         digest.update(block)
         room.write(offset + at, block)
     return digest.hexdigest()
-
-
-def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    # A write moves at most 2 GiB and may stop early.
-    while len(view):
-        done = os.pwrite(descriptor, view, offset)
-        view, offset = view[done:], offset + done
 
 
 # Seconds between two attempts to get a lock, at first and at most: its holder may need a
@@ -479,27 +476,20 @@ class SegmentStore:
 
     def manifest(self, key: str) -> Manifest:
         """The manifest stored under `key`, without tensors. Raises KeyNotFound, Corrupt."""
-        try:
-            return blob.read_manifest(self.path(key))
-        except FileNotFoundError:
-            raise KeyNotFound(key, "deleted while being read") from None
-        except ValueError as error:
-            raise Corrupt(key, str(error)) from error
+        return self._read(key, blob.read_manifest)
 
     def opened(self, key: str) -> tuple[Manifest, int, BinaryIO]:
         """Manifest, start of the tensors, and the file of `key`, which is not filled again while it
         is open. Raises KeyNotFound, Corrupt."""
-        try:
-            return blob.opened(self.path(key))
-        except FileNotFoundError:
-            raise KeyNotFound(key, "deleted while being read") from None
-        except ValueError as error:
-            raise Corrupt(key, str(error)) from error
+        return self._read(key, blob.opened)
 
     def bytes(self, key: str) -> tuple[Manifest, memoryview]:
         """Manifest and data section of `key`, mapped, not verified. Raises KeyNotFound, Corrupt."""
+        return self._read(key, blob.read_bytes)
+
+    def _read(self, key: str, read: Callable[[Path], T]) -> T:
         try:
-            return blob.read_bytes(self.path(key))
+            return read(self.path(key))
         except FileNotFoundError:
             raise KeyNotFound(key, "deleted while being read") from None
         except ValueError as error:
@@ -531,7 +521,8 @@ class SegmentStore:
         """All keys that start with `prefix`, sorted; files that have no key's name are left out.
 
         Raises InvalidKey for a prefix that is no text."""
-        check_prefix(prefix)
+        if not isinstance(prefix, str):
+            raise InvalidKey(str(prefix), "is no text that keys could start with")
         found: set[str] = set()
         # Only the directory that all of them are in, not every job's.
         *directory, _ = prefix.split("/")

@@ -8,7 +8,6 @@ from troupe.scheduling.elastic.decision import (
     Elastic,
     Grant,
     Running,
-    decide,
     lacking,
     turn,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "Placed",
     "Running",
     "SpeedUp",
-    "decide",
     "decide_over",
     "lacking",
     "nowhere",

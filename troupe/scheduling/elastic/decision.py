@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, Final, Protocol, TypeAlias
@@ -309,39 +309,6 @@ class DecisionBounds:
             raise ValueError(f"cold_seconds = {self.cold_seconds} is negative")
 
 
-def decide(
-    queue: Sequence[Action],
-    free: Amounts,
-    running: Iterable[Running],
-    now: float,
-    rules: DecisionBounds = DecisionBounds(),
-    *,
-    quotas: Collection[str] = (),
-) -> list[Grant]:
-    """The actions of `queue` to start now, in its order (`turn` sorts it).
-
-    `free`: unheld units of each resource; `now` and `Running.ends` are on one clock. Nothing is
-    granted beyond what is free. An action that keeps waiting shares a resource with an earlier one
-    that waits too, or does not fit.
-
-    An action that lacks only `quotas` (limits of a function or of an external interface) lets
-    others use everything else, since idle cores do not restore a quota. One that lacks anything
-    else reserves all that it needs, or it might wait for ever for one resource and then for the
-    other.
-    """
-    fitting, waiting = _fitting(queue, free, frozenset(quotas))
-    left = dict(free)
-    for action in fitting:
-        for resource, need in action.least.items():
-            left[resource] -= need
-    levels = split(fitting, left, running, waiting, now, rules)
-    return [
-        grant(action, levels.get(action.action_id))
-        for action in fitting
-        if action.elastic is None or action.action_id in levels
-    ]
-
-
 def split(
     fitting: Sequence[Action],
     left: dict[str, int],
@@ -371,38 +338,6 @@ def split(
             for other in left.keys() & action.needs.keys():
                 left[other] += action.needs[other]
     return levels
-
-
-def _fitting(
-    queue: Sequence[Action], free: Amounts, quotas: frozenset[str]
-) -> tuple[list[Action], list[Action]]:
-    """Actions that can start at their lowest level, in the order of the queue, and the others."""
-    left = dict(free)
-    blocked: set[str] = {resource for resource, amount in free.items() if amount <= 0}
-    fitting: list[Action] = []
-    waiting: list[Action] = []
-    # Kinds that did not fit: equal actions do not fit either, and block nothing new.
-    settled: set[str] = set()
-    for place, action in enumerate(queue):
-        if action.kind in settled:
-            waiting.append(action)
-            continue
-        if len(blocked) >= len(left):
-            # No later action can start: every action needs some resource.
-            waiting += queue[place:]
-            break
-        least = action.least
-        lacks = [r for r, need in least.items() if r in blocked or left.get(r, 0) < need]
-        if not lacks:
-            fitting.append(action)
-            for resource, need in least.items():
-                left[resource] -= need
-            continue
-        waiting.append(action)
-        settled.add(action.kind)
-        blocked.update(lacks if quotas.issuperset(lacks) else least)
-        left.update({resource: 0 for resource in least if resource not in left})
-    return fitting, waiting
 
 
 def _share(

@@ -1,4 +1,4 @@
-"""Which actions start now, on which host, and with how much: `decide` over several hosts.
+"""Which actions start now, on which host, and with how much.
 
     grants = decide_over(hosts, queue, now, rules, shared={"api:judge": 3}, quotas={"api:judge"})
     for grant in grants:
@@ -8,7 +8,7 @@ An action runs on one host as a whole; resources of no host (the quota of an ext
 `shared`. ARL-Tangram (section 3) describes one pool of cores and no hosts, so this is ours: in the
 order of the queue every action goes to the host where it is expected to end first, given an even
 share of that host, plus `DecisionBounds.cold_seconds` where its function never ran; then the cores
-of each host are split as on one host. With one host the result is that of `decide`.
+of each host are split (`decision.split`).
 
 Order: an action that fits nowhere *reserves* the host that lacks least for it. No later action that
 needs any of the same resources starts there until it fits, so that it starts eventually, however
@@ -160,9 +160,14 @@ def decide_over(
     """The actions of `queue` to start now, in its order (`turn` sorts it), each on one of `hosts`.
 
     `shared`: free units of resources that belong to no host; a name is either there or on hosts.
-    `quotas` are as in `decide`, of either kind. `Action.host` is the only host where an action can
-    run. Nothing is granted beyond what is free. Raises ValueError for an action that is elastic in
-    a shared resource.
+    `now` and `Running.ends` are on one clock. `Action.host` is the only host where an action can
+    run. Nothing is granted beyond what is free. An action that keeps waiting shares a resource with
+    an earlier one that waits too, or does not fit.
+
+    An action that lacks only `quotas` (limits of a function or of an external interface, of either
+    kind) lets others use everything else, since idle cores do not restore a quota. One that lacks
+    anything else reserves all that it needs, or it might wait for ever for one resource and then
+    for the other. Raises ValueError for an action that is elastic in a shared resource.
     """
     for action in queue if shared else ():
         if action.elastic is not None and action.elastic.resource in shared:

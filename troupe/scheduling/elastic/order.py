@@ -125,11 +125,6 @@ _NEWS: Final = 1 / 16
 _FUNCTIONS: Final = 64
 
 
-def _as_all(function: str) -> float:
-    """The relative duration of a query's calls when nothing is known of the query."""
-    return 1.0
-
-
 class Remaining:
     """Estimates the remaining work of one job's trajectories, in core-seconds."""
 
@@ -151,7 +146,7 @@ class Remaining:
         work: float,
         *,
         last: bool,
-        relative: Callable[[str], float] = _as_all,
+        relative: Callable[[str], float] = lambda function: 1.0,
     ) -> float:
         """Work that `trajectory` has left when it requests an action of `work`, including that
         action.

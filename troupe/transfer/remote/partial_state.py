@@ -45,16 +45,12 @@ class PartialState:
         self.missing = set(range(len(self.chunks)))
         # Why no more chunks will arrive.
         self._failure: TroupeError | None = None
-        self._committed = False
+        self.published = False
+        """Whether the complete file is under its key."""
         self._changed = threading.Condition()
         if self._writer.resumed:
             self.missing = {i for i in self.missing if self.chunks[i].damaged(self.data)}
             log.info("%s: %d of %d chunks were here", manifest.key, self.num_here, len(self.chunks))
-
-    @property
-    def published(self) -> bool:
-        """Whether the complete file is under its key."""
-        return self._committed
 
     @property
     def num_here(self) -> int:
@@ -109,7 +105,7 @@ class PartialState:
         """Publish the complete file under its key; `address`: the owner that it came from."""
         assert not self.missing
         self._writer.publish()
-        self._committed = True
+        self.published = True
         segments.mark(self.path, "fetched", address)
 
     def fail(self, error: BaseException) -> None:

@@ -275,7 +275,7 @@ class _Checks:
         self._due: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._over: deque[tuple[int, str]] = deque()
         self._now: tuple[int, Verification] | None = None
-        self._task = None if pool is None else pool.submit(self._all)
+        self._task = None if pool is None else pool.submit(self._check_due)
 
     def upto(self, index: int, nbytes: int) -> None:
         """Note that the first `nbytes` of a chunk have arrived."""
@@ -295,7 +295,7 @@ class _Checks:
             self._due.put(None)
             self._task.result()
 
-    def _all(self) -> None:
+    def _check_due(self) -> None:
         while (due := self._due.get()) is not None:
             self._check(*due)
 
@@ -416,7 +416,8 @@ class LaneRead:
     ) -> None:
         """Raises LaneBroken."""
         self.place, self._lanes = place, lanes
-        near, cores = place.near, _cores()
+        # Those that this process may use.
+        near, cores = place.near, len(os.sched_getaffinity(0))
         self._two = near and place.lanes > 1 and cores > 1
         self._beside = not self._two and (near or cores > _BUSY_CORES)
         self._message_bytes = 0 if self._two or self._beside else place.message_bytes
@@ -508,8 +509,3 @@ class LaneRead:
                 self._lanes.give(lane)
             else:
                 lane.close()
-
-
-def _cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))

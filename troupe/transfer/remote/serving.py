@@ -133,11 +133,8 @@ def send(
 
 def messages(index: int, data: memoryview) -> Iterator[pb.StateChunk]:
     for at in range(0, len(data), MESSAGE_BYTES):
-        yield _message(index, at, data[at : at + MESSAGE_BYTES])
-
-
-def _message(index: int, offset: int, data: memoryview) -> pb.StateChunk:
-    return pb.StateChunk(chunk=index, offset=offset, data=bytes(data))
+        part = bytes(data[at : at + MESSAGE_BYTES])
+        yield pb.StateChunk(chunk=index, offset=at, data=part)
 
 
 # How much longer than the first reader of a chain the last one may take. For more readers the owner
@@ -557,7 +554,8 @@ def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
         )
     for asked in request.lanes:
         size = asked.message_bytes
-        if size != request.lanes[0].message_bytes or (size and not _cuts(size)):
+        cuts = not size or (size >= _LEAST_BYTES and PIECE_BYTES % size == 0)
+        if size != request.lanes[0].message_bytes or not cuts:
             raise InvalidArgument(
                 f"a chunk comes in messages of at least {_LEAST_BYTES} bytes that make it up",
                 field="message_bytes",
@@ -566,7 +564,3 @@ def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
             )
     if beyond := [chunk for chunk in request.chunks if chunk >= num_chunks]:
         raise InvalidArgument(f"the state has {num_chunks} chunks", field="chunks", value=beyond[0])
-
-
-def _cuts(message_bytes: int) -> bool:
-    return message_bytes >= _LEAST_BYTES and PIECE_BYTES % message_bytes == 0
