@@ -4,6 +4,7 @@ and `Agent.generate`, replies as completions and as stream chunks."""
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -205,10 +206,6 @@ _MAX_TOKENS: Final = 2**31 - 1
 _MAX_CHOICES: Final = 128
 
 
-def _unset(value: Any) -> bool:
-    return not value
-
-
 # Fields that would change which tokens are drawn or what the model reads, and are not supported,
 # with a test for values that request nothing.
 _UNSUPPORTED: Final[Mapping[str, Callable[[Any], bool]]] = {
@@ -235,7 +232,7 @@ _UNSUPPORTED: Final[Mapping[str, Callable[[Any], bool]]] = {
             "guided_grammar",
             "structured_outputs",
         ),
-        _unset,
+        operator.not_,
     ),
     "repetition_penalty": lambda value: value in (None, 1),
     "best_of": lambda value: value in (None, 1),

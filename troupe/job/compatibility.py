@@ -110,6 +110,15 @@ def _given(section: Section, names: Iterable[str]) -> Iterator[str]:
             yield f"{name} = {value}" if isinstance(value, int | float) else name
 
 
+_CHANGEABLE_COSTS: Final = (
+    "timeout_seconds",
+    "memory_mib",
+    "max_concurrency",
+    "max_queued",
+    "retries",
+    "idle_seconds",
+    "min_workers",
+)
 # Fields that may change, with all below them; `*` stands for a name. All others, also new ones that
 # are not listed, may not.
 CHANGEABLE: Final = (
@@ -121,20 +130,7 @@ CHANGEABLE: Final = (
     "policies.*.alpha",
     "policies.*.engine",
     "policies.*.trainer",
-    "rewards.*.timeout_seconds",
-    "rewards.*.memory_mib",
-    "rewards.*.max_concurrency",
-    "rewards.*.max_queued",
-    "rewards.*.retries",
-    "rewards.*.idle_seconds",
-    "rewards.*.min_workers",
-    "tools.*.timeout_seconds",
-    "tools.*.memory_mib",
-    "tools.*.max_concurrency",
-    "tools.*.max_queued",
-    "tools.*.retries",
-    "tools.*.idle_seconds",
-    "tools.*.min_workers",
+    *(f"{section}.*.{cost}" for section in ("rewards", "tools") for cost in _CHANGEABLE_COSTS),
     "population.stop",
     "population.engine",
     "balancing",

@@ -407,9 +407,8 @@ class Pools:
                 if population.engine is not None:
                     engine, changes = population.engine, {"urls": urls[:share]}
                     urls = urls[share:]
-                found[name] = model.model_copy(
-                    update={"trainable": False, "engine": _changed(engine, changes)}
-                )
+                own = EngineSpec.model_validate(engine.model_dump() | changes)
+                found[name] = model.model_copy(update={"trainable": False, "engine": own})
         return found
 
     def _check(self, population: PopulationSpec, policies: Mapping[str, PolicySpec]) -> None:
@@ -417,8 +416,11 @@ class Pools:
             if not pool.learners:
                 raise ValueError(f"population.learners: no learner plays '{pool.name}'")
             first, *others = pool.learners
+            # The settings that an engine depends on.
+            served = {"model", "network", "lora", "simulated"}
+            wanted = policies[first].model_dump(include=served)
             for name in others:
-                if _made_for(policies[name]) != _made_for(policies[first]):
+                if policies[name].model_dump(include=served) != wanted:
                     raise ValueError(
                         f"policies.{name}: a slot serves versions of '{first}' and '{name}' in "
                         "turn, and their models are not the same; give them one `model` and `lora`"
@@ -495,12 +497,3 @@ def _rosters(
             shared = set(pool.agents).union(*(played[name] for name in pool.learners))
             played |= dict.fromkeys(pool.learners, shared)
     return {name: tuple(one for one in agents if one in own) for name, own in played.items()}
-
-
-def _made_for(policy: PolicySpec) -> dict[str, object]:
-    """The settings of a policy that an engine depends on."""
-    return policy.model_dump(include={"model", "network", "lora", "simulated"})
-
-
-def _changed(engine: EngineSpec, changes: dict[str, object]) -> EngineSpec:
-    return EngineSpec.model_validate(engine.model_dump() | changes)

@@ -115,15 +115,7 @@ class JobSpec(Section):
             for name in section:
                 if not re.fullmatch(NAME, name):
                     raise ValueError(f"'{name}': names are lower-case letters, digits, '-' and '_'")
-        return self
-
-    @model_validator(mode="after")
-    def _kinds(self) -> Self:
         check(self)
-        return self
-
-    @model_validator(mode="after")
-    def _servers(self) -> Self:
         holders: dict[str, str] = {}
         for name, policy in self.policies.items():
             for url in policy.engine.urls:
@@ -294,7 +286,7 @@ class JobSpec(Section):
             )
 
     @model_validator(mode="after")
-    def _gangs(self) -> Self:
+    def _training(self) -> Self:
         for name, policy in self.policies.items():
             if policy.trainer.gang == 1 or not policy.trainable:
                 continue
@@ -306,15 +298,7 @@ class JobSpec(Section):
                 )
             if policy.lora is not None:
                 raise ValueError(f"{field}: an adapter is trained on one device; use 1 with `lora`")
-        return self
-
-    @model_validator(mode="after")
-    def _balancing(self) -> Self:
         self.balancing.check(self.policies)
-        return self
-
-    @model_validator(mode="after")
-    def _adapters(self) -> Self:
         for name, policy in self.policies.items():
             if policy.lora is None:
                 continue

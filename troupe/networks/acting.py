@@ -153,14 +153,20 @@ class ActingNetwork(nn.Module):
     def take(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load published weights. Raises InvalidArgument naming a tensor that is missing, unknown
         or of another shape; then nothing has changed."""
-        own = self.state_dict()
-        for name in sorted(own.keys() | weights.keys()):
-            if name not in weights or name not in own:
-                problem = "is missing" if name in own else "is none of this network's"
-                raise InvalidArgument(problem, field="weights", value=name)
-            expected, found = list(own[name].shape), list(weights[name].shape)
-            if found != expected:
-                raise InvalidArgument(
-                    f"has shape {found}, this network's {expected}", field="weights", value=name
-                )
+        check_tensors(self.state_dict(), weights, "weights", "network")
         self.load_state_dict(dict(weights))
+
+
+def check_tensors(
+    own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], field: str, owner: str
+) -> None:
+    """Raise InvalidArgument naming a tensor that is missing, unknown or of another shape."""
+    for name in sorted(own.keys() | given.keys()):
+        if name not in own or name not in given:
+            problem = "is missing" if name in own else f"is none of this {owner}'s"
+            raise InvalidArgument(problem, field=field, value=name)
+        expected, found = list(own[name].shape), list(given[name].shape)
+        if found != expected:
+            raise InvalidArgument(
+                f"has shape {found}, this {owner}'s {expected}", field=field, value=name
+            )

@@ -1,9 +1,10 @@
-"""`LearnerState`: the state of a learner as flat named tensors, for checkpoints."""
+"""`NetworkTrainer`, the base class of learners, and their state as flat named tensors."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler
 
-from troupe.networks.acting import ActingNetwork
+from troupe.networks.acting import ActingNetwork, check_tensors
+from troupe.networks.fragments import Fragment
 from troupe.rpc.errors import InvalidArgument
 
 Tensors = dict[str, torch.Tensor]
@@ -100,16 +102,8 @@ class LearnerTensors:
         """Restore a `state()`. Raises InvalidArgument naming the tensor at fault; nothing has
         changed then."""
         own = self._fixed()
-        given = {name for name in state if not name.startswith("buffer.")}
-        for name in sorted(own.keys() | given):
-            if name not in own or name not in state:
-                problem = "is missing" if name in own else "is none of this learner's"
-                raise InvalidArgument(problem, field="state", value=name)
-            expected, found = list(own[name].shape), list(state[name].shape)
-            if found != expected:
-                raise InvalidArgument(
-                    f"has shape {found}, this learner's {expected}", field="state", value=name
-                )
+        given = {n: tensor for n, tensor in state.items() if not n.startswith("buffer.")}
+        check_tensors(own, given, "state", "learner")
         if self.replay is not None and "buffer.cursor" not in state:
             raise InvalidArgument("is missing", field="state", value="buffer.cursor")
         with torch.no_grad():
@@ -144,7 +138,14 @@ class LearnerTensors:
             found |= {f"target.{key}.{name}": value for name, value in flat.items()}
         for key, optimizer in self.optimizers.items():
             for name, parameter in self.modules[key].named_parameters():
-                held = optimizer.state.get(parameter) or _fresh(parameter)
+                held = optimizer.state.get(parameter)
+                if not held:  # Adam's state before its first step
+                    zeros = torch.zeros_like(parameter)
+                    held = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": zeros,
+                        "exp_avg_sq": zeros.clone(),
+                    }
                 prefix = f"optimizer.{key}.{name}."
                 found |= {prefix + part: held[part] for part in ("step", "exp_avg", "exp_avg_sq")}
         found["random.generator"] = self.generator.get_state()
@@ -152,29 +153,37 @@ class LearnerTensors:
         return found
 
 
-def _fresh(parameter: torch.Tensor) -> Tensors:
-    """Adam's state before its first step."""
-    zeros = torch.zeros_like(parameter)
-    return {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+class NetworkTrainer(ABC):
+    """One policy's networks, optimizers and, off-policy, replay buffer.
 
-
-class LearnerState:
-    """Base class of learners: their state, its restoration, and the weights that they publish."""
+    Its updates are a function of `state()` and the following fragments, bit for bit on one kind of
+    machine with one number of threads.
+    """
 
     _tensors: LearnerTensors
     _acting: ActingNetwork
     """The network that is published."""
 
+    @abstractmethod
+    def update(self, fragments: Sequence[Fragment]) -> dict[str, float]:
+        """One training step on the fragments; on-policy learners use all of them together.
+
+        Returns metrics by name. Raises InvalidArgument for fragments of other agents or spaces;
+        nothing has changed then.
+        """
+
     def state(self) -> Tensors:
-        """See `NetworkTrainer.state`."""
+        """The whole state as flat tensors (names: `LearnerTensors`), copied only where unavoidable.
+        Names, dtypes and shapes are constant but for `buffer.*`, which grows."""
         return self._tensors.state()
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `NetworkTrainer.restore`."""
+        """Restore a `state()` exactly. Raises InvalidArgument naming a tensor that is missing or
+        does not fit; nothing has changed then."""
         self._tensors.restore(state)
 
     def published(self) -> Tensors:
-        """See `NetworkTrainer.published`."""
+        """Weights for `Actor.load`: copies, by the names of `ActingNetwork`."""
         return {name: value.clone() for name, value in self._acting.state_dict().items()}
 
     def seed(self, seed: int) -> None:

@@ -1,51 +1,18 @@
-"""`NetworkTrainer`, the interface of learners of one policy's network, and `make_learner`."""
+"""`make_learner`: the learner of one policy's network."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
 from troupe.job.network import NetworkSpec, PPOSpec, QLearningSpec
-from troupe.networks.fragments import Fragment
+from troupe.networks.learner_state import NetworkTrainer as NetworkTrainer
 from troupe.networks.maddpg import DeterministicLearner
 from troupe.networks.ppo import PPOLearner
 from troupe.networks.qlearning import QLearner
 from troupe.networks.vector import Spaces
 from troupe.rpc.errors import InvalidArgument
-
-Tensors = dict[str, torch.Tensor]
-
-
-class NetworkTrainer(Protocol):
-    """One policy's networks, optimizers and, off-policy, replay buffer.
-
-    Its updates are a function of `state()` and the following fragments, bit for bit on one kind of
-    machine with one number of threads.
-    """
-
-    def update(self, fragments: Sequence[Fragment]) -> dict[str, float]:
-        """One training step on the fragments; on-policy learners use all of them together.
-
-        Returns metrics by name. Raises InvalidArgument for fragments of other agents or spaces;
-        nothing has changed then.
-        """
-        ...
-
-    def state(self) -> Tensors:
-        """The whole state as flat tensors (names: `LearnerState`), copied only where unavoidable.
-        Names, dtypes and shapes are constant but for `buffer.*`, which grows."""
-        ...
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore a `state()` exactly. Raises InvalidArgument naming a tensor that is missing or
-        does not fit; nothing has changed then."""
-        ...
-
-    def published(self) -> Tensors:
-        """Weights for `Actor.load`: copies, by the names of `ActingNetwork`."""
-        ...
 
 
 def make_learner(
@@ -59,7 +26,7 @@ def make_learner(
     if not agents:
         raise InvalidArgument("a policy plays at least one agent", field="agents")
     played, learning = tuple(agents), spec.learning
-    made: PPOLearner | QLearner | DeterministicLearner
+    made: NetworkTrainer
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if isinstance(learning, PPOSpec):

@@ -17,7 +17,7 @@ from torchrl.objectives.utils import ValueEstimators
 from troupe.job.network import DeterministicSpec, NetworkSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Fragment
-from troupe.networks.learner_state import LearnerState, LearnerTensors, Replay
+from troupe.networks.learner_state import LearnerTensors, NetworkTrainer, Replay
 from troupe.networks.modules import ILLEGAL, Networks
 from troupe.networks.rows import check
 from troupe.networks.vector import Spaces
@@ -76,7 +76,7 @@ class _Critic(TensorDictModuleBase):  # type: ignore[misc]
         return tensordict
 
 
-class DeterministicLearner(LearnerState):
+class DeterministicLearner(NetworkTrainer):
     """A `NetworkTrainer` from a replay buffer of joint transitions.
 
     As in TorchRL's multi-agent tutorial, an actor's gradient is that of its critic under the

@@ -23,7 +23,7 @@ from troupe.algorithms.objectives import MAX_LOG_RATIO
 from troupe.job.network import NetworkSpec, PPOSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Fragment
-from troupe.networks.learner_state import LearnerState, LearnerTensors
+from troupe.networks.learner_state import LearnerTensors, NetworkTrainer
 from troupe.networks.modules import ILLEGAL, Networks, initialize
 from troupe.networks.rows import Rows, check, rows_of
 from troupe.networks.vector import Spaces
@@ -91,7 +91,7 @@ class _TeamLoss(_BoundedRatio, MAPPOLoss):  # type: ignore[misc]
     """The MAPPO loss with bounded ratios."""
 
 
-class PPOLearner(LearnerState):
+class PPOLearner(NetworkTrainer):
     """A `NetworkTrainer` by clipped policy gradients on the fragments of one
     update."""
 

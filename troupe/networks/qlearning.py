@@ -17,7 +17,7 @@ from torchrl.objectives.utils import ValueEstimators
 from troupe.job.network import NetworkSpec, QLearningSpec
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Array, Fragment
-from troupe.networks.learner_state import LearnerState, LearnerTensors, Replay
+from troupe.networks.learner_state import LearnerTensors, NetworkTrainer, Replay
 from troupe.networks.modules import ILLEGAL
 from troupe.networks.rows import Rows, check, rows_of
 from troupe.networks.vector import Spaces
@@ -45,7 +45,7 @@ class _Values(TensorDictModuleBase):  # type: ignore[misc]
         return tensordict
 
 
-class QLearner(LearnerState):
+class QLearner(NetworkTrainer):
     """A `NetworkTrainer` from a replay buffer of whole episodes. The reward of a
     team is the mean of its agents'."""
 

@@ -186,11 +186,8 @@ class _Forfeitable:
         self._state = state
         self._loser = loser
 
-    def get_type(self) -> Any:
-        return self._of.get_type()
-
-    def num_players(self) -> int:
-        return int(self._of.num_players())
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of if self._state is None else self._state, name)
 
     def new_initial_state(self) -> _Forfeitable:
         return self._at(self._of.new_initial_state())
@@ -210,18 +207,6 @@ class _Forfeitable:
             elif self._properties.zero_sum:
                 found[player] -= lost / others
         return found
-
-    def is_chance_node(self) -> bool:
-        return bool(self._state.is_chance_node())
-
-    def chance_outcomes(self) -> Any:
-        return self._state.chance_outcomes()
-
-    def current_player(self) -> int:
-        return int(self._state.current_player())
-
-    def information_state_string(self, player: int) -> str:
-        return str(self._state.information_state_string(player))
 
     def legal_actions(self, player: int) -> list[int]:
         return [*self._state.legal_actions(player), FORFEIT]

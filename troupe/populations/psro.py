@@ -8,9 +8,10 @@ Importing this module needs torch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -69,10 +70,9 @@ class MetaGame:
         """The size of each pool."""
         return tuple(len(pool) for pool in self.pools)
 
-    def copy(self) -> MetaGame:
+    def copy(self) -> Self:
         """An independent copy."""
-        found = MetaGame.__new__(MetaGame)
-        found.form, found.payoffs = self.form, self.payoffs
+        found = copy.copy(self)
         found.pools = [list(pool) for pool in self.pools]
         return found
 
@@ -199,15 +199,11 @@ class SampledGame(MetaGame):
         self._seed, self._rounds = seed, 0
         self._play_due()
 
-    def copy(self) -> SampledGame:
+    def copy(self) -> Self:
         """An independent copy, with the matches played so far."""
-        found = SampledGame.__new__(SampledGame)
-        found.form, found.histories, found.precision = self.form, self.histories, self.precision
-        found.pools = [list(pool) for pool in self.pools]
+        found = super().copy()
         found.table = PayoffTable.from_json(self.table.to_json())
         found._tables = [list(pool) for pool in self._tables]
-        found._seed, found._rounds = self._seed, self._rounds
-        found.payoffs = self.payoffs
         return found
 
     def _fill(self, player: int) -> None:

@@ -223,10 +223,6 @@ MetaSolver = Literal[
 ]
 
 
-def _uniform(payoffs: object) -> Profile:
-    return uniform(as_payoffs(payoffs))
-
-
 def _latest(payoffs: object) -> Profile:
     found = uniform(as_payoffs(payoffs))
     for one in found:
@@ -241,7 +237,7 @@ _SOLVERS: Final[dict[str, Callable[..., Profile]]] = {
     "alpha_rank": alpha_rank,
     "projected_replicator": projected_replicator,
     "fictitious_play": fictitious_play,
-    "uniform": _uniform,
+    "uniform": lambda payoffs: uniform(as_payoffs(payoffs)),
     # Naive self-play against the newest member alone.
     "latest": _latest,
 }

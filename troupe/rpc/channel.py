@@ -251,11 +251,11 @@ class _AioReader:
 
 
 class _AioStream(_AioReader, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    intercept_unary_stream = _AioReader.open
+    intercept_unary_stream = _AioReader.open  # type: ignore[assignment]
 
 
 class _AioDuplex(_AioReader, grpc.aio.StreamStreamClientInterceptor):  # type: ignore[type-arg]
-    intercept_stream_stream = _AioReader.open
+    intercept_stream_stream = _AioReader.open  # type: ignore[assignment]
 
 
 class _Sync(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]

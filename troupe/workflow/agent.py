@@ -169,8 +169,9 @@ class TrajectoryRecord:
         self._root = numbering.Branch()
         self._ticks = 0
         self._asked: dict[tuple[numbering.Path, str, int], int] = {}
-        self._begun: dict[str, int] = {}
-        self._turns: list[TurnRecord] = []
+        self._counts: dict[str, int] = {}
+        self.begun: list[TurnRecord] = []
+        """All turns, in the order in which they were asked for."""
         self._closed = False
         # Turns whose call had not been awaited to its end when the record was closed.
         self.unawaited: list[TurnRecord] = []
@@ -178,12 +179,7 @@ class TrajectoryRecord:
     @property
     def turns(self) -> list[TurnRecord]:
         """Turns that have a reply, in the order in which they were asked for."""
-        return [turn for turn in self._turns if turn.reply is not None]
-
-    @property
-    def begun(self) -> Sequence[TurnRecord]:
-        """All turns, in the order in which they were asked for."""
-        return self._turns
+        return [turn for turn in self.begun if turn.reply is not None]
 
     def enter(self) -> None:
         """See `Agents.enter`."""
@@ -193,9 +189,9 @@ class TrajectoryRecord:
         """See `Agents.close`."""
         if not self._closed:
             self._closed = True
-            self.unawaited = [turn for turn in self._turns if not turn.over]
-            self._turns = [turn for turn in settle(self._turns) if turn.reply is not None]
-        return self._turns
+            self.unawaited = [turn for turn in self.begun if not turn.over]
+            self.begun = [turn for turn in settle(self.begun) if turn.reply is not None]
+        return self.begun
 
     def check_open(self, agent: str) -> None:
         """Raise `TurnError` if the trajectory has ended."""
@@ -225,13 +221,13 @@ class TrajectoryRecord:
                 seed = self.draw_seed(role.name, prompt.ids)
             elif sibling:
                 seed = _draw(f"{seed}/{sibling}")
-            number = self._begun.get(role.name, 0)
-            self._begun[role.name] = number + 1
+            number = self._counts.get(role.name, 0)
+            self._counts[role.name] = number + 1
             turns.append(
                 TurnRecord(
                     role,
                     number,
-                    len(self._turns) + sibling,
+                    len(self.begun) + sibling,
                     messages,
                     prompt.ids,
                     replace(sampling, seed=seed),
@@ -241,7 +237,7 @@ class TrajectoryRecord:
                     prefix_broken=prompt.broken,
                 )
             )
-        self._turns += turns
+        self.begun += turns
         return turns
 
     def tick(self) -> int:
@@ -340,19 +336,15 @@ class Agent:
     """One agent in one trajectory."""
 
     def __init__(self, role: Role, record: TrajectoryRecord) -> None:
-        self._role = role
+        self.role = role
+        """The agent's policy, tokenizer and sampling."""
         self._record = record
         self._memory = ConversationMemory(role.tokenizer)
 
     @property
     def name(self) -> str:
         """The agent's name in the job."""
-        return self._role.name
-
-    @property
-    def role(self) -> Role:
-        """The agent's policy, tokenizer and sampling."""
-        return self._role
+        return self.role.name
 
     @overload
     def chat(
@@ -399,7 +391,7 @@ class Agent:
         Raises `InvalidMessagesError` and `ChatTemplateError` at the call, `TurnError` when awaited:
         of n replies all or none come.
         """
-        parsed = parse_messages(messages, self._role.system_prompt)
+        parsed = parse_messages(messages, self.role.system_prompt)
         offered = parse_tools(tools)
         rendering = Rendering(offered.text, parse_template_options(chat_template_kwargs))
         if tool_choice not in ("auto", "none"):
@@ -416,7 +408,7 @@ class Agent:
             # The tokenizer does not know its agent and policy.
             raise ChatTemplateError(
                 f"agent '{self.name}': {error.message}",
-                field=f"policies.{self._role.policy}.model",
+                field=f"policies.{self.role.policy}.model",
                 value=error.value,
                 remedy=error.remedy,
             ) from error
@@ -476,7 +468,7 @@ class Agent:
         `agents.X.endpoint` of the job. Raises `WorkflowError` of kind `no_endpoint` where none is
         served, and `TurnError` when the trajectory has ended.
         """
-        own = self._role.endpoint
+        own = self.role.endpoint
         options = EndpointOptions(
             own.lenient if lenient is None else bool(lenient), sampling or own.sampling
         )
@@ -515,7 +507,7 @@ class Agent:
         n: int | None,
         overrides: dict[str, Any],
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
-        role = self._role
+        role = self.role
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
             raise InvalidMessagesError(
                 "n must be a whole number of replies, at least 1",
@@ -557,7 +549,7 @@ class Agent:
             turn.over = True
 
     async def _answer(self, turn: TurnRecord, reading: _Reading | None) -> Reply:
-        role = self._role
+        role = self.role
         with numbering.outside():
             generation = await self._record.backend.generate(
                 role.name, turn.prompt_ids, turn.sampling

@@ -88,20 +88,17 @@ def _strings(value: Any) -> tuple[str, ...]:
     return strings
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
-    return tuple(map(_whole(lambda i: 0 <= i < 2**31), value))
-
-
-_seed = _whole(lambda i: 0 <= i < 2**31)  # what every engine accepts
+# Seeds and token ids: what every engine accepts.
+_natural = _whole(lambda i: 0 <= i < 2**31)
 
 _READERS: Final[dict[str, tuple[Callable[[Any], Any], str]]] = {
     "temperature": (_number(lambda v: v >= 0), "a finite number >= 0"),
     "top_p": (_number(lambda v: 0 < v <= 1), "0 < top_p <= 1"),
     "top_k": (_whole(lambda v: v == -1 or 1 <= v < 2**31), "a whole number >= 1, or -1 for all"),
     "max_new_tokens": (_whole(lambda v: 1 <= v < 2**31), "a whole number >= 1"),
-    "stop_token_ids": (_token_ids, "a list of token ids"),
+    "stop_token_ids": (lambda v: tuple(map(_natural, v)), "a list of token ids"),
     "stop_strings": (_strings, "a text, or a list of texts that are not empty"),
-    "seed": (lambda v: v if v is None else _seed(v), "0 <= seed < 2**31"),
+    "seed": (lambda v: v if v is None else _natural(v), "0 <= seed < 2**31"),
 }
 
 

@@ -38,7 +38,8 @@ class WorkflowError(Exception):
             self.kind = kind
         self.message = safe_text(message, _MESSAGE_CHARS)
         self.field = None if field is None else safe_text(field)
-        self.value = None if value is None else _short(value)
+        show = safe_text if issubclass(type(value), str) else shown
+        self.value = None if value is None else show(value, 120)
         self.remedy = None if remedy is None else safe_text(remedy)
         self.traceback = traceback
         super().__init__(self._text())
@@ -133,7 +134,3 @@ def is_own(error: BaseException) -> bool:
         if (text := getattr(error, name, None)) is not None:
             setattr(error, name, safe_text(text, _MESSAGE_CHARS))
     return True
-
-
-def _short(value: object) -> str:
-    return safe_text(value, 120) if issubclass(type(value), str) else shown(value, 120)

@@ -102,7 +102,9 @@ class _Factory:
     """A task factory that assigns branches and delegates to the former factory."""
 
     def __init__(self, former: Callable[..., Any] | None) -> None:
-        self._former = former or _plain_task
+        self._former = former or (
+            lambda loop, coro, **given: asyncio.Task(coro, loop=loop, **given)
+        )
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
         branch = _CURRENT.get()
@@ -154,7 +156,3 @@ def _exited(error: BaseException) -> BranchExitedError:
     return BranchExitedError(
         f"a branch raised {described(error)}", field="workflow", remedy="Raise an error instead."
     )
-
-
-def _plain_task(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
-    return asyncio.Task(coro, loop=loop, **options)

@@ -14,6 +14,7 @@ know that code can forge the report of its own run.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import selectors
 import shutil
@@ -318,8 +319,12 @@ def run_pytest(
     with _working_directory(empty=isolated), tempfile.TemporaryDirectory() as reports:
         _write(files or {})
         governed = _governed(files)
-        _forget_compiled()
-        cores = _cores()
+        # Compiled modules may not match the sources.
+        for folder in list(Path.cwd().rglob("__pycache__")):
+            shutil.rmtree(folder, ignore_errors=True)
+        # Those that the call holds; 1 where the reward service hands none out.
+        given = os.environ.get("TROUPE_REWARD_CORES", "0") != "0"
+        cores = len(os.sched_getaffinity(0)) if given else 1
         targets = [str(_inside(path)) for path in paths or ["."]]
         began = time.perf_counter()
         programs, places = [], []
@@ -333,14 +338,7 @@ def run_pytest(
         ended = run(programs, _limit(seconds))
         taken = time.perf_counter() - began
         report_of_all = merged([read_report(place) for place in places])
-        return _tested(_ran(ended, taken), report_of_all, cores)
-
-
-def _cores() -> int:
-    """Number of cores that the call holds; 1 where the reward service hands none out."""
-    if os.environ.get("TROUPE_REWARD_CORES", "0") == "0":
-        return 1
-    return len(os.sched_getaffinity(0))
+        return {**_ran(ended, taken), **report_of_all, "cores": cores}
 
 
 def _ran(ended: Sequence[ProgramResult], seconds: float) -> RunResult:
@@ -351,10 +349,6 @@ def _ran(ended: Sequence[ProgramResult], seconds: float) -> RunResult:
         "seconds": round(seconds, 3),
         "timed_out": any(one.timed_out for one in ended),
     }
-
-
-def _tested(ran: RunResult, report: PytestReport, cores: int) -> PytestResult:
-    return {**ran, **report, "cores": cores}
 
 
 def _status(statuses: Sequence[int]) -> int:
@@ -371,7 +365,7 @@ def _shares(targets: list[str], cores: int) -> Iterator[tuple[list[str], list[st
     if cores < 2:
         yield targets, []
         return
-    if _has_xdist():
+    if importlib.util.find_spec("xdist") is not None:
         yield targets, ["-p", "xdist", "-n", str(cores)]
         return
     files = sorted(_test_files(targets), key=lambda path: -path.stat().st_size)
@@ -380,12 +374,6 @@ def _shares(targets: list[str], cores: int) -> Iterator[tuple[list[str], list[st
         return
     for first in range(min(cores, len(files))):
         yield [str(path) for path in files[first::cores]], []
-
-
-def _has_xdist() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("xdist") is not None
 
 
 def _test_files(targets: list[str]) -> set[Path]:
@@ -416,12 +404,6 @@ def _governed(files: Mapping[str, str] | None) -> list[str]:
     settings = (path for name in _SETTINGS if (path := here / name).is_file())
     chosen = (path for path in settings if own is None or path.resolve() in own)
     return [*options, "-c", str(next(chosen, os.devnull))]
-
-
-def _forget_compiled() -> None:
-    """Remove compiled modules from the working directory, which may not match the sources."""
-    for folder in list(Path.cwd().rglob("__pycache__")):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _python(arguments: Sequence[str], *, stdin: str = "") -> Program:

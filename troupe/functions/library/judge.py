@@ -37,19 +37,13 @@ _SHOWN: Final = 300
 
 class ChatError(Exception):
     """There is no reply. `kind`: "no_key", "bad_url", "refused" (a retry cannot help),
-    "rate_limited", "unavailable", "deadline" or "bad_reply"."""
+    "rate_limited", "unavailable", "deadline" or "bad_reply". `passes`: a retry may help."""
 
-    def __init__(self, kind: str, message: str, retry_after: float | None = None) -> None:
+    def __init__(
+        self, kind: str, message: str, retry_after: float | None = None, *, passes: bool = False
+    ) -> None:
         super().__init__(without_secrets(message))
-        self.kind = kind
-        self.retry_after = retry_after
-
-
-class _RetryableError(Exception):
-    """A failure that may pass; `error` is raised after the last attempt."""
-
-    def __init__(self, error: ChatError) -> None:
-        self.error = error
+        self.kind, self.retry_after, self.passes = kind, retry_after, passes
 
 
 def complete(
@@ -88,11 +82,11 @@ def complete(
                 raise ChatError("deadline", f"{base_url} gave no reply within {seconds:g} s")
             try:
                 yield _request(client, url, body, left)
-            except _RetryableError as again:
+            except ChatError as error:
                 failures += 1
-                pause = _pause(failures, again.error.retry_after)
-                if attempt == attempts or time.monotonic() + pause > deadline:
-                    raise again.error from again
+                pause = _pause(failures, error.retry_after)
+                if not error.passes or attempt == attempts or time.monotonic() + pause > deadline:
+                    raise
                 time.sleep(pause)
 
 
@@ -101,31 +95,27 @@ def _request(client: httpx.Client, url: str, body: Mapping[str, Any], seconds: f
         with client.stream("POST", url, json=dict(body), timeout=seconds) as response:
             text = _read(response, time.monotonic() + seconds)
     except httpx.TimeoutException as error:
-        late = ChatError("deadline", f"{url} gave no reply within {seconds:.1f} s")
-        raise _RetryableError(late) from error
+        message = f"{url} gave no reply within {seconds:.1f} s"
+        raise ChatError("deadline", message, passes=True) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ChatError("bad_url", f"{url}: {error}") from error
     except httpx.TransportError as error:
-        raise _RetryableError(
-            ChatError("unavailable", f"{url}: {error or type(error).__name__}")
-        ) from error
+        message = f"{url}: {error or type(error).__name__}"
+        raise ChatError("unavailable", message, passes=True) from error
     if response.status_code != 200:
         message = f"{url} answered {response.status_code}: {text[:_SHOWN]}"
         if response.status_code not in _RETRIED_STATUSES:
             raise ChatError("refused", message)
-        limited = response.status_code == 429
+        kind = "rate_limited" if response.status_code == 429 else "unavailable"
         after = _retry_after(response.headers.get("retry-after"))
-        raise _RetryableError(
-            ChatError("rate_limited" if limited else "unavailable", message, after)
-        )
+        raise ChatError(kind, message, after, passes=True)
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
         if not isinstance(content, str):
             raise TypeError(f"its content is a {type(content).__name__}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise _RetryableError(
-            ChatError("bad_reply", f"{url} answered what is no completion: {text[:_SHOWN]}")
-        ) from error
+        message = f"{url} answered what is no completion: {text[:_SHOWN]}"
+        raise ChatError("bad_reply", message, passes=True) from error
     return content
 
 

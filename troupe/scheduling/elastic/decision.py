@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -137,19 +137,9 @@ Row: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _ROUNDING: Final = 1e-9
 
 
-class Split(Protocol):
-    """Optimal levels of every prefix of a list of elastic actions."""
-
-    def seconds(self, count: int, spare: int) -> float:
-        """Least sum of durations of the first `count` actions with `spare` units."""
-
-    def levels(self, count: int, spare: int) -> list[int]:
-        """The levels that achieve `seconds(count, spare)`, in the order of the actions."""
-
-
-def best_split(options: Sequence[Elastic], spare: int) -> Split:
-    """`Gains` where that is exact, else `AllocationTable`. `spare` (units): the most that will be
-    asked for. Raises ValueError when negative."""
+def best_split(options: Sequence[Elastic], spare: int) -> Gains | AllocationTable:
+    """Optimal levels of every prefix of a list of elastic actions. `spare` (units): the most that
+    will be asked for. Raises ValueError when negative."""
     if spare < 0:
         raise ValueError(f"the actions need {-spare} units more than there are")
     by_option = {id(option): _gains(option, spare) for option in options}
@@ -175,11 +165,11 @@ class Gains:
         self._owners = np.repeat(np.arange(len(gains)), [len(gain) for gain in gains])[order]
 
     def seconds(self, count: int, spare: int) -> float:
-        """See `Split`."""
+        """As `AllocationTable.seconds`."""
         return self._slowest[count] - float(self._gains[self._largest(count, spare)].sum())
 
     def levels(self, count: int, spare: int) -> list[int]:
-        """See `Split`."""
+        """As `AllocationTable.levels`."""
         units = np.bincount(self._owners[self._largest(count, spare)], minlength=count)
         return [low + int(n) for low, n in zip(self._lowest[:count], units, strict=True)]
 
@@ -210,11 +200,11 @@ class AllocationTable:
             self._choices.append(extras[best])
 
     def seconds(self, count: int, spare: int) -> float:
-        """See `Split`."""
+        """Least sum of durations of the first `count` actions with `spare` units."""
         return float(self._rows[count][spare])
 
     def levels(self, count: int, spare: int) -> list[int]:
-        """See `Split`."""
+        """The levels that achieve `seconds(count, spare)`, in the order of the actions."""
         chosen: list[int] = []
         for i in reversed(range(count)):
             extra = int(self._choices[i][spare])
