@@ -132,7 +132,7 @@ class AsyncJobHandle:
         request = pb.ResumeJobRequest(
             request_id=new_id("resume"),
             job_id=self.id,
-            spec=None if spec is None else read_spec(spec).model_dump_json(),
+            spec="" if spec is None else read_spec(spec).model_dump_json(),
         )
         return Job.of((await self._stub.ResumeJob(request)).job)
 

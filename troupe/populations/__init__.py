@@ -4,26 +4,21 @@ Follows PSRO (Lanctot et al. 2017) and MALib. Functions here use no clock, no I/
 except from a given seed.
 """
 
-from troupe.populations.games import Array, Profile, nash_conv, regrets, values, zero_sum
+from troupe.populations.games import nash_conv, values, zero_sum
 from troupe.populations.matches import Precision, matches_due, seats
 from troupe.populations.opponents import Weighting, pfsp
-from troupe.populations.payoffs import Members, PayoffEntry, PayoffTable
+from troupe.populations.payoffs import PayoffTable
 from troupe.populations.solvers import MetaSolver, NotZeroSum, solve
 
 __all__ = [
-    "Array",
-    "Members",
     "MetaSolver",
     "NotZeroSum",
-    "PayoffEntry",
     "PayoffTable",
     "Precision",
-    "Profile",
     "Weighting",
     "matches_due",
     "nash_conv",
     "pfsp",
-    "regrets",
     "seats",
     "solve",
     "values",

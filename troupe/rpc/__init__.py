@@ -15,7 +15,6 @@ from troupe.rpc.errors import (
     Unauthenticated,
     Unavailable,
     Unimplemented,
-    from_rpc_error,
     from_status,
     to_status,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "Unimplemented",
     "connect",
     "connect_sync",
-    "from_rpc_error",
     "from_status",
     "new_id",
     "to_status",

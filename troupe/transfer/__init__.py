@@ -3,19 +3,11 @@
 Keys: `{job}/{policy}/weights@{version}` and `{job}/{policy}/state@{version}`.
 """
 
-from troupe.transfer.blob import Manifest, TensorEntry
+from troupe.transfer.blob import Manifest
 from troupe.transfer.checksum import checksum_of
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.deferred import DeferredTensors, TensorGroup
-from troupe.transfer.errors import (
-    Corrupt,
-    InvalidKey,
-    KeyNotFound,
-    StorageFull,
-    TransferError,
-    TransferTimeout,
-)
-from troupe.transfer.sources import default_root
+from troupe.transfer.errors import Corrupt, InvalidKey, KeyNotFound, StorageFull, TransferTimeout
 from troupe.transfer.staging import brought
 from troupe.transfer.store import Transfer
 
@@ -27,13 +19,10 @@ __all__ = [
     "KeyNotFound",
     "Manifest",
     "StorageFull",
-    "TensorEntry",
     "TensorGroup",
     "Transfer",
     "TransferCounters",
-    "TransferError",
     "TransferTimeout",
     "brought",
     "checksum_of",
-    "default_root",
 ]

@@ -51,11 +51,16 @@ def main() -> None:
         raise SystemExit(1) from None
     print(owner.port, flush=True)
     # It ends with its parent, which closes the pipe.
-    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+    threading.Thread(target=_until_end, args=[stop], daemon=True).start()
     # Nothing reads stdout from here on.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     stop.wait()
     owner.stop(2.0)
+
+
+def _until_end(stop: threading.Event) -> None:
+    sys.stdin.read()
+    stop.set()
 
 
 def _owner(config: dict[str, Any]) -> TransferOwner:

@@ -44,9 +44,9 @@ class Counters:
     def __init__(self) -> None:
         self._counts: Counter[tuple[Event, str]] = Counter()
 
-    def count(self, event: Event, environment: str) -> None:
-        """Add 1 to a count."""
-        self._counts[event, environment] += 1
+    def count(self, event: Event, environment: str, by: int = 1) -> None:
+        """Add `by` to a count."""
+        self._counts[event, environment] += by
 
     def of(self, event: Event, environment: str | None = None) -> int:
         """The count of one environment, or of all."""

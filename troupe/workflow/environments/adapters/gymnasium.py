@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
-from troupe.workflow.environments.adapters.spaces import (
-    arrays_of,
-    legal_of,
-    native,
-    rendered,
-    split_mask,
-    text_of,
-)
+from troupe.workflow.environments.adapters.spaces import SpacesEnvironment, native
 from troupe.workflow.environments.errors import missing_library
 from troupe.workflow.environments.interface import (
     Action,
-    Environment,
     IllegalRule,
     Observation,
     Properties,
@@ -32,7 +25,7 @@ Describe = Callable[[Any, Any], str]
 """(environment, observation) -> text."""
 
 
-class Gymnasium(Environment):
+class Gymnasium(SpacesEnvironment):
     """One environment of Gymnasium's registry, made with `make_args`; its only seat is `player`.
 
     The text is that of `describe`, else the `ansi` rendering if there is one, else numbers.
@@ -82,11 +75,6 @@ class Gymnasium(Environment):
             max_steps=self._max_steps,
         )
 
-    @property
-    def properties(self) -> Properties:
-        """One seat; `max_steps` is the registry's."""
-        return self._properties
-
     def reset(self, seed: int) -> Reset:
         """Begin an episode."""
         self._steps = 0
@@ -109,22 +97,9 @@ class Gymnasium(Environment):
             {SEAT: info},
         )
 
-    def close(self) -> None:
-        """Close the environment. Repeatable."""
-        self._env.close()
-
     def _observe(self, seen: Any, info: Mapping[str, Any]) -> Observation:
-        inner, mask = split_mask(seen)
-        mask = info.get("action_mask", mask)
-        legal = legal_of(self._env.action_space, mask, self._moves)
-        return Observation(self._text(inner), legal, arrays_of(inner))
-
-    def _text(self, seen: Any) -> str:
-        if self._describe is not None:
-            return self._describe(self._env, seen)
-        if self._env.render_mode == "ansi":
-            return rendered(str(self._env.render()))
-        return text_of(seen)
+        describe = self._describe and partial(self._describe, self._env)
+        return self._observation(self._env.action_space, seen, info, describe)
 
 
 def _has_text(gymnasium: Any, id: str) -> bool:

@@ -6,20 +6,13 @@ PettingZoo's agents are seats.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from troupe.workflow.environments.adapters.spaces import (
-    arrays_of,
-    legal_of,
-    native,
-    rendered,
-    split_mask,
-    text_of,
-)
+from troupe.workflow.environments.adapters.spaces import SpacesEnvironment, native
 from troupe.workflow.environments.errors import missing_library
 from troupe.workflow.environments.interface import (
     Action,
-    Environment,
     Observation,
     Properties,
     Reset,
@@ -34,7 +27,7 @@ Describe = Callable[[Any, str, Any], str]
 """(environment, seat, observation) -> text."""
 
 
-class _PettingZoo(Environment):
+class _PettingZoo(SpacesEnvironment):
     """Base class of both kinds.
 
     `declared`: fields of `Properties` that PettingZoo lacks: `zero_sum`, `max_steps`, `rules`, ...
@@ -72,26 +65,9 @@ class _PettingZoo(Environment):
         )
         self._seats: tuple[str, ...] = ()
 
-    @property
-    def properties(self) -> Properties:
-        """As declared."""
-        return self._properties
-
-    def close(self) -> None:
-        """Close the environment. Repeatable."""
-        self._env.close()
-
-    def _observation(self, seat: str, seen: Any, info: Mapping[str, Any]) -> Observation:
-        inner, mask = split_mask(seen)
-        mask = info.get("action_mask", mask)
-        legal = legal_of(self._env.action_space(seat), mask, self._moves)
-        if self._describe is not None:
-            text = self._describe(self._env, seat, inner)
-        elif getattr(self._env, "render_mode", None) == "ansi":
-            text = rendered(str(self._env.render()))
-        else:
-            text = text_of(inner)
-        return Observation(text, legal, arrays_of(inner))
+    def _seen_by(self, seat: str, seen: Any, info: Mapping[str, Any]) -> Observation:
+        describe = self._describe and partial(self._describe, self._env, seat)
+        return self._observation(self._env.action_space(seat), seen, info, describe)
 
 
 class Parallel(_PettingZoo):
@@ -125,7 +101,7 @@ class Parallel(_PettingZoo):
         self, seen: Mapping[str, Any], infos: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Observation]:
         # Observations of finished seats may have no mask.
-        return {s: self._observation(s, o, infos.get(s, {})) for s, o in seen.items()}
+        return {s: self._seen_by(s, o, infos.get(s, {})) for s, o in seen.items()}
 
 
 class Aec(_PettingZoo):
@@ -161,6 +137,6 @@ class Aec(_PettingZoo):
     def _observe(self) -> dict[str, Observation]:
         env = self._env
         return {
-            seat: self._observation(seat, env.observe(seat), env.infos.get(seat, {}))
+            seat: self._seen_by(seat, env.observe(seat), env.infos.get(seat, {}))
             for seat in self._current()
         }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from troupe.workflow.environments.errors import IllegalMoveError
-from troupe.workflow.environments.interface import Action
+from troupe.workflow.environments.interface import Action, Environment, Observation, Properties
 
 _COLOUR: Final = re.compile(r"\x1b\[([\d;]{0,32})m")
 
@@ -112,3 +112,36 @@ def text_of(observation: Any) -> str:
     if array.dtype.kind == "f":
         array = np.round(array, 4)
     return np.array2string(array, separator=" ", threshold=10_000, max_line_width=10_000)
+
+
+class SpacesEnvironment(Environment):
+    """Base class of adapters whose environments have Gymnasium's spaces."""
+
+    _env: Any
+    _properties: Properties
+    _moves: Sequence[str] | None
+    """Names of discrete actions, in order."""
+
+    @property
+    def properties(self) -> Properties:
+        """As declared, or as the registry has them."""
+        return self._properties
+
+    def close(self) -> None:
+        """Close the environment. Repeatable."""
+        self._env.close()
+
+    def _observation(
+        self, space: Any, seen: Any, info: Mapping[str, Any], describe: Callable[[Any], str] | None
+    ) -> Observation:
+        """What `seen` is for a seat with this action space; text: that of `describe`, else the
+        `ansi` rendering if there is one, else numbers."""
+        inner, mask = split_mask(seen)
+        legal = legal_of(space, info.get("action_mask", mask), self._moves)
+        if describe is not None:
+            text = describe(inner)
+        elif getattr(self._env, "render_mode", None) == "ansi":
+            text = rendered(str(self._env.render()))
+        else:
+            text = text_of(inner)
+        return Observation(text, legal, arrays_of(inner))
