@@ -94,7 +94,9 @@ def load_causal_lm(source: str | Path, *, dtype: Any, revision: str | None = Non
         )
     if wrong := difference(missing, superfluous, reshaped):
         raise TensorsDoNotFit(wrong)
-    if output and _claims_tied(model) and not _is_tied(model):
+    embeddings = model.get_input_embeddings(), model.get_output_embeddings()
+    inner, outer = (getattr(one, "weight", None) for one in embeddings)
+    if output and _claims_tied(model) and inner is not outer:
         raise TensorsDoNotFit(
             f"its config.json says that the output layer is the embedding (tie_word_embeddings: "
             f"true), and it has '{output}' with other values",
@@ -118,11 +120,6 @@ def _claims_tied(model: Any) -> bool:
     text = config.get_text_config()
     asked = getattr(config, "tie_word_embeddings", False)
     return bool(asked and getattr(text, "tie_word_embeddings", True) and model._tied_weights_keys)
-
-
-def _is_tied(model: Any) -> bool:
-    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
-    return getattr(inner, "weight", None) is getattr(outer, "weight", None)
 
 
 def _listed(names: Sequence[str]) -> str:

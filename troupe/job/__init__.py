@@ -1,41 +1,21 @@
 """The job specification: what a user writes in YAML, validated, one docstring per field."""
 
-from troupe.job.algorithm import AlgorithmSpec
-from troupe.job.functions import FunctionSpec
-from troupe.job.loading import JobSpecError, load_job, parse_job
-from troupe.job.network import NetworkSpec
-from troupe.job.policy import (
-    EngineSpec,
-    LoraSpec,
-    ModelSpec,
-    OptimizerSpec,
-    PolicySpec,
-    SimulatedSpec,
-    TrainerSpec,
-)
-from troupe.job.population import PopulationSpec
-from troupe.job.section import no_directory
-from troupe.job.sections import LimitsSpec, RoutingSpec, TasksSpec
-from troupe.job.spec import JobSpec
-
-__all__ = [
-    "AlgorithmSpec",
-    "EngineSpec",
-    "FunctionSpec",
-    "JobSpec",
-    "JobSpecError",
-    "LimitsSpec",
-    "LoraSpec",
-    "ModelSpec",
-    "NetworkSpec",
-    "OptimizerSpec",
-    "PolicySpec",
-    "PopulationSpec",
-    "RoutingSpec",
-    "SimulatedSpec",
-    "TasksSpec",
-    "TrainerSpec",
-    "load_job",
-    "no_directory",
-    "parse_job",
-]
+from troupe.job.algorithm import AlgorithmSpec as AlgorithmSpec
+from troupe.job.functions import FunctionSpec as FunctionSpec
+from troupe.job.loading import JobSpecError as JobSpecError
+from troupe.job.loading import load_job as load_job
+from troupe.job.loading import parse_job as parse_job
+from troupe.job.network import NetworkSpec as NetworkSpec
+from troupe.job.policy import EngineSpec as EngineSpec
+from troupe.job.policy import LoraSpec as LoraSpec
+from troupe.job.policy import ModelSpec as ModelSpec
+from troupe.job.policy import OptimizerSpec as OptimizerSpec
+from troupe.job.policy import PolicySpec as PolicySpec
+from troupe.job.policy import SimulatedSpec as SimulatedSpec
+from troupe.job.policy import TrainerSpec as TrainerSpec
+from troupe.job.population import PopulationSpec as PopulationSpec
+from troupe.job.section import no_directory as no_directory
+from troupe.job.sections import LimitsSpec as LimitsSpec
+from troupe.job.sections import RoutingSpec as RoutingSpec
+from troupe.job.sections import TasksSpec as TasksSpec
+from troupe.job.spec import JobSpec as JobSpec

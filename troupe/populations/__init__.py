@@ -4,23 +4,15 @@ Follows PSRO (Lanctot et al. 2017) and MALib. Functions here use no clock, no I/
 except from a given seed.
 """
 
-from troupe.populations.games import nash_conv, values, zero_sum
-from troupe.populations.matches import Precision, matches_due, seats
-from troupe.populations.opponents import Weighting, pfsp
-from troupe.populations.payoffs import PayoffTable
-from troupe.populations.solvers import MetaSolver, NotZeroSum, solve
-
-__all__ = [
-    "MetaSolver",
-    "NotZeroSum",
-    "PayoffTable",
-    "Precision",
-    "Weighting",
-    "matches_due",
-    "nash_conv",
-    "pfsp",
-    "seats",
-    "solve",
-    "values",
-    "zero_sum",
-]
+from troupe.populations.games import nash_conv as nash_conv
+from troupe.populations.games import values as values
+from troupe.populations.games import zero_sum as zero_sum
+from troupe.populations.matches import Precision as Precision
+from troupe.populations.matches import matches_due as matches_due
+from troupe.populations.matches import seats as seats
+from troupe.populations.opponents import Weighting as Weighting
+from troupe.populations.opponents import pfsp as pfsp
+from troupe.populations.payoffs import PayoffTable as PayoffTable
+from troupe.populations.solvers import MetaSolver as MetaSolver
+from troupe.populations.solvers import NotZeroSum as NotZeroSum
+from troupe.populations.solvers import solve as solve

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Final
 from urllib.parse import quote
 
@@ -220,7 +221,8 @@ def undecodable(raw: bytes, error: Exception) -> InvalidArgument:
 
 def to_status(error: TroupeError) -> status_pb2.Status:
     """The `google.rpc.Status` of `error`, with its `Problem` as the one detail."""
-    message = _clip_bytes(str(error), _MESSAGE_LIMIT, _percent_encoded)
+    # As in the header `grpc-message`.
+    message = _clip_bytes(str(error), _MESSAGE_LIMIT, partial(quote, safe=_PRINTABLE))
     status = status_pb2.Status(code=_number(error.code), message=message)
     status.details.add().Pack(error.to_problem())
     return status
@@ -336,11 +338,6 @@ def _clip_bytes(text: str, limit: int, encoded: Callable[[str], bytes | str] = s
         fits = len(encoded(text[:middle])) + 3 <= limit
         short, long = (middle, long) if fits else (short, middle)
     return text[:short] + "..."
-
-
-def _percent_encoded(text: str) -> str:
-    """`text` as in the header `grpc-message`."""
-    return quote(text, safe=_PRINTABLE)
 
 
 def _rebuild(cls: type[TroupeError], problem: bytes) -> TroupeError:

@@ -93,7 +93,11 @@ def _items(given: Any, source: str) -> list[tuple[str, Any]]:
     kind, why = "reward_bad_type", ""
     try:
         if isinstance(given, Mapping):
-            return [(_as_name(key), value) for key, value in given.items()]
+            # Not `str(key)`, which a user's class may override; other types cannot name an agent.
+            return [
+                (str.__str__(key) if isinstance(key, str) else f"\0{shown(key)}", value)
+                for key, value in given.items()
+            ]
     except BaseException as error:  # a mapping of a user's class
         kind, why = "reward_unreadable", f", which raised {described(error, 200)} when it was read"
     what = f"{type_name(given)} {shown(given)}{why}"
@@ -104,11 +108,6 @@ def _items(given: Any, source: str) -> list[tuple[str, Any]]:
         value=given,
         remedy='Return {"agent": number, ...}.',
     )
-
-
-def _as_name(key: object) -> str:
-    # Not `str(key)`, which a user's class may override; other types cannot name an agent.
-    return str.__str__(key) if isinstance(key, str) else f"\0{shown(key)}"
 
 
 async def call_functions(

@@ -169,30 +169,24 @@ class _Tree:
 
     def _inside(self, cell: DeviceCell) -> _Options:
         """Options without a resident of exactly this cell."""
-        if cell not in self.homes:
-            parts: _Options = {}
-            if cell.size > 1:
-                half = cell.size // 2
-                left, right = DeviceCell(cell.first, half), DeviceCell(cell.first + half, half)
-                for counts, option in _joined(self.options(left), self.options(right)).items():
-                    if option.empty:
-                        option = _Option(option.worth, -(cell.size**2), True, option.evicted)
-                    if all(n <= asked for n, asked in zip(counts, self.asked, strict=True)):
-                        _keep(parts, counts, option)
-            else:
-                parts[(0,) * len(SIZES)] = _Option(0, -1, True)
-        else:
-            parts = {}
+        parts: _Options = {}
+        if cell not in self.homes and cell.size > 1:
+            half = cell.size // 2
+            left, right = DeviceCell(cell.first, half), DeviceCell(cell.first + half, half)
+            for counts, option in _joined(self.options(left), self.options(right)).items():
+                if option.empty:
+                    option = _Option(option.worth, -(cell.size**2), True, option.evicted)
+                if all(n <= asked for n, asked in zip(counts, self.asked, strict=True)):
+                    _keep(parts, counts, option)
+        elif cell not in self.homes:
+            parts[(0,) * len(SIZES)] = _Option(0, -1, True)
         whole = tuple(int(size == cell.size) for size in SIZES)
-        if self.asked[SIZES.index(cell.size)] and not self._contains_home(cell):
+        inner_home = any(cell.holds(home) and home != cell for home in self.homes)
+        if self.asked[SIZES.index(cell.size)] and not inner_home:
             worth, evicted = self._cleared(cell)
             if worth is not None:
                 _keep(parts, whole, _Option(worth, 0, False, evicted, (cell,)))
         return parts
-
-    def _contains_home(self, cell: DeviceCell) -> bool:
-        """Whether a smaller part of the cell is the home of a requested model."""
-        return any(cell.holds(home) and home != cell for home in self.homes)
 
     def _cleared(self, cell: DeviceCell) -> tuple[int | None, frozenset[str]]:
         """Cost of emptying the cell (None: a model must stay), and the evicted models."""

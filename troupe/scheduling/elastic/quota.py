@@ -102,7 +102,10 @@ class TokenBucket:
         granted = 0
         if not ahead and now >= self._shut:
             for units in wishes:
-                if not self._fits(units):
+                limits = self.limits
+                if limits.rate and self._tokens + _EPSILON < units:
+                    break
+                if limits.concurrency and self.in_use + units > limits.concurrency:
                     break
                 self._take(holder, units, now + patience)
                 granted += 1
@@ -146,11 +149,6 @@ class TokenBucket:
             self._tokens, self._at = min(float(self.limits.burst), gained), now
         self._holds = {name: hold for name, hold in self._holds.items() if hold.until > now}
         self._line = {name: place for name, place in self._line.items() if place.until > now}
-
-    def _fits(self, units: int) -> bool:
-        limits = self.limits
-        enough = not limits.rate or self._tokens + _EPSILON >= units
-        return enough and (not limits.concurrency or self.in_use + units <= limits.concurrency)
 
     def _take(self, holder: str, units: int, until: float) -> None:
         if self.limits.rate:

@@ -170,13 +170,8 @@ class EnvironmentTrial:
     move: Mover
     name: str = "environment"
     records: dict[int, EpisodeRecord] = field(default_factory=dict)
-    properties: Properties | None = None
-
-    @property
-    def declared(self) -> Properties:
-        """Declared properties."""
-        assert self.properties is not None, "the check `interface` comes first"
-        return self.properties
+    declared: Properties = field(init=False)
+    """Declared properties; the check `interface` sets them."""
 
     def record(self, seed: int) -> EpisodeRecord:
         """The episode of a seed; played once, on an object of its own."""
@@ -196,7 +191,7 @@ def interface(trial: EnvironmentTrial) -> str:
     if not isinstance(environment, Environment):
         raise Broken(f"makes a {type(environment).__name__}, not an Environment")
     declared = environment.properties
-    trial.name, trial.properties = declared.name, declared
+    trial.name, trial.declared = declared.name, declared
     if not declared.seats or len(set(declared.seats)) != len(declared.seats):
         raise Broken(f"properties.seats must name at least one seat once: {declared.seats}")
     if declared.zero_sum and declared.cooperative and len(declared.seats) > 1:
