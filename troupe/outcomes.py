@@ -178,14 +178,13 @@ def json_text(
     value: object,
     *,
     allow_nan: bool = False,
-    most_bytes: int | None = None,
     depth: int = JSON_DEPTH,
 ) -> str:
     """`value` as JSON; numpy and torch scalars and arrays as numbers. In ASCII, unless it has
     surrogates, which are treated as by `utf8_text`.
 
-    Raises `NotJsonError`, also for NaN and infinities (unless `allow_nan`), for a nesting of more
-    than `depth`, and for more than `most_bytes`.
+    Raises `NotJsonError`, also for NaN and infinities (unless `allow_nan`), and for a nesting of
+    more than `depth`.
     """
     try:
         text = json.dumps(value, allow_nan=allow_nan, default=_as_plain)
@@ -197,8 +196,6 @@ def json_text(
         plain = issubclass(type(error), (TypeError, ValueError))
         message = safe_text(error, 500) if plain else ""
         raise NotJsonError(message or described(error, 500)) from None
-    if most_bytes is not None and len(text) > most_bytes:
-        raise NotJsonError(f"{len(text):,} bytes of JSON; {most_bytes:,} at most")
     if _depth(text) > depth:
         raise NotJsonError(_too_deep(depth))
     if _SURROGATE.search(text):

@@ -1,7 +1,7 @@
 """Troupe's sampling: `python -m benchmarks.sampling.ours WORLD WORKERS COPIES`.
 
 WORKERS processes with COPIES copies each, one torch thread a process; an actor plays whole episodes
-of all copies. What is counted has come back to the driver as the bytes of fragments.
+of all copies. What is counted has come back to the driver as fragments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from benchmarks.sampling.worlds import AGENTS, CALL, STEPS
 from troupe.job.network import NetworkSpec
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.environments.openspiel import GameCopies
-from troupe.networks.fragments import Fragment
 from troupe.networks.learning import make_learner
 from troupe.networks.vector import Actions, Observed, Stepped, VectorEnvironment, make_environment
 
@@ -62,7 +61,7 @@ def work(world: str, copies: int, seed: int, out: Connection) -> None:
     try:
         while True:
             seed += 1
-            out.send_bytes(actor.sample(seed).fragments["p"].to_bytes())
+            out.send(actor.sample(seed).fragments["p"])
     except (BrokenPipeError, ConnectionResetError):
         return
 
@@ -82,12 +81,12 @@ def main() -> None:
         processes.append(process)
         ends.append(end)
     for end in ends:  # everybody plays
-        end.recv_bytes()
+        end.recv()
 
     def collect(some: int) -> int:
         # Who is not read from stands still.
         ready: list[Any] = wait(ends[:some] if some else ends)
-        return sum(Fragment.from_bytes(end.recv_bytes()).steps for end in ready)
+        return sum(end.recv().steps for end in ready)
 
     try:
         serve(collect)

@@ -129,7 +129,7 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
 @given(values())
 def test_any_value_is_json_or_is_refused(value: Any) -> None:
     try:
-        text = json_text(value, most_bytes=10_000)
+        text = json_text(value)
     except NotJsonError as error:
         _check_text(str(error), 600)
         return
@@ -190,8 +190,6 @@ def test_json_without_halves_of_pairs() -> None:
 
 def test_numbers_of_numpy_are_json() -> None:
     assert json_text({"a": np.arange(3), "b": np.float64(0.5)}) == '{"a": [0, 1, 2], "b": 0.5}'
-    with pytest.raises(NotJsonError, match="2 at most"):
-        json_text([1, 2], most_bytes=2)
 
 
 @pytest.mark.parametrize("error", leaf_errors(), ids=type_name)

@@ -3,15 +3,12 @@ sample of the experience store."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from troupe.rpc.errors import InvalidArgument
 
@@ -98,27 +95,3 @@ class Fragment:
         rewards = self.arrays["rewards"].astype(np.float64)
         found: NDArray[np.float64] = (rewards * self.valid()[..., None]).sum(axis=0)
         return found
-
-    def to_bytes(self) -> bytes:
-        """Serialize as safetensors, with policy, version and agents as metadata."""
-        metadata = {
-            "policy": self.policy,
-            "version": str(self.version),
-            "agents": json.dumps(list(self.agents)),
-        }
-        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
-        data: bytes = save(arrays, metadata)
-        return data
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Fragment:
-        """Parse the result of `to_bytes`. Raises InvalidArgument for other bytes."""
-        try:
-            arrays = load(data)
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            known = header["__metadata__"]
-            version, agents = int(known["version"]), tuple(json.loads(known["agents"]))
-            policy = known["policy"]
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise InvalidArgument(f"no fragment: {error}", field="fragment") from error
-        return cls(policy, version, agents, arrays)

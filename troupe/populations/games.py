@@ -39,11 +39,11 @@ def zero_sum(matrix: object) -> Array:
     return found
 
 
-def is_zero_sum(payoffs: Array, tolerance: float = 1e-9) -> bool:
+def is_zero_sum(payoffs: Array) -> bool:
     """Whether the game is constant-sum: payoffs have the same sum in every cell."""
     totals = payoffs.sum(axis=0)
     scale = max(1.0, float(np.abs(payoffs).max()))
-    return bool(np.ptp(totals) <= tolerance * scale)
+    return bool(np.ptp(totals) <= 1e-9 * scale)
 
 
 def uniform(payoffs: Array) -> Profile:

@@ -19,16 +19,16 @@ _EVEN: Final = 0.5
 # Below this win rate a main agent counts as having forgotten how to beat the opponent.
 _LOST: Final = 0.3
 _WEIGHTINGS: Final = {
-    "hard": lambda wins, power: (1.0 - wins) ** power,
-    "variance": lambda wins, power: wins * (1.0 - wins),
-    "linear": lambda wins, power: 1.0 - wins,
+    "hard": lambda wins: (1.0 - wins) ** 2,
+    "variance": lambda wins: wins * (1.0 - wins),
+    "linear": lambda wins: 1.0 - wins,
 }
 
 
-def pfsp(win_rates: object, *, weighting: Weighting = "hard", power: float = 2.0) -> Array:
+def pfsp(win_rates: object, *, weighting: Weighting = "hard") -> Array:
     """PFSP probabilities [k] of opponents, given the learner's win rates [k] against them.
 
-    Proportional to f(x) = (1 - x)^p ("hard": opponents that it loses to), x (1 - x) ("variance":
+    Proportional to f(x) = (1 - x)^2 ("hard": opponents that it loses to), x (1 - x) ("variance":
     its equals) or 1 - x ("linear") (Vinyals et al. 2019, methods, "PFSP"); uniform if all are 0.
 
     Raises ValueError for rates outside [0, 1] or an unknown weighting.
@@ -38,7 +38,7 @@ def pfsp(win_rates: object, *, weighting: Weighting = "hard", power: float = 2.0
         raise ValueError(f"win rates are between 0 and 1, one for each opponent, not {win_rates}")
     if weighting not in _WEIGHTINGS:
         raise ValueError(f"there is no weighting {weighting!r}; use one of {list(_WEIGHTINGS)}")
-    weights: Array = _WEIGHTINGS[weighting](wins, power)
+    weights: Array = _WEIGHTINGS[weighting](wins)
     total = float(weights.sum())
     if total <= 0.0:
         return np.full(len(wins), 1.0 / len(wins))

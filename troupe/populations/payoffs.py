@@ -105,8 +105,8 @@ class PayoffEntry:
             return np.full_like(self.mean, math.inf)
         return self.squares / (self.matches - 1)
 
-    def half_width(self, pooled: Array | None = None, confidence: float = 0.95) -> float:
-        """Half the width of Student's confidence interval of the least certain player's mean.
+    def half_width(self, pooled: Array | None = None) -> float:
+        """Half the width of Student's 95 % confidence interval of the least certain player's mean.
 
         `pooled` [n]: `PayoffTable.pooled`, the variance within cells. It bounds the cell's sum of
         squares from below, so that a few equal results do not count as certain in a table whose
@@ -119,7 +119,7 @@ class PayoffEntry:
         variance = self.variance
         if pooled is not None:
             variance = np.maximum(variance, pooled / self.matches)
-        deviations = float(stdtrit(self.matches - 1, (1 + confidence) / 2))
+        deviations = float(stdtrit(self.matches - 1, (1 + 0.95) / 2))
         return deviations * math.sqrt(float(variance.max()) / self.matches)
 
 

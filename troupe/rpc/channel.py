@@ -266,11 +266,11 @@ class _Sync(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor)
         self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
     ) -> Any:
         common = self._common
-        metadata = common.metadata(details)
+        metadata = tuple(common.metadata(details))
         timeout = common.timeout(details)
 
         def attempt(left: float | None) -> Any:
-            details_now = _CallDetails(details, left, metadata)
+            details_now = details._replace(timeout=left, metadata=metadata)
             if (faults := common.faults) is not None:
                 time.sleep(faults.pause())
                 if faults.twice(request) is not Twice.NO:
@@ -289,23 +289,9 @@ class _Sync(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor)
     def intercept_unary_stream(
         self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
     ) -> Any:
-        metadata = self._common.metadata(details)
-        call = continuation(_CallDetails(details, details.timeout, metadata), request)
+        metadata = tuple(self._common.metadata(details))
+        call = continuation(details._replace(metadata=metadata), request)
         return _SyncStream(call, self._common.target(details), details.timeout)
-
-
-class _CallDetails(grpc.ClientCallDetails):
-    """`details` with another timeout and metadata."""
-
-    def __init__(
-        self, details: Any, timeout: float | None, metadata: list[tuple[str, Any]]
-    ) -> None:
-        self.method = details.method
-        self.timeout = timeout
-        self.metadata = tuple(metadata)
-        self.credentials = details.credentials
-        self.wait_for_ready = details.wait_for_ready
-        self.compression = details.compression
 
 
 class _SyncStream:

@@ -115,10 +115,8 @@ class SegmentWriter:
             np.copyto(np.frombuffer(self._data[offset : offset + len(block)], np.uint8), block)
             return
         # write(2), not a store through a mapping: on a full tmpfs the former is an error,
-        # the latter kills the process. A write moves at most 2 GiB and may stop early.
-        while len(block):
-            done = os.pwrite(self.file.fileno(), block, offset)
-            block, offset = block[done:], offset + done
+        # the latter kills the process.
+        _write_all(self.file.fileno(), block, offset)
 
     def publish(self) -> None:
         """Rename it to its path: all of it appears at once, in place of what was there."""
@@ -242,6 +240,13 @@ def _copy(room: SegmentWriter, size: int, offset: int, view: Bytes, start: int) 
         digest.update(block)
         room.write(offset + at, block)
     return digest.hexdigest()
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    # A write moves at most 2 GiB and may stop early.
+    while len(view):
+        done = os.pwrite(descriptor, view, offset)
+        view, offset = view[done:], offset + done
 
 
 # Seconds between two attempts to get a lock, at first and at most: its holder may need a

@@ -365,7 +365,7 @@ def _shares(targets: list[str], cores: int) -> Iterator[tuple[list[str], list[st
     if cores < 2:
         yield targets, []
         return
-    if importlib.util.find_spec("xdist") is not None:
+    if _has_xdist():
         yield targets, ["-p", "xdist", "-n", str(cores)]
         return
     files = sorted(_test_files(targets), key=lambda path: -path.stat().st_size)
@@ -374,6 +374,10 @@ def _shares(targets: list[str], cores: int) -> Iterator[tuple[list[str], list[st
         return
     for first in range(min(cores, len(files))):
         yield [str(path) for path in files[first::cores]], []
+
+
+def _has_xdist() -> bool:
+    return importlib.util.find_spec("xdist") is not None
 
 
 def _test_files(targets: list[str]) -> set[Path]:

@@ -25,13 +25,13 @@ from typing import Final, Literal, TypeAlias, TypeVar
 from troupe.scheduling.elastic.durations import Durations, Kin
 
 
-def head_start(waiters: int, *, doubling: float = 1.0, most: float = 10.0) -> float:
+def head_start(waiters: int) -> float:
     """Seconds by which an action's arrival is moved forward for its waiters.
 
-    `doubling` seconds per doubling of the waiters, at most `most`: an action that arrives more than
-    `most` seconds later cannot pass, so none starves.
+    One second per doubling of the waiters, at most ten: an action that arrives more than ten
+    seconds later cannot pass, so none starves.
     """
-    return min(most, doubling * math.log2(max(1, waiters)))
+    return min(10.0, math.log2(max(1, waiters)))
 
 
 def group_waiters(begun: int, left: int) -> int:

@@ -36,6 +36,7 @@ _SWEEP_SECONDS: Final = 10.0
 OTHER_OWNER_AWAY: Final = "transfer_owner_away"
 # Clients of other hosts' owners that are kept.
 _MOST_PEERS: Final = 64
+_MOST_READERS: Final = 16
 
 
 class TransferOwner:
@@ -55,7 +56,6 @@ class TransferOwner:
         credentials: grpc.ServerCredentials | None = None,
         settings: ClientSettings | None = None,
         use_ucx: bool = True,
-        max_readers: int = 16,
         socket: Path | None = None,
     ) -> None:
         """Serve at `host:port` (0: any free port), to callers that send `token`; other hosts reach
@@ -75,10 +75,10 @@ class TransferOwner:
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         # More threads than readers, so that descriptions do not wait for a long read.
         self._server = grpc.server(
-            ThreadPoolExecutor(max_readers + 8, thread_name_prefix="transfer-owner"),
+            ThreadPoolExecutor(_MOST_READERS + 8, thread_name_prefix="transfer-owner"),
             interceptors=[*([] if token is None else [Bearer(token)]), TypedErrors()],
             options=[*channel_options(_MAX_MESSAGE_MIB), ("grpc.so_reuseport", 0)],
-            maximum_concurrent_rpcs=max_readers + 8,
+            maximum_concurrent_rpcs=_MOST_READERS + 8,
         )
         if token is None and not is_loopback_host(host):
             log.warning("anyone who reaches %s can read all weights; set TROUPE_TOKEN", host)

@@ -111,6 +111,7 @@ class HostOwner:
         raise KeyNotFound(key, f"the owner at {self.address} keeps states elsewhere")
 
 
+_READY_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 8.0
 # After a process that died sooner than this after its start, the pause before the next one grows.
 _STEADY_SECONDS: Final = 30.0
@@ -138,7 +139,6 @@ class OwnerProcess:
         use_ucx: bool = True,
         socket: Path | None = None,
         log_level: str = "info",
-        ready_seconds: float = 60.0,
     ) -> None:
         """Start it and wait until it serves at `host:port` (0: any free port).
 
@@ -146,7 +146,7 @@ class OwnerProcess:
         `settings`: the cluster's token and authority, both for its callers and for its calls.
         `tls_cert` and `tls_key` (PEM) turn TLS on.
 
-        Raises Unavailable when it does not serve within `ready_seconds`.
+        Raises Unavailable when it does not serve within a minute.
         """
         settings = settings or ClientSettings()
         token = settings.token
@@ -164,7 +164,6 @@ class OwnerProcess:
             "socket": socket and str(socket),
             "log_level": log_level.lower(),
         }
-        self._ready_seconds = ready_seconds
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._begun = threading.Event()
@@ -223,7 +222,7 @@ class OwnerProcess:
             # By a pipe: a list of processes or an environment would show the token.
             process.stdin.write(json.dumps(self._config) + "\n")
             process.stdin.flush()
-            if select.select([process.stdout], [], [], self._ready_seconds)[0]:
+            if select.select([process.stdout], [], [], _READY_SECONDS)[0]:
                 answer = process.stdout.readline().strip()
         except BrokenPipeError:
             pass
@@ -233,8 +232,7 @@ class OwnerProcess:
             status = process.wait()
             raise Unavailable(
                 answer
-                or f"the owner of states was not ready in {self._ready_seconds:g} s "
-                f"(status {status})",
+                or f"the owner of states was not ready in {_READY_SECONDS:g} s (status {status})",
                 kind="transfer_owner_away",
                 field="port",
                 value=self._config["port"],

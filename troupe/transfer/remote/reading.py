@@ -416,8 +416,7 @@ class LaneRead:
     ) -> None:
         """Raises LaneBroken."""
         self.place, self._lanes = place, lanes
-        # Those that this process may use.
-        near, cores = place.near, len(os.sched_getaffinity(0))
+        near, cores = place.near, _cores()
         self._two = near and place.lanes > 1 and cores > 1
         self._beside = not self._two and (near or cores > _BUSY_CORES)
         self._message_bytes = 0 if self._two or self._beside else place.message_bytes
@@ -509,3 +508,8 @@ class LaneRead:
                 self._lanes.give(lane)
             else:
                 lane.close()
+
+
+def _cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))

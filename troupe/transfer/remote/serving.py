@@ -133,8 +133,11 @@ def send(
 
 def messages(index: int, data: memoryview) -> Iterator[pb.StateChunk]:
     for at in range(0, len(data), MESSAGE_BYTES):
-        part = bytes(data[at : at + MESSAGE_BYTES])
-        yield pb.StateChunk(chunk=index, offset=at, data=part)
+        yield _message(index, at, data[at : at + MESSAGE_BYTES])
+
+
+def _message(index: int, offset: int, data: memoryview) -> pb.StateChunk:
+    return pb.StateChunk(chunk=index, offset=offset, data=bytes(data))
 
 
 # How much longer than the first reader of a chain the last one may take. For more readers the owner
