@@ -293,9 +293,13 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
     return SafeConstructor.construct_yaml_float(loader, node)
 
 
+def _construct_word(loader: _Loader, node: yaml.ScalarNode) -> Word:
+    return Word(loader.construct_scalar(node))
+
+
 _Loader.add_constructor(f"{_TAG}int", _construct_int)
 _Loader.add_constructor(f"{_TAG}float", _construct_float)
-_Loader.add_constructor(_WORD, lambda loader, node: Word(loader.construct_scalar(node)))
+_Loader.add_constructor(_WORD, _construct_word)
 # Types of plain scalars: those of YAML 1.1, except `Word`, no base-60 numbers (12:30 is not 750),
 # and `1e-5` is a number.
 _Loader.yaml_implicit_resolvers = {}
