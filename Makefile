@@ -73,8 +73,9 @@ protos: setup ## generate troupe/v1 from protos/
 protos-check: setup ## fail when troupe/v1 is stale
 	$(BIN)/python scripts/generate_stubs.py --check
 
-docs: setup ## generate the job reference
+docs: setup ## generate the job reference and the sizing page
 	$(BIN)/troupe job reference --out docs/job-reference.md
+	$(BIN)/python -m scripts.sizing
 
 lock: setup ## pin the dependencies of every image anew
 	$(BIN)/python scripts/lock.py

@@ -11,7 +11,7 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.claims import Array, Values
 from services.trainer.gang.gang import Gangs
 from services.trainer.gang.learner import GangLearner
-from services.trainer.learner_factory import AnyLearner, make_learner
+from services.trainer.learner_factory import AnyLearner, make_learner, memory_needed
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.checkpoint import Checkpoints
 from services.trainer.state.suspension import (
@@ -24,6 +24,7 @@ from services.trainer.state.training_state import StateStore
 from services.trainer.versions import Publication, Versions, packed_weights
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, new_id
+from troupe.scheduling.memory import RankMemory
 from troupe.states import BINDING, check
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import trainer_pb2
@@ -59,6 +60,7 @@ class PolicyBinding:
         self.state: pb.BindingState.ValueType = pb.BINDING_STATE_BINDING
         # Size of the training state on the device.
         self.state_bytes = 0
+        self._memory: RankMemory | None = None
         self.step = 0
         self.samples = 0
         self.on_change: Callable[[], None] = lambda: None
@@ -123,16 +125,18 @@ class PolicyBinding:
         self._suspension.forget()
 
     def _make_learner(self) -> None:
+        self._memory = memory_needed(self.policy, self.spec, self._settings, self._device)
         where = (self.job_id, self.policy)
         made = make_learner(*where, self.spec, self._settings, self._device, self._gangs)
         self.versions.of(*made)
 
     def _note_bytes(self) -> None:
-        """Estimate the bytes of weights, gradients and both moments."""
-        if isinstance(self.learner, GangLearner):  # estimated, as `weights` would gather them
-            size = self.learner.num_parameters * torch.float32.itemsize
-        else:
-            size = sum(t.nbytes for t in self.learner.weights().values())
+        """Set the bytes of training state on each device, without the base that policies share."""
+        if self._memory is not None:
+            self.state_bytes = self._memory.state - self._memory.base
+            return
+        size = sum(t.nbytes for t in self.learner.weights().values())
+        # A network's gradients and both moments.
         self.state_bytes = 4 * size if self.trainable else size
 
     def suspend(self, unfinished: SuspendedStep | None) -> trainer_pb2.SuspendedState:

@@ -17,9 +17,6 @@ import torch
 
 from troupe.user_code import call_contained
 
-# Fraction of a GPU's memory for training state; activations and logits need the rest.
-_STATE_SHARE = 0.75
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -127,10 +124,10 @@ class BusyFraction:
 
 
 def memory_of(device: torch.device, setting: int) -> int:
-    """The bytes of training state that fit on `device`; 0: unbounded."""
+    """The bytes of `device` that policies may use: `setting`, or all that it has; 0: unbounded."""
     if setting or device.type != "cuda":
         return setting
-    return int(torch.cuda.get_device_properties(device).total_memory * _STATE_SHARE)
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def choose_device(name: str) -> torch.device:

@@ -30,13 +30,17 @@ from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import (
     check_tokenizer,
     load_adapted,
+    load_config,
     load_model,
     load_tokenizer,
     outline,
+    shape_of_model,
 )
 from services.trainer.settings import TrainerSettings
 from troupe.job import JobSpec
+from troupe.job.sizing import setup_of, shape_of_config
 from troupe.rpc import FailedPrecondition
+from troupe.scheduling.memory import RankMemory, rank_memory
 
 if TYPE_CHECKING:
     from services.trainer.networks.learner import NetworkLearner
@@ -56,7 +60,7 @@ def make_learner(
     """Make a learner with the policy's first weights, and its tokenizer (None for a network).
 
     Blocking. Raises InvalidArgument for a model or tokenizer that cannot be used,
-    FailedPrecondition of kind "policy_too_large", "gang_too_large" or "gang_uneven".
+    FailedPrecondition of kind "gang_too_large" or "gang_uneven".
     """
     source = spec.policies[policy]
     if source.network is not None:
@@ -74,9 +78,6 @@ def make_learner(
         model = load_adapted(policy, source, spec.seed, device)
     else:
         model = load_model(policy, source, spec.seed)
-    ranks = source.trainer.gang if gang else 1
-    room = memory_of(device, settings.trainer_memory_bytes)
-    _check_size(policy, model, source.trainable, room, ranks)
     tokenizer = load_tokenizer(policy, source)
     check_tokenizer(policy, source, tokenizer, model)
     if simulated:
@@ -106,21 +107,38 @@ def _network_learner(spec: JobSpec, policy: str) -> NetworkLearner:
     return NetworkLearner(spec, policy)
 
 
-def _check_size(policy: str, model: Any, trainable: bool, room: int, ranks: int) -> None:
-    """Raise FailedPrecondition if the state exceeds `room` bytes per device; 0: no bound."""
-    sizes = [(p.nbytes, p.requires_grad) for p in model.parameters()]
-    # Trained weights also have gradients and two moments.
-    needed = sum(size * (4 if trained and trainable else 1) for size, trained in sizes)
-    needed = -(-needed // ranks)
-    each = f" on each of {ranks} devices" if ranks > 1 else ""
-    if room and needed > room:
+def memory_needed(
+    policy: str, spec: JobSpec, settings: TrainerSettings, device: torch.device
+) -> RankMemory | None:
+    """What each device needs that trains the policy; None for a network or a simulated policy.
+
+    Blocking: reads the model's configuration. Raises InvalidArgument for one that cannot be used,
+    FailedPrecondition of kind "policy_too_large" if this trainer's devices have less.
+    """
+    source = spec.policies[policy]
+    if source.network is not None or source.simulated is not None:
+        return None
+    room = memory_of(device, settings.trainer_memory_bytes)
+    about = {
+        "device": device.type,
+        "memory": room,
+        "forward_tokens": settings.trainer_forward_tokens,
+    }
+    shape = shape_of_config(load_config(policy, source).to_dict())
+    shape = shape or shape_of_model(outline(policy, source))
+    setup = setup_of(spec, policy, shape, **about)
+    needed = rank_memory(shape, setup)
+    if room and needed.total > room:
+        each = f" on each of {setup.ranks} devices" if setup.ranks > 1 else ""
+        parts = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in needed.parts.items())
         raise FailedPrecondition(
-            f"policy {policy} needs {needed:,} bytes for its training state{each}; this trainer "
-            f"has {room:,}",
+            f"policy {policy} needs {needed.total:,} bytes{each} to be trained ({parts}); this "
+            f"trainer has {room:,}",
             kind="policy_too_large",
             field=f"policies.{policy}.model",
-            value=needed,
-            remedy="Use a smaller model, an adapter (`lora`) or a larger gang (`trainer.gang`), or "
-            "add a trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES says how much it may "
-            "use).",
+            value=needed.total,
+            remedy="Use a smaller model, an adapter (`lora`), a larger gang (`trainer.gang`), "
+            "`trainer.activation_checkpointing` or fewer `trainer.forward_tokens`; or add a "
+            "trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES says how much it may use).",
         )
+    return needed

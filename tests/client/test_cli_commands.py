@@ -125,6 +125,29 @@ def test_every_fault_of_a_job_file_is_a_line(run: Run, job_yaml: str, tmp_path: 
         assert any("pipeline.steps" in line for line in lines)
 
 
+def test_what_a_job_needs_is_shown_for_devices(run: Run, job_yaml: str, tmp_path: Path) -> None:
+    """The parts on each device, and the smallest gang that fits; 1 if a policy fits nowhere."""
+    path = tmp_path / "job.yaml"
+    path.write_text(job_yaml)
+    eight = {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096}
+    eight |= {"intermediate_size": 12_288, "num_key_value_heads": 8}
+    model = {"config": eight, "tokenizer": "any", "dtype": "bfloat16"}
+    given = ["--set", f"policies.solver.model={json.dumps(model)}"]
+    given += ["--set", "policies.solver.trainer.activation_checkpointing=true"]
+    status, out, err = run("job", "validate", str(path), *given, "--devices", "8xH100-80GB")
+    assert (status, err) == (1, "")
+    assert "8.19 B parameters, all weights" in out
+    words = " ".join(out.split())
+    assert "gang" in words
+    assert "4" in words
+    given += ["--set", "policies.solver.trainer.gang=4"]
+    assert run("job", "validate", str(path), *given, "--devices", "8xH100-80GB")[0] == 0
+    assert run("job", "validate", str(path), *given, "--devices", "2xH100-80GB")[0] == 1
+    status, _, err = run("job", "validate", str(path), "--devices", "8xH100")
+    assert status == 2
+    assert "--devices = 8xH100: '8xH100' is not COUNTxCLASS-MEMORY" in err
+
+
 def test_set_changes_fields_before_validation(run: Run, job_yaml: str, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(job_yaml)

@@ -174,13 +174,33 @@ def test_memory_is_counted_per_rank_and_what_never_fits_is_said_at_once() -> Non
         Bind("a", ("w0",)),
         Bind("b", ("w1",)),
     ]
-    large = Policy("large", work=1, size=300, ranks=2)
+    large = Policy("large", work=1, size=150, ranks=2)
     problem = too_large(large, workers)
     assert problem is not None
     assert (problem.needed, problem.largest) == (150, 100)
     assert moves([large], workers) == []
-    assert too_large(replace(large, ranks=3), workers) is None
+    assert too_large(replace(large, size=100), workers) is None
     assert too_large(replace(large, device="cuda"), workers) is None  # none of its class joined yet
+
+
+def test_states_add_up_and_the_largest_pass_counts_once() -> None:
+    """Policies of a worker take turns, and those over one base share it."""
+    workers = [RankWorker("w0", memory=100)]
+    held = bound("a", size=30, working={"w0": 40})
+    beside = Policy("b", work=1, size=30, working={"w0": 40})
+    assert moves([held, beside], workers) == [Bind("b", ("w0",))]
+    assert moves([held, replace(beside, size=31)], workers) == [Suspend("a", "b")]
+    alone = Policy("b", work=1, size=61, working={"w0": 40})
+    problem = too_large(alone, workers)
+    assert problem is not None
+    assert (problem.needed, problem.largest) == (101, 100)
+    assert too_large(replace(alone, working={"other": 40}), workers) is None
+    adapters = [
+        Policy(name, size=5, base=base, base_size=40)
+        for name, base in (("a", "x"), ("b", "x"), ("c", "y"))
+    ]
+    assert workers[0].needed(adapters[:2]) == 50
+    assert workers[0].needed(adapters) == 95
 
 
 def test_a_class_of_device_that_is_asked_for_is_given() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
@@ -35,7 +34,8 @@ def tables(draw: st.DrawFn) -> tuple[list[Policy], list[RankWorker]]:
         )
         for i in range(draw(st.integers(1, 3)))
     ]
-    left = {one.worker_id: (one.slots or 99, one.memory or math.inf) for one in workers}
+    left = {one.worker_id: one.slots or 99 for one in workers}
+    holds: dict[str, list[Policy]] = {one.worker_id: [] for one in workers}
     policies = []
     for name in NAMES[: draw(st.integers(1, 6))]:
         one = Policy(
@@ -44,20 +44,23 @@ def tables(draw: st.DrawFn) -> tuple[list[Policy], list[RankWorker]]:
             since=float(draw(st.integers(0, 9))),
             wanted=draw(st.booleans()),
             ranks=draw(st.integers(1, 2)),
-            size=draw(st.sampled_from([0, 40, 100, 400])),
+            size=draw(st.sampled_from([0, 20, 40, 100, 400])),
+            base=draw(st.sampled_from(["", "x", "y"])),
+            working={one.worker_id: draw(st.sampled_from([0, 20, 60])) for one in workers},
             device=draw(st.sampled_from(["", "cpu", "cuda"])),
             bound_at=float(draw(st.integers(0, 12))),
         )
+        one = replace(one, base_size=30 if one.base else 0)
         chosen: list[str] = []
         for worker in workers:
-            slots, room = left[worker.worker_id]
-            suits = one.device in ("", worker.device)
-            if len(chosen) < one.ranks and suits and slots > 0 and room >= one.share:
+            suits = one.device in ("", worker.device) and left[worker.worker_id] > 0
+            room = worker.has_room([*holds[worker.worker_id], one])
+            if len(chosen) < one.ranks and suits and room:
                 chosen.append(worker.worker_id)
         if len(chosen) == one.ranks and draw(st.booleans()):
             for worker_id in chosen:
-                slots, room = left[worker_id]
-                left[worker_id] = (slots - 1, room - one.share)
+                left[worker_id] -= 1
+                holds[worker_id].append(one)
             one = replace(
                 one,
                 bound=tuple(chosen),
@@ -120,7 +123,7 @@ def test_every_plan_is_sound(
         leavers = [one for one in held if one.leaving or one.policy in leave]
         handed = min(len(come), len(leavers))
         assert not worker.slots or len(held) - handed <= worker.slots
-        assert not worker.memory or sum(one.share for one in held) <= worker.memory
+        assert worker.has_room(held)
         assert all(
             one.device in ("", worker.device)
             for one in held

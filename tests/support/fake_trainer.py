@@ -40,6 +40,8 @@ class TrainerScript:
     # Besides, by policy.
     slow: dict[str, float] = field(default_factory=dict)
     bind_error: TroupeError | None = None
+    # Bytes of each of its devices; 0: not bounded.
+    memory: int = 0
     # Steps whose update is skipped (a NaN).
     skip: frozenset[int] = frozenset()
     # Go down, once: "claimed", "committed" (before anyone is told), "reported" or "restarted".
@@ -107,7 +109,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         return orch.HeartbeatRequest(
             kind=self.kind,
             bindings=bindings,
-            trainer=orch.TrainerDevice(slots=self.script.slots, device="cpu"),
+            trainer=orch.TrainerDevice(
+                slots=self.script.slots, device="cpu", memory_bytes=self.script.memory
+            ),
         )
 
     async def down(self) -> None:

@@ -10,6 +10,8 @@ from troupe.job.policy import OptimizerSpec
 from troupe.job.section import Coefficient, Section, Tokens, TokensOrNone
 
 TEAM_COLUMN: Final = "critic_context"
+# The column of log-probs under the first version, which saves the trainer a forward pass.
+REFERENCE_COLUMN = "reference_logprobs"
 """Column of a sample with the other agents' tokens for the critic: int32 [n], token ids."""
 
 

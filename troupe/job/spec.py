@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from troupe.job.algorithm import AlgorithmSpec, Correction
+from troupe.job.algorithm import REFERENCE_COLUMN, AlgorithmSpec, Correction
 from troupe.job.balancing import BalancingSpec
 from troupe.job.environment import EnvironmentSpec, check, check_pools, with_defaults
 from troupe.job.functions import FunctionSpec
@@ -354,6 +354,12 @@ class JobSpec(Section):
         if self.algorithm.correction is not None or self.pipeline.mode != "async":
             return self.algorithm.correction or "none"
         return "truncated" if self.algorithm.loss == "ppo_clip" else "masked"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss needs log-probs of the first version that samples do not bring."""
+        brought = REFERENCE_COLUMN in self.pipeline.required_columns
+        return self.algorithm.kl_coefficient > 0 and not brought
 
     def constant_tokens(self, policy: str) -> int:
         """Divisor of `normalize: constant` per sequence of a policy, in tokens."""

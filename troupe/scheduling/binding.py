@@ -18,7 +18,7 @@ are due, and is called again when something has changed. Its rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -28,8 +28,8 @@ class WorkerPlan:
 
     worker: RankWorker
     held: list[Policy] = field(default_factory=list)
-    # Places taken or kept free in this plan: (bytes, cost) each.
-    taken: list[tuple[float, float]] = field(default_factory=list)
+    # Policies for which places are taken or kept free in this plan.
+    taken: list[Policy] = field(default_factory=list)
     # Policies bound in this plan.
     coming: list[Policy] = field(default_factory=list)
 
@@ -39,8 +39,7 @@ class WorkerPlan:
         stay = [one for one in self.held if one.policy not in names]
         if worker.slots and len(stay) + len(self.taken) >= worker.slots:
             return False
-        used = sum(one.share for one in stay) + sum(size for size, _ in self.taken)
-        return not worker.memory or used + policy.share <= worker.memory
+        return worker.has_room([*stay, *self.taken, policy])
 
     def can_take_over(self, policy: Policy, gone: Iterable[str]) -> bool:
         """Whether `policy` may be bound while `gone` still leave: its state is prefetched and has
@@ -56,14 +55,13 @@ class WorkerPlan:
             return True
         if not policy.size:  # never bound: its size is known when it is loaded
             return not (self.held or self.coming)
-        used = sum(one.share for one in (*self.held, *self.coming))
-        return used + policy.share <= self.worker.memory
+        return self.worker.has_room([*self.held, *self.coming, policy])
 
     @property
     def load(self) -> float:
         """Cost of the policies that are bound here or planned."""
         held = sum(one.cost for one in self.held)
-        return self.worker.load + held + sum(cost for _, cost in self.taken)
+        return self.worker.load + held + sum(one.cost for one in self.taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +82,26 @@ class RankWorker:
     slots: int = 0
     """Number of policies that it may hold at once; 0: any number."""
     memory: int = 0
-    """Bytes of training state that its device holds; 0: not bounded."""
+    """Bytes that policies may use of each of its devices; 0: not bounded."""
     device: str = ""
     """Device class, "cpu" or "cuda"."""
     load: float = 0.0
     """Cost of what is bound to it beyond the policies passed to `decide`."""
+
+    def needed(self, policies: Iterable[Policy]) -> int:
+        """Bytes on each device that `policies` need together: their states, each base once, and
+        what one of them needs while it computes, since they take turns."""
+        size, working = 0, 0
+        bases: dict[str, int] = {}
+        for one in policies:
+            size += one.size
+            working = max(working, one.working.get(self.worker_id, 0))
+            bases[one.base] = max(bases.get(one.base, 0), one.base_size)
+        return size + working + sum(bases.values())
+
+    def has_room(self, policies: Iterable[Policy]) -> bool:
+        """Whether `policies` fit into the memory together."""
+        return not self.memory or self.needed(policies) <= self.memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +119,13 @@ class Policy:
     ranks: int = 1
     """Number of workers in its gang."""
     size: int = 0
-    """Bytes of its training state over all ranks; 0: unknown."""
+    """Bytes of its training state on each device of its gang, without `base`; 0: unknown."""
+    base: str = ""
+    """Name of the frozen weights under its adapter, which policies of a worker share."""
+    base_size: int = 0
+    """Bytes of these weights."""
+    working: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that it needs on each device besides while it computes, by worker."""
     device: str = ""
     """Device class that it needs; empty: any."""
     cost: float = 1.0
@@ -130,11 +149,6 @@ class Policy:
     """Overrides `BindingRules.quantum`."""
     idle: float | None = None
     """Overrides `BindingRules.idle`."""
-
-    @property
-    def share(self) -> float:
-        """Bytes of its state per worker of its gang."""
-        return self.size / self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +198,8 @@ class BindingPlan:
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """Why no gang can hold a policy: each rank needs `needed` bytes, the largest worker of its
-    device class has `largest`."""
+    """Why no gang can hold a policy: each device needs `needed` bytes, those of the largest worker
+    of its device class have `largest`."""
 
     policy: str
     needed: int
@@ -194,10 +208,11 @@ class TooLarge:
 
 def too_large(policy: Policy, workers: Iterable[RankWorker]) -> TooLarge | None:
     """The reason why `policy` can never be bound to these workers; None if it can."""
-    fitting = [worker.memory for worker in workers if _suits(policy, worker)]
-    if not fitting or any(not memory or policy.share <= memory for memory in fitting):
+    fitting = [worker for worker in workers if _suits(policy, worker)]
+    if not fitting or any(worker.has_room([policy]) for worker in fitting):
         return None
-    return TooLarge(policy.policy, math.ceil(policy.share), max(fitting))
+    largest = max(fitting, key=lambda worker: worker.memory)
+    return TooLarge(policy.policy, largest.needed([policy]), largest.memory)
 
 
 def decide(
@@ -286,7 +301,7 @@ class _Table:
                 self._bind(policy, chosen)
                 continue
             for plan in chosen:
-                plan.taken.append((policy.share, policy.cost))
+                plan.taken.append(policy)
             self._going[policy.policy] = tuple(sorted(plan.worker.worker_id for plan in chosen))
 
     def fill(self) -> None:
@@ -416,7 +431,7 @@ class _Table:
 
     def _bind(self, policy: Policy, chosen: Sequence[WorkerPlan]) -> None:
         for plan in chosen:
-            plan.taken.append((policy.share, policy.cost))
+            plan.taken.append(policy)
             plan.coming.append(policy)
         self.moves.append(
             Bind(policy.policy, tuple(sorted(plan.worker.worker_id for plan in chosen)))

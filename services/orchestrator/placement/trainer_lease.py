@@ -14,10 +14,14 @@ from services.orchestrator.context import JobContext
 from services.orchestrator.errors import RENEWABLE
 from services.orchestrator.placement.trainer_scheduler import ReadyOrder, TableWatch, ready_work
 from services.orchestrator.placement.workers import WorkerHandle
+from troupe.job import ModelSpec
+from troupe.job.sizing import read_shape, setup_of
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.scheduling import binding
+from troupe.scheduling.memory import ModelShape, RankMemory, rank_memory
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import trainer_pb2 as tr
 
 _log = structlog.get_logger(__name__)
@@ -56,7 +60,12 @@ class TrainerLease:
         # The open step, and its newest event.
         self._step: int | None = None
         self.progress: tr.StepEvent | None = None
+        # Bytes of training state on each device, as a trainer said; 0: unknown.
         self.size = 0
+        # What its model is, if this machine can read the configuration, and what each device of a
+        # worker needs for it, by the worker's device type and memory.
+        self._shape: ModelShape | None = None
+        self._needed: dict[tuple[str, int], RankMemory] = {}
         self._suspended_on: WorkerHandle | None = None
         # Workers that may hold something of the policy: a binding, a state, a prefetched copy.
         self._touched: set[WorkerHandle] = set()
@@ -75,6 +84,8 @@ class TrainerLease:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self.swaps, self.swap_seconds = 0, 0.0
+        if spec.model is not None and spec.simulated is None:
+            self._spawn(self._read_shape(spec.model))
         self._scheduler.add(self)
 
     # Called by the policy's trainer.
@@ -117,7 +128,8 @@ class TrainerLease:
         self._scheduler.touch()
 
     def mark_bound(self, size: int) -> None:
-        """Notes that the worker has bound the policy; `size`: bytes of its state, 0 if unknown."""
+        """Notes that the worker has bound the policy; `size`: bytes of its state on each device, 0
+        if unknown."""
         self.bound, self.size = True, size or self.size
         self._bound_at = time.monotonic()
         self._scheduler.touch()
@@ -128,8 +140,10 @@ class TrainerLease:
         self._scheduler.touch()
 
     def too_large_for(self, worker: WorkerHandle, size: int) -> bool:
-        """Notes that `worker` has no room for `size` bytes; whether that holds for all workers."""
-        self.size = max(self.size, size)
+        """Notes that a device of `worker` has no room for the `size` bytes that the policy needs;
+        whether that holds for all workers."""
+        if self._shape is None:
+            self.size = max(self.size, size)
         self._barred.add(worker.worker_id)
         self.unassign()
         usable = self._job.shared.workers.usable(worker.kind)
@@ -196,12 +210,13 @@ class TrainerLease:
         barred = set(self._barred)
         if self._avoid is not None and self._others_usable(self._avoid):
             barred.add(self._avoid.worker_id)
+        needed = self._memory_needed()
         return binding.Policy(
             self.name,
             work=work,
             since=self._idle_since if oldest is None else oldest,
             wanted=self._step is not None or self._needs > 0,
-            size=self.size,
+            **needed,
             bound_at=self._bound_at,
             busy=self._uses > 0 or stepping or stuck or self._suspending is not None,
             leaving=self._suspending is not None,
@@ -210,6 +225,38 @@ class TrainerLease:
             barred=frozenset(barred),
             **self._rules,
         )
+
+    async def _read_shape(self, model: ModelSpec) -> None:
+        self._shape = await asyncio.to_thread(read_shape, model)
+        self._scheduler.touch()
+
+    def _memory_needed(self) -> dict[str, Any]:
+        """The memory fields of `binding.Policy`."""
+        workers = self._job.shared.workers.usable(orch.WORKER_KIND_TRAINER)
+        if self._shape is None:
+            # A pass may need a quarter of a GPU besides the state.
+            gpus = [one for one in workers if one.beat.trainer.device == "cuda"]
+            quarter = {one.worker_id: one.beat.trainer.memory_bytes // 4 for one in gpus}
+            return {"size": self.size, "working": quarter}
+        found = {one.worker_id: self._needed_on(self._shape, one) for one in workers}
+        if not found:
+            return {"size": self.size}
+        some = next(iter(found.values()))  # the state is the same on all devices
+        model = self._job.spec.policies[self._policy].language_model
+        return {
+            "size": some.state - some.base,
+            "base": model.model_dump_json() if some.base else "",
+            "base_size": some.base,
+            "working": {worker_id: needed.working for worker_id, needed in found.items()},
+        }
+
+    def _needed_on(self, shape: ModelShape, worker: WorkerHandle) -> RankMemory:
+        """What each device of `worker` needs."""
+        device, memory = worker.beat.trainer.device or "cpu", worker.beat.trainer.memory_bytes
+        if (device, memory) not in self._needed:
+            setup = setup_of(self._job.spec, self._policy, shape, device=device, memory=memory)
+            self._needed[device, memory] = rank_memory(shape, setup)
+        return self._needed[device, memory]
 
     def suspended_on(self) -> WorkerHandle | None:
         """The worker on whose host the suspended state is, if there is one."""

@@ -194,13 +194,14 @@ def _same_host(one: WorkerHandle, other: WorkerHandle) -> bool:
 def _too_large(problem: binding.TooLarge, policy: binding.Policy) -> FailedPrecondition:
     name = policy.policy.partition("/")[2]
     return FailedPrecondition(
-        f"policy {name} needs {problem.needed:,} bytes for its training state on each device of "
-        f"its gang; the largest trainer has {problem.largest:,}",
+        f"policy {name} needs {problem.needed:,} bytes on each device that trains it; those of the "
+        f"largest trainer have {problem.largest:,}",
         kind="policy_too_large",
         field=f"policies.{name}.model",
         value=problem.needed,
-        remedy="Use a smaller model, an adapter (`lora`), or a larger gang (`trainer.gang`); or "
-        "add a trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES says how much it may use).",
+        remedy="Use a smaller model, an adapter (`lora`), a larger gang (`trainer.gang`), or fewer "
+        "`trainer.forward_tokens`; or add a trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES "
+        "says how much it may use). `troupe job validate --devices` shows what fits where.",
     )
 
 

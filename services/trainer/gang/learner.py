@@ -39,7 +39,6 @@ from services.trainer.learning.samples import (
     Load,
     Row,
     columns_of,
-    needs_reference,
     parse_rows,
 )
 from services.trainer.state.suspension import PooledParameters, split_fields, under
@@ -282,7 +281,7 @@ class GangLearner:
         self._size = spec.policies[policy].trainer.gang
         self._reference: Path | None = None
         # Whether the loss needs log-probs of the first version that samples do not bring.
-        self.needs_reference = needs_reference(spec)
+        self.needs_reference = spec.needs_reference
         gangs.check(policy, self._size)
         self._open()
 

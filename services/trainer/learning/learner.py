@@ -39,7 +39,6 @@ from services.trainer.learning.samples import (
     Row,
     TrainingBatch,
     columns_of,
-    needs_reference,
     parse_rows,
     response_lengths,
 )
@@ -455,7 +454,7 @@ class Learner:
         # Number of token embeddings: token ids are below it.
         self.vocabulary = self._trained.vocabulary
         # Whether the loss needs log-probs of the first version that samples do not bring.
-        self.needs_reference = needs_reference(spec)
+        self.needs_reference = spec.needs_reference
         self._optimizer = make_optimizer(self.model, self._policy.optimizer)
         self._gradients = Gradients(self._trained.parameters)
         self._passes = Passes(

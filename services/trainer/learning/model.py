@@ -12,10 +12,12 @@ import torch
 
 from services.trainer.learning.lora import adapted_model, begin_with
 from services.trainer.learning.lora_bases import frozen_base
+from troupe.adapters import linear_layers
 from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
 from troupe.checkpoints.verifying import verify
 from troupe.job import PolicySpec, no_directory
 from troupe.rpc import InvalidArgument
+from troupe.scheduling.memory import ModelShape
 
 # Used in place of a policy's name to seed random weights that several policies share.
 _BASE = "base"
@@ -109,6 +111,53 @@ def outline(policy: str, spec: PolicySpec) -> Any:
     config = load_config(policy, spec)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def shape_of_model(model: Any) -> ModelShape:
+    """The shape of a model of any architecture, which may be on the meta device.
+
+    Parameters are counted; what configurations name differently is taken from its layers.
+    """
+    config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is None or head.weight is embedding
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    sizes = [_count(part) for part in model.modules() if type(part).__name__ in kinds]
+    linears: dict[str, int] = {}
+    for name, (inputs, outputs) in linear_layers(model, "all-linear")[0].items():
+        leaf = name.rpartition(".")[2]
+        linears[leaf] = linears.get(leaf, 0) + inputs + outputs
+
+    def given(default: int, *names: str) -> int:
+        found = (getattr(config, name, None) for name in names)
+        return next((one for one in found if isinstance(one, int) and one), default)
+
+    hidden = int(embedding.shape[1])
+    heads = given(1, "num_attention_heads")
+    experts = given(0, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    widths = ("moe_intermediate_size",) if experts else ()
+    return ModelShape(
+        parameters=_count(model),
+        embedding=embedding.numel(),
+        output=0 if tied else head.weight.numel(),
+        layers=given(max(1, len(sizes)), "num_hidden_layers"),
+        layer=max(sizes, default=_count(model) - embedding.numel()),
+        hidden=hidden,
+        intermediate=given(4 * hidden, *widths, "intermediate_size"),
+        vocabulary=int(embedding.shape[0]),
+        heads=heads,
+        kv_heads=given(heads, "num_key_value_heads"),
+        head_dim=given(max(1, hidden // heads), "head_dim", "v_head_dim"),
+        experts=experts,
+        active_experts=given(1, "num_experts_per_tok", "moe_k", "moe_topk") if experts else 0,
+        head_norms=True,
+        positions=positions_of(model),
+        linears=tuple(linears.items()),
+    )
+
+
+def _count(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def load_tokenizer(policy: str, spec: PolicySpec) -> Any:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from troupe import tensors
-from troupe.job import AlgorithmSpec, JobSpec
-from troupe.job.algorithm import TEAM_COLUMN
+from troupe.job import AlgorithmSpec
+from troupe.job.algorithm import REFERENCE_COLUMN, TEAM_COLUMN
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -24,8 +24,6 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 # Loads the value of a column that is kept by reference, given its key.
 Load = Callable[[str], np.ndarray[Any, Any]]
-# The column of log-probs under the first version, which saves the trainer a forward pass.
-REFERENCE_COLUMN = "reference_logprobs"
 _BUG = "This is a fault of the service that appended the sample; report it with the sample id."
 
 
@@ -98,13 +96,6 @@ def columns_of(algorithm: AlgorithmSpec) -> frozenset[str]:
     critic = algorithm.value_function
     found = {REFERENCE_COLUMN} if algorithm.kl_coefficient > 0 else set()
     return frozenset(found | ({TEAM_COLUMN} if critic and critic.observes == "team" else set()))
-
-
-def needs_reference(job: JobSpec) -> bool:
-    """Whether the loss needs log-probs of the first version that samples do not bring."""
-    return job.algorithm.kl_coefficient > 0 and (
-        REFERENCE_COLUMN not in job.pipeline.required_columns
-    )
 
 
 def parse_rows(

@@ -198,6 +198,25 @@ async def test_a_policy_that_is_too_large_for_every_trainer_is_refused_at_once(
     assert ended.problem.remedy
 
 
+@pytest.mark.parametrize(("gang", "fits"), [(1, False), (4, False), (8, True)])
+async def test_a_policy_is_judged_by_what_each_device_of_its_gang_needs(
+    house: Cluster, gang: int, fits: bool
+) -> None:
+    """The whole state is far larger than a device, whatever the gang; a rank's share may not be.
+
+    Nobody has to load the policy to find out."""
+    trainer = await house.add_trainer(TrainerScript(memory=80 << 30))
+    large = job_yaml(policies=("alice",), **{"policies.alice.trainer.gang": gang})
+    ended = await house.wait(await house.submit(large), seconds=30)
+    if fits:
+        assert ended.state == SUCCEEDED, ended.problem
+        return
+    assert ended.problem.kind == "policy_too_large"
+    assert ended.problem.field == "policies.alice.model"
+    assert int(ended.problem.value) > 80 << 30
+    assert not trainer.calls["Bind"]
+
+
 async def test_a_gang_goes_where_there_are_devices_for_it(house: Cluster) -> None:
     small = FailedPrecondition(
         "this worker leads gangs of at most 2 ranks", kind="gang_too_large", value=4

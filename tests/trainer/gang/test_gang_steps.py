@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from tests.support.training import tiny_config
 from tests.trainer.gang.test_gang import gang_spec
 from tests.trainer.stage import Trainer, TrainingStage, fill_up
 from troupe.job import JobSpec
@@ -229,15 +230,24 @@ async def test_a_gang_larger_than_the_worker_is_refused(stage: TrainingStage) ->
 async def test_a_policy_that_is_too_large_for_the_devices_of_its_gang_is_refused(
     stage: TrainingStage,
 ) -> None:
+    model = {
+        "config": tiny_config(num_hidden_layers=8, max_position_embeddings=64),
+        "tokenizer": str(stage.tokenizer),
+    }
+    specs = [gang_spec(stage.tokenizer, size, model=model) for size in (1, 2)]
     needed = []
-    for size in (1, 2):
+    for spec in specs:
         trainer = await stage.trainer(gang_ranks=2, trainer_memory_bytes=1000)
         with pytest.raises(FailedPrecondition) as refused:
-            await trainer.bind(gang_spec(stage.tokenizer, size))
+            await trainer.bind(spec)
         assert refused.value.kind == "policy_too_large"
         assert refused.value.field == "policies.solver.model"
         needed.append(int(refused.value.value or 0))
-    assert needed[0] == pytest.approx(2 * needed[1], rel=0.01)
+    # Devices on which a rank of two has room, and the whole policy has not.
+    trainer = await stage.trainer(gang_ranks=2, trainer_memory_bytes=needed[1])
+    with pytest.raises(FailedPrecondition):
+        await trainer.bind(specs[0])
+    await trainer.bind(specs[1])
 
 
 async def test_a_checkpoint_of_a_gangs_policy_is_a_model(stage: TrainingStage) -> None:

@@ -18,6 +18,8 @@ from pydantic_core import PydanticUndefined
 from rich.console import Console
 
 from troupe.client.cli import options
+from troupe.client.cli.sizing import show_sizing
+from troupe.devices import parse_devices
 from troupe.job import JobSpec, JobSpecError, load_job
 from troupe.job.compatibility import advice
 from troupe.job.loading import FieldProblem, job_of, load_text, read_mapping, tags_of
@@ -59,9 +61,18 @@ def validate(
             "them where they run.",
         ),
     ] = False,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNTxCLASS-MEMORY",
+            help="Show what each policy needs on these devices (8xH100-80GB, 2x24GB, ...), and "
+            "whether it fits; the exit status is 1 if one fits on none.",
+        ),
+    ] = None,
 ) -> None:
     """Check a job file; every fault is one line, and the exit status is 2. What is without effect
     is noted, and is no fault."""
+    given = parse_devices(devices, "--devices") if devices is not None else ()
     spec = load_with(path, assignments or [])
     code = "whether its code can be imported: --imports"
     if imports:
@@ -76,6 +87,8 @@ def validate(
     )
     for line in advice(spec):
         Console().print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
+    if given and not show_sizing(spec, given, Console()):
+        raise typer.Exit(1)
 
 
 @app.command(name="reference")

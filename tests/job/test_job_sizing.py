@@ -1,0 +1,120 @@
+"""The shape of a model out of its configuration, compared with the model itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scripts import sizing
+from services.trainer.learning.model import shape_of_model
+from tests.support.architectures import ARCHITECTURES, MIXTURE
+from tests.support.training import make_spec
+from troupe.job.policy import ModelSpec
+from troupe.job.sizing import read_shape, setup_of, shape_of_config
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+SMALL = ARCHITECTURES["qwen3"] | {"head_dim": 8}
+
+
+def skeleton(config: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+
+def variants() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for kind in KINDS:
+        own = SMALL | {"model_type": kind}
+        if kind in ("mixtral", "qwen3_moe"):
+            own = own | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        found.append(own | {"tie_word_embeddings": True, "attention_bias": True})
+        # A file that leaves everything but the number of layers to transformers' defaults.
+        found.append({"model_type": kind, "num_hidden_layers": 1})
+    found.append(SMALL | {"model_type": "llama", "mlp_bias": True})
+    found.append(MIXTURE | {"mlp_only_layers": [0], "num_hidden_layers": 3})
+    return found
+
+
+@pytest.mark.parametrize("config", variants(), ids=lambda one: f"{one['model_type']}-{len(one)}")
+def test_parameters_counted_from_a_configuration_are_the_models(config: dict[str, Any]) -> None:
+    """Total, embedding, output layer, largest layer and adaptable layers are equal."""
+    counted, exact = shape_of_config(config), shape_of_model(skeleton(config))
+    assert counted is not None
+    for field in ("parameters", "embedding", "output", "layers", "layer", "hidden", "vocabulary"):
+        assert getattr(counted, field) == getattr(exact, field), field
+    for field in ("heads", "kv_heads", "head_dim", "intermediate", "experts", "active_experts"):
+        assert getattr(counted, field) == getattr(exact, field), field
+    assert counted.positions == exact.positions or "max_position_embeddings" not in config
+    assert dict(counted.linears) == dict(exact.linears)
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"qwen3_next", "qwen3_5_moe"}))
+def test_every_architecture_has_a_shape(name: str) -> None:
+    """What no rule here knows is counted from the model's skeleton."""
+    model = skeleton(ARCHITECTURES[name])
+    shape = shape_of_model(model)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layers * shape.layer <= shape.parameters * 2
+    assert shape.vocabulary == 96
+
+
+def test_a_configuration_is_read_from_where_the_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's own configuration, a directory, the hub's cache; else nothing is known."""
+    inline = ModelSpec(config=SMALL, tokenizer="t")
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(SMALL))
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc\n")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    shape = read_shape(inline)
+    assert shape is not None
+    for source in (str(tmp_path), "some/model"):
+        assert read_shape(ModelSpec(path=source)) == shape
+    assert read_shape(ModelSpec(path="some/model", revision="abc")) == shape
+    assert read_shape(ModelSpec(path="some/model", revision="other")) is None
+    assert read_shape(ModelSpec(path="some/other")) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "qwen3", "hidden_size": "x"}'])
+def test_a_configuration_that_is_none_is_not_known(tmp_path: Path, text: str) -> None:
+    """Files that are no configuration are left to the trainer, which says what is wrong."""
+    (tmp_path / "config.json").write_text(text)
+    assert read_shape(ModelSpec(path=str(tmp_path))) is None
+    assert shape_of_config({"model_type": "qwen3", "num_attention_heads": 0}) is None
+
+
+def test_what_a_job_says_decides_how_a_policy_is_trained(tokenizer: Path) -> None:
+    """Critic, reference, exact sums, adapter and gang come from the job."""
+    shape = shape_of_config(SMALL)
+    assert shape is not None
+    plain = make_spec(tokenizer)
+    setup = setup_of(plain, "solver", shape, device="cuda")
+    assert (setup.ranks, setup.adapter, setup.reference, setup.critic) == (1, 0, False, False)
+    values = plain.model_dump(mode="json")
+    values["algorithm"] |= {"advantage": "gae", "kl_coefficient": 0.1}
+    values["policies"]["solver"]["lora"] = {"rank": 4, "target_modules": ["q_proj"]}
+    rich = setup_of(type(plain).model_validate(values), "solver", shape, device="cuda")
+    assert (rich.reference, rich.critic) == (True, True)
+    assert rich.adapter == 4 * 2 * (32 + 32)
+
+
+def test_the_sizing_page_says_what_the_model_computes() -> None:
+    """docs/sizing.md is what `python -m scripts.sizing` writes, for the models that it names."""
+    assert sizing.PAGE.read_text(encoding="utf-8") == sizing.page()
+    sizes = {"0.6B": 0.596, "4B": 4.022, "8B": 8.191, "14B": 14.768, "32B": 32.762}
+    sizes["30B-A3B"] = 30.532
+    for name, config in sizing.MODELS.items():
+        shape = shape_of_config(config)
+        assert shape is not None
+        # As the models' cards have them, in billions.
+        assert shape.parameters / 1e9 == pytest.approx(sizes[name.removeprefix("Qwen3-")], abs=1e-3)

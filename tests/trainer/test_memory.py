@@ -1,0 +1,137 @@
+"""The memory model against what torch's tracker finds in real steps of real learners."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.ports import free_port
+from tests.trainer.peak import case, peak_alone
+from troupe.job import JobSpec
+from troupe.job.sizing import read_shape, setup_of
+from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
+
+# The model is never below the truth, and at most this far above.
+ERROR = 0.2
+
+ONE_DEVICE = {
+    "bfloat16": case(),
+    "checkpointing": case(trainer={"activation_checkpointing": True}),
+    "float32": case(dtype="float32"),
+    "lora": case(lora={"rank": 8}),
+    "critic-and-reference": case(algorithm={"advantage": "gae", "kl_coefficient": 0.1}),
+    "exact": case(pipeline={"deterministic": True}),
+    "untied": case(config={"tie_word_embeddings": False, "vocab_size": 4096}),
+    "llama": case(config={"model_type": "llama"}),
+    "wide": case(config={"num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 2}),
+    "mixture": case(
+        config={
+            "model_type": "qwen3_moe",
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        }
+    ),
+}
+
+
+def predicted(values: dict[str, Any]) -> RankMemory:
+    spec = JobSpec.model_validate(values)
+    shape = read_shape(spec.policies["solver"].language_model)
+    assert shape is not None
+    return rank_memory(shape, setup_of(spec, "solver", shape, device="cpu"))
+
+
+def compare(name: str, measured: dict[str, int], model: RankMemory) -> None:
+    off = model.total / measured["Total"] - 1
+    print(f"{name}: predicted {model.total:,}, measured {measured['Total']:,}, {off:+.1%}")
+    print(f"  {model.parts}\n  {measured}")
+    assert 0 <= off <= ERROR
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "checkpointing"])
+def test_a_step_needs_what_the_model_says(name: str) -> None:
+    """Total, weights, gradients and moments of one micro-batch and its step."""
+    measured, model = peak_alone(ONE_DEVICE[name]), predicted(ONE_DEVICE[name])
+    compare(name, measured, model)
+    assert measured["Parameter"] == model.weights
+    assert measured["Gradient"] == model.gradients
+    assert measured["Optstate"] == pytest.approx(model.moments, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(ONE_DEVICE) - {"bfloat16", "checkpointing"}))
+def test_every_way_to_train_needs_what_the_model_says(name: str) -> None:
+    """Adapters, critics, references, exact sums, other types, shapes and mixtures."""
+    compare(name, peak_alone(ONE_DEVICE[name]), predicted(ONE_DEVICE[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_rank_of_a_gang_needs_what_the_model_says(dtype: str, tmp_path: Path) -> None:
+    """One of two gloo ranks, with FSDP's shards and gathered layers."""
+    values = case(dtype=dtype, trainer={"gang": 2}, config={"hidden_size": 128})
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps(values))
+    port, ranks = free_port(), []
+    for rank in range(2):
+        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = os.environ | {name: str(value) for name, value in (where | meet).items()}
+        command = [sys.executable, "-m", "tests.trainer.peak", str(path)]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    compare(f"gang, {dtype}", json.loads(outputs[0].splitlines()[-1]), predicted(values))
+
+
+QWEN3_4B = ModelShape(
+    parameters=4_022_468_096,
+    embedding=388_956_160,
+    output=0,
+    layers=36,
+    layer=100_930_816,
+    hidden=2560,
+    intermediate=9728,
+    vocabulary=151_936,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    head_norms=True,
+)
+
+
+@given(
+    st.sampled_from([1, 2, 3, 8, 64]),
+    st.integers(1, 16),
+    st.integers(256, 32_768),
+    st.booleans(),
+    st.booleans(),
+)
+def test_more_ranks_need_less_and_more_tokens_more(
+    ranks: int, more: int, tokens: int, half: bool, checkpointing: bool
+) -> None:
+    """The state of a rank is its share, and no part is negative."""
+
+    def needed(count: int, size: int) -> RankMemory:
+        how = {"half": half, "checkpointing": checkpointing}
+        return rank_memory(QWEN3_4B, TrainingSetup(ranks=count, tokens=size, **how))
+
+    some, fewer, longer = (
+        needed(ranks, tokens),
+        needed(ranks + more, tokens),
+        needed(ranks, 2 * tokens),
+    )
+    assert fewer.state < some.state
+    assert some.total < longer.total
+    assert some.state == -(-QWEN3_4B.parameters * 4 // ranks) * 4
+    assert all(size >= 0 for size in some.parts.values())
+    assert sum(some.parts.values()) == some.total

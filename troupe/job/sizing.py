@@ -1,0 +1,193 @@
+"""How much memory the policies of a job need in the trainer, from their models' configurations.
+
+Reads a transformers configuration (`config.json` of a directory, `model.config` of the job, or what
+the hub's cache has) without torch and without transformers, as a job's author may have neither.
+Architectures that are not listed here are counted where a trainer loads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from troupe.job.policy import ModelSpec
+from troupe.job.spec import JobSpec
+from troupe.scheduling.memory import ModelShape, TrainingSetup
+
+# Defaults of transformers' configurations, which files may leave out: vocabulary, hidden size,
+# intermediate size, layers, heads, key-value heads (0: as many as heads), head size (0: hidden size
+# by heads), intermediate size of an expert, experts, experts per token.
+_FIELDS: Final = (
+    ("vocab_size",),
+    ("hidden_size",),
+    ("intermediate_size",),
+    ("num_hidden_layers",),
+    ("num_attention_heads",),
+    ("num_key_value_heads",),
+    ("head_dim",),
+    ("moe_intermediate_size",),
+    ("num_experts", "num_local_experts"),
+    ("num_experts_per_tok",),
+)
+_DEFAULTS: Final = {
+    "llama": (32000, 4096, 11008, 32, 32, 0, 0, 0, 0, 0),
+    "mistral": (32000, 4096, 14336, 32, 32, 8, 0, 0, 0, 0),
+    "qwen2": (151936, 4096, 22016, 32, 32, 32, 0, 0, 0, 0),
+    "qwen3": (151936, 4096, 22016, 32, 32, 32, 128, 0, 0, 0),
+    "mixtral": (32000, 4096, 14336, 32, 32, 8, 0, 0, 8, 2),
+    "qwen3_moe": (151936, 2048, 6144, 24, 32, 4, 0, 768, 128, 8),
+}
+# Part that a GPU really has of the memory that it is sold with: 79.2 of 80 GB (H100), 23.6 of 24.
+SOLD: Final = 0.985
+# Default budget of a forward pass, by device type.
+_FORWARD_TOKENS: Final = {"cpu": 1024, "cuda": 16_384}
+
+
+def shape_of_config(config: Mapping[str, Any]) -> ModelShape | None:
+    """The shape of the causal language model of a transformers configuration.
+
+    None: another architecture, or values that are no numbers.
+    """
+    kind = str(config.get("model_type", ""))
+    if kind not in _DEFAULTS:
+        return None
+    values = []
+    for names, default in zip(_FIELDS, _DEFAULTS[kind], strict=True):
+        found = next((config[n] for n in names if config.get(n) is not None), default)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+            return None
+        values.append(found)
+    vocabulary, d, wide, layers, heads, groups, size, narrow, experts, active = values
+    if not heads or not d:
+        return None
+    groups, size = groups or heads, size or d // heads
+    queries, keys = heads * size, groups * size
+    positions = config.get("max_position_embeddings")
+    linears = {"q_proj": (d, queries), "k_proj": (d, keys), "v_proj": (d, keys)}
+    linears["o_proj"] = (queries, d)
+    own_bias = bool(config.get("attention_bias")) and kind not in ("qwen2", "mistral", "mixtral")
+    biased = (
+        {"q_proj", "k_proj", "v_proj"} if kind == "qwen2" else set(linears) if own_bias else set()
+    )
+    norms = kind in ("qwen3", "qwen3_moe")
+    attention = _parameters(linears, biased) + 2 * d + (2 * size if norms else 0)
+    mlp = {"gate_proj": (d, wide), "up_proj": (d, wide), "down_proj": (wide, d)}
+    mlp_biased = set(mlp) if kind == "llama" and config.get("mlp_bias") else set()
+    dense = attention + _parameters(mlp, mlp_biased)
+    expert_width = narrow if kind == "qwen3_moe" else wide
+    sparse = attention + experts * (d + 3 * d * expert_width)
+    mixed = _sparse_layers(config, layers) if experts else 0
+    body = mixed * sparse + (layers - mixed) * dense
+    embedding = vocabulary * d
+    tied = bool(config.get("tie_word_embeddings", False))
+    adapted = {name: layers * (a + b) for name, (a, b) in linears.items()}
+    if mixed < layers:
+        adapted |= {name: (layers - mixed) * (a + b) for name, (a, b) in mlp.items()}
+    return ModelShape(
+        parameters=embedding * (1 if tied else 2) + body + d,
+        embedding=embedding,
+        output=0 if tied else embedding,
+        layers=layers,
+        layer=max(sparse if mixed else 0, dense if mixed < layers else 0),
+        hidden=d,
+        intermediate=expert_width if mixed else wide,
+        vocabulary=vocabulary,
+        heads=heads,
+        kv_heads=groups,
+        head_dim=size,
+        experts=experts if mixed else 0,
+        active_experts=active if mixed else 0,
+        head_norms=norms,
+        positions=positions if isinstance(positions, int) else 0,
+        linears=tuple(adapted.items()),
+    )
+
+
+def _parameters(linears: Mapping[str, tuple[int, int]], biased: set[str]) -> int:
+    return sum(a * b + (b if name in biased else 0) for name, (a, b) in linears.items())
+
+
+def _sparse_layers(config: Mapping[str, Any], layers: int) -> int:
+    """The number of layers with experts (Qwen3-MoE may mix them with dense ones)."""
+    every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    return sum(i not in plain and (i + 1) % max(1, every) == 0 for i in range(layers))
+
+
+def read_config(model: ModelSpec) -> Mapping[str, Any] | None:
+    """The transformers configuration of a job's model; None if this machine does not have it."""
+    if model.config is not None:
+        return model.config
+    assert model.path is not None  # exactly one of path and config
+    folder = Path(model.path)
+    if not folder.is_dir():
+        cached = _cached(model.path, model.revision)
+        if cached is None:
+            return None
+        folder = cached
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def read_shape(model: ModelSpec) -> ModelShape | None:
+    """The shape of a job's model; None if this machine cannot tell."""
+    config = read_config(model)
+    return None if config is None else shape_of_config(config)
+
+
+def _cached(repository: str, revision: str | None) -> Path | None:
+    """The snapshot of a repository in the hub's cache (huggingface_hub's layout)."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        commit = revision or ""
+    snapshot = folder / "snapshots" / commit
+    return snapshot if commit and snapshot.is_dir() else None
+
+
+def setup_of(
+    spec: JobSpec,
+    policy: str,
+    shape: ModelShape,
+    *,
+    device: str,
+    memory: int = 0,
+    forward_tokens: int = 0,
+    ranks: int | None = None,
+) -> TrainingSetup:
+    """How a device would train a policy of a job.
+
+    `device`: its type, "cpu" or "cuda"; `memory`: its bytes, 0 if unknown; `forward_tokens`: the
+    worker's setting; `ranks`: devices of the gang, default: as the job says.
+    """
+    own, algorithm = spec.policies[policy], spec.algorithm
+    lora = own.lora
+    gang = own.trainer.gang if ranks is None else ranks
+    # A row longer than the budget is a pass of its own.
+    longest = own.engine.max_context + algorithm.team_tokens
+    longest = min(longest, shape.positions or longest)
+    budget = own.trainer.forward_tokens or forward_tokens or _FORWARD_TOKENS.get(device, 4096)
+    adapter = 0
+    if lora is not None:
+        names = None if lora.target_modules == "all-linear" else lora.target_modules
+        adapter = shape.adapter(lora.rank, names)
+    return TrainingSetup(
+        device=device,
+        ranks=gang if own.trainable and lora is None else 1,
+        half=own.language_model.dtype == "bfloat16",
+        tokens=max(budget, longest),
+        checkpointing=own.trainer.activation_checkpointing,
+        trainable=own.trainable,
+        adapter=adapter,
+        reference=spec.needs_reference,
+        critic=algorithm.value_function is not None,
+        exact=spec.pipeline.deterministic,
+    )

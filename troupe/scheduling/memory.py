@@ -1,0 +1,322 @@
+"""What one rank of a trainer needs on its device, by part.
+
+`rank_memory` is the one memory model of trainers: `troupe job validate`, the binder of the
+orchestrator and the trainer's own check use it. Numbers are upper bounds that follow what
+`services/trainer/learning` and `services/trainer/gang` hold: weights, gradients and AdamW's moments
+in float32, sharded over a gang (FSDP, Zhao et al. 2023, arXiv 2304.11277); a gang's layers,
+gathered one at a time with the next one on its way; activations as in Korthikanti et al. 2022
+(arXiv 2205.05198), counted for the unfused operators of transformers. The sum is the highest of
+several moments of a micro-batch. tests/trainer/test_memory.py compares it with what torch holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+_FULL: Final = 4  # bytes of a float32
+_HALF: Final = 2
+# By device type: bytes of the logits of one block of tokens (troupe/algorithms/linear_loss.py), and
+# of the float32 scratch beside them.
+_BLOCK_BYTES: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
+_SCRATCH_BYTES: Final = {"cpu": 1 << 20, "cuda": 256 << 20}
+# On a GPU: CUDA's context, kernels and workspaces of cuBLAS; the buffers of NCCL; and the part of a
+# pass that the allocator cannot use again since blocks differ in size.
+_CONTEXT_BYTES: Final = 1 << 30
+_COLLECTIVE_BYTES: Final = 512 << 20
+_FRAGMENTS: Final = 0.05
+# Longest row whose attention keeps its weights, on a CPU (services/trainer/learning/attention.py).
+_SHORT_ROW: Final = 128
+# Bytes per token of ids, indices, the loss's columns and statistics.
+_COLUMNS_BYTES: Final = 192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Counts of a causal language model; parameters are numbers, not bytes."""
+
+    parameters: int
+    """All distinct parameters."""
+    embedding: int
+    """Those of the input embedding."""
+    output: int
+    """Those of the output layer; 0 if it is tied to the embedding."""
+    layers: int
+    layer: int
+    """Parameters of the largest layer."""
+    hidden: int
+    intermediate: int
+    """Width of the MLP of a dense layer; of a mixture, of one expert."""
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int = 0
+    """Routed experts of a layer; 0: no mixture."""
+    active_experts: int = 0
+    """Experts that one token is routed to."""
+    head_norms: bool = False
+    """Whether queries and keys are normalized per head (Qwen3)."""
+    positions: int = 0
+    """Longest sequence in tokens; 0: unknown."""
+    linears: tuple[tuple[str, int], ...] = ()
+    """Linear layers that an adapter may sit on, by the last part of their names, with the sum of
+    their inputs and outputs over all layers."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer shares the embedding's weights."""
+        return not self.output
+
+    def adapter(self, rank: int, targets: Collection[str] | None = None) -> int:
+        """Parameters of a LoRA adapter; `targets`: names of its layers, None: all."""
+        return rank * sum(n for name, n in self.linears if targets is None or name in targets)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSetup:
+    """How one policy is trained, as far as memory depends on it."""
+
+    device: str = "cuda"
+    """Device type, "cpu" or "cuda"."""
+    ranks: int = 1
+    """Devices that weights, gradients and moments are sharded over."""
+    half: bool = True
+    """Whether matrix products are computed in bfloat16."""
+    tokens: int = 16_384
+    """Tokens of one forward pass."""
+    checkpointing: bool = True
+    """Whether only the inputs of layers are kept for the backward pass."""
+    trainable: bool = True
+    adapter: int = 0
+    """Parameters of the LoRA adapter that is trained on frozen weights; 0: all are trained."""
+    reference: bool = False
+    """Whether the loss needs a frozen copy of the first version."""
+    critic: bool = False
+    exact: bool = False
+    """Whether gradients are summed exactly (`pipeline.deterministic`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes on one device. The first seven parts stay while the policy is bound; the others are
+    needed while it computes, and policies that share a device take turns with them."""
+
+    base: int = 0
+    """Frozen weights under an adapter, which the policies of a worker share."""
+    weights: int = 0
+    gradients: int = 0
+    moments: int = 0
+    reference: int = 0
+    critic: int = 0
+    exact_sums: int = 0
+    gathered: int = 0
+    """Whole layers of a gang's model, the next one and their gradients; on one device copies of
+    weights in bfloat16."""
+    activations: int = 0
+    logits: int = 0
+    """One block of logits, and the gradient of the output layer."""
+    overhead: int = 0
+    """CUDA's context, the buffers of collectives, fragmentation."""
+
+    @property
+    def state(self) -> int:
+        """Bytes that stay while the policy is bound."""
+        return (
+            self.base
+            + self.weights
+            + self.gradients
+            + self.moments
+            + self.reference
+            + self.critic
+            + self.exact_sums
+        )
+
+    @property
+    def working(self) -> int:
+        """Bytes that it needs besides while it computes."""
+        return self.gathered + self.activations + self.logits + self.overhead
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.state + self.working
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part, without empty ones."""
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: size for name, size in found.items() if size}
+
+
+def rank_memory(shape: ModelShape, setup: TrainingSetup) -> RankMemory:
+    """What one rank needs at most."""
+    ranks, adapter = setup.ranks, setup.adapter
+    whole = shape.parameters
+    # The base under an adapter is kept in the published type, other weights in float32.
+    base = whole * (_HALF if setup.half else _FULL) if adapter else 0
+    if not setup.trainable:
+        held = (adapter or whole) * _FULL
+        return RankMemory(base=base, weights=held, overhead=_overhead(setup, 0))
+    trained = adapter or whole
+    each = -(-trained * _FULL // ranks)
+    # The critic has no output layer of the vocabulary's size.
+    valued = adapter or whole - shape.output
+    critic = -(-valued * _FULL // ranks) + (shape.hidden + 1) * _FULL
+    exact = -(-(trained + (valued if setup.critic else 0)) * 8 // ranks)
+    gathered, activations, logits = max(
+        _end_of_forward(shape, setup),
+        _first_of_backward(shape, setup),
+        _end_of_backward(shape, setup),
+        _update(shape, setup),
+        key=sum,
+    )
+    return RankMemory(
+        base=base,
+        weights=each,
+        gradients=each,
+        moments=2 * each,
+        reference=0 if adapter or not setup.reference else each,
+        critic=4 * critic if setup.critic else 0,
+        exact_sums=exact if setup.exact else 0,
+        gathered=gathered,
+        activations=activations,
+        logits=logits,
+        overhead=_overhead(setup, gathered + activations + logits),
+    )
+
+
+def _overhead(setup: TrainingSetup, working: int) -> int:
+    if setup.device != "cuda":
+        return 0
+    collective = _COLLECTIVE_BYTES if setup.ranks > 1 else 0
+    return _CONTEXT_BYTES + collective + int(_FRAGMENTS * working)
+
+
+# Bytes of (gathered weights, activations, logits) at the moments when memory is fullest.
+_Parts = tuple[int, int, int]
+
+
+def _end_of_forward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
+    """The last block of logits: what all layers keep is there."""
+    logits = _logits_bytes(shape, setup) + _head_gradient(shape, setup)
+    casts = _cast_bytes(shape, setup, shape.layers * shape.layer)
+    return _gathered(shape, setup) + casts, _kept_bytes(shape, setup), logits
+
+
+def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
+    """The last layer of the model in the backward pass: what it recomputes, its gradients."""
+    recomputed = _layer_bytes(shape, setup) if setup.checkpointing else 0
+    busy = setup.tokens * (recomputed + _gradient_bytes(shape, setup))
+    # With checkpointing the casts of the forward pass are gone.
+    layers = 1 if setup.checkpointing else shape.layers
+    gathered = _gathered(shape, setup) + _cast_bytes(shape, setup, layers * shape.layer)
+    if setup.ranks > 1:  # this layer's gradient, and float32 of it and of the one before
+        gathered += (_wide(setup) + 2 * _FULL) * shape.layer
+    return gathered, _kept_bytes(shape, setup) + busy, _head_gradient(shape, setup)
+
+
+def _kept_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """What all layers keep for the backward pass, and the hidden states behind the last norm."""
+    # The residual stream has the type of the embedding, also where products are in bfloat16.
+    stream = (_HALF if setup.half and setup.adapter else _FULL) * shape.hidden
+    layer = stream if setup.checkpointing else _layer_bytes(shape, setup)
+    rotary = 2 * _FULL * shape.head_dim
+    scored = 5 * _FULL * shape.hidden + _HALF * shape.hidden + rotary + _COLUMNS_BYTES
+    return setup.tokens * (shape.layers * layer + scored)
+
+
+def _gathered(shape: ModelShape, setup: TrainingSetup) -> int:
+    """The weights outside of layers, a layer, the next one, and the buffer that it arrives in."""
+    return 0 if setup.ranks == 1 else _wide(setup) * (_root(shape) + 3 * shape.layer)
+
+
+def _cast_bytes(shape: ModelShape, setup: TrainingSetup, layers: int) -> int:
+    """Copies in bfloat16 that autocast keeps of float32 weights: of `layers` parameters, and of the
+    output layer."""
+    if not setup.half or setup.adapter or _wide(setup) == _HALF:
+        return 0
+    return _HALF * (layers + shape.vocabulary * shape.hidden)
+
+
+def _head_gradient(shape: ModelShape, setup: TrainingSetup) -> int:
+    """The gradient of the output layer, which is made with the loss."""
+    return 0 if setup.adapter else _wide(setup) * shape.vocabulary * shape.hidden
+
+
+def _end_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
+    """The gradients of embedding and output layer: no activations are left."""
+    if setup.adapter:
+        return 0, 0, 0
+    wide, root = _wide(setup), _root(shape)
+    stream = setup.tokens * 2 * _FULL * shape.hidden
+    if setup.ranks == 1:
+        # A tied weight gets the sum of two gradients.
+        return 0, stream, _FULL * (2 * shape.embedding if shape.tied else shape.embedding)
+    # Whole weights and gradients, and the gradients in float32 while they are scattered.
+    return (2 * wide + 2 * _FULL) * root, stream, 0
+
+
+def _update(shape: ModelShape, setup: TrainingSetup) -> _Parts:
+    """The optimizer step works in place; exact sums are divided in float64, a tensor at a time."""
+    if not setup.exact or setup.adapter:
+        return 0, 0, 0
+    return 0, 0, 2 * 8 * -(-shape.embedding // setup.ranks)
+
+
+def _wide(setup: TrainingSetup) -> int:
+    """Bytes per parameter of gathered layers: FSDP's mixed precision is for GPUs."""
+    return _HALF if setup.half and setup.ranks > 1 and setup.device == "cuda" else _FULL
+
+
+def _root(shape: ModelShape) -> int:
+    """Parameters that are in no layer."""
+    return shape.embedding + shape.output + shape.hidden
+
+
+def _layer_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Bytes per token that one layer keeps for its backward pass."""
+    d, full = shape.hidden, _FULL
+    product = _HALF if setup.half else _FULL
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # Two RMSNorms: their inputs, and the normalized states before the multiplication.
+    size = 2 * 2 * full * d
+    # Inputs of the projections: with autocast a copy for each, else one for all.
+    size += 5 * product * d if setup.half else 2 * full * d
+    # Queries, keys and values as attention reads them, its output twice (also in the order of the
+    # rows), and the sums of its softmax.
+    size += product * (3 * queries + 2 * keys) + full * shape.heads
+    if setup.device == "cpu":
+        # Rows of up to 128 tokens: float32 copies, and all weights of the attention.
+        size += full * (queries + 2 * keys + _SHORT_ROW * shape.heads)
+    if shape.head_norms:
+        size += (full + product) * (queries + keys)
+    elif setup.half:
+        size += product * (queries + keys)
+    if not shape.experts:
+        # Gate, activated gate, up, and their product.
+        return size + 4 * product * shape.intermediate
+    # Experts are computed in the type of their weights, which autocast does not change.
+    own = _wide(setup) if not setup.adapter else product
+    routed = own * (3 * d + 5 * shape.intermediate) + full * d
+    return size + shape.active_experts * routed + 4 * full * shape.experts
+
+
+def _gradient_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Bytes per token of gradients that are alive at once in the backward pass of a layer."""
+    product = _HALF if setup.half else _FULL
+    width = shape.intermediate * max(1, shape.active_experts)
+    attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return 2 * _FULL * shape.hidden + max(3 * product * width, 2 * _FULL * attention)
+
+
+def _logits_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Bytes of one block of logits, of its products and scratch, and of the layer's bfloat16
+    copy."""
+    block = _BLOCK_BYTES.get(setup.device, _BLOCK_BYTES["cpu"])
+    block = min(block, _FULL * max(16, setup.tokens) * shape.vocabulary)
+    head = shape.vocabulary * shape.hidden
+    # A float32 layer's gradient is added from a product in bfloat16.
+    copies = 0 if setup.adapter else (_HALF if setup.half else _FULL) * head
+    return block + (block // 2 if setup.half else 0) + _SCRATCH_BYTES.get(setup.device, 0) + copies
