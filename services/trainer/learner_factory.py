@@ -119,14 +119,16 @@ def memory_needed(
     if source.network is not None or source.simulated is not None:
         return None
     room = memory_of(device, settings.trainer_memory_bytes)
-    about = {
-        "device": device.type,
-        "memory": room,
-        "forward_tokens": settings.trainer_forward_tokens,
-    }
     shape = shape_of_config(load_config(policy, source).to_dict())
     shape = shape or shape_of_model(outline(policy, source))
-    setup = setup_of(spec, policy, shape, **about)
+    setup = setup_of(
+        spec,
+        policy,
+        shape,
+        device=device.type,
+        memory=room,
+        forward_tokens=settings.trainer_forward_tokens,
+    )
     needed = rank_memory(shape, setup)
     if room and needed.total > room:
         each = f" on each of {setup.ranks} devices" if setup.ranks > 1 else ""

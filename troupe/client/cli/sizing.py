@@ -33,14 +33,13 @@ def show_sizing(spec: JobSpec, devices: Sequence[Device], console: Console) -> b
             console.print(
                 f"{name}: its size is not known here, as this machine cannot read the model's "
                 "configuration, or has no rule for its architecture; the trainer counts it",
-                **_PLAIN,
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
             )
             continue
         fitting &= _show_policy(spec, name, shape, kinds, console)
     return fitting
-
-
-_PLAIN: Final = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
 def _show_policy(
