@@ -94,6 +94,7 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
     source = spec.language_model
     if source.config is not None:
         return _config_of(policy, source.config)
+    _refuse_adapter(policy, source.path)
     assert source.path is not None  # spec: exactly one of path and config
     try:
         return AutoConfig.from_pretrained(source.path, revision=source.revision)
@@ -108,9 +109,14 @@ def outline(policy: str, spec: PolicySpec) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = load_config(policy, spec)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config, path = load_config(policy, spec), spec.language_model.path
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        if path is not None:
+            raise _explain(policy, path, error) from error
+        raise _no_model(policy, config.model_type, error) from error
 
 
 def shape_of_model(model: Any) -> ModelShape:
