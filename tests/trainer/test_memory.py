@@ -57,18 +57,18 @@ def compare(name: str, measured: dict[str, int], model: RankMemory) -> None:
     assert 0 <= off <= ERROR
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "checkpointing"])
-def test_a_step_needs_what_the_model_says(name: str) -> None:
+def test_a_step_needs_what_the_model_says() -> None:
     """Total, weights, gradients and moments of one micro-batch and its step."""
-    measured, model = peak_alone(ONE_DEVICE[name]), predicted(ONE_DEVICE[name])
-    compare(name, measured, model)
+    values = ONE_DEVICE["checkpointing"]
+    measured, model = peak_alone(values), predicted(values)
+    compare("checkpointing", measured, model)
     assert measured["Parameter"] == model.weights
     assert measured["Gradient"] == model.gradients
     assert measured["Optstate"] == pytest.approx(model.moments, rel=0.01)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(ONE_DEVICE) - {"bfloat16", "checkpointing"}))
+@pytest.mark.parametrize("name", sorted(set(ONE_DEVICE) - {"checkpointing"}))
 def test_every_way_to_train_needs_what_the_model_says(name: str) -> None:
     """Adapters, critics, references, exact sums, other types, shapes and mixtures."""
     compare(name, peak_alone(ONE_DEVICE[name]), predicted(ONE_DEVICE[name]))
