@@ -93,11 +93,11 @@ def test_a_configuration_that_is_none_is_not_known(tmp_path: Path, text: str) ->
     assert shape_of_config({"model_type": "qwen3", "num_attention_heads": 0}) is None
 
 
-def test_what_a_job_says_decides_how_a_policy_is_trained(tokenizer: Path) -> None:
+def test_what_a_job_says_decides_how_a_policy_is_trained() -> None:
     """Critic, reference, exact sums, adapter and gang come from the job."""
     shape = shape_of_config(SMALL)
     assert shape is not None
-    plain = make_spec(tokenizer)
+    plain = make_spec(Path("/nowhere"))
     setup = setup_of(plain, "solver", shape, device="cuda")
     assert (setup.ranks, setup.adapter, setup.reference, setup.critic) == (1, 0, False, False)
     values = plain.model_dump(mode="json")
