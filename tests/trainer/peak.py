@@ -67,6 +67,11 @@ class Tracker(MemTracker):
             self.reset_mod_stats()
         super()._pre_fw_hook(module, inputs)
 
+    def _track_module_params_and_buffers(self, module: Any, install_grad_hooks: bool = True) -> Any:
+        # Of a model with frozen weights gradients are not told from activations.
+        trained = all(parameter.requires_grad for parameter in module.parameters())
+        return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
+
 
 def rows(vocabulary: int, count: int) -> list[Row]:
     """`count` rows of one group that fill a pass."""
@@ -99,6 +104,8 @@ def peak(learner: Learner, passes: int) -> dict[str, int]:
     learner.accumulate(batch)
     tracker = Tracker()
     held: list[Any] = [learner.model, learner._optimizer]
+    for gradients in (learner._gradients, learner._critic and learner._critic.gradients):
+        held += gradients._exact._sums if gradients and gradients._exact else []
     if learner._critic is not None:
         held += [learner._critic._module, learner._critic._optimizer]
     if learner._passes._reference is not None:
