@@ -245,7 +245,7 @@ def _shared_environment(
         "TROUPE_EXPERIENCE_STORE_ADDRESS": head.experience_store,
         "TROUPE_REWARD_ADDRESS": head.reward,
         "TROUPE_NODE": settings.name,
-        "TROUPE_DATA_DIR": str(settings.data_dir),
+        "TROUPE_DATA_DIR": str(settings.jobs_dir),
         "TROUPE_TRANSFER_DIR": str(settings.transfer_dir),
         "TROUPE_TRANSFER_FALLBACK_DIR": str(transfer_fallback_dir(settings.data_dir)),
         "TROUPE_PARENT_PID": str(parent_pid),

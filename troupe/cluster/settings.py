@@ -31,6 +31,8 @@ class ClusterSettings(BaseModel):
 
     data_dir: Path = DEFAULT_DATA_DIR
     """Jobs, checkpoints, logs, Redis' data and the cluster's state file."""
+    jobs_dir: Path | None = None
+    """Directory of jobs and checkpoints where all hosts share one; default: `data_dir`."""
     transfer_dir: Path | None = None
     """Directory by which trainers hand weights to engines; default: `TROUPE_TRANSFER_DIR`, else one
     in shared memory."""
@@ -109,7 +111,11 @@ class ClusterSettings(BaseModel):
             Path(named) if named else default_transfer_dir(data_dir)
         )
         return self.model_copy(
-            update={"data_dir": data_dir, "transfer_dir": transfer_dir.expanduser().absolute()}
+            update={
+                "data_dir": data_dir,
+                "jobs_dir": (self.jobs_dir or data_dir).expanduser().absolute(),
+                "transfer_dir": transfer_dir.expanduser().absolute(),
+            }
         )
 
     @property

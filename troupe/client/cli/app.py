@@ -36,6 +36,7 @@ from troupe.client.cli.jobs import generate
 from troupe.client.cli.options import call, duration, size
 from troupe.client.cli.population import app as population
 from troupe.client.cli.samples import app as samples
+from troupe.client.cli.slurm import slurm
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
 from troupe.client.cli.workflow import app as workflow
@@ -266,6 +267,12 @@ Advertise = Annotated[
 ]
 
 
+JobsDir = Annotated[
+    Path | None,
+    typer.Option(help="Directory of jobs where all hosts share one; default: the data directory."),
+]
+
+
 def head(
     detach: Detach = False,
     data_dir: options.DataDir = None,
@@ -277,6 +284,7 @@ def head(
     redis_url: options.RedisUrl = None,
     redis_port: options.RedisPort = None,
     start_timeout: options.StartTimeout = 120.0,
+    jobs_dir: JobsDir = None,
 ) -> None:
     """Start the head of a cluster of several hosts: Redis, orchestrator, experience store, reward
     and panel. Nodes join it by `troupe node`, with the same token ($TROUPE_TOKEN)."""
@@ -291,6 +299,7 @@ def head(
         redis_url=redis_url,
         redis_port=redis_port,
         start_timeout=start_timeout,
+        jobs_dir=jobs_dir,
     )
     _supervise(settings, "the head of a cluster", detach=detach)
 
@@ -312,6 +321,7 @@ def node(
     trainer_devices: options.TrainerDevices = None,
     devices_per_trainer: options.DevicesPerTrainer = None,
     start_timeout: options.StartTimeout = 120.0,
+    jobs_dir: JobsDir = None,
 ) -> None:
     """Start the workers that this host's devices are for, as a part of a head's cluster. It waits
     for the head, and for an orchestrator that is started again; SIGTERM drains its workers."""
@@ -330,6 +340,7 @@ def node(
         trainer_devices=trainer_devices,
         devices_per_trainer=devices_per_trainer,
         start_timeout=start_timeout,
+        jobs_dir=jobs_dir,
     )
     _supervise(settings, f"node {settings.name}", detach=detach)
 
@@ -515,6 +526,7 @@ app.command("train")(train)
 app.command("up")(up)
 app.command("head")(head)
 app.command("node")(node)
+app.command("slurm")(slurm)
 app.command("down")(down)
 app.command("status")(status)
 app.add_typer(jobs, name="jobs")

@@ -1,0 +1,226 @@
+"""`troupe slurm`: a job as one allocation of Slurm, head and nodes included.
+
+The batch script runs on the first node: the head there, a node on each host, and `troupe train`.
+What outlasts the allocation (Redis, jobs, checkpoints) is in a directory that all hosts share.
+The same script, requeued or submitted again, goes on with the job from its last committed step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+from troupe.client.cli import options
+from troupe.client.cli.specification import load_with
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument
+from troupe.rpc.ids import check_name
+
+_TIME: Final = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}")
+# Time for a step to end before the allocation does: pausing waits for the step in flight.
+_LEAST_NOTICE: Final = 30
+
+_SCRIPT: Final = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+{resources}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={directory}/slurm-%j.out
+#SBATCH --signal=B:TERM@{notice}
+{further}
+# Made by `troupe slurm`. Requeued, preempted or submitted again, it goes on with the job.
+set -u
+umask 077
+cd {project}
+shared={directory}
+job={job_id}
+troupe=({python} -m troupe.client.cli)
+# Not on a command line, where every user could read it.
+TROUPE_TOKEN=$(cat "$shared/token") || exit 1
+export TROUPE_TOKEN
+export OMP_NUM_THREADS=1 TROUPE_DATA_DIR="$shared/client"
+
+address_of() {{ scontrol show node "$1" -o | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p'; }}
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Allocations that share a host need ports of their own.
+head=$(address_of "$first"):$((20000 + SLURM_JOB_ID % 10000))
+
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" --gres=none --job-name=head \\
+  "${{troupe[@]}}" head --data-dir "$shared/head" --jobs-dir "$shared/jobs" --host 0.0.0.0 \\
+  --advertise "${{head%:*}}" --port "${{head##*:}}" --panel-port $((30000 + SLURM_JOB_ID % 10000)) &
+head_step=$!
+# A directory of its own per node: supervisors lock theirs.
+srun --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 {step_resources}--job-name=nodes \\
+  bash -c 'address=$(scontrol show node "$SLURMD_NODENAME" -o |
+    sed -n "s/.*NodeAddr=\\([^ ]*\\).*/\\1/p"); exec "$@" --name "$SLURMD_NODENAME" \\
+    --advertise "$address" --data-dir "$0/nodes/$SLURMD_NODENAME"' \\
+  "$shared" "${{troupe[@]}}" node --head "$head" --jobs-dir "$shared/jobs" {node_options}&
+node_step=$!
+
+# The end of the allocation is near, or somebody cancels it: the job is paused after its step.
+leave() {{
+  trap '' TERM
+  echo "troupe: pausing $job before the allocation ends"
+  "${{troupe[@]}}" jobs pause "$job" --cluster "$head"
+  status=0
+}}
+for _ in $(seq {start_seconds}); do
+  {python} -m services.chassis.probe "$head" >/dev/null 2>&1 && break
+  kill -0 $head_step 2>/dev/null || break
+  sleep 1
+done
+if "${{troupe[@]}}" jobs show "$job" --cluster "$head" >/dev/null 2>&1; then
+  what=(--resume "$job")
+else
+  what=("$shared/job.yaml" --job-id "$job")
+fi
+"${{troupe[@]}}" train "${{what[@]}}" --cluster "$head" &
+training=$!
+trap leave TERM
+wait $training
+status=${{status:-$?}}
+# After a signal `wait` returns at once, and the command has yet to end.
+wait $training 2>/dev/null
+kill -TERM $node_step 2>/dev/null
+wait $node_step
+kill -TERM $head_step 2>/dev/null
+wait $head_step
+exit $status
+"""
+
+
+def slurm(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", show_default=False)],
+    nodes: Annotated[int, typer.Option(min=1, max=4096, help="Hosts.")] = 1,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=0, max=64, help="GPUs of each host; 0: compute on CPUs.")
+    ] = 8,
+    directory: Annotated[
+        Path,
+        typer.Option(
+            "--shared-dir",
+            help="Directory that all hosts share; Redis, jobs and checkpoints are kept in it.",
+        ),
+    ] = Path("runs"),
+    job_id: Annotated[str | None, typer.Option(help="Id of the job; default: its name.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="[DAYS-]HH:MM:SS", help="Time limit.")] = None,
+    notice: Annotated[
+        int,
+        typer.Option(min=_LEAST_NOTICE, help="Seconds before the time limit at which it pauses."),
+    ] = 600,
+    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="A further option, such as --qos=high."),
+    ] = None,
+    engine_devices: options.EngineDevices = None,
+    trainer_devices: options.TrainerDevices = None,
+    devices_per_trainer: options.DevicesPerTrainer = None,
+    assignments: options.Assignments = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch script; write and submit nothing.")
+    ] = False,
+) -> None:
+    """Submit a job to Slurm as one allocation: a head, a node on each host, and the training.
+
+    Submitted again, or requeued by Slurm, it goes on from the last committed step. Some minutes
+    before the time limit the job is paused.
+    """
+    spec = load_with(job, assignments or [])
+    name = job_id or re.sub(r"[^a-z0-9_-]+", "-", spec.name.lower()).strip("-") or "job"
+    check_name("--job-id", name)
+    if time is not None and not _TIME.fullmatch(time):
+        raise InvalidArgument(
+            "is no time limit",
+            field="--time",
+            value=time,
+            remedy="Write hours, minutes and seconds, such as 24:00:00 or 2-00:00:00.",
+        )
+    for one in option or ():
+        if not one.startswith("--") or "\n" in one:
+            raise InvalidArgument(
+                "is no option of sbatch",
+                field="--sbatch",
+                value=one,
+                remedy="Write it as in a batch script, such as --sbatch=--qos=high.",
+            )
+    gang = max((p.trainer.gang for p in spec.policies.values() if p.trainable), default=1)
+    given = {
+        "engine-devices": engine_devices,
+        "trainer-devices": trainer_devices,
+        "devices-per-trainer": devices_per_trainer or (min(gang, gpus_per_node) or None),
+    }
+    shared = directory.expanduser().absolute()
+    gpus = f"--gpus-per-node={gpus_per_node}" if gpus_per_node else ""
+    further = {"time": time, "partition": partition, "account": account}
+    lines = [f"--{key}={value}" for key, value in further.items() if value] + (option or [])
+    script = _SCRIPT.format(
+        name=f"troupe-{name}",
+        nodes=nodes,
+        resources=f"#SBATCH {gpus}" if gpus else "#",
+        directory=shlex.quote(str(shared)),
+        notice=notice,
+        further="\n".join(f"#SBATCH {line}" for line in lines),
+        project=shlex.quote(os.getcwd()),
+        job_id=shlex.quote(name),
+        python=shlex.quote(sys.executable),
+        step_resources=f"{gpus} " if gpus else "",
+        node_options="".join(
+            f"--{key} {value} " for key, value in given.items() if value is not None and gpus
+        ),
+        start_seconds=300,
+    )
+    if dry_run:
+        print(script)
+        return
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise FailedPrecondition(
+            "there is no sbatch on this machine",
+            kind="slurm_missing",
+            field="PATH",
+            value=os.environ.get("PATH"),
+            remedy="Run it on a login node of a Slurm cluster, or print the script: --dry-run.",
+        )
+    _write(shared, script, spec.model_dump_json(exclude_unset=True))
+    done = subprocess.run(
+        [sbatch, str(shared / "troupe.sbatch")], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise FailedPrecondition(
+            f"sbatch refuses the job: {done.stderr.strip() or done.stdout.strip()}",
+            kind="slurm_refused",
+            field="sbatch",
+            value=str(shared / "troupe.sbatch"),
+            remedy="Correct the options: --nodes, --gpus-per-node, --time, --partition, --sbatch.",
+        )
+    console = Console()
+    console.print(done.stdout.strip(), highlight=False)
+    number = done.stdout.split()[-1] if done.stdout.split() else "%j"
+    console.print(f"output in {shared}/slurm-{number}.out", highlight=False, soft_wrap=True)
+
+
+def _write(shared: Path, script: str, spec: str) -> None:
+    """Write the batch script, the job (JSON is YAML) and, once, the cluster's token."""
+    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (shared / "troupe.sbatch").write_text(script)
+    (shared / "job.yaml").write_text(spec)
+    try:
+        descriptor = os.open(shared / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_urlsafe(32))
