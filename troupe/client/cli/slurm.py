@@ -57,10 +57,10 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Allocations that share a host need ports of their own.
 head=$(address_of "$first"):$((20000 + SLURM_JOB_ID % 10000))
 
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" --gres=none --job-name=head \\
-  "${{troupe[@]}}" head --data-dir "$shared/head" --jobs-dir "$shared/jobs" --host 0.0.0.0 \\
+# This script runs on the first host. The head computes nothing.
+CUDA_VISIBLE_DEVICES="" "${{troupe[@]}}" head --data-dir "$shared/head" --jobs-dir "$shared/jobs" --host 0.0.0.0 \\
   --advertise "${{head%:*}}" --port "${{head##*:}}" --panel-port $((30000 + SLURM_JOB_ID % 10000)) &
-head_step=$!
+head_process=$!
 # A directory of its own per node: supervisors lock theirs.
 srun --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 {step_resources}--job-name=nodes \\
   bash -c 'address=$(scontrol show node "$SLURMD_NODENAME" -o |
@@ -78,7 +78,7 @@ leave() {{
 }}
 for _ in $(seq {start_seconds}); do
   {python} -m services.chassis.probe "$head" >/dev/null 2>&1 && break
-  kill -0 $head_step 2>/dev/null || break
+  kill -0 $head_process 2>/dev/null || exit 1
   sleep 1
 done
 if "${{troupe[@]}}" jobs show "$job" --cluster "$head" >/dev/null 2>&1; then
@@ -95,8 +95,8 @@ status=${{status:-$?}}
 wait $training 2>/dev/null
 kill -TERM $node_step 2>/dev/null
 wait $node_step
-kill -TERM $head_step 2>/dev/null
-wait $head_step
+kill -TERM $head_process 2>/dev/null
+wait $head_process
 exit $status
 """
 
