@@ -62,6 +62,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     ) -> str:
         return _run(*command, env=env | variables, check=check, timeout=timeout, stdin=stdin)
 
+    run.environment = env  # type: ignore[attr-defined]
     if (
         shutil.which("docker")
         and not subprocess.run(["docker", "info"], capture_output=True).returncode

@@ -116,7 +116,7 @@ def test_a_job_goes_on_when_a_node_dies_and_the_allocation_is_requeued(
     make_model(tmp_path / "solver", hidden=32, seed=1)
     make_model(tmp_path / "checker", hidden=16, seed=2)
     text = yaml.safe_load(job(tmp_path))
-    text["pipeline"] |= {"steps": 12, "mode": "sync"}
+    text["pipeline"] |= {"steps": 60, "mode": "sync"}
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(text))
     conf = str(slurm.place / "slurm.conf")  # type: ignore[attr-defined]
@@ -187,9 +187,9 @@ def _devices() -> list[tuple[str, str]]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if {"services.rollout", "services.trainer"} & set(process.cmdline()):
-                environment = process.environ()
-                node = environment.get("SLURMD_NODENAME", "")
+            environment = process.environ()
+            worker = {"services.rollout", "services.trainer"} & set(process.cmdline())
+            if worker and (node := environment.get("SLURMD_NODENAME")):
                 found.append((node, environment.get("CUDA_VISIBLE_DEVICES", "")))
     return found
 

@@ -1,6 +1,6 @@
 """`sandbox: container` on a real engine: what an image of the team's own runs, and what it cannot.
 
-They run in tests/deploy/test_compose.py: a machine has one engine at a time.
+They run in tests/deploy/test_containers.py: a machine has one engine at a time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ HOSTILE = Path(__file__).with_name("hostile_functions.py")
 
 
 @pytest.fixture
-def docker(engine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def docker(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("DOCKER_HOST", "DOCKER_CONFIG", "PATH"):
-        if name in engine:
-            monkeypatch.setenv(name, engine[name])
+        if name in engine.environment:
+            monkeypatch.setenv(name, engine.environment[name])
 
     def docker(*arguments: str) -> str:
         done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=60)

@@ -1,4 +1,8 @@
-"""The chart for real: every container that Helm renders is started as a kubelet would start it.
+"""What runs in containers, for real: the chart, docker-compose, and sandboxes of functions.
+
+They are in one file, and so run one after another: a machine has one container engine at a time.
+docker-compose: images built, the cluster up, the example trained over REST. The chart: every
+container that Helm renders is started as a kubelet would start it.
 
 There is no API server: the test takes the rendered pods itself, gives each container its image,
 command, environment, secrets, volumes, user, capabilities and address, and services' names in
@@ -22,6 +26,13 @@ import httpx
 import pytest
 import yaml
 from rendered_chart import NAMESPACE, Objects, PodTemplate, Refused, Values, expanded, pods, render
+
+from tests.reward.containers import (  # noqa: F401 - tests of sandboxes that need an engine, too
+    docker,
+    test_a_container_for_a_trajectory,
+    test_a_containers_cores,
+    test_an_image_that_is_not_there,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBNET: Final = "10.213.7"
@@ -303,6 +314,69 @@ def test_a_release_trains_through_the_panel_although_pods_die(
     except BaseException:
         print(release.logs())
         raise
+
+
+@pytest.fixture(
+    scope="module",
+    params=["docker-compose.yml", "docker-compose.yml:deploy/compose/hosts.yml"],
+    ids=["one host", "three hosts"],
+)
+def compose(
+    images: Callable[..., str], compose_program: list[str], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., str]]:
+    """docker-compose of this project, up and healthy; down with its volumes in the end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {
+        "TROUPE_PANEL_PORT": str(port),
+        "COMPOSE_PROJECT_NAME": "troupe-test",
+        "COMPOSE_FILE": request.param,
+    }
+
+    def compose(*arguments: str, check: bool = True, timeout: float = 900) -> str:
+        return images(*compose_program, *arguments, check=check, timeout=timeout, **variables)
+
+    compose.url = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]
+    compose.models = "/models" if "hosts" in request.param else "/data/models"  # type: ignore[attr-defined]
+    try:
+        compose("up", "-d")
+        yield compose
+    finally:
+        compose("down", "-v", "-t", "20", check=False)
+
+
+def test_the_example_is_trained_through_the_panel(compose: Callable[..., str]) -> None:
+    compose("run", "--rm", "models")
+    spec = yaml.safe_load((ROOT / "examples/reasoning_team/job.yaml").read_text())
+    for name, policy in spec["policies"].items():
+        place: str = compose.models  # type: ignore[attr-defined]
+        policy["model"]["path"] = f"{place}/reasoning_team/{name}"
+    spec["pipeline"]["steps"] = 4
+    spec["evaluation"]["queries"] = 16
+    with httpx.Client(base_url=compose.url, timeout=30) as panel:  # type: ignore[attr-defined]
+        _wait(lambda: panel.get("/healthz").status_code == 200, 180, "the panel to answer")
+        _wait(lambda: _alive(panel) >= 4, 180, "two rollout and two trainer workers")
+        reply = panel.post(
+            "/api/jobs", content=yaml.safe_dump(spec), headers={"Content-Type": "application/yaml"}
+        )
+        assert reply.status_code == 201, reply.text
+        url = f"/api/jobs/{reply.json()['job_id']}"
+        _wait(lambda: _ended(panel, url) or panel.get(url).json()["step"] >= 1, 600, "a step")
+        assert not _ended(panel, url), panel.get(url).json()["problem"]
+        # All rollout containers die at once; the job goes on when they are back.
+        compose("kill", "-s", "KILL", "rollout")
+        compose("up", "-d", "--no-build")
+        _wait(lambda: _ended(panel, url), 900, "the end")
+        job = panel.get(url).json()
+        logs = compose("logs", "--tail", "40", check=False)
+        assert job["state"] == "succeeded", f"{job['problem']}\n{logs[-6000:]}"
+        assert set(job["versions"].values()) == {4}
+        assert job["before"].keys() == job["after"].keys() != set()
+        checkpoints = panel.get(f"{url}/checkpoints").json()
+        assert {c["policy"] for c in checkpoints} == set(spec["policies"])
+        turns = panel.get(f"{url}/trajectories").json()["trajectories"]
+        assert turns
+        assert turns[0]["turns"] >= 1
 
 
 def _alive(panel: httpx.Client) -> int:
