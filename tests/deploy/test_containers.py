@@ -70,8 +70,8 @@ Docker = Callable[..., str]
 class Kubelet:
     """Pods of a release as containers on one network."""
 
-    def __init__(self, docker: Docker, objects: Objects, directory: Path) -> None:
-        self._docker, self._objects, self._directory = docker, objects, directory
+    def __init__(self, run: Docker, objects: Objects, directory: Path) -> None:
+        self._docker, self._objects, self._directory = run, objects, directory
         self._mark = f"troupe-{secrets.token_hex(3)}"
         self._volumes: set[str] = set()
         self._probes: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
 """`troupe slurm`: its script, its refusals, and a job on a real Slurm that loses a node.
 
-The real one needs a tool named by TROUPE_SLURM_TOOL with the verbs `up DIR NODES GPUS`,
-`kill DIR NODE` and `down DIR`.
+The real one needs a tool named by TROUPE_SLURM_TOOL with the verbs `up DIR NODES GPUS` and
+`down DIR`, whose configuration is DIR/slurm.conf.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., str]]:
         run("scancel", "--full", "--user=root")
         _until(lambda: not run("squeue", "-h").strip(), 60, "Slurm to be empty", quiet=True)
         subprocess.run([TOOL, "down", str(place)], check=False, timeout=60)
+        for process in _daemons(str(place / "slurm.conf")):
+            process.kill()
 
 
 @pytest.mark.slow
@@ -141,12 +143,19 @@ def test_a_job_goes_on_when_a_node_dies_and_the_allocation_is_requeued(
             mine = sorted(devices for node, devices in seen if node == name)
             assert mine == ["0", "1"], seen
         # A host is lost: its slurmd, and all that it ran.
-        subprocess.run([TOOL or "", "kill", str(slurm.place), "n3"], check=True)  # type: ignore[attr-defined]
-        for process in _processes("n3"):
+        for process in [*_daemons(conf, "n3"), *_processes("n3")]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         slurm("scontrol", "requeue", number)
-        subprocess.run([TOOL or "", "up", str(slurm.place), "3", "2"], check=False, timeout=120)  # type: ignore[attr-defined]
+        # The host is back, empty.
+        with (tmp_path / "slurmd.log").open("w") as log:
+            subprocess.Popen(
+                ["slurmd", "-D", "-N", "n3"],
+                env={**os.environ, "SLURM_CONF": conf},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         _until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", number), 120, "a restart")
         _until(lambda: slurm("squeue", "-h", "-j", number).strip() == "", 600, "the end")
         assert "JobState=COMPLETED" in slurm("scontrol", "show", "job", number)
@@ -170,6 +179,19 @@ def test_a_job_goes_on_when_a_node_dies_and_the_allocation_is_requeued(
         assert audit.returncode == 0, audit.stdout + audit.stderr
     finally:
         troupe("down", *place)
+
+
+def _daemons(conf: str, node: str = "") -> list[psutil.Process]:
+    """The daemons of a Slurm by its configuration: that of a node, or all."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            command = process.cmdline()
+            if command[:1] not in (["slurmd"], ["slurmctld"]):
+                continue
+            if process.environ().get("SLURM_CONF") == conf and (not node or command[-1] == node):
+                found.append(process)
+    return found
 
 
 def _processes(node: str) -> list[psutil.Process]:
