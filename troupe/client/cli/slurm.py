@@ -59,7 +59,8 @@ head=$(address_of "$first"):$((20000 + SLURM_JOB_ID % 10000))
 
 # This script runs on the first host. The head computes nothing.
 CUDA_VISIBLE_DEVICES="" "${{troupe[@]}}" head --data-dir "$shared/head" \\
-  --jobs-dir "$shared/jobs" --host 0.0.0.0 --advertise "${{head%:*}}" --port "${{head##*:}}" --panel-port $((30000 + SLURM_JOB_ID % 10000)) &
+  --jobs-dir "$shared/jobs" --host 0.0.0.0 --advertise "${{head%:*}}" \\
+  --port "${{head##*:}}" --panel-port $((30000 + SLURM_JOB_ID % 10000)) &
 head_process=$!
 # A directory of its own per node: supervisors lock theirs.
 srun --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 {step_resources}--job-name=nodes \\
