@@ -23,6 +23,7 @@ from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import load_config, stop_ids
 from testbed.timeline import Timeline, TimelineSpan
 from troupe.job import PolicySpec, SimulatedSpec
+from troupe.scheduling.defaults import EMBEDDED_CONTEXT
 from troupe.v1 import common_pb2 as pb
 
 
@@ -198,7 +199,7 @@ class SimulatedEngine(ServingEngine):
         model = self._spec.language_model
         config = await asyncio.to_thread(load_config, model, self.policy)
         self.vocabulary = config.get_text_config().vocab_size
-        self.max_context = self._spec.engine.max_context
+        self.max_context = self._spec.engine.max_context or EMBEDDED_CONTEXT
         self.eos_ids = stop_ids(config, model.path, model.revision)
         self._batch = SimulatedBatch(self._pace)
 

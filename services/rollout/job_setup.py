@@ -22,6 +22,7 @@ from services.rollout.trajectories.queries import QuerySource
 from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job
 from troupe.job.balancing import engine_count
 from troupe.rpc.errors import InvalidArgument
+from troupe.scheduling.defaults import CPU, defaults_of
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.workflow import EntrypointError, Role, Workflow, load_workflow
@@ -66,9 +67,32 @@ def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
         return devices
     simulated = policy.simulated
     return [
-        device if device.is_measured else _modelled(device, simulated, engine.max_running)
+        device if device.is_measured else _modelled(device, simulated, engine.running_limit)
         for device in devices
     ]
+
+
+def with_defaults(spec: JobSpec, gpu: int | None, *, embedded: bool) -> JobSpec:
+    """The job with the defaults that depend on where its engines compute.
+
+    `gpu`: bytes of a GPU of this worker, 0: unknown, None: it has none. `embedded`: whether
+    embedded engines compute there. Attached servers count as GPUs.
+    """
+    policies = dict(spec.policies)
+    turn_seconds = CPU.turn_seconds
+    for name, policy in spec.policies.items():
+        if policy.model is None or policy.simulated is not None:
+            continue
+        engine = policy.engine
+        memory = gpu if embedded or engine.kind != "embedded" else None
+        own = defaults_of(gpu or 0 if engine.urls else memory)
+        turn_seconds = max(turn_seconds, own.turn_seconds)
+        running = engine.max_running or own.max_running
+        engine = engine.model_copy(update={"max_running": running})
+        policies[name] = policy.model_copy(update={"engine": engine})
+    seconds = spec.limits.turn_seconds or turn_seconds
+    limits = spec.limits.model_copy(update={"turn_seconds": seconds})
+    return spec.model_copy(update={"policies": policies, "limits": limits})
 
 
 def _modelled(device: DeviceSpeed, simulated: SimulatedSpec, running: int) -> DeviceSpeed:
@@ -121,15 +145,28 @@ class Preparation:
         make_engine: EngineFactory,
         device: DeviceSpeed,
         threads: int,
+        *,
+        gpu: int | None,
+        embedded: str,
     ) -> None:
         """`device`: what engines here run on, where the job does not name it. `threads`: number of
-        threads in which networks play."""
+        threads in which networks play. `gpu`: bytes of a GPU of this worker; None: it has none.
+        `embedded`: where embedded engines compute, "cpu", "cuda" or "auto"."""
         self._transfer = transfer
         self._rewards = rewards
         self._worker_id = worker_id
         self._make_engine = make_engine
         self._device = device
         self._threads = threads
+        self._gpu, self._embedded = gpu, embedded
+
+    async def with_defaults(self, spec: JobSpec) -> JobSpec:
+        """The job with this worker's defaults; see the function."""
+        on_gpu = False
+        if self._gpu is not None and self._embedded != "cpu":
+            # In a thread: torch takes seconds to import.
+            on_gpu = await asyncio.to_thread(_torch_sees_gpu)
+        return with_defaults(spec, self._gpu, embedded=on_gpu)
 
     async def make(
         self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef]
@@ -180,7 +217,13 @@ class Preparation:
             await asyncio.gather(*(p.release("preparation failed") for p in policies.values()))
             raise
         settle()
-        log.info("job prepared", job_id=job_id, policies=sorted(policies))
+        log.info(
+            "job prepared",
+            job_id=job_id,
+            # With the defaults of this worker's devices.
+            max_running={name: spec.policies[name].engine.max_running for name in policies},
+            turn_seconds=spec.limits.turn_seconds,
+        )
         return PreparedJob(
             job_id=job_id,
             spec=spec,
@@ -248,6 +291,12 @@ class Preparation:
         # It stays on its device, which follows from the policy that it started with.
         engine.device = devices_of(spec.policies[first], self._device)[int(number)]
         return engine
+
+
+def _torch_sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _open_arena(spec: JobSpec, places: int) -> _JobCode:

@@ -50,7 +50,7 @@ class JobTable:
         `InvalidArgument` and `FailedPrecondition` naming the field at fault, and the error of an
         engine that does not start; nothing keeps running then.
         """
-        spec = parse_spec(spec_json)
+        spec = await self._preparation.with_defaults(parse_spec(spec_json))
         refs = by_policy(spec, weights)
         async with self._locks.setdefault(job_id, asyncio.Lock()):
             known = self._jobs.get(job_id)

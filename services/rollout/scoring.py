@@ -57,7 +57,7 @@ async def score(
             remedy="Ask in several calls; each answer says which version it is of.",
         )
     wanted = request.version if request.HasField("version") else None
-    scored = await _score(policy, requests, temperature, wanted, job.spec.limits.turn_seconds)
+    scored = await _score(policy, requests, temperature, wanted, job.spec.limits.turn_limit)
     rows = iter(scored.logprobs)
     return pb.ScoreResponse(
         prompts=[

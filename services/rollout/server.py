@@ -79,6 +79,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 threads=settings.threads,
                 trace_dir=settings.simulated_trace_dir,
                 devices=self._devices,
+                device=settings.rollout_device,
             ),
             DeviceSpeed(
                 settings.device_class,
@@ -86,6 +87,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 settings.device_decode_tokens_per_second,
             ),
             settings.threads,
+            gpu=next((device.memory for device in find_devices()), None),
+            embedded=settings.rollout_device,
         )
         self._jobs = JobTable(preparation, settings.worker_id)
         self._fixed_port = settings.endpoint_port
@@ -342,7 +345,7 @@ async def generate(
             list(prompt_ids),
             SamplingParams.of(sampling),
             route=StickyRoute(),
-            deadline_seconds=job.spec.limits.turn_seconds,
+            deadline_seconds=job.spec.limits.turn_limit,
         )
     except WorkflowError as error:
         raise _to_rpc(error) from error

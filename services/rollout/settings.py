@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from services.chassis.settings import ServiceSettings
@@ -13,6 +15,9 @@ class RolloutSettings(ServiceSettings):
     blocked_seconds: float = Field(default=3.0, gt=0)
     """A workflow that blocks the event loop this long without awaiting is interrupted and its
     trajectory fails. The default is less than the missed heartbeats that make a worker LOST."""
+
+    rollout_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where embedded engines compute; `auto`: on the first GPU that the worker sees, if any."""
 
     # Devices of this worker's engines, for jobs that do not name them (docs/rollout.md).
     device_class: str = ""

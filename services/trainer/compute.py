@@ -125,9 +125,15 @@ class BusyFraction:
 
 def memory_of(device: torch.device, setting: int) -> int:
     """The bytes of `device` that policies may use: `setting`, or all that it has; 0: unbounded."""
-    if setting or device.type != "cuda":
-        return setting
-    return int(torch.cuda.get_device_properties(device).total_memory)
+    return setting or gpu_memory(device) or 0
+
+
+def gpu_memory(device: torch.device) -> int | None:
+    """The bytes of memory of a GPU; 0 if they are unknown, None for a CPU."""
+    if device.type == "cpu":
+        return None
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).total_memory if there else 0
 
 
 def choose_device(name: str) -> torch.device:

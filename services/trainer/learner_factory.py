@@ -35,6 +35,7 @@ from services.trainer.learning.model import (
     load_tokenizer,
     outline,
     shape_of_model,
+    with_dtype,
 )
 from services.trainer.settings import TrainerSettings
 from troupe.job import JobSpec
@@ -62,6 +63,7 @@ def make_learner(
     Blocking. Raises InvalidArgument for a model or tokenizer that cannot be used,
     FailedPrecondition of kind "gang_too_large" or "gang_uneven".
     """
+    spec = with_dtype(policy, spec)
     source = spec.policies[policy]
     if source.network is not None:
         return _network_learner(spec, policy), None

@@ -24,6 +24,9 @@ class Preparation:
     def __init__(self) -> None:
         self.now = self.most = self.made = 0
 
+    async def with_defaults(self, spec: Any) -> Any:
+        return spec
+
     async def make(self, job_id: str, spec: Any, refs: Any) -> Any:
         self.now += 1
         self.most = max(self.most, self.now)

@@ -40,7 +40,7 @@ class ScriptedEngine(ServingEngine):
     def __init__(self, script: Script, engine_id: str, policy: str, spec: PolicySpec) -> None:
         super().__init__(engine_id, policy)
         self._script = script
-        self._context = spec.engine.max_context
+        self._context = spec.engine.max_context or 2048
 
     async def _begin(self) -> None:
         self.vocabulary, self.max_context = VOCABULARY, self._context

@@ -27,6 +27,7 @@ from troupe.job.section import (
     expand_home,
 )
 from troupe.job.sections import PoolSpec
+from troupe.scheduling.defaults import CPU, floating_type
 
 
 class LoraSpec(Section):
@@ -69,9 +70,10 @@ class LoraSpec(Section):
 class TrainerSpec(Section):
     """How a policy's gradients are computed."""
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Literal["auto"] = "auto"
     """Keep only the inputs of layers for the backward pass and recompute the rest: about a third
-    more computation, but activations of one layer instead of all."""
+    more computation, but activations of one layer instead of all. `auto`: on a GPU, if transformers
+    can checkpoint the model's layers."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether torch.compile fuses the operations between matrix products. A worker without a
     compiler refuses `on`; so does `pipeline.deterministic`. `auto`: off; measured gain 5 % on a CPU
@@ -82,7 +84,7 @@ class TrainerSpec(Section):
     `off`: never."""
     forward_tokens: Tokens | None = None
     """Tokens per forward pass; micro-batches are split accordingly. A longer sequence is a pass of
-    its own. Default: 1024 on a CPU, 16384 on a GPU."""
+    its own. Default: 1024 on a CPU, 4096 to 32768 on a GPU, by its memory (docs/training.md)."""
     gang: int = Field(default=1, ge=1, le=4096)
     """Devices over which weights, gradients and optimizer state are sharded (FSDP2); each computes
     its part of every micro-batch. 1: not sharded. Sharded sums round differently: not with
@@ -109,8 +111,10 @@ class ModelSpec(Section):
     """Directory or hub id of the tokenizer; default: `path`."""
     revision: str | None = None
     """Hub revision (branch, tag or commit) of `path`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Floating-point type of the weights in trainer and engines."""
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None
+    """Floating-point type of the weights in trainer and engines. `auto`: that of the checkpoint
+    (float16 becomes bfloat16), float32 if it names none. Default: `auto` with `engine.kind: sglang`
+    and `path`; else float32, since the embedded engine serves CPUs, where bfloat16 may be slow."""
     tool_parser: Literal["hermes", "qwen_coder", "llama", "mistral"] = "hermes"
     """Syntax of tool calls of the model. `hermes`: JSON between `<tool_call>` tags (Hermes,
     Qwen2.5, Qwen3); `qwen_coder`: `<function=...>` between them; `llama`: JSON alone (Llama 3.1);
@@ -126,6 +130,20 @@ class ModelSpec(Section):
         if self.path is None and self.tokenizer is None:
             raise ValueError("`tokenizer` is required when the model comes from `config`")
         return self
+
+    @property
+    def weight_dtype(self) -> str:
+        """`dtype`, of a model that is `resolved` or names it."""
+        assert self.dtype != "auto", "the worker resolves it when it has loaded the configuration"
+        return self.dtype or "float32"
+
+    def resolved(self, config: Any) -> ModelSpec:
+        """The same with `dtype` decided. `config`: the model's transformers configuration, as it
+        was loaded."""
+        if self.dtype != "auto":
+            return self
+        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        return self.model_copy(update={"dtype": floating_type(str(own))})
 
     @property
     def tokenizer_source(self) -> str:
@@ -219,10 +237,13 @@ class EngineSpec(Section):
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """`sglang`: devices over which each launched server spreads the model. Replicas take
     `replicas` times as many devices of a rollout worker."""
-    max_running: int = Field(default=64, ge=1, le=4096)
-    """Turns that one engine generates concurrently; further ones wait in the router."""
-    max_context: int = Field(default=2048, ge=16, le=MAX_TOKENS)
-    """Context length in tokens, prompt and response together."""
+    max_running: int | None = Field(default=None, ge=1, le=4096)
+    """Turns that one engine generates concurrently; further ones wait in the router. Default: 64 on
+    a CPU, 64 to 512 on a GPU, by its memory (docs/training.md)."""
+    max_context: int | None = Field(default=None, ge=16, le=MAX_TOKENS)
+    """Context length in tokens, prompt and response together; not above the model's positions.
+    Default: these, at most 32768; with `embedded` at most what its cache has room for, but 2048
+    (docs/engines.md)."""
     urls: list[str] = Field(default=[], max_length=1024)
     """`sglang`: attach to these servers instead of launching servers."""
     launch: list[str] = Field(default=[], max_length=1024)
@@ -248,6 +269,11 @@ class EngineSpec(Section):
     length."""
     start_timeout_seconds: Seconds = 600
     """Time limit of the start of an engine."""
+
+    @property
+    def running_limit(self) -> int:
+        """`max_running`; a rollout worker fills in its default before engines start."""
+        return self.max_running or CPU.max_running
 
     @field_validator("urls")
     @classmethod
@@ -332,6 +358,16 @@ class PolicySpec(Section):
         """The model of a policy that is a language model."""
         assert self.model is not None, "this policy is a network"
         return self.model
+
+    @model_validator(mode="after")
+    def _dtype(self) -> Self:
+        """Fill in the default of `model.dtype`, which must not change with `engine.kind` when a job
+        is resumed."""
+        if self.model is not None and self.model.dtype is None:
+            own = self.engine.kind == "sglang" and self.model.path and self.simulated is None
+            changed = self.model.model_copy(update={"dtype": "auto" if own else "float32"})
+            self.__dict__["model"] = changed  # frozen
+        return self
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

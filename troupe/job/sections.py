@@ -30,6 +30,7 @@ from troupe.job.section import (
     check_entrypoint,
     check_json,
 )
+from troupe.scheduling.defaults import CPU
 
 
 class AffinitySpec(Section):
@@ -236,8 +237,9 @@ class CheckpointSpec(Section):
 class LimitsSpec(Section):
     """Deadlines and bounds."""
 
-    turn_seconds: Seconds = 120
-    """Time limit of one turn, queueing included. Not applied with `pipeline.deterministic`."""
+    turn_seconds: Seconds | None = None
+    """Time limit of one turn, queueing included. Not applied with `pipeline.deterministic`.
+    Default: 120 where engines compute on CPUs, 600 on GPUs."""
     trajectory_seconds: Seconds = 600
     """Time limit of one trajectory. With `pipeline.deterministic` only the workflow's own time
     counts, without waits for engines and the reward service."""
@@ -253,6 +255,11 @@ class LimitsSpec(Section):
     worker_deaths: int = Field(default=3, ge=1, le=1_000_000)
     """The job fails when this many worker processes in succession died at the same trajectory or
     step, or this many orchestrators just after they launched the job."""
+
+    @property
+    def turn_limit(self) -> float:
+        """`turn_seconds`; a rollout worker fills in its default before trajectories start."""
+        return self.turn_seconds or CPU.turn_seconds
 
 
 class LoggingSpec(Section):

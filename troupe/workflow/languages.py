@@ -30,6 +30,8 @@ class Language:
 
     chat: ChatTokenizer
     eos_ids: tuple[int, ...]
+    positions: int = 0
+    """Tokens that the model has positions for; 0: unknown."""
 
 
 def load_language(model: ModelSpec, field: str) -> Language:
@@ -43,7 +45,12 @@ def load_language(model: ModelSpec, field: str) -> Language:
     tokenizer = _load_tokenizer(model, field)
     config = _load_config(model, field)
     _check_vocabulary(tokenizer, config, model, field)
-    return Language(ChatTokenizer(tokenizer), tuple(sorted(_eos_ids(tokenizer, model, config))))
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return Language(
+        ChatTokenizer(tokenizer),
+        tuple(sorted(_eos_ids(tokenizer, model, config))),
+        found if isinstance(found, int) else 0,
+    )
 
 
 def stop_ids(stops: Sequence[str], language: Language, field: str) -> tuple[int, ...]:

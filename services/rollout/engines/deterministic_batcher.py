@@ -66,10 +66,9 @@ class FixedCache(SlotCache):
     """Slots whose passes have a fixed number of rows; `groups` are those that see equally many
     keys."""
 
-    def __init__(
-        self, config: PretrainedConfig, dtype: torch.dtype, *, running: int, max_context: int
-    ) -> None:
-        super().__init__(config, dtype, running=running, max_context=max_context)
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> None:
+        """`options`: those of `SlotCache`."""
+        super().__init__(config, dtype, **options)
         self.groups: list[PassGroup] = []
 
     def plan(self, runs: Sequence[SlotRun], size: int) -> None:
@@ -80,8 +79,8 @@ class FixedCache(SlotCache):
         slots = [run.slot for run in runs for _ in range(run.tokens)]
         positions = [run.start + i for run in runs for i in range(run.tokens)]
         spare = size - len(slots)
-        self.slots = torch.tensor(slots + [self.count] * spare)
-        self.positions = torch.tensor(positions + [0] * spare)
+        self.slots = torch.tensor(slots + [self.count] * spare, device=self.device)
+        self.positions = torch.tensor(positions + [0] * spare, device=self.device)
         self.groups = []
         start = 0
         for (keys, single), members in groupby(runs, lambda r: (padded(r.start), r.tokens == 1)):
@@ -97,8 +96,10 @@ class FixedCache(SlotCache):
                     start = stop
 
     def _group(self, start: int, stop: int, keys: int, slot: int | None) -> PassGroup:
-        hidden = torch.arange(keys) > self.positions[start:stop].unsqueeze(1)
-        mask = torch.zeros(stop - start, keys, dtype=self.dtype).masked_fill_(hidden, MASKED)
+        seen = torch.arange(keys, device=self.device)
+        hidden = seen > self.positions[start:stop].unsqueeze(1)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        mask.masked_fill_(hidden, MASKED)
         return PassGroup(
             start,
             stop,
@@ -176,7 +177,13 @@ class FixedBatcher(SlotBatcher):
     def _make_cache(self, max_context: int) -> SlotCache:
         model = self._model
         model.set_attn_implementation(NAME)
-        return FixedCache(model.config, model.dtype, running=self._running, max_context=max_context)
+        return FixedCache(
+            model.config,
+            model.dtype,
+            running=self._running,
+            max_context=max_context,
+            device=model.device,
+        )
 
     def _weights_changed(self) -> None:
         self._cache.clear()

@@ -27,7 +27,7 @@ from services.rollout.engines.requests import (
     SamplingParams,
     ScoreRequest,
 )
-from services.rollout.engines.slot_batcher import SlotBatcher, fits_slots
+from services.rollout.engines.slot_batcher import SlotBatcher, default_room, fits_slots
 from services.rollout.engines.subprocess_batcher.batcher import SubprocessBatcher
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import (
@@ -39,6 +39,7 @@ from services.rollout.engines.weights import (
     check_published,
     fill,
     load_config,
+    positions_of,
     served_beside,
     skeleton,
     stop_ids,
@@ -46,6 +47,7 @@ from services.rollout.engines.weights import (
 )
 from troupe.job import PolicySpec
 from troupe.rpc.errors import Internal, TroupeError
+from troupe.scheduling.defaults import context_of
 from troupe.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,9 @@ class EmbeddedEngine(ServingEngine):
 
     `deterministic`: a turn with a seed is bitwise a function of (weights, prompt, seed), whatever
     else is batched with it and whatever is cached; slower (docs/guarantees.md).
+
+    `device`: "cpu", "cuda" or "auto". A GPU has a copy of the weights per engine; another process
+    never computes there.
     """
 
     kind: ClassVar[str] = "embedded"
@@ -94,11 +99,13 @@ class EmbeddedEngine(ServingEngine):
         *,
         threads: int = 1,
         deterministic: bool = False,
+        device: str = "cpu",
     ) -> None:
         super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
         self._threads = threads
         self._deterministic = deterministic
+        self._where = device
         self._model: torch.nn.Module | None = None
         self._batcher: Batcher | None = None
         self._progress_at = time.monotonic()
@@ -168,6 +175,8 @@ class EmbeddedEngine(ServingEngine):
         batcher, self._batcher, self._model = self._batcher, None, None
         if batcher is not None:
             await asyncio.to_thread(batcher.stop, _STOP_SECONDS)
+            del batcher
+            _give_back_memory()
 
     async def _serve(self, turn: EngineTurn) -> EngineResponse:
         batcher = self._require_batcher()
@@ -220,6 +229,8 @@ class EmbeddedEngine(ServingEngine):
             self._model = None
         if batcher is not None:
             await asyncio.to_thread(batcher.stop, _STOP_SECONDS)
+            del batcher
+            _give_back_memory()
 
     async def _resume(self, tags: frozenset[Memory]) -> None:
         if tags == self._asleep:  # all that was released: cache and model are built together
@@ -301,6 +312,7 @@ class EmbeddedEngine(ServingEngine):
         torch.set_num_threads(self._threads)
         spec = self._spec
         config = load_config(spec.language_model, self.policy)
+        source = spec.language_model.resolved(config)
         text = config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None):
             raise EngineStartFailed(
@@ -309,14 +321,18 @@ class EmbeddedEngine(ServingEngine):
                 value=self.kind,
                 remedy="Serve this model with `kind: sglang`.",
             )
-        model = skeleton(config, spec.language_model.dtype, self.policy)
+        device = torch_device(self._where)
+        model = skeleton(config, source.weight_dtype, self.policy)
+        model.to(device)
         add_adapter(model, spec.lora)
         if self._deterministic:
             check_architecture(model.config, self.policy)
-        positions = getattr(text, "max_position_embeddings", None) or spec.engine.max_context
-        self.max_context = min(spec.engine.max_context, positions)
+        running = spec.engine.running_limit
+        self.max_context = context_of(
+            spec.engine.max_context, positions_of(text), default_room(model, running)
+        )
         self.vocabulary = text.vocab_size
-        self.eos_ids = stop_ids(config, spec.language_model.path, spec.language_model.revision)
+        self.eos_ids = stop_ids(config, source.path, source.revision)
 
         def exited(reason: str) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
@@ -325,12 +341,13 @@ class EmbeddedEngine(ServingEngine):
         kind: Callable[..., Batcher] = ContinuousBatcher
         if self._deterministic:
             kind = FixedBatcher
-        elif fits_slots(model, spec.engine.max_running, self.max_context):
+        elif fits_slots(model, running, self.max_context):
             kind = SlotBatcher
-            if spec.engine.own_process:
+            # Another process would share weights in host memory.
+            if spec.engine.own_process and device.type == "cpu":
                 kind = partial(
                     SubprocessBatcher,
-                    source=spec.language_model,
+                    source=source,
                     lora=spec.lora,
                     policy=self.policy,
                     threads=self._threads,
@@ -338,7 +355,7 @@ class EmbeddedEngine(ServingEngine):
                 )
         batcher = kind(
             model,
-            max_running=spec.engine.max_running,
+            max_running=running,
             max_context=self.max_context,
             drew=self._drew,
             exited=exited,
@@ -380,6 +397,25 @@ class EmbeddedEngine(ServingEngine):
             self._die(reason)
 
 
+def torch_device(setting: str) -> torch.device:
+    """The device of this process's engines; "auto": the first GPU that it sees, if any."""
+    there = torch.cuda.is_available() if setting in ("auto", "cuda") else False
+    if setting == "cuda" and not there:
+        raise EngineStartFailed(
+            "this process sees no GPU that its torch can use",
+            field="TROUPE_ROLLOUT_DEVICE",
+            value=setting,
+            remedy="Set it to auto or cpu, or install a CUDA build of torch where there is a GPU.",
+        )
+    return torch.device("cuda" if there else "cpu")
+
+
+def _give_back_memory() -> None:
+    """Return to the driver what torch's allocator keeps, for others on the same GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def _swap(batcher: Batcher, model: torch.nn.Module, tensors: Tensors, ref: pb.WeightsRef) -> float:
     """Serve `tensors` from the next pass on; see `SlotBatcher.swap`. Blocking."""
     former: list[torch.Tensor] = []
@@ -419,13 +455,14 @@ def continuation_logprobs(
     rows = {row: at for at, row in enumerate(dict.fromkeys(map(_row, asked)))}
     tail = max(len(one.ids) for one in asked)
     with torch.inference_mode(), _stock_attention(model):
-        out = model(input_ids=torch.tensor(list(rows)), use_cache=False, logits_to_keep=tail)
+        ids = torch.tensor(list(rows), device=model.device)
+        out = model(input_ids=ids, use_cache=False, logits_to_keep=tail)
         table = torch.log_softmax(out.logits.float() / temperature, dim=-1)
         found: list[list[float]] = []
         for one in asked:
-            ids = torch.tensor(one.ids)
             ours = table[rows[_row(one)], tail - len(one.ids) :]
-            found.append(ours.gather(1, ids.unsqueeze(1)).squeeze(1).tolist())
+            chosen = torch.tensor(one.ids, device=model.device).unsqueeze(1)
+            found.append(ours.gather(1, chosen).squeeze(1).tolist())
     return found
 
 

@@ -34,6 +34,7 @@ def make_engine(
     trace_dir: Path | None = None,
     deterministic: bool = False,
     devices: EngineDevices | None = None,
+    device: str = "cpu",
 ) -> ServingEngine:
     """An engine of the policy's kind that has not been started.
 
@@ -42,6 +43,7 @@ def make_engine(
     an attached SGLang engine takes the URL of that number. `trace_dir`: where a simulated engine
     writes when it was busy. `deterministic`: a turn is a function of (weights, prompt, seed), or
     the engine does not start. `devices`: those of the worker, for engines that are processes.
+    `device`: "auto", "cpu" or "cuda", where an embedded engine computes.
     """
     kind = "simulated" if policy_spec.simulated is not None else policy_spec.engine.kind
     engine_class: Callable[..., ServingEngine] = pkgutil.resolve_name(ENGINES[kind])
@@ -51,6 +53,7 @@ def make_engine(
         "trace_dir": trace_dir,
         "deterministic": deterministic,
         "devices": devices,
+        "device": device,
     }
     named = inspect.signature(engine_class).parameters
     known = {name: value for name, value in options.items() if name in named}

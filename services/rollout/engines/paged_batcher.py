@@ -32,6 +32,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from transformers.generation.logits_process import LogitsProcessorList
 
 from services.rollout.engines.sampling import draw
+from services.rollout.engines.slot_cache import cache_bytes
 from services.rollout.engines.turns import EngineTurn, PromptGate
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,10 @@ def supports(config: Any) -> bool:
 def make_plan(
     cu_q: torch.Tensor, cu_k: torch.Tensor, read_index: torch.Tensor, repeat: int
 ) -> BucketPlan:
-    """The plan for packed requests whose queries and keys end at `cu_q[1:]` and `cu_k[1:]`."""
+    """The plan for packed requests whose queries and keys end at `cu_q[1:]` and `cu_k[1:]`, on the
+    device of `read_index`; it is made on the CPU, which needs its numbers."""
+    device = read_index.device
+    cu_q, cu_k = cu_q.cpu(), cu_k.cpu()
     q_end, k_end = cu_q[1:].long(), cu_k[1:].long()
     q_len, k_len = q_end - cu_q[:-1].long(), k_end - cu_k[:-1].long()
     bucket_of = torch.bucketize(q_len, torch.tensor(_BUCKETS))
@@ -136,9 +140,11 @@ def make_plan(
             mask = mask.unsqueeze(1).expand(b, repeat, q, k).reshape(b, repeat * q, k)
         keys = slice(start, start + b * k)
         start = keys.stop
-        gather = gather.clamp(min=0).view(-1)
-        buckets.append(PaddedBucket(b, q, k, gather, source, target, keys, mask.unsqueeze(1)))
-    key_index = torch.cat(key_parts)
+        gather = gather.clamp(min=0).view(-1).to(device)
+        source, target = None if source is None else source.to(device), target.to(device)
+        mask = mask.unsqueeze(1).to(device)
+        buckets.append(PaddedBucket(b, q, k, gather, source, target, keys, mask))
+    key_index = torch.cat(key_parts).to(device)
     return BucketPlan(buckets, key_index, read_index[key_index] if read_index.numel() else None)
 
 
@@ -434,7 +440,7 @@ class ContinuousBatcher:
 
 
 def cache_pages(model: PreTrainedModel, max_running: int, max_context: int) -> int:
-    """Pages of the cache: `max_running` turns at full length if `CACHE_BYTES` allow, never fewer
+    """Pages of the cache: `max_running` turns at full length if `cache_bytes` allow, never fewer
     than four such turns.
 
     When pages run out the library preempts turns and recomputes them later.
@@ -443,5 +449,5 @@ def cache_pages(model: PreTrainedModel, max_running: int, max_context: int) -> i
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token_bytes = 2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize
-    tokens = min(max_running * max_context, CACHE_BYTES // token_bytes)
+    tokens = min(max_running * max_context, cache_bytes(model.device, CACHE_BYTES) // token_bytes)
     return int(-(-max(tokens, 4 * max_context) // PAGE_TOKENS))

@@ -29,7 +29,8 @@ def draw(logits: torch.Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[fl
     temperatures, top_ks, top_ps, seeds, positions = zip(*rows, strict=True)
     if set(temperatures) != {1.0}:
         positive = [temperature if temperature > 0 else 1.0 for temperature in temperatures]
-        scaled = scaled / torch.tensor(positive, dtype=torch.float32).unsqueeze(1)
+        divisors = torch.tensor(positive, dtype=torch.float32, device=logits.device)
+        scaled = scaled / divisors.unsqueeze(1)
     logprobs = torch.log_softmax(scaled, dim=-1)
     # The sum runs over the whole vocabulary: float32 would lose its small terms.
     weights = logprobs.double().exp_()
@@ -37,7 +38,7 @@ def draw(logits: torch.Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[fl
         truncated = [i for i, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1.0]
         weights[truncated] = _truncate(weights[truncated], [rows[i] for i in truncated])
     cdf = weights.cumsum(dim=-1)
-    targets = torch.from_numpy(uniforms(seeds, positions))
+    targets = torch.from_numpy(uniforms(seeds, positions)).to(logits.device)
     targets = targets.unsqueeze(1) * cdf[:, -1:]
     # The first token whose cumulative weight exceeds the target: never one of weight zero.
     tokens = torch.searchsorted(cdf, targets, right=True).clamp_(max=logits.shape[-1] - 1)
@@ -66,11 +67,12 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _truncate(weights: torch.Tensor, rows: Sequence[Draw]) -> torch.Tensor:
     """`weights` with everything outside each row's top-k and nucleus set to zero."""
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(weights.shape[-1])
-    top_k = torch.tensor([r.top_k if r.top_k > 0 else weights.shape[-1] for r in rows])
+    size, device = weights.shape[-1], weights.device
+    rank = torch.arange(size, device=device)
+    top_k = torch.tensor([r.top_k if r.top_k > 0 else size for r in rows], device=device)
     ordered = ordered.masked_fill(rank >= top_k.unsqueeze(1), 0.0)
     # Nucleus of what top-k left: a token stays while the mass before it is short of top_p.
     before = ordered.cumsum(dim=-1) - ordered
-    top_p = torch.tensor([r.top_p for r in rows], dtype=torch.float64)
+    top_p = torch.tensor([r.top_p for r in rows], dtype=torch.float64, device=device)
     ordered = ordered.masked_fill(before >= (top_p * ordered.sum(dim=-1)).unsqueeze(1), 0.0)
     return torch.zeros_like(weights).scatter_(1, order, ordered)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final, TypeVar
 
@@ -27,17 +27,19 @@ from services.rollout.engines.paged_batcher import PASS_SECONDS, STEP_TOKENS, En
 from services.rollout.engines.requests import Draw
 from services.rollout.engines.sampling import draw
 from services.rollout.engines.slot_cache import (
-    CACHE_BYTES,
     LENGTHS,
     MASKED,
+    SPARE,
     KVSlot,
     SlotAllocator,
     SlotCache,
     SlotRun,
+    cache_bytes,
     padded,
     slot_bytes,
 )
 from services.rollout.engines.turns import EngineTurn, PromptGate
+from troupe.scheduling.defaults import EMBEDDED_CONTEXT
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,7 +68,18 @@ def fits_slots(model: PreTrainedModel, max_running: int, max_context: int) -> bo
     if not paged_batcher.supports(model.config) or max_context > LENGTHS[-1]:
         return False
     dtype = cache_dtype(model.dtype, max_context)
-    return max_running * slot_bytes(model.config, dtype, max_context) <= CACHE_BYTES
+    return max_running * slot_bytes(model.config, dtype, max_context) <= cache_bytes(model.device)
+
+
+def default_room(model: PreTrainedModel, max_running: int) -> int:
+    """Tokens of the longest default context: four slots per turn of that length fit into
+    its memory, so that it costs no cached prefix; at least `EMBEDDED_CONTEXT`."""
+    length, memory = EMBEDDED_CONTEXT, cache_bytes(model.device)
+    for longer in LENGTHS:
+        dtype = cache_dtype(model.dtype, longer)
+        if SPARE * max_running * slot_bytes(model.config, dtype, longer) <= memory:
+            length = max(length, longer)
+    return length
 
 
 class SlotBatcher:
@@ -110,7 +123,11 @@ class SlotBatcher:
         model = self._model
         model.set_attn_implementation(NAME)
         return RaggedCache(
-            model.config, model.dtype, running=self._running, max_context=max_context
+            model.config,
+            model.dtype,
+            running=self._running,
+            max_context=max_context,
+            device=model.device,
         )
 
     def start(self) -> None:
@@ -327,10 +344,10 @@ class SlotBatcher:
         """[len(wanted), vocabulary], as the cache is planned."""
         with torch.inference_mode():
             out = self._model(
-                input_ids=torch.tensor([ids]),
+                input_ids=torch.tensor([ids], device=self._cache.device),
                 position_ids=self._cache.positions.unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=torch.tensor(wanted, dtype=torch.long),
+                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self._cache.device),
                 cache=self._cache,
             )
         logits: torch.Tensor = out.logits[0]
@@ -386,16 +403,25 @@ class PaddedRuns:
     # [b, 1, repeat * Q, K]
     mask: torch.Tensor
 
+    def to(self, device: torch.device) -> PaddedRuns:
+        """The same with its tensors on `device`."""
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name in ("gather", "real", "slots", "mask")
+            if isinstance(value := getattr(self, name), torch.Tensor)
+        }
+        return replace(self, **moved)
+
 
 class RaggedCache(SlotCache):
     """Slots whose passes are computed run by run, padded to runs of like length."""
 
     def __init__(
-        self, config: PretrainedConfig, dtype: torch.dtype, *, running: int, max_context: int
+        self, config: PretrainedConfig, dtype: torch.dtype, *, max_context: int, **options: Any
     ) -> None:
-        super().__init__(
-            config, cache_dtype(dtype, max_context), running=running, max_context=max_context
-        )
+        """`options`: those of `SlotCache`."""
+        kept = cache_dtype(dtype, max_context)
+        super().__init__(config, kept, max_context=max_context, **options)
         self.padded_runs: list[PaddedRuns] = []
         # [rows * kv_heads]: indices of the pass's keys in a layer's keys as [..., dim].
         self.key_rows = torch.empty(0, dtype=torch.long)
@@ -406,13 +432,17 @@ class RaggedCache(SlotCache):
         slots, positions = zip(*rows, strict=True)
         self.slots, self.positions = torch.tensor(slots), torch.tensor(positions)
         heads = self.slots.unsqueeze(1) * self.heads + torch.arange(self.heads)
-        self.key_rows = (heads * self.keys[0].shape[2] + self.positions.unsqueeze(1)).view(-1)
+        key_rows = (heads * self.keys[0].shape[2] + self.positions.unsqueeze(1)).view(-1)
+        self.key_rows = key_rows.to(self.device)
+        self.positions = self.positions.to(self.device)
         self.padded_runs = []
         start = 0
         for _, group in groupby(runs, _like_lengths):
             some = list(group)
             self.padded_runs.append(self._padded(some, start))
             start = self.padded_runs[-1].rows.stop
+        if self.device.type != "cpu":
+            self.padded_runs = [one.to(self.device) for one in self.padded_runs]
 
     def _padded(self, runs: Sequence[SlotRun], start: int) -> PaddedRuns:
         numbers, starts, lengths = zip(*runs, strict=True)

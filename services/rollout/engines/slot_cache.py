@@ -25,12 +25,23 @@ from services.rollout.engines.turns import EngineTurn
 LENGTHS: Final = (64, 128, 192, *(base << k for k in range(16) for base in (256, 384)))
 # Memory of keys and values, those of ended turns included: others may begin with the same tokens.
 CACHE_BYTES: Final = 512 << 20
+# Fraction of a GPU's free memory that the keys and values of one engine take instead.
+_GPU_SHARE: Final = 0.25
 # Slots per turn that may run.
 SPARE: Final = 4
 # Tokens per page of the prefix index: prefixes are found in multiples of it.
 _PAGE: Final = 8
+_CPU: Final = torch.device("cpu")
 # Added to masked scores. Finite: its exponential is exactly zero, and nothing becomes NaN.
 MASKED: Final = -1e30
+
+
+def cache_bytes(device: torch.device, least: int = CACHE_BYTES) -> int:
+    """Memory of keys and values on `device`: `least` on a CPU."""
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return least
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(least, int(free * _GPU_SHARE))
 
 
 def padded(position: int) -> int:
@@ -67,20 +78,28 @@ class SlotCache(ABC):
 
     `keys` and `values`: per layer [count + 1, kv_heads, length, dim]; memory is committed where it
     is written first. `slots`, `positions` [rows] describe the pass being computed. Subclasses plan
-    passes and have an attention function that reads the plan."""
+    passes and have an attention function that reads the plan. Plans are made on the CPU,
+    which needs their numbers, and moved to `device`."""
 
     def __init__(
-        self, config: PretrainedConfig, dtype: torch.dtype, *, running: int, max_context: int
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        *,
+        running: int,
+        max_context: int,
+        device: torch.device = _CPU,
     ) -> None:
-        """Slots for `running` turns of `max_context` tokens, and more if `CACHE_BYTES` allow."""
+        """Slots for `running` turns of `max_context` tokens, and more if `cache_bytes` allow."""
         text = config.get_text_config()
         self.heads, length, dim = _shape(config, max_context)
         self.repeat: int = text.num_attention_heads // self.heads
         self.dtype = dtype
+        self.device = device
         self._layers = text.num_hidden_layers
         slot = (self.heads, length, dim)
         self._slot_bytes = math.prod(slot) * dtype.itemsize
-        affordable = CACHE_BYTES // slot_bytes(config, dtype, max_context)
+        affordable = cache_bytes(device) // slot_bytes(config, dtype, max_context)
         self.count = max(running, min(affordable, SPARE * running))
         self._shape = (self.count + 1, *slot)
         self.keys: list[torch.Tensor] = []
@@ -99,6 +118,8 @@ class SlotCache(ABC):
         self.values = [self._zeros() for _ in range(self._layers)]
 
     def _zeros(self) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(self._shape, dtype=self.dtype, device=self.device)
         size = self._slot_bytes * (self.count + 1)
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(pages, dtype=self.dtype).view(self._shape)

@@ -122,6 +122,12 @@ def stop_ids(config: PretrainedConfig, path: str | None, revision: str | None) -
     return frozenset(ids)
 
 
+def positions_of(config: PretrainedConfig) -> int:
+    """Tokens that a model has positions for, by its text configuration; 0: unknown."""
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) else 0
+
+
 def layout(manifest: Manifest) -> dict[str, torch.Tensor]:
     """Names, shapes and dtypes of published tensors, as tensors without storage."""
     return {

@@ -59,7 +59,7 @@ async def behave(
     tree = await asyncio.to_thread(_tree, arena, request.game)
     check_version(policy, wanted)
     try:
-        served = await served_now(policy, job.spec.limits.turn_seconds, wanted)
+        served = await served_now(policy, job.spec.limits.turn_limit, wanted)
     except TurnError as error:
         raise DeadlineExceeded(
             error.message, kind="behave_deadline", field=error.field, remedy=error.remedy

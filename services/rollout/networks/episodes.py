@@ -115,7 +115,7 @@ class EpisodeRunner(RunningTrajectory):
         async def play() -> Any:
             with clock.outside():
                 served = {
-                    policy: await served_now(job.policies[policy], clock.bound(limits.turn_seconds))
+                    policy: await served_now(job.policies[policy], clock.bound(limits.turn_limit))
                     for policy, _ in seating
                 }
             for policy, weights in served.items():

@@ -84,7 +84,7 @@ class ServedPolicy:
         self.router = PolicyRouter(
             name,
             engines,
-            limit=spec.max_running,
+            limit=spec.running_limit,
             may_serve=self._target.admits,
             spec=routing,
             resume=resume,

@@ -206,7 +206,7 @@ class RunningTrajectory:
         backend = TurnBackend(
             name,
             cast.policy_of,
-            turn_seconds=limits.turn_seconds,
+            turn_seconds=limits.turn_limit,
             clock=clock,
             turn_began=self._turn_began,
             endpoints=self._endpoints,

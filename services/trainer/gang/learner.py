@@ -145,13 +145,15 @@ class RankLearner(Learner):
             model: Any = load_model(policy, own, spec.seed)
             if double:
                 model = model.double()
-            return shard(model, group.mesh, half=own.language_model.dtype == "bfloat16")
+            return shard(model, group.mesh, half=own.language_model.weight_dtype == "bfloat16")
 
         def again() -> Any:
             # One rank of a host after another, so that one whole model at a time is in its memory.
             return group.one_per_host(make)
 
-        trained = ShardedModel(again(), device, getattr(torch, own.language_model.dtype), again)
+        trained = ShardedModel(
+            again(), device, getattr(torch, own.language_model.weight_dtype), again
+        )
         super().__init__(trained, spec, policy, device=device, ranks=group, **options)
         # FSDP owns the memory of the parameters: it is not released, and weights are copied.
         self._pooled = PooledParameters({}, [])

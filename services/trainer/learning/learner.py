@@ -445,7 +445,7 @@ class Learner:
         self._job, self._name = spec, policy
         self._policy = spec.policies[policy]
         if not isinstance(model, TrainedModel):
-            dtype = getattr(torch, self._policy.language_model.dtype)
+            dtype = getattr(torch, self._policy.language_model.weight_dtype)
             model = TrainedModel(model, device or torch.device("cpu"), dtype)
         self._trained: TrainedModel = model
         # The Hugging Face model.
@@ -468,7 +468,7 @@ class Learner:
         self._critic: Critic | None = None
         value_function = spec.algorithm.value_function
         if value_function and self._policy.trainable and self._policy.simulated is None:
-            bfloat16 = self._policy.language_model.dtype == "bfloat16"
+            bfloat16 = self._policy.language_model.weight_dtype == "bfloat16"
             pack = self._passes.packed_batches
             self._critic = Critic(self.model, value_function, pack, bfloat16=bfloat16)
         self._step = Accumulation(

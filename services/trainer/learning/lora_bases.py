@@ -51,11 +51,11 @@ def frozen_base(
 
     `seed` matters for random weights only. Raises what `load` raises.
     """
-    source = (*_source(model, seed), model.dtype, str(device))
+    source = (*_source(model, seed), model.weight_dtype, str(device))
     with _LOCK:
         known = _BY_SOURCE.get(source)
         if known is None:
-            fresh = FrozenBase(_cast(load(), getattr(torch, model.dtype), device))
+            fresh = FrozenBase(_cast(load(), getattr(torch, model.weight_dtype), device))
             # Two paths may have the same weights, so also look up the content.
             content = (fresh.checksum, _architecture(fresh.module), str(device))
             known = _BY_SOURCE[source] = _BY_CONTENT.setdefault(content, fresh)

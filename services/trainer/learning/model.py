@@ -15,7 +15,7 @@ from services.trainer.learning.lora_bases import frozen_base
 from troupe.adapters import linear_layers
 from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
 from troupe.checkpoints.verifying import verify
-from troupe.job import PolicySpec, no_directory
+from troupe.job import JobSpec, PolicySpec, no_directory
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.memory import ModelShape
 
@@ -100,6 +100,16 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
         return AutoConfig.from_pretrained(source.path, revision=source.revision)
     except Exception as error:
         raise _explain(policy, source.path, error) from error
+
+
+def with_dtype(policy: str, spec: JobSpec) -> JobSpec:
+    """The job with the `model.dtype` of `policy` decided. Blocking. Raises as `load_model`."""
+    source = spec.policies[policy]
+    if source.model is None or source.model.dtype != "auto":
+        return spec
+    model = source.model.resolved(load_config(policy, source))
+    decided = source.model_copy(update={"model": model})
+    return spec.model_copy(update={"policies": {**spec.policies, policy: decided}})
 
 
 def outline(policy: str, spec: PolicySpec) -> Any:

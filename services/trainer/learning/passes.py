@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from services.trainer.compute import gpu_memory
 from services.trainer.learning.attention import PACKED, packed_attention
 from services.trainer.learning.cpu_kernels import layers_of, use_kernels
 from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_splitting
@@ -31,10 +33,11 @@ from troupe.algorithms.losses import Normalize, grpo_loss_sum, token_weights
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.job import JobSpec, TrainerSpec
 from troupe.rpc import FailedPrecondition
+from troupe.scheduling.defaults import CPU, DeviceDefaults, defaults_of
 
+log = structlog.get_logger("troupe.trainer")
 _CONFIGURED = "_troupe_configured"
-# Token budget of a forward pass: few enough for a CPU's caches, enough to keep a GPU busy.
-_FORWARD_TOKENS = {"cpu": 1024, "cuda": 16384}
+_CHECKPOINTED = "_troupe_checkpointed"
 # Losses and corrections that couple the tokens of a row.
 _BY_SEQUENCE = {"gspo", "sequence_masked"}
 # Bytes of the float32 logits of one forward pass, for models that compute them all at once.
@@ -98,10 +101,11 @@ class TokenColumns:
         return TokenColumns(**own)
 
 
-def configure_model(policy: str, model: Any, spec: TrainerSpec) -> None:
+def configure_model(policy: str, model: Any, spec: TrainerSpec, own: DeviceDefaults = CPU) -> None:
     """Set up kernels, compilation and activation checkpointing of `model`; call once per model.
 
-    Raises FailedPrecondition of kind "model_unsupported" or "no_compiler", naming the field.
+    `own`: the defaults of its device. Raises FailedPrecondition of kind "model_unsupported" or
+    "no_compiler", naming the field.
     """
     if getattr(model, _CONFIGURED, False):
         return
@@ -114,11 +118,16 @@ def configure_model(policy: str, model: Any, spec: TrainerSpec) -> None:
         AttentionInterface.register(PACKED, eager)
         for layer in _layers(model, f"{field}.compile"):
             layer.forward = _CompiledForward(layer.forward)
-    if spec.activation_checkpointing:
-        for layer in _layers(model, f"{field}.activation_checkpointing"):
-            # transformers' own switch works in training mode only, where dropout is active. Wraps
-            # `forward`, so that hooks of wrappers (FSDP) stay outside.
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    layers: list[torch.nn.Module] = []
+    if spec.activation_checkpointing is True:
+        layers = _layers(model, f"{field}.activation_checkpointing")
+    elif spec.activation_checkpointing == "auto" and own.activation_checkpointing:
+        layers = layers_of(model)
+    for layer in layers:
+        # transformers' own switch works in training mode only, where dropout is active. Wraps
+        # `forward`, so that hooks of wrappers (FSDP) stay outside.
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    setattr(model, _CHECKPOINTED, bool(layers))
     setattr(model, _CONFIGURED, True)
 
 
@@ -238,10 +247,19 @@ class Passes:
         self._ranks = ranks or RankGroup()
         self._job = spec
         self._policy = spec.policies[policy]
-        configure_model(policy, model.module, self._policy.trainer)
+        own = defaults_of(gpu_memory(model.device))
+        configure_model(policy, model.module, self._policy.trainer, own)
         self._reference: Forward | None = None
         wanted = self._policy.trainer.forward_tokens or forward_tokens
-        self._budget = wanted or _FORWARD_TOKENS.get(model.device.type, 4096)
+        self._budget = wanted or own.forward_tokens
+        # Where the defaults of this device are shown.
+        log.info(
+            "passes",
+            policy=policy,
+            device=str(model.device),
+            forward_tokens=self._budget,
+            activation_checkpointing=getattr(model.module, _CHECKPOINTED, False),
+        )
         self._shares = share_prefixes
 
     @functools.cached_property
@@ -474,7 +492,7 @@ class Passes:
         return found if own.reference is None else own.reference
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._policy.language_model.dtype == "bfloat16":
+        if self._policy.language_model.weight_dtype == "bfloat16":
             return torch.autocast(self._model.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
 

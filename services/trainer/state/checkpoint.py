@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.trainer.learning.lora import Adapter, adapter_of
+from services.trainer.learning.model import with_dtype
 from services.trainer.state.training_state import StateStore, reported, sync_directory, sync_file
 from services.trainer.versions import Versions
 from troupe.adapters.merge import distinct_tensors
@@ -199,7 +200,7 @@ class Checkpoints:
         """
         states, versions = self._states, self._versions
         job_id, name = states.job_id, states.policy
-        policy = self._spec.policies[name]
+        policy = with_dtype(name, self._spec).policies[name]
         weights: dict[str, torch.Tensor] = {}
         committed = version == versions.committed
         step, checksum = -1, versions.weights.checksum if committed else ""
@@ -220,7 +221,7 @@ class Checkpoints:
                 )
         dtype = torch.float32
         if policy.network is None:
-            dtype = getattr(torch, policy.language_model.dtype)
+            dtype = getattr(torch, policy.language_model.weight_dtype)
         model = versions.learner.model
         lineage = lineage_of(self._spec, job_id, name, version, step, checksum, model)
         return save_checkpoint(

@@ -13,8 +13,9 @@ from typing import Any
 
 from troupe.functions import declaration_of
 from troupe.functions.costs import DEFAULTS
-from troupe.job import FunctionSpec, JobSpec, load_job
+from troupe.job import EngineSpec, FunctionSpec, JobSpec, load_job
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
+from troupe.scheduling.defaults import EMBEDDED_CONTEXT, LONGEST_CONTEXT, context_of
 from troupe.workflow.agent import Role
 from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
@@ -124,12 +125,18 @@ def _of_job(spec: JobSpec, entrypoint: str, workflow: Workflow, split: str) -> S
         tools=_functions(spec.tools, "tools"),
         rewards=_functions(spec.rewards, "rewards"),
         contexts={
-            name: spec.policies[name].engine.max_context
+            name: _context(spec.policies[name].engine, language)
             for name, language in languages.items()
             if not isinstance(language, _Bytes)
         },
         notes=tuple(notes[:1] if bytes_only and len(notes) > 1 else notes),
     )
+
+
+def _context(engine: EngineSpec, language: Language) -> int:
+    """Tokens of a context; where it is left to an embedded engine, the least that it has."""
+    room = EMBEDDED_CONTEXT if engine.kind == "embedded" else LONGEST_CONTEXT
+    return context_of(engine.max_context, language.positions, room)
 
 
 class _Bytes(Language):

@@ -230,7 +230,7 @@ class SglangEngine(ServingEngine):
         self._versions.forget(restarted=True)
         self._misses = 0
         self._reported = ServerLoad()
-        self._health = Health(server.client, self._spec.engine.max_running)
+        self._health = Health(server.client, self._spec.engine.running_limit)
 
     def _keeps_memory(self) -> FailedPrecondition | None:
         if self._server.frees_memory or self._server.launched:

@@ -25,9 +25,10 @@ from services.rollout.engines.server_process import (
 )
 from services.rollout.engines.sglang.client import Features, ServerLoad, SglangClient
 from services.rollout.engines.sglang.update import DiskLoader, Updater, choose_loader
-from services.rollout.engines.weights import load_config, skeleton, stop_ids
+from services.rollout.engines.weights import load_config, positions_of, skeleton, stop_ids
 from troupe.adapters import linear_layers
 from troupe.job import ModelSpec, PolicySpec
+from troupe.scheduling.defaults import context_of
 from troupe.scratch import Scratch
 
 # Kernels whose results do not depend on the batch, and sampling by each request's own seed.
@@ -171,13 +172,13 @@ class Server:
         return self._scratch.path
 
     def _read_model(self) -> PretrainedConfig:
-        model = self._spec.language_model
-        config = load_config(model, self._policy)
+        config = load_config(self._spec.language_model, self._policy)
+        model = self._spec.language_model.resolved(config)
+        self._spec = self._spec.model_copy(update={"model": model})
         with torch.device("meta"):
-            self.layout = skeleton(config, model.dtype, self._policy)
+            self.layout = skeleton(config, model.weight_dtype, self._policy)
         text = config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", None)
-        self.max_context = min(self._spec.engine.max_context, positions or 1 << 30)
+        self.max_context = context_of(self._spec.engine.max_context, positions_of(text))
         self.vocabulary = text.vocab_size
         self.eos_ids = stop_ids(config, model.path, model.revision)
         return config
@@ -374,10 +375,10 @@ def launch_command(
         *revision,
         *("--host", "127.0.0.1"),
         *("--port", str(port)),
-        *("--dtype", spec.language_model.dtype),
+        *("--dtype", spec.language_model.weight_dtype),
         *("--load-format", "dummy"),
         *("--context-length", str(max_context)),
-        *("--max-running-requests", str(engine.max_running)),
+        *("--max-running-requests", str(engine.running_limit)),
         *(["--tp-size", str(engine.tensor_parallel)] if engine.tensor_parallel > 1 else []),
         "--skip-tokenizer-init",
         *(["--served-model-name", name] if name else []),

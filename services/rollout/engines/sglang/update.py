@@ -72,7 +72,7 @@ class Updater:
         self._client = client
         self._features = features
         self._loader = loader
-        self.reference = ReferenceModel(layout, model.dtype, policy)
+        self.reference = ReferenceModel(layout, model.weight_dtype, policy)
         self._names = NamesCheck(self.reference, client.url, self._put, self._fingerprint)
 
     async def run(

@@ -85,7 +85,9 @@ class _Child:
         ((settings,),) = batcher.receive(connection)
         torch.set_num_threads(settings["threads"])
         source = ModelSpec.model_validate(settings["model"])
-        model = skeleton(load_config(source, settings["policy"]), source.dtype, settings["policy"])
+        model = skeleton(
+            load_config(source, settings["policy"]), source.weight_dtype, settings["policy"]
+        )
         lora = settings["lora"]
         add_adapter(model, None if lora is None else LoraSpec.model_validate(lora))
         batcher.map_weights(model, descriptor)
