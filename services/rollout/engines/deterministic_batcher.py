@@ -9,7 +9,7 @@ is probed whenever weights are loaded."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
 
@@ -79,8 +79,8 @@ class FixedCache(SlotCache):
         slots = [run.slot for run in runs for _ in range(run.tokens)]
         positions = [run.start + i for run in runs for i in range(run.tokens)]
         spare = size - len(slots)
-        self.slots = torch.tensor(slots + [self.count] * spare, device=self.device)
-        self.positions = torch.tensor(positions + [0] * spare, device=self.device)
+        self.slots = torch.tensor(slots + [self.count] * spare)
+        self.positions = torch.tensor(positions + [0] * spare)
         self.groups = []
         start = 0
         for (keys, single), members in groupby(runs, lambda r: (padded(r.start), r.tokens == 1)):
@@ -95,11 +95,22 @@ class FixedCache(SlotCache):
                     self.groups.append(self._group(start, stop, keys_of_part, run.slot))
                     start = stop
 
+    def to_device(self) -> None:
+        """Move the plan to where the model is."""
+        super().to_device()
+        if self.device.type != "cpu":
+            self.groups = [
+                replace(
+                    one,
+                    slots=one.slots if isinstance(one.slots, int) else one.slots.to(self.device),
+                    mask=one.mask.to(self.device),
+                )
+                for one in self.groups
+            ]
+
     def _group(self, start: int, stop: int, keys: int, slot: int | None) -> PassGroup:
-        seen = torch.arange(keys, device=self.device)
-        hidden = seen > self.positions[start:stop].unsqueeze(1)
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-        mask.masked_fill_(hidden, MASKED)
+        hidden = torch.arange(keys) > self.positions[start:stop].unsqueeze(1)
+        mask = torch.zeros(stop - start, keys, dtype=self.dtype).masked_fill_(hidden, MASKED)
         return PassGroup(
             start,
             stop,

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -92,6 +92,27 @@ class BucketPlan:
     """The same, composed with the cache's read index; None when nothing is read from it."""
 
 
+def moved(plan: BucketPlan, device: torch.device) -> BucketPlan:
+    """`plan` with its tensors on `device`."""
+    if device.type == "cpu":
+        return plan
+
+    def there(tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else tensor.to(device)
+
+    buckets = [
+        replace(
+            one,
+            gather=there(one.gather),
+            source=there(one.source),
+            target=there(one.target),
+            mask=there(one.mask),
+        )
+        for one in plan.buckets
+    ]
+    return BucketPlan(buckets, there(plan.key_index), there(plan.read_index))
+
+
 def supports(config: Any) -> bool:
     """Whether a model with this configuration computes plain causal attention in every layer.
 
@@ -109,10 +130,8 @@ def supports(config: Any) -> bool:
 def make_plan(
     cu_q: torch.Tensor, cu_k: torch.Tensor, read_index: torch.Tensor, repeat: int
 ) -> BucketPlan:
-    """The plan for packed requests whose queries and keys end at `cu_q[1:]` and `cu_k[1:]`, on the
-    device of `read_index`; it is made on the CPU, which needs its numbers."""
-    device = read_index.device
-    cu_q, cu_k = cu_q.cpu(), cu_k.cpu()
+    """The plan for packed requests whose queries and keys end at `cu_q[1:]` and `cu_k[1:]`. All
+    are on the CPU, which needs their numbers."""
     q_end, k_end = cu_q[1:].long(), cu_k[1:].long()
     q_len, k_len = q_end - cu_q[:-1].long(), k_end - cu_k[:-1].long()
     bucket_of = torch.bucketize(q_len, torch.tensor(_BUCKETS))
@@ -140,11 +159,9 @@ def make_plan(
             mask = mask.unsqueeze(1).expand(b, repeat, q, k).reshape(b, repeat * q, k)
         keys = slice(start, start + b * k)
         start = keys.stop
-        gather = gather.clamp(min=0).view(-1).to(device)
-        source, target = None if source is None else source.to(device), target.to(device)
-        mask = mask.unsqueeze(1).to(device)
-        buckets.append(PaddedBucket(b, q, k, gather, source, target, keys, mask))
-    key_index = torch.cat(key_parts).to(device)
+        gather = gather.clamp(min=0).view(-1)
+        buckets.append(PaddedBucket(b, q, k, gather, source, target, keys, mask.unsqueeze(1)))
+    key_index = torch.cat(key_parts)
     return BucketPlan(buckets, key_index, read_index[key_index] if read_index.numel() else None)
 
 
@@ -171,8 +188,9 @@ def packed_attention(
     lengths = kwargs["cu_seq_lens_k"]
     plan = lengths.get(NAME)
     if plan is None:
-        read = kwargs["read_index"][0]
-        plan = lengths[NAME] = make_plan(kwargs["cu_seq_lens_q"], lengths[_FULL], read, repeat)
+        where = (kwargs["cu_seq_lens_q"], lengths[_FULL], kwargs["read_index"][0])
+        plan = make_plan(*(one.cpu() for one in where), repeat)
+        plan = lengths[NAME] = moved(plan, query.device)
     if plan.read_index is not None:
         kwargs["read_index"] = [plan.read_index]
     keys, values = cache.update(key, value, layer_idx=module.layer_idx, kwargs=kwargs)

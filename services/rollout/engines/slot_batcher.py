@@ -342,6 +342,7 @@ class SlotBatcher:
 
     def _logits(self, ids: list[int], wanted: list[int]) -> torch.Tensor:
         """[len(wanted), vocabulary], as the cache is planned."""
+        self._cache.to_device()
         with torch.inference_mode():
             out = self._model(
                 input_ids=torch.tensor([ids], device=self._cache.device),
@@ -432,15 +433,18 @@ class RaggedCache(SlotCache):
         slots, positions = zip(*rows, strict=True)
         self.slots, self.positions = torch.tensor(slots), torch.tensor(positions)
         heads = self.slots.unsqueeze(1) * self.heads + torch.arange(self.heads)
-        key_rows = (heads * self.keys[0].shape[2] + self.positions.unsqueeze(1)).view(-1)
-        self.key_rows = key_rows.to(self.device)
-        self.positions = self.positions.to(self.device)
+        self.key_rows = (heads * self.keys[0].shape[2] + self.positions.unsqueeze(1)).view(-1)
         self.padded_runs = []
         start = 0
         for _, group in groupby(runs, _like_lengths):
             some = list(group)
             self.padded_runs.append(self._padded(some, start))
             start = self.padded_runs[-1].rows.stop
+
+    def to_device(self) -> None:
+        """Move the plan to where the model is."""
+        super().to_device()
+        self.key_rows = self.key_rows.to(self.device)
         if self.device.type != "cpu":
             self.padded_runs = [one.to(self.device) for one in self.padded_runs]
 

@@ -79,7 +79,7 @@ class SlotCache(ABC):
     `keys` and `values`: per layer [count + 1, kv_heads, length, dim]; memory is committed where it
     is written first. `slots`, `positions` [rows] describe the pass being computed. Subclasses plan
     passes and have an attention function that reads the plan. Plans are made on the CPU,
-    which needs their numbers, and moved to `device`."""
+    which needs their numbers."""
 
     def __init__(
         self,
@@ -111,6 +111,10 @@ class SlotCache(ABC):
     @abstractmethod
     def plan(self, runs: Sequence[SlotRun], size: int) -> None:
         """Plan the next pass: of `size` rows, of which the first are the tokens of `runs`."""
+
+    def to_device(self) -> None:
+        """Move the plan to where the model is."""
+        self.slots, self.positions = self.slots.to(self.device), self.positions.to(self.device)
 
     def clear(self) -> None:
         """Fill all slots with zeros: masked values are still multiplied, by zero."""

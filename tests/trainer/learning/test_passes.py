@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
@@ -19,6 +21,7 @@ from tests.support.training import make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from troupe.job import JobSpecError, TrainerSpec, parse_job
 from troupe.rpc import FailedPrecondition
+from troupe.scheduling.defaults import defaults_of
 
 SHAPE = Shape(groups=4, members=6, prompt=20, response=40)
 
@@ -132,3 +135,32 @@ def test_a_model_without_known_layers_is_refused() -> None:
         configure_model("solver", torch.nn.Linear(2, 2), spec)
     assert caught.value.kind == "model_unsupported"
     assert caught.value.field == "policies.solver.trainer.activation_checkpointing"
+
+
+@pytest.mark.parametrize(
+    ("asked", "memory", "wrapped"),
+    [
+        ("auto", None, False),
+        ("auto", 24 << 30, True),
+        ("auto", 0, True),
+        (False, 80 << 30, False),
+        (True, None, True),
+    ],
+)
+def test_activation_checkpointing_is_on_by_default_on_a_gpu(
+    asked: Any, memory: int | None, wrapped: bool
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config()))
+    spec = TrainerSpec(activation_checkpointing=asked)
+    configure_model("solver", model, spec, defaults_of(memory))
+    assert [isinstance(layer.forward, partial) for layer in model.model.layers] == [wrapped] * 2
+
+
+def test_the_default_leaves_a_model_without_known_layers_as_it_is() -> None:
+    configure_model("solver", torch.nn.Linear(2, 2), TrainerSpec(), defaults_of(80 << 30))
+
+
+def test_a_pass_on_a_cpu_has_the_tokens_that_it_had(tokenizer: Path) -> None:
+    learner = learner_of(tokenizer, {})
+    assert learner._passes._budget == 1024
+    assert not any(isinstance(layer.forward, partial) for layer in learner.model.model.layers)

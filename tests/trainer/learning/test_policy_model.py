@@ -12,17 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.trainer.learning.learner import Learner
 from services.trainer.learning.lora import adapter_of
 from services.trainer.learning.model import (
     check_tokenizer,
     load_adapted,
     load_model,
     load_tokenizer,
+    with_dtype,
 )
 from services.trainer.learning.optimizer import learning_rate
 from tests.support.training import make_spec, save_tokenizer, tiny_config
 from troupe.adapters.merge import distinct_tensors
-from troupe.job import LoraSpec, OptimizerSpec, PolicySpec
+from troupe.job import JobSpec, LoraSpec, OptimizerSpec, PolicySpec
 from troupe.rpc import InvalidArgument
 from troupe.transfer import checksum_of
 
@@ -300,3 +302,28 @@ def test_an_adapter_that_is_not_of_its_model_is_refused_by_name(
             assert told in caught.value.message
         else:
             assert "is [2, 7] and not [" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("own", "engine", "found"),
+    [
+        (torch.bfloat16, {"kind": "sglang"}, torch.bfloat16),
+        (torch.float16, {"kind": "sglang"}, torch.bfloat16),
+        (torch.float32, {"kind": "sglang"}, torch.float32),
+        (torch.bfloat16, {}, torch.float32),
+    ],
+)
+def test_weights_are_published_in_the_type_of_the_checkpoint(
+    tokenizer: Path, tmp_path: Path, own: torch.dtype, engine: dict[str, Any], found: torch.dtype
+) -> None:
+    load_model("solver", policy(tokenizer, config=tiny_config()), 0).to(own).save_pretrained(
+        tmp_path
+    )
+    spec = make_spec(tokenizer, model={"path": str(tmp_path), "tokenizer": str(tokenizer)})
+    values = spec.model_dump()
+    values["policies"]["solver"]["model"]["dtype"] = None
+    values["policies"]["solver"]["engine"] = engine
+    decided = with_dtype("solver", JobSpec.model_validate(values))
+    learner = Learner(load_model("solver", decided.policies["solver"], 0), decided, "solver")
+    assert {tensor.dtype for tensor in learner.published().values()} == {found}
+    assert {tensor.dtype for tensor in learner.weights().values()} == {torch.float32}
