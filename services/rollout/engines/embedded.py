@@ -412,7 +412,7 @@ def torch_device(setting: str) -> torch.device:
 
 def _give_back_memory() -> None:
     """Return to the driver what torch's allocator keeps, for others on the same GPU."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 

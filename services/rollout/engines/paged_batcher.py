@@ -188,9 +188,9 @@ def packed_attention(
     lengths = kwargs["cu_seq_lens_k"]
     plan = lengths.get(NAME)
     if plan is None:
-        where = (kwargs["cu_seq_lens_q"], lengths[_FULL], kwargs["read_index"][0])
-        plan = make_plan(*(one.cpu() for one in where), repeat)
-        plan = lengths[NAME] = moved(plan, query.device)
+        cu_q, read = kwargs["cu_seq_lens_q"].cpu(), kwargs["read_index"][0].cpu()
+        plan = moved(make_plan(cu_q, lengths[_FULL].cpu(), read, repeat), query.device)
+        lengths[NAME] = plan
     if plan.read_index is not None:
         kwargs["read_index"] = [plan.read_index]
     keys, values = cache.update(key, value, layer_idx=module.layer_idx, kwargs=kwargs)
