@@ -407,7 +407,7 @@ def torch_device(setting: str) -> torch.device:
             value=setting,
             remedy="Set it to auto or cpu, or install a CUDA build of torch where there is a GPU.",
         )
-    return torch.device("cuda" if there else "cpu")
+    return torch.device("cuda", 0) if there else torch.device("cpu")
 
 
 def _give_back_memory() -> None:

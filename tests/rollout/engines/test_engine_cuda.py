@@ -22,7 +22,7 @@ from tests.rollout.engines.models import CONFIG, VOCABULARY, make_model
 from troupe.job import LoraSpec
 from troupe.v1 import common_pb2 as pb
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 # Prompts of 5 and 9 tokens, and turns that draw: neighbours, and one apart from them.
 RUNS = [SlotRun(0, 7, 1), SlotRun(1, 3, 1), SlotRun(4, 70, 1), SlotRun(2, 0, 5), SlotRun(3, 2, 9)]
 TOKENS = sum(run.tokens for run in RUNS)

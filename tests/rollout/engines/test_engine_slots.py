@@ -18,7 +18,7 @@ from services.rollout.engines import slot_batcher
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.slot_batcher import SlotBatcher, fits_slots
-from services.rollout.engines.slot_cache import SlotAllocator, SlotRun, slot_bytes
+from services.rollout.engines.slot_cache import CACHE_BYTES, SlotAllocator, SlotRun, slot_bytes
 from services.rollout.engines.turns import EngineTurn
 from tests.rollout.engines.asking import ask, prompt
 from tests.rollout.engines.models import (
@@ -158,7 +158,7 @@ def test_half_precision_draws_from_whole_keys_where_contexts_are_short(
     assert {t.dtype for t in (*cache.keys, *cache.values)} == {kept}
     # Of one turn as much memory as is counted before.
     counted = slot_bytes(model.config, kept, context)
-    turns = slot_batcher.CACHE_BYTES // counted
+    turns = CACHE_BYTES // counted
     assert fits_slots(model, turns, context)
     assert not fits_slots(model, turns + 1, context)
 
