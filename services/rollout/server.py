@@ -87,7 +87,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 settings.device_decode_tokens_per_second,
             ),
             settings.threads,
-            gpu=next((device.memory for device in find_devices()), None),
+            gpu=next((device.memory for device in self._devices.devices), None),
             embedded=settings.rollout_device,
         )
         self._jobs = JobTable(preparation, settings.worker_id)
