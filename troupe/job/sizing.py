@@ -15,6 +15,12 @@ from typing import Any, Final
 
 from troupe.job.policy import ModelSpec
 from troupe.job.spec import JobSpec
+from troupe.scheduling.defaults import (
+    EMBEDDED_CONTEXT,
+    LONGEST_CONTEXT,
+    context_of,
+    defaults_of,
+)
 from troupe.scheduling.memory import ModelShape, TrainingSetup
 
 # Defaults of transformers' configurations, which files may leave out: vocabulary, hidden size,
@@ -42,8 +48,6 @@ _DEFAULTS: Final = {
 }
 # Part that a GPU really has of the memory that it is sold with: 79.2 of 80 GB (H100), 23.6 of 24.
 SOLD: Final = 0.985
-# Default budget of a forward pass, by device type.
-_FORWARD_TOKENS: Final = {"cpu": 1024, "cuda": 16_384}
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape | None:
@@ -172,9 +176,11 @@ def setup_of(
     lora = own.lora
     gang = own.trainer.gang if ranks is None else ranks
     # A row longer than the budget is a pass of its own.
-    longest = own.engine.max_context + algorithm.team_tokens
+    given = defaults_of(None if device == "cpu" else memory)
+    room = EMBEDDED_CONTEXT if own.engine.kind == "embedded" else LONGEST_CONTEXT
+    longest = context_of(own.engine.max_context, shape.positions, room) + algorithm.team_tokens
     longest = min(longest, shape.positions or longest)
-    budget = own.trainer.forward_tokens or forward_tokens or _FORWARD_TOKENS.get(device, 4096)
+    budget = own.trainer.forward_tokens or forward_tokens or given.forward_tokens
     adapter = 0
     if lora is not None:
         names = None if lora.target_modules == "all-linear" else lora.target_modules
@@ -182,9 +188,12 @@ def setup_of(
     return TrainingSetup(
         device=device,
         ranks=gang if own.trainable and lora is None else 1,
-        half=own.language_model.dtype == "bfloat16",
+        # Checkpoints whose type is left open are nearly all in half precision.
+        half=own.language_model.dtype in ("auto", "bfloat16"),
         tokens=max(budget, longest),
-        checkpointing=own.trainer.activation_checkpointing,
+        checkpointing=given.activation_checkpointing
+        if own.trainer.activation_checkpointing == "auto"
+        else own.trainer.activation_checkpointing,
         trainable=own.trainable,
         adapter=adapter,
         reference=spec.needs_reference,
