@@ -23,7 +23,7 @@ REPORTED = {24: 22.5 * GIB, 40: 39.4 * GIB, 80: 79.2 * GIB, 141: 139.8 * GIB}
 
 @pytest.mark.parametrize(
     ("sold", "tokens", "running"),
-    [(24, 4096, 64), (40, 8192, 128), (80, 16_384, 256), (141, 32_768, 512)],
+    [(24, 4096, 64), (40, 8192, 128), (80, 16_384, 256), (141, 16_384, 512)],
 )
 def test_a_device_has_the_defaults_of_what_it_was_sold_as(
     sold: int, tokens: int, running: int

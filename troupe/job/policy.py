@@ -84,7 +84,7 @@ class TrainerSpec(Section):
     `off`: never."""
     forward_tokens: Tokens | None = None
     """Tokens per forward pass; micro-batches are split accordingly. A longer sequence is a pass of
-    its own. Default: 1024 on a CPU, 4096 to 32768 on a GPU, by its memory (docs/training.md)."""
+    its own. Default: 1024 on a CPU, 4096 to 16384 on a GPU, by its memory (docs/training.md)."""
     gang: int = Field(default=1, ge=1, le=4096)
     """Devices over which weights, gradients and optimizer state are sharded (FSDP2); each computes
     its part of every micro-batch. 1: not sharded. Sharded sums round differently: not with

@@ -43,7 +43,7 @@ _GPUS: Final = (
     (0, DeviceDefaults(4096, 64, 600.0, True)),
     (36 * _GIB, DeviceDefaults(8192, 128, 600.0, True)),
     (72 * _GIB, DeviceDefaults(16_384, 256, 600.0, True)),
-    (128 * _GIB, DeviceDefaults(32_768, 512, 600.0, True)),
+    (128 * _GIB, DeviceDefaults(16_384, 512, 600.0, True)),
 )
 
 
