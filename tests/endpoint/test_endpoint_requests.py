@@ -233,7 +233,7 @@ async def test_a_lenient_endpoint_tells_the_model_and_shows_what_is_not_kept(
 
 async def test_the_model_sees_the_schema_and_the_agents_own_prompt() -> None:
     async with served("{}", options=LENIENT) as one:
-        one.agents["solver"]._role = one.agents["solver"]._role.__class__(
+        one.agents["solver"].role = one.agents["solver"].role.__class__(
             "solver", "p", CHAT, one.agents["solver"].role.sampling, "You add."
         )
         await one.post(response_format=FORMAT)
