@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import copy
 import json
@@ -433,8 +434,12 @@ def test_state_outlives_pods(rendered: dict[str, Objects]) -> None:
 def exported() -> set[str]:
     """Names of the metrics that orchestrator and reward service have."""
     telemetry = Telemetry()
-    Runtime([], telemetry)
-    make_orchestrator(OrchestratorSettings(), telemetry)
+
+    async def make() -> None:  # both begin in an event loop
+        Runtime([], telemetry)
+        make_orchestrator(OrchestratorSettings(), telemetry)
+
+    asyncio.run(make())
     return {metric.name for metric in telemetry.registry.collect()}
 
 

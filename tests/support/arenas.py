@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 
@@ -80,18 +81,16 @@ class Once(Agree):
 class Large(Agree):
     """Observations that no row of the store should hold."""
 
+    def __init__(self, copies: int) -> None:
+        super().__init__(copies)
+        self.spaces = replace(self.spaces, observation=8192)
+
     def reset(self, seed: int) -> Observed:
         return _widened(super().reset(seed))
 
     def step(self, actions: Actions) -> Stepped:
         stepped = super().step(actions)
         return stepped._replace(observed=_widened(stepped.observed))
-
-    @property
-    def spaces(self):  # type: ignore[no-untyped-def]
-        from dataclasses import replace
-
-        return replace(super().spaces, observation=8192)
 
 
 def _widened(observed: Observed) -> Observed:

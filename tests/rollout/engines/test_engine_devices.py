@@ -76,7 +76,7 @@ async def test_a_server_sees_its_devices_alone(
 
 
 def policy(**engine: object) -> PolicySpec:
-    model = {"path": "Qwen/Qwen3-0.6B"}
+    model = {"path": "Qwen/Qwen3-0.6B", "dtype": "bfloat16"}
     return PolicySpec.model_validate({"model": model, "engine": {"kind": "sglang", **engine}})
 
 
