@@ -19,7 +19,9 @@ def test_every_outcome_of_a_workflow_is_shown(run: Run) -> None:
     names = hostile_plays.NAMES
     queries = [word for name in names for word in ("--query", json.dumps({"case": name}))]
     play = "tests.rollout.hostile_plays:play"
-    status, out, err = run("workflow", "try", play, "--group-size", "1", "--json", *queries)
+    # One of them never ends by itself.
+    asked = ("workflow", "try", play, "--group-size", "1", "--timeout", "10", *queries)
+    status, out, err = run(*asked, "--json")
     assert status == 1, err
     found = json.loads(out)["trajectories"]
     assert len(found) == len(names)
@@ -27,7 +29,7 @@ def test_every_outcome_of_a_workflow_is_shown(run: Run) -> None:
         fails = hostile_plays.CASES[name][1] is not None
         assert ("failure" in one) == fails, (name, one.get("failure"))
         json.dumps(one, ensure_ascii=False, allow_nan=False).encode()
-    status, out, err = run("workflow", "try", play, "--group-size", "1", *queries)
+    status, out, err = run(*asked)
     assert status == 1, err
     out.encode()
 
