@@ -26,7 +26,7 @@ from troupe.scheduling.devices import (
 
 @dataclass(frozen=True)
 class NodeShares:
-    """What a node's settings ask for; None: what the rules give."""
+    """The shares that a node's settings ask for; None: by the rules."""
 
     engine_devices: int | None = None
     trainer_devices: int | None = None

@@ -121,7 +121,7 @@ class DeviceRefusal:
 
     @property
     def remedy(self) -> str:
-        """What the user can do."""
+        """A sentence that tells the user what to change."""
         return _REMEDY[self.reason]
 
     def __str__(self) -> str:
@@ -233,7 +233,7 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What a member needs: so many devices of one class (empty: any), each with so much memory."""
+    """Needs of a member: so many devices of one class (empty: any), each with so much memory."""
 
     devices: int
     device_class: str
@@ -614,7 +614,7 @@ class _DeviceDraft:
         return found
 
     def _wishes(self, group: _ShareGroup) -> list[_Wish]:
-        """What its leader's members need, for each class that will do."""
+        """Needs of a member of its leader, for each class of device that will do."""
         classes = [one for one in self._classes if group.classes <= {one}]
         return [_Wish(group.leader.devices, one, group.memory) for one in classes]
 
@@ -670,7 +670,7 @@ class _DeviceDraft:
             self._hold(request.name, MemberDevices(number, host, devices))
 
     def plan(self) -> DevicePlan:
-        """What was found."""
+        """The finished plan."""
         members = {
             name: tuple(numbered[number] for number in sorted(numbered))
             for name, numbered in sorted(self._members.items())

@@ -151,7 +151,7 @@ class RankMemory:
 
 
 def rank_memory(shape: ModelShape, setup: TrainingSetup) -> RankMemory:
-    """What one rank needs at most."""
+    """Upper bound of the bytes that one rank needs, by part."""
     ranks, adapter = setup.ranks, setup.adapter
     whole = shape.parameters
     # The base under an adapter is kept in the published type, other weights in float32.
@@ -218,7 +218,7 @@ def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
 
 
 def _kept_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """What all layers keep for the backward pass, and the hidden states behind the last norm."""
+    """Bytes that layers keep for the backward pass, and the hidden states behind the last norm."""
     # The residual stream has the type of the embedding, also where products are in bfloat16.
     stream = (_HALF if setup.half and setup.adapter else _FULL) * shape.hidden
     layer = stream if setup.checkpointing else _layer_bytes(shape, setup)

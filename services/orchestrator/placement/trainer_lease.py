@@ -251,7 +251,7 @@ class TrainerLease:
         }
 
     def _needed_on(self, shape: ModelShape, worker: WorkerHandle) -> RankMemory:
-        """What each device of `worker` needs."""
+        """Memory that the policy needs on each device of `worker`."""
         device, memory = worker.beat.trainer.device or "cpu", worker.beat.trainer.memory_bytes
         if (device, memory) not in self._needed:
             setup = setup_of(self._job.spec, self._policy, shape, device=device, memory=memory)
