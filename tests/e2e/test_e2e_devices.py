@@ -6,7 +6,9 @@ from its environment.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -95,3 +97,17 @@ async def test_two_policies_of_two_replicas_and_a_gang_share_nothing(
             for holder in device.holders
         ]
         assert sum(one.startswith("first.") for one in holders) == 4
+        shown = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "troupe.client.cli", "status"],
+            env={**os.environ, "TROUPE_DATA_DIR": str(settings.data_dir), "COLUMNS": "160"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        lines = [line.split() for line in shown.stdout.splitlines() if " H100 " in line]
+        assert len(lines) == 8, shown.stdout + shown.stderr
+        served = sorted(line[-3:] for line in lines if "rollout-0" in line)
+        assert served == [
+            [policy, "v2", "healthy"] for policy in ("checker", "checker", "solver", "solver")
+        ]
