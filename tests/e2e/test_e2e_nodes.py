@@ -43,6 +43,8 @@ def supervisor(directory: Path, *arguments: str, **environment: str) -> Iterator
                 "TROUPE_TOKEN": TOKEN,
                 "TROUPE_HEARTBEAT_SECONDS": "0.5",
                 "TROUPE_LOST_AFTER_BEATS": "8",
+                # Hosts share no disk: a copy of each state is on the other one, which may die.
+                "TROUPE_TRAINER_STATE_REPLICAS": "1",
                 **environment,
             },
             stdin=subprocess.DEVNULL,
