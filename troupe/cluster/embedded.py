@@ -133,7 +133,8 @@ class EmbeddedCluster:
         if self.state.phase != "failed":
             self._set_phase("stopping")
         await self._stop_elastic()
-        # After its workers, which announce that they leave to the same head.
+        if self._membership is not None:
+            self._membership.stop_reporting()
         await self._supervisor.stop()
         if self.state.phase != "failed":
             self._set_phase("stopped")

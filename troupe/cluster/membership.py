@@ -95,10 +95,15 @@ class NodeMembership:
         """Report until `leave`, also to a head that is started again."""
         self._task = asyncio.create_task(self._report(), name="node")
 
-    async def leave(self) -> None:
-        """End the reports and give the name back; a head that is away forgets it by itself."""
+    def stop_reporting(self) -> None:
+        """End the reports: services stop, the orchestrator among them or not."""
         if self._task is not None:
             self._task.cancel()
+
+    async def leave(self) -> None:
+        """End the reports and give the name back; a head that is away forgets it by itself."""
+        self.stop_reporting()
+        if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         request = pb.JoinNodeRequest(
             name=self._name, instance=self._instance, protocol=PROTOCOL, leaving=True
