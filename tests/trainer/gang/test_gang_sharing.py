@@ -61,7 +61,7 @@ def test_a_policy_leaves_and_comes_back_while_another_computes(
     """As a worker does it: passes in one thread, suspensions in others."""
     spec = gang_spec(tokenizer)
     busy, guest = together(gangs, spec), another(gangs, spec)
-    weights, rows = guest.weights(), many(spec, 20)
+    weights, rows = guest.weights(), many(spec, 8)
     problems: list[BaseException] = []
     ended = threading.Event()
 
