@@ -26,6 +26,8 @@ from troupe.rpc import InvalidArgument
 GIB: Final = 1 << 30
 DECLARED: Final = "TROUPE_DEVICES"
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+# Version of the messages in which nodes report their devices. A head refuses nodes of another.
+NODE_PROTOCOL: Final = 1
 
 # Class of a device that is written without one.
 _ANY_CLASS: Final = "gpu"

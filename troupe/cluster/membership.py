@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from troupe.cluster.inventory import by_device
 from troupe.cluster.layout import HeadAddresses
 from troupe.cluster.settings import ClusterSettings
-from troupe.devices import Device, device_use
+from troupe.devices import NODE_PROTOCOL, Device, device_use
 from troupe.rpc import NO_RETRY, ClientSettings, connect
 from troupe.rpc.addresses import is_loopback_host
 from troupe.rpc.errors import DeadlineExceeded, TroupeError, Unavailable
@@ -23,8 +23,6 @@ from troupe.v1 import orchestrator_pb2_grpc as rpc
 
 _log = logging.getLogger(__name__)
 
-# Version of what head and node say to each other. A head refuses nodes of another.
-PROTOCOL: Final = 1
 _TIMEOUT_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 1.0
 # Pause after which a node is no longer waited for when it leaves.
@@ -106,7 +104,7 @@ class NodeMembership:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         request = pb.JoinNodeRequest(
-            name=self._name, instance=self._instance, protocol=PROTOCOL, leaving=True
+            name=self._name, instance=self._instance, protocol=NODE_PROTOCOL, leaving=True
         )
         try:
             await self._stub.JoinNode(request, timeout=_LEAVE_SECONDS)
@@ -132,7 +130,7 @@ class NodeMembership:
     async def _request(self) -> pb.JoinNodeRequest:
         use = await asyncio.to_thread(device_use, self._devices)
         request = pb.JoinNodeRequest(
-            name=self._name, instance=self._instance, protocol=PROTOCOL, host=self._host
+            name=self._name, instance=self._instance, protocol=NODE_PROTOCOL, host=self._host
         )
         for one in self._devices:
             device = request.devices.add(

@@ -2326,7 +2326,7 @@ class JoinNodeRequest(_message.Message):
     instance: _builtins.str
     """Random per process: tells a node that was restarted from another of the same name."""
     protocol: _builtins.int
-    """Version of the protocol between head and node (`troupe.cluster.node.PROTOCOL`)."""
+    """Version of the protocol between head and node (`troupe.devices.NODE_PROTOCOL`)."""
     host: _builtins.str
     leaving: _builtins.bool
     """The node is leaving, and its name is free again."""

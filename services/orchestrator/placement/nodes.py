@@ -11,7 +11,7 @@ import structlog
 
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.settings import OrchestratorSettings
-from troupe.cluster.membership import PROTOCOL
+from troupe.devices import NODE_PROTOCOL
 from troupe.job import JobSpec
 from troupe.job.balancing import engine_count
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument
@@ -41,10 +41,10 @@ class NodeRegistry:
         "protocol_mismatch", and `AlreadyExists` of kind "node_exists" while another living node has
         the name.
         """
-        if report.protocol != PROTOCOL:
+        if report.protocol != NODE_PROTOCOL:
             raise FailedPrecondition(
                 f"the node speaks version {report.protocol} of the protocol between head and "
-                f"nodes, this head version {PROTOCOL}",
+                f"nodes, this head version {NODE_PROTOCOL}",
                 kind="protocol_mismatch",
                 field="protocol",
                 value=report.protocol,
@@ -59,7 +59,7 @@ class NodeRegistry:
                 )
         known = self._nodes.get(report.name)
         if known is not None and known[0].instance != report.instance:
-            if self._alive(known[1]) and not known[0].leaving:
+            if self._alive(known[1]):
                 raise AlreadyExists(
                     f"a node of this name runs on {known[0].host}",
                     kind="node_exists",

@@ -9,14 +9,14 @@ import pytest
 
 from services.orchestrator.placement.nodes import NodeRegistry, check_devices
 from services.orchestrator.settings import OrchestratorSettings
-from troupe.cluster.membership import PROTOCOL
+from troupe.devices import NODE_PROTOCOL
 from troupe.job import JobSpec
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument
 from troupe.v1 import orchestrator_pb2 as orch
 
 
 def report(name: str = "n1", instance: str = "a", **fields: Any) -> orch.JoinNodeRequest:
-    given = {"protocol": PROTOCOL, "host": "host-1"} | fields
+    given = {"protocol": NODE_PROTOCOL, "host": "host-1"} | fields
     return orch.JoinNodeRequest(name=name, instance=instance, **given)
 
 
@@ -65,8 +65,8 @@ def test_two_living_nodes_of_one_name_are_refused_and_a_dead_ones_name_is_free()
 @pytest.mark.parametrize(
     ("fields", "error", "field"),
     [
-        ({"protocol": PROTOCOL - 1}, FailedPrecondition, "protocol"),
-        ({"protocol": PROTOCOL + 1}, FailedPrecondition, "protocol"),
+        ({"protocol": NODE_PROTOCOL - 1}, FailedPrecondition, "protocol"),
+        ({"protocol": NODE_PROTOCOL + 1}, FailedPrecondition, "protocol"),
         ({"name": ""}, InvalidArgument, "name"),
         ({"name": "x" * 300}, InvalidArgument, "name"),
         ({"instance": ""}, InvalidArgument, "instance"),

@@ -40,6 +40,7 @@ from troupe.client.cli.slurm import slurm
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
 from troupe.client.cli.workflow import app as workflow
+from troupe.client.records import Cluster
 from troupe.client.sync import Client
 from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
 from troupe.cluster.embedded import EmbeddedCluster
@@ -376,8 +377,9 @@ def status(data_dir: options.DataDir = None, as_json: options.AsJson = False) ->
     else:
         console = Console()
         _print_status(console, state, reports)
-        _print_trainers(console, state)
-        _print_devices(console, state)
+        if (cluster := _cluster_of(state)) is not None:
+            _print_trainers(console, cluster)
+            _print_devices(console, cluster)
     healthy = state.phase == "ready" and all(r.healthy for r in reports)
     raise typer.Exit(0 if healthy else FAILED)
 
@@ -426,15 +428,19 @@ def _health(report: ServiceReport) -> str:
     return "parked" if report.record.state == "parked" else "healthy"
 
 
-def _print_trainers(console: Console, state: ClusterState) -> None:
-    """Trainers and the policies bound to them; nothing where the orchestrator does not answer."""
+def _cluster_of(state: ClusterState) -> Cluster | None:
+    """The cluster as its orchestrator sees it; None where that does not answer."""
     if not state.orchestrator_address:
-        return
+        return None
     try:
         with Client(state.orchestrator_address) as client:
-            cluster = client.cluster()
+            return client.cluster()
     except TroupeError:
-        return
+        return None
+
+
+def _print_trainers(console: Console, cluster: Cluster) -> None:
+    """Trainers and the policies bound to them."""
     trainers = [one for one in cluster.workers if one.utilization is not None and one.alive]
     for one in trainers:
         slots = f"{one.slots} slots" if one.slots else "any number of policies"
@@ -461,13 +467,8 @@ def _print_trainers(console: Console, state: ClusterState) -> None:
     console.print(table)
 
 
-def _print_devices(console: Console, state: ClusterState) -> None:
+def _print_devices(console: Console, cluster: Cluster) -> None:
     """The devices of all nodes and what is on them; nothing where there are none."""
-    try:
-        with Client(state.orchestrator_address) as client:
-            cluster = client.cluster()
-    except TroupeError:
-        return
     if not any(one.devices for one in cluster.nodes):
         return
     versions = {engine.id: engine for engine in cluster.engines}
