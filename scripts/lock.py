@@ -22,9 +22,9 @@ LOCKS = {
     # Populations are decided upon there; open_spiel is among the examples' packages.
     "orchestrator": ["orchestrator", "populations", "examples"],
     "experience-store": ["experience-store"],
-    "rollout": ["rollout", "examples"],
-    "trainer": ["trainer", "examples", "networks"],
-    "reward": ["reward", "examples", "coding"],
+    "rollout": ["rollout", "examples", "data"],
+    "trainer": ["trainer", "examples", "networks", "data"],
+    "reward": ["reward", "examples", "coding", "scoring"],
     "control-panel": ["control-panel"],
     "dev": ["dev"],
 }

@@ -25,9 +25,9 @@ from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.defaults import CPU, defaults_of
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
-from troupe.workflow import EntrypointError, Role, Workflow, load_workflow
+from troupe.workflow import Role, Workflow, WorkflowError, load_workflow
 from troupe.workflow.errors import as_invalid_argument
-from troupe.workflow.languages import Language, load_language, role_of
+from troupe.workflow.languages import Language, load_language, role_of, token_counter
 
 if TYPE_CHECKING:
     from services.rollout.networks.arena import Arena
@@ -256,13 +256,14 @@ class Preparation:
                 load_language, policy.language_model, f"policies.{name}.model"
             )
         roles = {name: role_of(spec, name, languages) for name in spec.agents}
-        queries = QuerySource(spec.tasks)
+        evaluations = {name: one.tasks for name, one in spec.evaluations.items()}
+        queries = QuerySource(spec.tasks, spec.seed, token_counter(spec, languages), evaluations)
         try:
             workflow = await asyncio.to_thread(load_workflow, spec.workflow)
             await queries.load("train")
-            if spec.evaluation.queries:
-                await queries.load("held_out")
-        except EntrypointError as error:
+            for name in spec.evaluation_sets:
+                await queries.load("held_out", name)
+        except WorkflowError as error:
             raise as_invalid_argument(error) from error
         return _JobCode(workflow, queries, roles, languages)
 

@@ -64,7 +64,8 @@ class Cast:
 
     policy_of: Mapping[str, ServedPolicy]
     roles: Mapping[str, Role]
-    evaluation_roles: Mapping[str, Role]
+    evaluation_roles: Mapping[str, Mapping[str, Role]]
+    """By name of an evaluation."""
 
 
 class Casts:
@@ -121,13 +122,15 @@ class Casts:
         policy_of = {**self.own.policy_of, **{n: self._policies[p] for n, p in named.items()}}
         return Cast(policy_of, roles, self._evaluation_roles(roles))
 
-    def _evaluation_roles(self, roles: Mapping[str, Role]) -> Mapping[str, Role]:
-        temperature = self._spec.evaluation.temperature
-        if temperature is None:
-            return roles
+    def _evaluation_roles(self, roles: Mapping[str, Role]) -> Mapping[str, Mapping[str, Role]]:
         return {
-            name: replace(role, sampling=replace(role.sampling, temperature=temperature))
-            for name, role in roles.items()
+            evaluation: roles
+            if (temperature := one.temperature) is None
+            else {
+                name: replace(role, sampling=replace(role.sampling, temperature=temperature))
+                for name, role in roles.items()
+            }
+            for evaluation, one in self._spec.evaluation_sets.items()
         }
 
 

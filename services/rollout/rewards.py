@@ -211,7 +211,7 @@ class JobFunctions:
 
     async def register(self) -> None:
         """Register the functions with the job's costs, else their own. Raises `TroupeError`."""
-        own = {n: f.entrypoint for n, f in self._functions.items() if f.entrypoint is not None}
+        own = {n: f.code for n, f in self._functions.items() if f.code is not None}
         missing = sorted({e for name, e in own.items() if name not in self._described})
         if missing:
             described = await describe(self._stub, missing)
@@ -292,7 +292,7 @@ class JobFunctions:
                 f"{name}: {response.error.message}",
                 kind=kind.removeprefix("KIND_").lower(),
                 field=name.replace("/", "."),
-                value=function.entrypoint or function.function,
+                value=function.code or function.function,
                 remedy=_REMEDIES.get(response.error.kind),
                 traceback=response.error.traceback,
             )

@@ -142,7 +142,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """Start a job's engines at the given versions."""
         _require("job_id", request.job_id)
         job = await self._jobs.prepare(request.job_id, request.spec_json, request.weights)
-        return pb.PrepareJobResponse(engines=job.statuses(self._worker_id))
+        response = pb.PrepareJobResponse(engines=job.statuses(self._worker_id))
+        if job.queries is not None:
+            response.notes.extend(job.queries.notes)
+            for name in job.spec.evaluation_sets:
+                response.evaluation_items[name] = await job.queries.load("held_out", name)
+        return response
 
     async def RunQueries(
         self, request: pb.RunQueriesRequest, context: Any

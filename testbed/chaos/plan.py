@@ -101,7 +101,7 @@ def prepared(spec: JobSpec) -> tuple[JobSpec, list[str]]:
         for name, function in getattr(spec, section).items():
             given = function.timeout_seconds or DEFAULTS["timeout_seconds"]
             # A deployed function has the time that it was deployed with.
-            if function.entrypoint is not None and given < _FUNCTION_SECONDS:
+            if function.code is not None and given < _FUNCTION_SECONDS:
                 changes[f"{section}.{name}.timeout_seconds"] = _FUNCTION_SECONDS
     # In the other modes the content of a step depends on time, so that no two runs are equal.
     pipeline = spec.pipeline

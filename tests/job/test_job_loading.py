@@ -58,7 +58,7 @@ def test_home_is_that_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"piplines": {}}, "piplines = {}: there is no such field. Did you mean"),
         ({"pipeline__stps": 1}, "pipeline.stps = 1: .* Did you mean `steps`"),
-        ({"pipeline__steps": 0}, "pipeline.steps = 0: .*greater than or equal to 1"),
+        ({"pipeline__steps": -1}, "pipeline.steps = -1: .*greater than or equal to 0"),
         ({"pipeline__group_size": 10**6}, "pipeline.group_size = 1000000: .*less than or equal"),
         ({"policies__solver__optimizer__lr": float("inf")}, "optimizer.lr = inf: .*finite"),
         ({"limits__turn_seconds": float("nan")}, "limits.turn_seconds = nan"),

@@ -34,6 +34,11 @@ class RolloutScript:
     slow: Callable[[ro.Ticket], float] = lambda ticket: 0.0
     reward: Callable[[ro.Ticket], dict[str, float]] = lambda ticket: {"solver": 1.0, "team": 1.0}
     metrics: Callable[[ro.Ticket], dict[str, float]] = lambda ticket: {}
+    # What a trajectory of an evaluation votes for.
+    answer: Callable[[ro.Ticket], str | None] = lambda ticket: None
+    # What is told of data sets: notes, and by evaluation how many items its tasks have.
+    notes: tuple[str, ...] = ()
+    items: dict[str, int] = field(default_factory=dict)
     # How it ended is told so long after the store knows.
     late: Callable[[ro.Ticket], float] = lambda ticket: 0.0
     # A reason: the trajectory fails with it.
@@ -146,7 +151,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             }
         self.versions[request.job_id] = {one.policy: one.version for one in request.weights}
         self.keys.update((one.policy, one.key) for one in request.weights)
-        return ro.PrepareJobResponse()
+        return ro.PrepareJobResponse(notes=self.script.notes, evaluation_items=self.script.items)
 
     async def UpdateWeights(
         self, request: ro.UpdateWeightsRequest, context: Any
@@ -337,6 +342,8 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             event.state = pb.TRAJECTORY_STATE_COMPLETED
             event.rewards.update(script.reward(ticket))
             event.metrics.update(script.metrics(ticket))
+            if (answer := script.answer(ticket)) is not None:
+                event.answer = answer
         else:
             event.state, event.reason = pb.TRAJECTORY_STATE_FAILED, reason
         samples = []

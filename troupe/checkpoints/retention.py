@@ -14,6 +14,8 @@ from typing import Final
 from troupe.checkpoints.verifying import verify
 from troupe.rpc.errors import FailedPrecondition, NotFound
 
+BEST: Final = "best"
+"""Folder of a job's best checkpoint (`checkpoint.best`), laid out as `checkpoints` is."""
 _NAME: Final = re.compile(r"v([0-9]{1,18})")
 # Directories that processes leave behind when killed while they write or delete a checkpoint.
 _LEFT: Final = re.compile(r"\.v([0-9]+)\.")
@@ -26,9 +28,13 @@ def versions_in(directory: Path) -> list[tuple[int, Path]]:
 
 
 def versions_of_all(job: Path) -> dict[str, list[tuple[int, Path]]]:
-    """(version, path) of the checkpoints in a job's directory, by policy."""
-    found = {path.name: versions_in(path) for path in sorted((job / "checkpoints").glob("*"))}
-    return {policy: versions for policy, versions in found.items() if versions}
+    """(version, path) of the checkpoints in a job's directory, by policy; the best one included,
+    also when the newer ones have pushed it out."""
+    found: dict[str, dict[int, Path]] = {}
+    for folder in (BEST, "checkpoints"):
+        for path in sorted((job / folder).glob("*")):
+            found.setdefault(path.name, {}).update(versions_in(path))
+    return {policy: sorted(there.items()) for policy, there in sorted(found.items()) if there}
 
 
 def prune(directory: Path, keep: int) -> None:

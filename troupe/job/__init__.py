@@ -1,6 +1,8 @@
 """The job specification: what a user writes in YAML, validated, one docstring per field."""
 
 from troupe.job.algorithm import AlgorithmSpec as AlgorithmSpec
+from troupe.job.data import RowsSpec as RowsSpec
+from troupe.job.data import TasksSpec as TasksSpec
 from troupe.job.functions import FunctionSpec as FunctionSpec
 from troupe.job.loading import JobSpecError as JobSpecError
 from troupe.job.loading import load_job as load_job
@@ -17,5 +19,4 @@ from troupe.job.population import PopulationSpec as PopulationSpec
 from troupe.job.section import no_directory as no_directory
 from troupe.job.sections import LimitsSpec as LimitsSpec
 from troupe.job.sections import RoutingSpec as RoutingSpec
-from troupe.job.sections import TasksSpec as TasksSpec
 from troupe.job.spec import JobSpec as JobSpec

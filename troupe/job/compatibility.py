@@ -72,7 +72,7 @@ def _policies(spec: JobSpec) -> Iterator[str]:
                 f"{field}.alpha = {policy.alpha}: without effect in mode `{spec.pipeline.mode}`; "
                 "use mode `async`, or leave it out"
             )
-        if policy.optimizer.warmup_steps >= spec.pipeline.steps:
+        if policy.optimizer.warmup_steps >= spec.pipeline.steps > 0:
             yield (
                 f"{field}.optimizer.warmup_steps = {policy.optimizer.warmup_steps}: the job has "
                 f"{spec.pipeline.steps} steps, so that the learning rate rises to its end; lower "
@@ -135,6 +135,7 @@ CHANGEABLE: Final = (
     "population.engine",
     "balancing",
     "evaluation",
+    "evaluations",
     "checkpoint",
     "limits",
     "logging",

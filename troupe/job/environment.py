@@ -136,4 +136,6 @@ def _foreign_to_steps(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
     filled = "columns of fragments cannot be filled; remove it"
     yield "pipeline.required_columns", bool(pipeline.required_columns), filled
     temperature = "networks explore as in training, or not at all; remove it, or set it to 0"
-    yield "evaluation.temperature", (job.evaluation.temperature or 0) != 0, temperature
+    for name, one in {"": job.evaluation, **job.evaluations}.items():
+        field = f"evaluations.{name}" if name else "evaluation"
+        yield f"{field}.temperature", (one.temperature or 0) != 0, temperature

@@ -1,5 +1,7 @@
 """Rewards and tools of a job: where their code is, and the resources that a call needs.
 
+`READY` lists the rewards that are ready to use, with what their arguments may be.
+
 What a job leaves out is as the function declares it (`@troupe.reward`, `@troupe.tool`), else as
 `troupe.functions.costs.DEFAULTS` says. The bounds are those of `troupe.functions.validation`.
 """
@@ -7,9 +9,10 @@ What a job leaves out is as the function declares it (`@troupe.reward`, `@troupe
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from troupe.functions.validation import (
     ARGUMENT,
@@ -22,7 +25,17 @@ from troupe.functions.validation import (
     VERSION,
     check_costs,
 )
-from troupe.job.section import Seconds, SecondsOrNone, Section, check_entrypoint, check_json
+from troupe.job.section import (
+    MAX_COEFFICIENT,
+    Seconds,
+    SecondsOrNone,
+    Section,
+    Tokens,
+    TokensOrNone,
+    check_entrypoint,
+    check_json,
+    check_pattern,
+)
 
 ArgumentPath = Annotated[str, Field(pattern=rf"^{ARGUMENT.pattern}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -31,12 +44,202 @@ PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 _DEPLOYED: Final = re.compile(rf"{NAME.pattern}@{VERSION.pattern}")
 
 
+class ReadyArguments(Section):
+    """Arguments of every reward that is ready to use, but `judge`."""
+
+    agent: str = ""
+    """Whose last reply is scored, and who gets the reward. Default: the last reply of the
+    trajectory, for all agents."""
+    weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
+    """Factor of the score, which is from 0 to 1."""
+
+
+class ExactArguments(ReadyArguments):
+    """`exact`: the reply is the query's answer, but for white space; of a list, one of them."""
+
+    answer: str = Field(default="answer", min_length=1)
+    """Field of the query that is compared."""
+    answer_pattern: str = ""
+    """Regular expression that cuts the compared part out of the field: its first group, else all of
+    what it matches, where it matches last."""
+    reply_pattern: str = ""
+    """As `answer_pattern`, of the reply; one in which it is not found is wrong."""
+    ignore_case: bool = False
+    """Compare without regard to upper and lower case."""
+
+    _patterns = field_validator("answer_pattern", "reply_pattern")(check_pattern)
+
+
+class MathArguments(ReadyArguments):
+    """`math`: the reply's final answer equals the query's as mathematics (math-verify)."""
+
+    answer: str = Field(default="answer", min_length=1)
+    """Field of the query with the reference: a number, an expression, LaTeX; or a list of them."""
+    answer_pattern: str = ""
+    """Regular expression that cuts the reference out of the field: `"####\\s*(.+)"` for GSM8K."""
+    boxed: bool = False
+    """Only an answer in `\\boxed{}` counts."""
+    digits: int = Field(default=6, ge=0, le=15)
+    """Decimals to which numbers have to agree."""
+
+    _patterns = field_validator("answer_pattern")(check_pattern)
+
+
+class RegexArguments(ReadyArguments):
+    """`regex`: a regular expression is found in the reply."""
+
+    pattern: str = Field(min_length=1)
+    """The regular expression (Python's)."""
+    whole: bool = False
+    """The reply has to match from its beginning to its end."""
+
+    _patterns = field_validator("pattern")(check_pattern)
+
+
+class JsonSchemaArguments(ReadyArguments):
+    """`json_schema`: the reply is JSON that follows a JSON schema."""
+
+    json_schema: dict[str, Any] | None = None
+    """The schema; its `$schema` says which draft, by default the newest."""
+    field: str = ""
+    """Field of the query that has the schema, instead of `json_schema`."""
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> Self:
+        if (self.json_schema is None) == (not self.field):
+            raise ValueError("json_schema: give exactly one of `json_schema` and `field`")
+        if self.json_schema is not None:
+            # Its import takes a tenth of a second.
+            from jsonschema import SchemaError, validators
+
+            try:
+                validators.validator_for(self.json_schema).check_schema(self.json_schema)
+            except SchemaError as error:
+                where = ".".join(map(str, error.path))
+                raise ValueError(
+                    f"json_schema{'.' * bool(where)}{where}: {error.message}"
+                ) from error
+        return self
+
+
+class TagsArguments(ReadyArguments):
+    """`format`: the reply consists of `<tag>...</tag>` for each tag, once and in order."""
+
+    tags: list[str] = Field(min_length=1, max_length=64)
+    """The tags: `[think, answer]`."""
+    opened: bool = False
+    """The prompt ends with the first opening tag, so that the reply begins inside of it."""
+
+    @field_validator("tags")
+    @classmethod
+    def _named(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
+                raise ValueError(f"{name!r} is no name of a tag; write `think` for <think>")
+        if len(set(names)) < len(names):
+            raise ValueError("a tag stands twice")
+        return names
+
+
+class LengthArguments(ReadyArguments):
+    """`length`: the reply is neither too short nor too long; thoughts count."""
+
+    most: Tokens
+    """Length up to which the score is 1."""
+    least: TokensOrNone = 0
+    """Length from which on the score is 1."""
+    margin: TokensOrNone = 0
+    """How far from these bounds the score reaches 0, falling linearly; 0: at once."""
+    unit: Literal["tokens", "characters", "words"] = "tokens"
+    """What is counted."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.least > self.most:
+            raise ValueError(f"least: {self.least} is more than `most`, {self.most}")
+        return self
+
+
+class TestsArguments(ReadyArguments):
+    """`tests`: the code of the reply (its last fenced block, else all of it) passes the query's
+    tests, run by pytest in a sandbox."""
+
+    tests: str = Field(default="tests", min_length=1)
+    """Field of the query with the tests: the text of a file, or files by name."""
+    file: str = Field(default="solution.py", min_length=1)
+    """Name of the file with the reply's code, which tests import."""
+    partial: bool = False
+    """Score the fraction of tests that pass, instead of all or nothing."""
+    seconds: float = Field(default=30.0, gt=0, le=300)
+    """Time limit of a run."""
+
+
+class JudgeArguments(Section):
+    """`judge`: a score from a judging model at any endpoint that speaks OpenAI's API."""
+
+    base_url: str = Field(min_length=1)
+    """The endpoint: `https://api.example.com/v1`."""
+    model: str = Field(min_length=1)
+    """Name of the model there."""
+    rubric: str | None = None
+    """What is judged. Default: how correct, complete and to the point the answer is."""
+    prompt: str | None = None
+    """The whole prompt, instead of `rubric`; a `string.Template` of $task, $answer, ..."""
+    task: str = ""
+    """Field of the query that is the task. Default: all of its data."""
+    agent: str = ""
+    """Whose last reply is judged, and who gets the reward. Default: the last reply of the
+    trajectory, for all agents."""
+    lowest: float = 0.0
+    """The worst score; scores are scaled to 0 .. 1."""
+    highest: float = 1.0
+    """The best score."""
+    api_key_env: str = ""
+    """Environment variable of the reward service with the key (TROUPE_REWARD_ENVIRONMENT)."""
+    attempts: int = Field(default=4, ge=1, le=100)
+    """Requests in all, after refusals and replies without a score."""
+    seconds: float = Field(default=150.0, gt=0, le=3600)
+    """Time for all requests of one score."""
+    temperature: float = Field(default=0.0, ge=0, le=1000)
+    """Sampling temperature of the judge."""
+    max_tokens: Tokens = 1024
+    """Longest reply of the judge."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest: {self.lowest:g} is not below `highest`, {self.highest:g}")
+        return self
+
+
+_LIBRARY: Final = "troupe.functions.library"
+READY: Final[Mapping[str, tuple[str, type[Section]]]] = {
+    "math": (f"{_LIBRARY}.mathematics:math", MathArguments),
+    "exact": (f"{_LIBRARY}.answers:exact", ExactArguments),
+    "regex": (f"{_LIBRARY}.answers:regex", RegexArguments),
+    "json_schema": (f"{_LIBRARY}.answers:json_schema", JsonSchemaArguments),
+    "format": (f"{_LIBRARY}.answers:tags", TagsArguments),
+    "length": (f"{_LIBRARY}.answers:length", LengthArguments),
+    "tests": (f"{_LIBRARY}.answers:passes_tests", TestsArguments),
+    "judge": (f"{_LIBRARY}.judge:judge", JudgeArguments),
+}
+"""Rewards that are ready to use by name: entrypoint, and the section of their arguments."""
+# Arguments that name a field of the query.
+_OF_QUERY: Final = ("answer", "tests", "field", "task")
+
+
 class FunctionSpec(Section):
     """A reward or tool that the reward service runs in a worker process. What is left out is as
     the function declares it (`@troupe.reward`, `@troupe.tool`), else the default named."""
 
     entrypoint: str | None = None
-    """`package.module:attribute`, importable where the reward service runs. This or `function`."""
+    """`package.module:attribute`, importable where the reward service runs. This, `function` or
+    `ready`."""
+    ready: (
+        Literal["math", "exact", "regex", "json_schema", "format", "length", "tests", "judge"]
+        | None
+    ) = None
+    """A reward that is ready to use (docs/rewards.md); `arguments` are its own, below."""
     function: str | None = None
     """`name@version` of a deployed function (`troupe functions deploy`), with the costs that it was
     deployed with; only `arguments` may be set, too."""
@@ -125,8 +328,8 @@ class FunctionSpec(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.entrypoint is None) == (self.function is None):
-            raise ValueError("give exactly one of `entrypoint` and `function`")
+        if sum(one is not None for one in (self.entrypoint, self.function, self.ready)) != 1:
+            raise ValueError("give exactly one of `entrypoint`, `function` and `ready`")
         if self.function is not None:
             for name in ("version", *self.costs):
                 if getattr(self, name) is not None:
@@ -134,6 +337,15 @@ class FunctionSpec(Section):
                         f"`{name}` of a deployed function is what it was deployed with; remove it, "
                         "or deploy the function with another"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _ready_arguments(self) -> Self:
+        if self.ready is not None:
+            try:
+                READY[self.ready][1].model_validate(self.arguments)
+            except ValidationError as error:
+                raise ValueError("; ".join(map(_told, error.errors()))) from error
         return self
 
     @model_validator(mode="after")
@@ -145,6 +357,20 @@ class FunctionSpec(Section):
         return self
 
     @property
+    def code(self) -> str | None:
+        """The entrypoint, also of a reward that is ready to use; None for a deployed function."""
+        return self.entrypoint if self.ready is None else READY[self.ready][0]
+
+    @property
+    def query_fields(self) -> dict[str, str]:
+        """Fields of the query that a ready reward reads, by the argument that names them."""
+        if self.ready is None:
+            return {}
+        given = READY[self.ready][1].model_validate(self.arguments)
+        named = {name: getattr(given, name, "") for name in _OF_QUERY}
+        return {name: field for name, field in named.items() if field}
+
+    @property
     def deployed(self) -> tuple[str, str]:
         """Name and version of a deployed function; empty for one with an entrypoint."""
         name, _, version = (self.function or "").partition("@")
@@ -154,5 +380,16 @@ class FunctionSpec(Section):
     def costs(self) -> dict[str, Any]:
         """The costs that the job gives, and nothing else."""
         return self.model_dump(
-            exclude_none=True, exclude={"entrypoint", "function", "arguments", "version"}
+            exclude_none=True, exclude={"entrypoint", "function", "ready", "arguments", "version"}
         )
+
+
+def _told(fault: Any) -> str:
+    """One fault of the arguments of a ready reward, with its place."""
+    where = ".".join(map(str, ("arguments", *fault["loc"])))
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "missing":
+        message = "is missing"
+    elif fault["type"] == "extra_forbidden":
+        message = "there is no such argument"
+    return f"`{where}` {message}" if fault["loc"] else f"`{where}`: {message}"

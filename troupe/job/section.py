@@ -121,6 +121,15 @@ def check_entrypoint(value: str) -> str:
     return value
 
 
+def check_pattern(value: str | None) -> str | None:
+    """A regular expression. Raises ValueError."""
+    try:
+        re.compile(value or "")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return value
+
+
 def check_json(value: Any) -> Any:
     """A value of any shape, with booleans where YAML 1.1 reads them. Raises ValueError unless it is
     JSON of bounded size."""

@@ -1,4 +1,4 @@
-"""Sections of a job for agents, tasks, routing, pipeline, evaluation, checkpoints, limits, logging.
+"""Sections of a job for agents, routing, pipeline, evaluation, checkpoints, limits, logging.
 
 The docstring under a field is its documentation: `troupe job schema`, the job reference
 and editors show it.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from troupe.job.data import TasksSpec
 from troupe.job.section import (
     COLUMN,
     MAX_AGENTS,
+    MAX_COEFFICIENT,
     MAX_QUERIES,
     MAX_TOKENS,
     MAX_TRAJECTORIES,
@@ -23,12 +25,10 @@ from troupe.job.section import (
     Rate,
     Seconds,
     Section,
-    Steps,
     StepsOrNone,
     Tokens,
     TokensOrNone,
-    check_entrypoint,
-    check_json,
+    check_pattern,
 )
 from troupe.scheduling.defaults import CPU
 
@@ -134,19 +134,6 @@ class AgentSpec(Section):
     """OpenAI endpoint of this agent (docs/openai.md)."""
 
 
-class TasksSpec(Section):
-    """Where queries come from."""
-
-    source: str
-    """`package.module:attribute`: called with `split=` ("train" or "held_out") and `args`;
-    returns an object with `__len__` and `__getitem__(index) -> dict` (JSON values)."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of `source`."""
-
-    _source = field_validator("source")(check_entrypoint)
-    _json = field_validator("args")(check_json)
-
-
 class PipelineSpec(Section):
     """How rollout and training are interleaved."""
 
@@ -158,8 +145,8 @@ class PipelineSpec(Section):
     deterministic: bool = False
     """The same seed gives bitwise the same weights, independent of timing and crashes;
     docs/guarantees.md states the cost. Not in mode `async`."""
-    steps: Steps
-    """Optimizer steps per trained policy."""
+    steps: StepsOrNone
+    """Optimizer steps per trained policy; 0: only evaluate (`troupe evaluate`)."""
     queries_per_step: int = Field(ge=1, le=MAX_QUERIES)
     """Queries in a global batch. A step has at most 262,144 trajectories, `over_sampling` and
     `max_refills` included."""
@@ -222,7 +209,76 @@ class EvaluationSpec(Section):
     every: StepsOrNone = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
     temperature: float | None = Field(default=None, ge=0, le=1000)
-    """Temperature of all agents in evaluations. Default: as in training."""
+    """Temperature of all agents in evaluations; 0: greedy. Default: as in training."""
+    samples: int = Field(default=1, ge=1, le=1024)
+    """Trajectories per query. With several, or with `success`, pass@k is reported, for k = 1, 2, 4,
+    ... and `samples`."""
+    success: str | None = Field(default=None, min_length=1, max_length=256)
+    """What says whether a trajectory solves its query: `team`, an agent's reward, or one of
+    `rewards`, by name. Default: `team` where the workflow returns it, else the mean reward of the
+    agents."""
+    threshold: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
+    """The least value of `success` that counts as solved."""
+    answer_pattern: str | None = Field(default=None, min_length=1, max_length=4096)
+    """Regular expression that cuts the answer out of a trajectory's last reply: the first group of
+    its last match. With it, or where the workflow sets `query.answer`, maj@k is reported."""
+
+    _pattern = field_validator("answer_pattern")(check_pattern)
+
+    @property
+    def counts_solved(self) -> bool:
+        """Whether pass@k is reported."""
+        return self.samples > 1 or self.success is not None
+
+    @model_validator(mode="after")
+    def _different(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples: {self.samples} greedy samples of a query are all the same; use 1, or "
+                "raise `temperature`"
+            )
+        if self.queries * self.samples > MAX_TRAJECTORIES:
+            raise ValueError(
+                f"samples: {self.samples} of {self.queries} queries are more than "
+                f"{MAX_TRAJECTORIES:,} trajectories; lower one of them"
+            )
+        return self
+
+
+class EvaluationSetSpec(EvaluationSpec):
+    """A named evaluation, of tasks of its own or of the job's held-out ones."""
+
+    tasks: TasksSpec | None = None
+    """What it asks: all rows of a data set's `split`, or the split "held_out" of a class of yours.
+    Default: the held-out queries of the job's own `tasks`."""
+    queries: Queries = 0
+    """Queries per evaluation, at most as many as there are; 0: all."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _all_held_out(cls, tasks: TasksSpec | None) -> TasksSpec | None:
+        if tasks is not None and tasks.held_out is not None:
+            raise ValueError("`held_out` is of training data; name what is asked as `split`")
+        return tasks
+
+
+class BestSpec(Section):
+    """The metric of evaluations by which a checkpoint is the best."""
+
+    metric: str = Field(min_length=1, max_length=256)
+    """A metric of an evaluation: `evaluation/team/mean`, `evaluations/gsm8k/pass@1`."""
+    mode: Literal["max", "min"] = "max"
+    """Whether higher or lower values are better."""
+
+    @field_validator("metric")
+    @classmethod
+    def _of_evaluation(cls, metric: str) -> str:
+        if not metric.startswith(("evaluation/", "evaluations/")):
+            raise ValueError(
+                "is no metric of an evaluation; write `evaluation/team/mean`, or "
+                "`evaluations/NAME/pass@1` of a named one"
+            )
+        return metric
 
 
 class CheckpointSpec(Section):
@@ -232,6 +288,8 @@ class CheckpointSpec(Section):
     """Steps between checkpoints; 0: only after the last step."""
     keep: int = Field(default=2, ge=1, le=1_000_000)
     """Newest checkpoints kept per policy."""
+    best: BestSpec | None = None
+    """Also keep the checkpoint that evaluated best. Default: only the newest ones."""
 
 
 class LimitsSpec(Section):

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.job.algorithm import REFERENCE_COLUMN, AlgorithmSpec, Correction
 from troupe.job.balancing import BalancingSpec
+from troupe.job.data import TasksSpec
 from troupe.job.environment import EnvironmentSpec, check, check_pools, with_defaults
 from troupe.job.functions import FunctionSpec
 from troupe.job.policy import PolicySpec, server_of
@@ -27,12 +28,12 @@ from troupe.job.section import (
 from troupe.job.sections import (
     AgentSpec,
     CheckpointSpec,
+    EvaluationSetSpec,
     EvaluationSpec,
     LimitsSpec,
     LoggingSpec,
     PipelineSpec,
     RoutingSpec,
-    TasksSpec,
 )
 
 
@@ -70,7 +71,9 @@ class JobSpec(Section):
     routing: RoutingSpec = RoutingSpec()
     """Routing of turns to engines."""
     evaluation: EvaluationSpec = EvaluationSpec()
-    """Held-out evaluation."""
+    """Held-out evaluation, of the job's own tasks: the short form of one without a name."""
+    evaluations: dict[str, EvaluationSetSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
+    """Evaluations by name; the metrics of one are `evaluations/<name>/...`."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """Checkpoints."""
     limits: LimitsSpec = LimitsSpec()
@@ -106,12 +109,20 @@ class JobSpec(Section):
                 "agents.team: the key `team` of rewards is the team's success and belongs to no "
                 "agent; choose another name"
             )
-        if "evaluation" in self.policies:
+        for name in ("evaluation", "evaluations"):
+            if name not in self.policies:
+                continue
             raise ValueError(
-                "policies.evaluation: metrics of evaluations begin with this name, as those of a "
+                f"policies.{name}: metrics of evaluations begin with this name, as those of a "
                 "policy do with its own; choose another name"
             )
-        for section in (self.agents, self.policies, self.tools, self.rewards):
+        for section in (
+            self.agents,
+            self.policies,
+            self.tools,
+            self.rewards,
+            self.evaluations,
+        ):
             for name in section:
                 if not re.fullmatch(NAME, name):
                     raise ValueError(f"'{name}': names are lower-case letters, digits, '-' and '_'")
@@ -146,6 +157,66 @@ class JobSpec(Section):
                 check_pools(self, pools)
             # Added to the job, so that they are served like all other policies.
             self.policies.update(pools.added(self.population, own))
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations(self) -> Self:
+        tasks = self.tasks
+        for name, one in self.evaluation_sets.items():
+            field = f"evaluations.{name}" if name else "evaluation"
+            own = one.tasks if isinstance(one, EvaluationSetSpec) else None
+            if own is None and tasks is not None and tasks.dataset and tasks.held_out is None:
+                raise ValueError(
+                    f"tasks.held_out: is missing, and `{field}` asks it; name a split or a file, "
+                    "or a fraction (0.05) of the rows"
+                )
+            if self.environment is not None and (own is not None or not one.queries):
+                raise ValueError(
+                    f"{field}.{'tasks' if own else 'queries'}: networks play the environment; say "
+                    "how many `queries`, and no tasks"
+                )
+            if name in ("reward", "trajectories"):
+                raise ValueError(f"{field}: metrics have this name; choose another")
+            known = ("team", *self.agents, *self.rewards)
+            if one.success is not None and one.success not in known:
+                raise ValueError(
+                    f"{field}.success: '{one.success}' is neither an agent nor one of `rewards`; "
+                    f"known: {', '.join(known)}"
+                )
+        if not self.pipeline.steps and not self.evaluation_sets:
+            raise ValueError(
+                "pipeline.steps: 0 steps train nothing, and the job has no evaluation; set "
+                "evaluation.queries, or take steps"
+            )
+        best = self.checkpoint.best
+        if best is not None:
+            prefixes = tuple(evaluation_prefix(name) for name in self.evaluation_sets)
+            if not best.metric.startswith(prefixes):
+                raise ValueError(
+                    f"checkpoint.best.metric: `{best.metric}` is of no evaluation of this job; its "
+                    f"metrics begin with {', '.join(prefixes) or 'nothing: it has none'}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _ready_rewards(self) -> Self:
+        for name, tool in self.tools.items():
+            if tool.ready is not None:
+                raise ValueError(f"tools.{name}.ready: `{tool.ready}` is a reward; see `rewards`")
+        columns = self.tasks.columns if self.tasks is not None else {}
+        for name, reward in self.rewards.items():
+            if reward.ready is None:
+                continue
+            field = f"rewards.{name}.arguments"
+            if (agent := reward.arguments.get("agent")) and agent not in self.agents:
+                known = ", ".join(sorted(self.agents))
+                raise ValueError(f"{field}.agent: '{agent}' is not an agent; known: {known}")
+            for argument, wanted in reward.query_fields.items():
+                if columns and wanted not in columns:
+                    raise ValueError(
+                        f"{field}.{argument}: the data set has no field '{wanted}' "
+                        f"(`tasks.columns`: {', '.join(sorted(columns))})"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -315,6 +386,16 @@ class JobSpec(Section):
         return self
 
     @property
+    def evaluation_sets(self) -> dict[str, EvaluationSpec]:
+        """All evaluations by name; "" is that of the section `evaluation`."""
+        short = {"": self.evaluation} if self.evaluation.queries else {}
+        return {**short, **self.evaluations}
+
+    def evaluation_of(self, name: str) -> EvaluationSpec:
+        """An evaluation by name; "" is that of the section `evaluation`, asked or not."""
+        return self.evaluations[name] if name else self.evaluation
+
+    @property
     def balances(self) -> bool:
         """Whether engines move between policies."""
         if self.balancing.inter is not None:
@@ -399,3 +480,8 @@ class JobSpec(Section):
     def trained_policies(self) -> list[str]:
         """Names of the policies that are trained, sorted."""
         return sorted(name for name, policy in self.policies.items() if policy.trainable)
+
+
+def evaluation_prefix(name: str) -> str:
+    """What the metrics of an evaluation begin with; `name` is "" for the section `evaluation`."""
+    return f"evaluations/{name}/" if name else "evaluation/"

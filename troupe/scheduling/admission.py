@@ -144,20 +144,24 @@ def index_of(query_id: str) -> int:
     return int(query_id[1:])
 
 
-def plan_evaluation(*, job_seed: int, step: int, queries: int) -> tuple[QueryPlan, ...]:
-    """The first `queries` of the held-out split, one trajectory each.
+def plan_evaluation(
+    *, job_seed: int, step: int, queries: int, samples: int = 1, name: str = ""
+) -> tuple[QueryPlan, ...]:
+    """The first `queries` of the held-out split of evaluation `name`, `samples` trajectories each.
 
     Queries and seeds are equal at every step, so that evaluations compare; trajectory ids are not,
     so that each evaluation can be inspected.
     """
     _require(step >= 0, "step", step)
     _require(queries >= 0, "queries", queries)
+    _require(samples >= 1, "samples", samples)
+    prefix, split = (f"{name}-h", f"held_out/{name}") if name else ("h", "held_out")
     return tuple(
         QueryPlan(
-            query_id=f"h{index}",
+            query_id=f"{prefix}{index}",
             index=index,
-            trajectory_ids=(f"h{index}-e{step}-t0",),
-            seeds=(seed_of(job_seed, "held_out", index, 0),),
+            trajectory_ids=tuple(f"{prefix}{index}-e{step}-t{n}" for n in range(samples)),
+            seeds=tuple(seed_of(job_seed, split, index, n) for n in range(samples)),
         )
         for index in range(queries)
     )

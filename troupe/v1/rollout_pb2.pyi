@@ -56,17 +56,49 @@ Global___PrepareJobRequest: _TypeAlias = PrepareJobRequest  # noqa: Y015
 class PrepareJobResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class EvaluationItemsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINES_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    EVALUATION_ITEMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """For the user: how many rows of a data set are used, and why others are not."""
+
+    @_builtins.property
+    def evaluation_items(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By name of an evaluation: how many items its tasks have."""
+
     def __init__(
         self,
         *,
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        evaluation_items: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "evaluation_items", b"evaluation_items", "notes", b"notes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,6 +159,7 @@ class Ticket(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     CAST_FIELD_NUMBER: _builtins.int
     LEARNERS_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
     query_id: _builtins.str
     trajectory_id: _builtins.str
     split: _builtins.str
@@ -135,6 +168,8 @@ class Ticket(_message.Message):
     seed: _builtins.int
     """All sampling of the trajectory derives from it."""
     purpose: Global___Ticket.Purpose.ValueType
+    evaluation: _builtins.str
+    """PURPOSE_EVALUATE: the name of the evaluation; empty: that of the section `evaluation`."""
     @_builtins.property
     def cast(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Agent -> policy that plays it; agents that it leaves out are played as the job says. The same
@@ -156,10 +191,11 @@ class Ticket(_message.Message):
         purpose: Global___Ticket.Purpose.ValueType = ...,
         cast: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         learners: _abc.Iterable[_builtins.str] | None = ...,
+        evaluation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cast", b"cast", "index", b"index", "learners", b"learners", "purpose", b"purpose", "query_id", b"query_id", "seed", b"seed", "split", b"split", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cast", b"cast", "evaluation", b"evaluation", "index", b"index", "learners", b"learners", "purpose", b"purpose", "query_id", b"query_id", "seed", b"seed", "split", b"split", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,6 +321,7 @@ class TrajectoryEvent(_message.Message):
     START_VERSIONS_FIELD_NUMBER: _builtins.int
     GROUP_COMPLETE_FIELD_NUMBER: _builtins.int
     TOGETHER_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     query_id: _builtins.str
     trajectory_id: _builtins.str
     state: _common_pb2.TrajectoryState.ValueType
@@ -293,6 +330,8 @@ class TrajectoryEvent(_message.Message):
     seconds: _builtins.float
     group_complete: _builtins.bool
     """The experience store ended the redundant trajectories of its query, since its group is complete."""
+    answer: _builtins.str
+    """Of an evaluation: the answer that it votes for."""
     @_builtins.property
     def rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -328,13 +367,19 @@ class TrajectoryEvent(_message.Message):
         start_versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         group_complete: _builtins.bool = ...,
         together: _abc.Iterable[Global___TrajectoryEvent] | None = ...,
+        answer: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "problem", b"problem"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_problem", b"_problem", "answer", b"answer", "problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "group_complete", b"group_complete", "metrics", b"metrics", "problem", b"problem", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "start_versions", b"start_versions", "state", b"state", "together", b"together", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_problem", b"_problem", "answer", b"answer", "group_complete", b"group_complete", "metrics", b"metrics", "problem", b"problem", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "start_versions", b"start_versions", "state", b"state", "together", b"together", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
+    _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
     _WhichOneofReturnType__problem: _TypeAlias = _typing.Literal["problem"]  # noqa: Y015
     _WhichOneofArgType__problem: _TypeAlias = _typing.Literal["_problem", b"_problem"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer) -> _WhichOneofReturnType__answer | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__problem) -> _WhichOneofReturnType__problem | None: ...
 
 Global___TrajectoryEvent: _TypeAlias = TrajectoryEvent  # noqa: Y015

@@ -26,7 +26,6 @@ from troupe.workflow.loading import (
     Tasks,
     Workflow,
     load_attribute,
-    load_counted_tasks,
     load_tasks,
     load_workflow,
 )
@@ -82,7 +81,6 @@ __all__ = [
     "WorkflowError",
     "branch",
     "load_attribute",
-    "load_counted_tasks",
     "load_tasks",
     "load_workflow",
     "make_role",

@@ -107,6 +107,12 @@ class ChatTokenizer:
         """Ids of `text` without added special tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """Numbers of tokens of `texts`, without added special tokens."""
+        return [
+            len(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        ]
+
     def text(self, ids: Sequence[int], *, stopped: bool = False) -> str:
         """Text of a response without special tokens; without the last id if the response
         `stopped`."""

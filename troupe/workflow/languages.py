@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,24 @@ def stop_ids(stops: Sequence[str], language: Language, field: str) -> tuple[int,
             )
         found.append(ids[0])
     return tuple(dict.fromkeys(found))
+
+
+def token_counter(
+    spec: JobSpec, languages: Mapping[str, Language]
+) -> Callable[[Sequence[str]], list[int]]:
+    """Counts the tokens of texts, by the tokenizer of the job that needs most for one."""
+    different = {
+        spec.policies[name].language_model.tokenizer_source: language.chat
+        for name, language in languages.items()
+    }
+
+    def count(texts: Sequence[str]) -> list[int]:
+        return [
+            max(one)
+            for one in zip(*(chat.lengths(texts) for chat in different.values()), strict=True)
+        ]
+
+    return count
 
 
 def role_of(

@@ -103,7 +103,7 @@ class Query(Mapping[str, Any]):
     The trajectories of a group share `data`: treat it as constant.
     """
 
-    __slots__ = ("data", "id", "index", "metrics", "split")
+    __slots__ = ("answer", "data", "id", "index", "metrics", "scores", "split")
 
     def __init__(self, id: str, split: str, index: int, data: Mapping[str, Any]) -> None:
         self.id = id
@@ -116,6 +116,10 @@ class Query(Mapping[str, Any]):
         """The task's data at this index."""
         self.metrics: dict[str, float] = {}
         """Values that this trajectory logged; see `log`."""
+        self.answer: str | None = None
+        """What this trajectory votes for in evaluations (maj@k), if the workflow sets it."""
+        self.scores: dict[str, float] = {}
+        """Mean over the agents of what each reward function gave, as `rewards.<name>`."""
 
     def log(self, **values: float) -> None:
         """Log numbers about this trajectory; the job reports their means as metrics.
@@ -248,15 +252,9 @@ def load_workflow(entrypoint: str, field: str = "workflow") -> Workflow:
 
 def load_tasks(
     source: str, split: str, args: Mapping[str, Any], field: str = "tasks.source"
-) -> Tasks:
-    """One split of a job's tasks. Raises `EntrypointError` when it is not a non-empty sequence."""
-    return load_counted_tasks(source, split, args, field)[0]
-
-
-def load_counted_tasks(
-    source: str, split: str, args: Mapping[str, Any], field: str = "tasks.source"
 ) -> tuple[Tasks, int]:
-    """As `load_tasks`; also returns the number of tasks."""
+    """One split of a job's tasks, and their number. Raises `EntrypointError` when it is not a
+    non-empty sequence."""
     factory = load_attribute(source, field)
     if not callable(factory):
         raise EntrypointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ from troupe.workflow.messages import finite
 TEAM = "team"
 # Longer than any agent's name.
 _NAME_CHARS = 200
+# Of an answer that is compared with others.
+_ANSWER_CHARS = 1000
 
 
 class Scorer(Protocol):
@@ -50,9 +53,24 @@ async def rewards_of(
     agents: Collection[str],
 ) -> dict[str, float]:
     """Rewards per agent of a finished trajectory: `given` by the workflow plus those of the job's
-    reward functions. Raises `RewardFailedError`."""
+    reward functions, whose means are noted in `query.scores`. Raises `RewardFailedError`."""
     own = check_rewards(given, agents, "the workflow")
-    return add_up([own, *await call_functions(functions, scorer, query, turns, own, agents)])
+    parts = await call_functions(functions, scorer, query, turns, own, agents)
+    for name, part in zip(functions, parts, strict=True):
+        if part:
+            query.scores[f"rewards.{name}"] = sum(part.values()) / len(part)
+    return add_up([own, *parts])
+
+
+def answer_of(query: Query, turns: Sequence[TurnRecord], pattern: str | None) -> str | None:
+    """What a trajectory votes for: `query.answer`, else what `pattern` cuts out of its last reply,
+    white space folded. None: nothing."""
+    answer = query.answer
+    if answer is None and pattern is not None:
+        replies = [turn.reply.text for turn in turns if turn.reply is not None]
+        *_, found = [None, *re.finditer(pattern, replies[-1] if replies else "")]
+        answer = found and found[1 if found.re.groups else 0]
+    return None if answer is None else safe_text(" ".join(str(answer).split()), _ANSWER_CHARS)
 
 
 def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str, float]:
@@ -120,7 +138,7 @@ async def call_functions(
 ) -> list[dict[str, float]]:
     """Call the job's reward functions concurrently with `query`, `turns` and `rewards`.
 
-    `query` is {id, split, index, data}; `turns` a list of {agent, turn, messages, response,
+    `query` is {id, split, index, data}; `turns` a list of {agent, turn, messages, response, tokens,
     finish_reason}; `rewards` the workflow's result. A function returns a dict of rewards per agent,
     or one number for every agent. Raises `RewardFailedError`, kind `reward_<why>`.
     """
@@ -137,6 +155,7 @@ async def call_functions(
                 "turn": turn.number,
                 "messages": [{"role": r, "content": c} for r, c in turn.messages],
                 "response": turn.reply.text,
+                "tokens": len(turn.reply.token_ids),
                 "finish_reason": turn.reply.finish_reason,
             }
             for turn in turns

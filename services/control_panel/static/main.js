@@ -13,6 +13,7 @@ const LOG_LINES = 300;
 
 const charts = {
   reward: new Chart(byId("chart-reward")),
+  evaluation: new Chart(byId("chart-evaluation")),
   throughput: new Chart(byId("chart-throughput")),
   queue: new Chart(byId("chart-queue"), { x: "time" }),
   loss: new Chart(byId("chart-loss")),
@@ -53,6 +54,7 @@ function drawCharts() {
   requestAnimationFrame(() => {
     drawing = false;
     charts.reward.draw(...series(/^(?:reward\/)?((?!reward\b|eval\b|staleness\b)[\w-]+)\/mean$/));
+    charts.evaluation.draw(...series(/^evaluations?\/((?:[\w-]+\/)?(?:(?:pass|maj)@\d+|team(?=\/mean)|reward\/[\w-]+(?=\/mean)))(?:\/mean)?$/));
     charts.throughput.draw(...series(/^rollout\/(tokens_per_second)$/));
     charts.loss.draw(...series(/^([\w-]+)\/loss\/policy$/));
     charts.grad.draw(...series(/^([\w-]+)\/grad_norm$/));
@@ -61,7 +63,9 @@ function drawCharts() {
 
 // The newest held-out value of what `before` and `after` call `name`.
 function heldOut(name) {
-  const metric = name === "team_success" ? "evaluation/team/mean" : `evaluation/${name}/mean`;
+  const named = /^(?!reward\/)[^/]+\//.test(name);  // of a named evaluation: gsm8k/pass@1
+  const mean = /(^|\/)reward\/[^/]+$/.test(name) ? `${name}/mean` : name.replace(/team_success$/, "team/mean");
+  const metric = `${named ? "evaluations" : "evaluation"}/${mean}`;
   return job.after[name] ?? job.metrics[metric] ?? job.before[name];
 }
 

@@ -6,18 +6,26 @@ A checkpoint is a directory `{data_dir}/{job}/checkpoints/{policy}/v{version}`, 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import secrets
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from services.chassis.folders import files_below, read_folder, write_folder
 from services.orchestrator.context import JobContext
 from services.orchestrator.placement.workers import WorkerHandle
 from services.orchestrator.state.records import timestamp
-from troupe.checkpoints.retention import none_such, prune, versions_of_all
+from troupe.checkpoints.retention import BEST, none_such, prune, remove, versions_of_all
 from troupe.rpc import Aborted, ResourceExhausted
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import trainer_pb2 as tr
+
+# What the best checkpoint is of: a manifest, with the metric and its value.
+_BEST_FILE: Final = "best.json"
 
 
 async def copy_to_job_directory(
@@ -94,3 +102,46 @@ async def export(checkpoint: orch.Checkpoint) -> AsyncIterator[orch.ExportCheckp
             value=checkpoint.version,
             remedy="Export a newer one, or raise `checkpoint.keep`.",
         ) from error
+
+
+def best_value(directory: Path, metric: str) -> float | None:
+    """The value of `metric` with which a job's best checkpoint was kept; None: there is none."""
+    try:
+        content = json.loads((directory / BEST / _BEST_FILE).read_text(encoding="utf-8"))
+        return float(content["value"]) if content["metric"] == metric else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep_best(directory: Path, step: int, metric: str, value: float) -> None:
+    """Keeps the checkpoint after `step` steps, whatever newer ones push out.
+
+    Its files are linked, so that they take no more room while both are there. What was best before
+    stays until this one is complete. Raises `OSError`.
+    """
+    manifest = json.loads((directory / "checkpoints" / f"manifest-step{step}.json").read_text())
+    content = {**manifest, "metric": metric, "value": value}
+    folder = directory / BEST
+    kept = set()
+    for policy, one in manifest["policies"].items():
+        target = folder / policy / f"v{one['version']}"
+        kept.add(target)
+        if not target.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.new")
+            shutil.copytree(directory / one["path"], scratch, copy_function=_link)
+            scratch.replace(target)
+    draft = folder / f".{_BEST_FILE}.new"
+    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    draft.replace(folder / _BEST_FILE)
+    for path in folder.glob("*/*"):
+        if path not in kept:
+            remove(path)
+
+
+def _link(source: str, target: str) -> None:
+    """A second name of a file; a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -30,6 +30,7 @@ from services.orchestrator.errors import (
     run_all,
     run_with_background,
 )
+from services.orchestrator.jobs.checkpoints import best_value, keep_best
 from services.orchestrator.jobs.sinks import Sinks, make_directory
 from services.orchestrator.pipeline.dispatch import Dispatch
 from services.orchestrator.pipeline.evaluation import NO_TURNS_REMEDY, EvaluationRunner
@@ -482,8 +483,8 @@ class JobProgress:
     def _next_due(self) -> int:
         """The step count at which an evaluation or checkpoints are due next, or the last one."""
         spec, step = self._job.spec, self._record.step
-        evaluations = spec.evaluation.every if spec.evaluation.queries else 0
-        every = [one for one in (spec.checkpoint.every, evaluations) if one > 0]
+        evaluations = [one.every for one in spec.evaluation_sets.values()]
+        every = [one for one in (spec.checkpoint.every, *evaluations) if one > 0]
         due = [(step // one + 1) * one for one in every]
         if self._population is not None:
             due.append(self._population.next_due(step))
@@ -504,26 +505,64 @@ class JobProgress:
         # Checkpoints first: an evaluation that fails must not cost one.
         if step > 0 and self._due(spec.checkpoint.every) and self._record.checkpointed != step:
             await self._checkpoint()
-        due = step == 0 or self._due(spec.evaluation.every)
-        if due and spec.evaluation.queries > 0 and self._record.evaluated != step:
-            await self._evaluate()
+        due = [
+            name for name, one in spec.evaluation_sets.items() if step == 0 or self._due(one.every)
+        ]
+        if due and self._record.evaluated != step:
+            await self._evaluate(due)
         if self.finished and (problem := self._record.checkpoint_problem) is not None:
             raise TroupeError.from_problem(problem)
 
     def _due(self, every: int) -> bool:
         return self.finished or (every > 0 and self._record.step % every == 0)
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self, names: Iterable[str]) -> None:
+        step = self._record.step
+        values: dict[str, float] = {}
+        scores: dict[str, float] = {}
+        for one in names:
+            items = self._context.engines.evaluation_items.get(one)
+            runner = EvaluationRunner(self._job, self._context.dispatch, step, one, items)
+            found, compared = await runner.run()
+            values |= found
+            scores |= compared
+        await self._keep_best(values)
         record = self._record
-        evaluation = EvaluationRunner(self._job, self._context.dispatch, record.step)
-        values = await evaluation.run()
         name = "before" if record.step == 0 else "after" if self.finished else None
-        fields = {} if name is None else {name: json.dumps(evaluation.tally.scores())}
+        fields = {} if name is None else {name: json.dumps(scores)}
         await self._job.shared.store.log_evaluation(
             record.job_id, self._job.epoch, record.evaluated, record.step, values, fields
         )
         self._record = replace(record, evaluated=record.step)
         await self._write_to_sinks(orch.MetricsLogged(step=record.step, values=values))
+
+    async def _keep_best(self, values: Mapping[str, float]) -> None:
+        """Keeps the checkpoint of this step if it evaluated better than all before it."""
+        job, step, best = self._job, self._record.step, self._job.spec.checkpoint.best
+        if best is None or step == 0:
+            return
+        value = values.get(best.metric)
+        if value is None:
+            same = [one for one in values if one.split("/")[:-1] == best.metric.split("/")[:-1]]
+            if same:
+                await job.warn(
+                    f"checkpoint.best.metric: this evaluation has no `{best.metric}`; it has "
+                    + ", ".join(sorted(same))
+                )
+            return
+        known = await asyncio.to_thread(best_value, job.directory, best.metric)
+        if known is not None and (value <= known if best.mode == "max" else value >= known):
+            return
+        if self._record.checkpointed != step:
+            await self._checkpoint()
+        try:
+            await asyncio.to_thread(keep_best, job.directory, step, best.metric, value)
+        except OSError as error:
+            await job.error(f"the best checkpoint, after step {step}, is not kept: {error}")
+        else:
+            await job.info(
+                f"the best checkpoint is that after step {step}: {best.metric} = {value:g}"
+            )
 
     async def _checkpoint(self) -> None:
         """Saves every trained policy. One that cannot be saved is logged and noted in the record;

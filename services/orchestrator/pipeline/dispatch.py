@@ -434,23 +434,23 @@ class Dispatch:
 async def run_batch(
     dispatch: Dispatch,
     batch: TicketBatch,
-    tickets: Iterable[ro.Ticket],
+    groups: Iterable[Group],
     background: Coroutine[Any, Any, None],
 ) -> None:
-    """Runs tickets of one trajectory per query to their ends, and `background` meanwhile.
+    """Runs groups of trajectories to their ends, and `background` meanwhile.
 
     When that breaks off, what still runs is aborted. Raises as `TicketBatch.finished`.
     """
     task = asyncio.create_task(background)
     query_ids: list[str] = []
 
-    def groups() -> Iterator[Group]:
-        for ticket in tickets:
-            query_ids.append(ticket.query_id)
-            yield [ticket]
+    def noted() -> Iterator[Group]:
+        for group in groups:
+            query_ids.append(group[0].query_id)
+            yield group
 
     try:
-        await add_in_parts(dispatch, batch, groups())
+        await add_in_parts(dispatch, batch, noted())
         batch.seal()
         await batch.finished(lambda: dispatch.describe(batch))
     finally:

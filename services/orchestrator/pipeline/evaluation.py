@@ -1,19 +1,34 @@
-"""Evaluations on the held-out split, and the limit on failed trajectories of any batch."""
+"""Evaluations on held-out queries, and the limit on failed trajectories of any batch."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections import defaultdict
 from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, run_batch
-from services.orchestrator.pipeline.metrics import Tally
+from services.orchestrator.pipeline.metrics import TEAM, Tally
+from troupe.algorithms.scores import (
+    MOST_VOTERS,
+    interval,
+    majority_at_k,
+    pass_at_k,
+    steps_of_k,
+)
+from troupe.job.section import MAX_QUERIES, MAX_TRAJECTORIES
+from troupe.job.sections import EvaluationSpec
+from troupe.job.spec import evaluation_prefix
 from troupe.rpc import ResourceExhausted
 from troupe.scheduling import admission
+from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
+
+# What the bounds of a metric's confidence interval are named after it.
+BOUNDS: Final = ("/low", "/high")
 
 NO_TURNS_REMEDY: Final = (
     "The client answered from a cache of its own, or asked another model: switch its cache off "
@@ -22,67 +37,151 @@ NO_TURNS_REMEDY: Final = (
 
 
 class EvaluationRunner:
-    """An evaluation after `step` steps, of the same held-out queries each time.
+    """One evaluation after `step` steps, of the same held-out queries each time.
 
     Its samples are neither stored nor trained on.
     """
 
-    def __init__(self, job: JobContext, dispatch: Dispatch, step: int) -> None:
+    def __init__(
+        self, job: JobContext, dispatch: Dispatch, step: int, name: str, items: int | None
+    ) -> None:
+        """`name`: "" is the section `evaluation`. `items`: how many its tasks have; None: without
+        end, or not known."""
         self._job = job
         self._dispatch = dispatch
         self._step = step
-        self._name = f"the evaluation after {step} steps"
-        self._plan: Sequence[admission.QueryPlan] = ()
+        self._set = name
+        self._spec = job.spec.evaluation_of(name)
+        self._queries = self._spec.queries
+        if name and items is not None:
+            most = min(MAX_QUERIES, MAX_TRAJECTORIES // self._spec.samples)
+            self._queries = min(self._queries or most, items)
+        self._name = f"the evaluation {f'of {name} ' if name else ''}after {step} steps"
+        self._total = self._queries * self._spec.samples
         self.tally = Tally(job.spec.agents, {})
+        self._solved = SolvedQueries(self._spec)
         self._recent = job.shared.trajectories.buffer(job.job_id, step, "evaluate")
 
-    async def run(self) -> dict[str, float]:
-        """The evaluation's metrics, `evaluation/...`; `tally.scores()` are for comparison."""
+    async def run(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The evaluation's metrics, and those of them by which evaluations are compared."""
         began = time.monotonic()
         # In a thread: planning thousands of queries would block the event loop.
-        self._plan = await asyncio.to_thread(
+        plan = await asyncio.to_thread(
             admission.plan_evaluation,
             job_seed=self._job.spec.seed,
             step=self._step,
-            queries=self._job.spec.evaluation.queries,
+            queries=self._queries,
+            samples=self._spec.samples,
+            name=self._set,
         )
         deadline = Deadline(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
         batch = TicketBatch(self._step, deadline, self._on_end)
-        tickets = (evaluation_ticket(query) for query in self._plan)
+        groups = (evaluation_tickets(query, self._set) for query in plan)
         try:
-            await run_batch(self._dispatch, batch, tickets, self._show_progress())
+            await run_batch(self._dispatch, batch, groups, self._show_progress())
         finally:
             await self._recent.flush()
-        await report_failures(self._job, self._name, self.tally, len(self._plan))
-        values = self.tally.values(time.monotonic() - began)
-        return {f"evaluation/{name}": value for name, value in values.items()}
+        await report_failures(self._job, self._name, self.tally, self._total)
+        solved = await asyncio.to_thread(self._solved.values)
+        values = self.tally.values(time.monotonic() - began) | solved
+        short = f"{self._set}/" if self._set else ""
+        scores = {name: value for name, value in solved.items() if not name.endswith(BOUNDS)}
+        prefix = evaluation_prefix(self._set)
+        return (
+            {f"{prefix}{name}": value for name, value in values.items()},
+            {f"{short}{name}": value for name, value in (self.tally.scores() | scores).items()},
+        )
 
     def _on_end(self, event: ro.TrajectoryEvent) -> None:
         self.tally.add(event)
+        self._solved.add(event)
         self._recent.add(event)
-        check_failures(self._job, self._name, self.tally, len(self._plan))
+        check_failures(self._job, self._name, self.tally, self._total)
 
     async def _show_progress(self) -> None:
+        of = f" of {self._set}" if self._set else ""
         while True:
             self._job.show(
-                f"evaluating: {self.tally.ended} of {len(self._plan)} held-out queries",
+                f"evaluating: {self.tally.ended} of {self._total} held-out trajectories{of}",
                 step=self._step,
                 done=self.tally.ended,
-                total=len(self._plan),
+                total=self._total,
             )
             await asyncio.sleep(self._job.shared.settings.activity_seconds)
 
 
-def evaluation_ticket(query: admission.QueryPlan) -> ro.Ticket:
-    """The ticket of a held-out query."""
-    return ro.Ticket(
-        query_id=query.query_id,
-        trajectory_id=query.trajectory_ids[0],
-        split="held_out",
-        index=query.index,
-        seed=query.seeds[0],
-        purpose=ro.Ticket.PURPOSE_EVALUATE,
-    )
+class SolvedQueries:
+    """Which trajectories of an evaluation solved their queries, and what they answered."""
+
+    def __init__(self, spec: EvaluationSpec) -> None:
+        self._spec = spec
+        # By query: the answer and the success of each trajectory that ended.
+        self._votes: defaultdict[str, list[tuple[str | None, bool]]] = defaultdict(list)
+
+    def add(self, event: ro.TrajectoryEvent) -> None:
+        """Counts an ended trajectory; one that failed has not solved its query."""
+        if event.state == pb.TRAJECTORY_STATE_COMPLETED:
+            answer = event.answer if event.HasField("answer") else None
+            solved = success_of(event, self._spec.success) >= self._spec.threshold
+            self._votes[event.query_id].append((answer, solved))
+        elif event.state == pb.TRAJECTORY_STATE_FAILED:
+            self._votes[event.query_id].append((None, False))
+
+    def values(self) -> dict[str, float]:
+        """`pass@k` and `maj@k`: means over the queries, each with the bounds of its interval."""
+        queries = list(self._votes.values())
+        if not (queries and self._spec.counts_solved):
+            return {}
+        found: dict[str, list[float]] = defaultdict(list)
+        voted = any(answer is not None for votes in queries for answer, _ in votes)
+        for votes in queries:
+            ks = [k for k in steps_of_k(self._spec.samples) if k <= len(votes)]
+            solved = sum(solved for _, solved in votes)
+            for k in ks:
+                found[f"pass@{k}"].append(pass_at_k(len(votes), solved, k))
+            ks = [k for k in ks if 1 < k <= MOST_VOTERS]
+            if voted and ks:
+                for k, value in zip(ks, majority_at_k(votes, ks), strict=True):
+                    found[f"maj@{k}"].append(value)
+        values: dict[str, float] = {}
+        for name, each in found.items():
+            mean = sum(each) / len(each)
+            bounds = interval(mean, len(each))
+            values |= {
+                name: mean,
+                **dict(zip((f"{name}{one}" for one in BOUNDS), bounds, strict=True)),
+            }
+        return values
+
+
+def success_of(event: ro.TrajectoryEvent, name: str | None) -> float:
+    """What says whether a completed trajectory solved its query (`success` of an evaluation);
+    minus infinity where it has no such value."""
+    rewards = dict(event.rewards)
+    if name is None:
+        team = rewards.pop(TEAM, None)
+        if team is not None:
+            return team
+        return sum(rewards.values()) / len(rewards) if rewards else -math.inf
+    if name in rewards:
+        return rewards[name]
+    return event.metrics.get(f"rewards.{name}", -math.inf)
+
+
+def evaluation_tickets(query: admission.QueryPlan, name: str) -> list[ro.Ticket]:
+    """The tickets of a query of evaluation `name`."""
+    return [
+        ro.Ticket(
+            query_id=query.query_id,
+            trajectory_id=trajectory_id,
+            split="held_out",
+            index=query.index,
+            seed=seed,
+            purpose=ro.Ticket.PURPOSE_EVALUATE,
+            evaluation=name,
+        )
+        for trajectory_id, seed in zip(query.trajectory_ids, query.seeds, strict=True)
+    ]
 
 
 def check_failures(

@@ -65,6 +65,9 @@ class Engines:
             "Look into the rollout workers' logs for what ended them: a model too large for the "
             "memory, a workflow's module that crashes. Then resume the job.",
         )
+        # By evaluation: how many items its tasks have, as far as a worker has said.
+        self.evaluation_items: dict[str, int] = {}
+        self._noted: set[str] = set()
         limits = [policy.engine.start_timeout_seconds for policy in job.spec.policies.values()]
         # How long a worker may take to have all engines up.
         self.prepare_seconds = max(limits) + _MARGIN_SECONDS
@@ -207,7 +210,13 @@ class Engines:
             spec_json=self._job.spec_json,
             weights=wanted.values(),
         )
-        await worker.rollout.PrepareJob(request, timeout=self.prepare_seconds)
+        answer = await worker.rollout.PrepareJob(request, timeout=self.prepare_seconds)
+        # Every worker says the same.
+        self.evaluation_items.update(answer.evaluation_items)
+        for note in answer.notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                await self._job.info(note)
         versions = {policy: ref.version for policy, ref in wanted.items()}
         behind = [ref for ref in self._wanted.values() if versions[ref.policy] != ref.version]
         while behind:

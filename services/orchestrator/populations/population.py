@@ -499,9 +499,9 @@ class Matches:
                     text = f"matches: {len(self._ended)} of {total}"
                     self._job.show(text, step=step, done=len(self._ended), total=total)
 
-        tickets = (self._ticket(one, members[one.name], places) for one in wave)
+        groups = ([self._ticket(one, members[one.name], places)] for one in wave)
         try:
-            await run_batch(self._dispatch, batch, tickets, tick())
+            await run_batch(self._dispatch, batch, groups, tick())
         except BaseException:
             # Results are written even if the wave failed, so that no ended match is repeated.
             try:

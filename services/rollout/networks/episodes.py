@@ -107,7 +107,7 @@ class EpisodeRunner(RunningTrajectory):
         arena = job.arena
         assert arena is not None, "a job of networks"
         evaluating = ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
-        greedy = evaluating and job.spec.evaluation.temperature == 0
+        greedy = evaluating and job.spec.evaluation_of(ticket.evaluation).temperature == 0
         cast = job.casts.of(ticket.cast).policy_of
         seating = arena.seating({agent: policy.name for agent, policy in cast.items()})
         limits = job.spec.limits

@@ -7,12 +7,16 @@ import contextlib
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+from troupe.data.rows import CountTokens
+from troupe.data.tasks import TaskSplit, open_tasks
 from troupe.job import TasksSpec
 from troupe.outcomes import NotJsonError, described, json_text, type_name
 from troupe.user_code import call_in_thread
-from troupe.workflow import Tasks, WorkflowError, load_counted_tasks
+from troupe.workflow import WorkflowError
 
 # Cached items. The trajectories of a group ask for the same item, which is made once.
 _KEPT = 2048
@@ -21,38 +25,51 @@ _KEPT = 2048
 _TOGETHER_SECONDS = 0.005
 
 
+# The name of an evaluation with tasks of its own, else "", and the split.
+_Split = tuple[str, str]
+
+
 class QuerySource:
     """Loads a split when it is first needed. Items are made one at a time, in a thread."""
 
-    def __init__(self, spec: TasksSpec) -> None:
-        self._spec = spec
-        self._splits: dict[str, Tasks] = {}
-        # Lengths when the splits were loaded: user code may report another one, or raise, later.
-        self._lengths: dict[str, int] = {}
-        self._items: OrderedDict[tuple[str, int], Mapping[str, Any]] = OrderedDict()
+    def __init__(
+        self,
+        spec: TasksSpec,
+        seed: int = 0,
+        count_tokens: CountTokens | None = None,
+        evaluations: Mapping[str, TasksSpec | None] = MappingProxyType({}),
+    ) -> None:
+        """`seed`: that of the job. `count_tokens`: by the tokenizers of its policies.
+        `evaluations`: by name the tasks of evaluations; None: those of the job."""
+        self._specs = {"": spec, **{n: own for n, own in evaluations.items() if own is not None}}
+        self._open = partial(open_tasks, seed=seed, count_tokens=count_tokens)
+        self._splits: dict[_Split, TaskSplit] = {}
+        self._items: OrderedDict[tuple[_Split, int], Mapping[str, Any]] = OrderedDict()
         # Requested items, with the number of waiting callers.
-        self._wanted: Counter[tuple[str, int]] = Counter()
+        self._wanted: Counter[tuple[_Split, int]] = Counter()
         # Tasks are user code and need not be thread-safe.
         self._lock = asyncio.Lock()
 
-    async def load(self, split: str) -> int:
-        """Load the split; returns its length. Raises `EntrypointError`."""
-        async with self._lock:
-            if split not in self._splits:
-                self._splits[split], self._lengths[split] = await call_in_thread(
-                    load_counted_tasks, self._spec.source, split, self._spec.args
-                )
-            return self._lengths[split]
+    @property
+    def notes(self) -> list[str]:
+        """What became of the rows of data sets, for the user."""
+        return [note for _, split in sorted(self._splits.items()) for note in split.notes]
 
-    async def get(self, split: str, index: int) -> Mapping[str, Any]:
-        """Item `index` modulo the split's length: a mapping of JSON values.
+    async def load(self, split: str, evaluation: str = "") -> int:
+        """Load the split, or that of an evaluation with tasks of its own; returns its length.
 
-        Raises `EntrypointError` and `WorkflowError` (kind `bad_task`).
+        Raises `EntrypointError` and `DataError`.
         """
-        if split not in self._splits:
-            await self.load(split)
-        tasks = self._splits[split]
-        key = (split, index % self._lengths[split])
+        return len(await self._load(self._named(split, evaluation)))
+
+    async def get(self, split: str, index: int, evaluation: str = "") -> Mapping[str, Any]:
+        """The item of query `index`, counted without end: a mapping of JSON values.
+
+        Raises `EntrypointError`, `DataError` and `WorkflowError` (kind `bad_task`).
+        """
+        named = self._named(split, evaluation)
+        tasks = self._splits.get(named) or await self._load(named)
+        key = (named, tasks.position(index))
         if (found := self._items.get(key)) is not None:
             return found
         self._wanted[key] += 1
@@ -70,9 +87,22 @@ class QuerySource:
             if not self._wanted[key]:
                 del self._wanted[key]
 
+    def _named(self, split: str, evaluation: str) -> _Split:
+        return (evaluation if evaluation in self._specs else "", split)
+
+    async def _load(self, named: _Split) -> TaskSplit:
+        async with self._lock:
+            if named not in self._splits:
+                name, split = named
+                load = partial(self._open, self._specs[name], split)
+                if name:
+                    load = partial(load, field=f"evaluations.{name}.tasks", whole=True)
+                self._splits[named] = await call_in_thread(load)
+            return self._splits[named]
+
     def _make_items(
-        self, tasks: Tasks, key: tuple[str, int], wanted: Iterable[tuple[str, int]]
-    ) -> dict[tuple[str, int], Mapping[str, Any]]:
+        self, tasks: TaskSplit, key: tuple[_Split, int], wanted: Iterable[tuple[_Split, int]]
+    ) -> dict[tuple[_Split, int], Mapping[str, Any]]:
         """Make item `key` and, while that is quick, others requested of its split. In a thread."""
         until = time.monotonic() + _TOGETHER_SECONDS
         made = {}
@@ -86,28 +116,31 @@ class QuerySource:
         made[key] = item
         return made
 
-    def _item(self, tasks: Tasks, split: str, index: int) -> Mapping[str, Any]:
-        where = f"{split}[{index}] of {self._spec.source}"
+    def _item(self, tasks: TaskSplit, named: _Split, index: int) -> Mapping[str, Any]:
+        name, split = named
+        where = f"{split}[{index}] of {tasks.source}"
+        field = f"evaluations.{name}." if name else ""
+        field += "tasks.source" if self._specs[name].source else "tasks.dataset"
         try:
             item = tasks[index]
             # A copy: a mapping of user code may raise whenever it is read.
             data = dict(item) if isinstance(item, Mapping) else None
         except BaseException as error:
-            raise _bad_task(f"{where} raised {described(error)}") from error
+            raise _bad_task(field, f"{where} raised {described(error)}") from error
         if data is None:
-            raise _bad_task(f"{where} is a {type_name(item)}, not a mapping")
+            raise _bad_task(field, f"{where} is a {type_name(item)}, not a mapping")
         try:
             # Missing numbers of a table are NaN.
             json_text(data, allow_nan=True)
         except NotJsonError as error:
-            raise _bad_task(f"{where} does not consist of JSON values: {error}") from error
+            raise _bad_task(field, f"{where} does not consist of JSON values: {error}") from error
         return data
 
 
-def _bad_task(message: str) -> WorkflowError:
+def _bad_task(field: str, message: str) -> WorkflowError:
     return WorkflowError(
         message,
         kind="bad_task",
-        field="tasks.source",
+        field=field,
         remedy="`tasks[index]` must return a dict of strings, numbers, booleans, lists and dicts.",
     )

@@ -102,6 +102,7 @@ class RunningTrajectory:
         self._turns: Sequence[TurnRecord] = ()
         self._rewards: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
+        self._answer: str | None = None
         self._shelf = LargeColumns(job.transfer, job.job_id)
         # Reason of a trajectory that completes.
         self._note = ""
@@ -214,7 +215,9 @@ class RunningTrajectory:
             left=job.groups.left,
             early_start=self._early_start,
         )
-        roles = cast.evaluation_roles if evaluating else cast.roles
+        roles = (
+            cast.evaluation_roles.get(ticket.evaluation, cast.roles) if evaluating else cast.roles
+        )
         waiters = partial(job.groups.waiters, ticket.query_id)
         tools = TrajectoryTools(job.functions, name, clock, waiters, ticket.query_id)
         barrier = None if job.lockstep is None or not self._stored else job.lockstep.member(clock)
@@ -225,7 +228,7 @@ class RunningTrajectory:
             nonlocal waits_for
             assert job.queries is not None, "language models play"
             assert job.workflow is not None, "language models play"
-            data = await job.queries.get(ticket.split, ticket.index)
+            data = await job.queries.get(ticket.split, ticket.index, ticket.evaluation)
             query = Query(ticket.query_id, ticket.split, ticket.index, data)
             backend.domain = safe_text(data.get("domain", ""), _DOMAIN_LIMIT)
             waits_for = "the workflow"
@@ -268,6 +271,11 @@ class RunningTrajectory:
             self._turns = agents.close()
             backend.close()
             tools.close()
+        if query.scores:
+            self._metrics = {**query.scores, **self._metrics}
+        if evaluating:
+            pattern = job.spec.evaluation_of(ticket.evaluation).answer_pattern
+            self._answer = scoring.answer_of(query, self._turns, pattern)
         scoring.check_complete(total, self._turns, job.trained)
         self._rewards = scoring.with_turn_rewards(total, self._turns)
         if backend.opened_endpoint and total and not self._turns:
@@ -339,6 +347,8 @@ class RunningTrajectory:
             event.rewards.update(self._rewards)
             event.metrics.update(metrics_of(self._turns))
             event.metrics.update(self._metrics)
+            if self._answer is not None:
+                event.answer = self._answer
             event.turns.extend(records.transcript_of(self._turns))
         return event
 

@@ -32,7 +32,7 @@ from troupe.client.cli.chaos import chaos
 from troupe.client.cli.failures import FAILED, explain
 from troupe.client.cli.functions import app as functions
 from troupe.client.cli.jobs import app as jobs
-from troupe.client.cli.jobs import generate
+from troupe.client.cli.jobs import evaluate, generate
 from troupe.client.cli.options import call, duration, size
 from troupe.client.cli.population import app as population
 from troupe.client.cli.samples import app as samples
@@ -524,6 +524,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train)
+app.command("evaluate")(evaluate)
 app.command("up")(up)
 app.command("head")(head)
 app.command("node")(node)

@@ -1,10 +1,18 @@
-"""`troupe jobs ...` and `troupe generate`: lists, shows, pauses, resumes, cancels, audits jobs."""
+"""`troupe jobs ...`, `troupe generate`, `troupe evaluate`: commands on jobs and their checkpoints.
+
+`evaluate` submits a job with `pipeline.steps: 0`, which does nothing but the evaluations before its
+first step.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import shutil
 import sys
+import tempfile
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +21,25 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from troupe.client.aio import AsyncClient
+from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
+from troupe.checkpoints.retention import copy_checkpoint, none_such, versions_of_all
+from troupe.checkpoints.verifying import Lineage
+from troupe.client.aio import AsyncClient, data_directory
 from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.options import call, duration, make_table, score
-from troupe.client.cli.train import Progress, follow, make_display, print_summary
+from troupe.client.cli.specification import apply_assignments
+from troupe.client.cli.train import (
+    Progress,
+    TrainPlan,
+    follow,
+    make_display,
+    print_summary,
+    run,
+)
 from troupe.client.records import Audit, Job, JobState
-from troupe.rpc.errors import TroupeError
+from troupe.job.loading import job_of, load_text
+from troupe.rpc.errors import InvalidArgument, TroupeError
 
 
 def audit(
@@ -280,3 +300,163 @@ def job_values(job: Job) -> dict[str, Any]:
 
 def _print_state(job: Job) -> None:
     Console().print(f"{job.id} is {job.state}", highlight=False)
+
+
+# What the section `evaluation`, which has no name, is called here.
+UNNAMED = "evaluation"
+_SPEC_FILE = "job.yaml"
+
+
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB.yaml|JOB_ID|CHECKPOINT",
+            help="A job file: its models as they are. A job: its newest checkpoints. The directory "
+            "of a checkpoint: that one.",
+            show_default=False,
+        ),
+    ],
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME|KEY.PATH=VALUE",
+            help=f"Only the evaluation of this name (`{UNNAMED}`: that of the section). With `=`: "
+            "change a field of the job. May be repeated.",
+        ),
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option(help="JOB_ID: this version of every policy that has it.")
+    ] = None,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+    rollouts: options.Rollouts = None,
+    threads: options.Threads = None,
+    start_timeout: options.StartTimeout = 120.0,
+    devices: options.Devices = None,
+    engine_devices: options.EngineDevices = None,
+) -> None:
+    """Evaluate a job's models or checkpoints, as its `evaluation` and `evaluations` say.
+
+    Starts an embedded cluster unless one runs here. Paths of checkpoints must be readable where
+    trainers and rollout workers run.
+    """
+    given = sets or []
+    names = [one for one in given if "=" not in one]
+    source, checkpoints = _found(target, version, data_directory(data_dir))
+    raw = apply_assignments(load_text(source), [one for one in given if "=" in one], str(source))
+    settings = options.cluster_settings(
+        data_dir=data_dir,
+        rollouts=rollouts,
+        threads=threads,
+        panel=False,
+        start_timeout=start_timeout,
+        devices=devices,
+        engine_devices=engine_devices,
+    ).resolved()
+    scratch = Path(tempfile.mkdtemp(prefix="troupe-evaluate-"))
+    try:
+        models = {
+            policy: _whole(path, source.parent, scratch / policy)
+            for policy, path in checkpoints.items()
+        }
+        spec = job_of(only_evaluated(raw, names, models))
+        plan = TrainPlan(
+            spec=spec,
+            job_id=None,
+            resume=None,
+            address=cluster,
+            keep_up=False,
+            grace=20.0,
+            settings=settings,
+        )
+        raise typer.Exit(asyncio.run(run(plan, Console())))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def only_evaluated(
+    raw: Mapping[str, Any], names: Collection[str], models: Mapping[str, Path]
+) -> dict[str, Any]:
+    """The unvalidated job with no steps, the evaluations `names` (none: all) and the models of
+    checkpoints by policy. Raises `InvalidArgument` for an unknown evaluation, or a job without."""
+    named = dict(raw.get("evaluations") or {})
+    section = raw.get("evaluation") or {}
+    known = [*([UNNAMED] if section.get("queries") else []), *named]
+    for name in names:
+        if name not in known:
+            raise InvalidArgument(
+                "the job has no such evaluation",
+                field="--set",
+                value=name,
+                remedy=f"It has: {', '.join(known) or 'none; add the section `evaluations`'}.",
+            )
+    if not known:
+        raise InvalidArgument(
+            "the job has no evaluation",
+            field="evaluations",
+            remedy="Add the section `evaluations`, or `--set evaluation.queries=100`.",
+        )
+    chosen = names or known
+    policies = {name: dict(policy) for name, policy in raw["policies"].items()}
+    for name, path in models.items():
+        if "model" not in policies[name]:
+            raise InvalidArgument(
+                "checkpoints of small networks are not evaluated by jobs",
+                field=f"policies.{name}.network",
+                remedy="Play them with `troupe.networks.Actor` (docs/networks.md).",
+            )
+        model = {**policies[name]["model"], "path": str(path)}
+        policies[name]["model"] = {
+            n: v for n, v in model.items() if n not in ("config", "revision")
+        }
+    return {
+        **raw,
+        "policies": policies,
+        "pipeline": {**raw["pipeline"], "steps": 0},
+        "evaluation": section if UNNAMED in chosen else {},
+        "evaluations": {name: one for name, one in named.items() if name in chosen},
+        "checkpoint": {},
+    }
+
+
+def _found(target: str, version: int | None, data_dir: Path) -> tuple[Path, dict[str, Path]]:
+    """The file of the job, and checkpoints by policy. Raises `InvalidArgument` and `NotFound`."""
+    path = Path(target).expanduser()
+    if path.is_file():
+        return path, {}
+    lineage = Lineage.read(path) if path.is_dir() else None
+    if lineage is not None and (job := path.resolve().parents[2] / _SPEC_FILE).is_file():
+        return job, {lineage.policy: path.resolve()}
+    directory = path if (path / _SPEC_FILE).is_file() else data_dir / target
+    if not (directory / _SPEC_FILE).is_file():
+        raise InvalidArgument(
+            "is neither a job file, nor a job in the data directory, nor a checkpoint in the "
+            "directory of its job",
+            field="JOB.yaml|JOB_ID|CHECKPOINT",
+            value=target,
+            remedy="Name the data directory with --data-dir; an exported checkpoint is evaluated "
+            "as `policies.NAME.model.path` of a job file.",
+        )
+    kept = versions_of_all(directory)
+    found = {
+        policy: [one for at, one in versions if version in (None, at)]
+        for policy, versions in kept.items()
+    }
+    chosen = {policy: paths[-1].resolve() for policy, paths in found.items() if paths}
+    if not chosen:
+        every = [f"{policy}@{at}" for policy, versions in kept.items() for at, _ in versions]
+        raise none_such("any policy", version, every)
+    return directory / _SPEC_FILE, chosen
+
+
+def _whole(checkpoint: Path, job: Path, scratch: Path) -> Path:
+    """The checkpoint as a whole model: an adapter is merged into its base below `scratch`."""
+    if not is_adapter_folder(checkpoint):
+        return checkpoint
+    lineage = Lineage.read(checkpoint)
+    base = job / "checkpoints" / ".base" / (lineage.base_checksum if lineage else "")
+    merged = copy_checkpoint(checkpoint, scratch)
+    merge_in_place(merged, base if lineage and lineage.base_checksum and base.is_dir() else None)
+    return merged

@@ -19,11 +19,14 @@ from rich.console import Console
 
 from troupe.client.cli import options
 from troupe.client.cli.sizing import show_sizing
+from troupe.data.tasks import open_tasks
 from troupe.devices import parse_devices
 from troupe.job import JobSpec, JobSpecError, load_job
 from troupe.job.compatibility import advice
+from troupe.job.functions import READY
 from troupe.job.loading import FieldProblem, job_of, load_text, read_mapping, tags_of
-from troupe.workflow.errors import EntrypointError
+from troupe.rpc.errors import TroupeError
+from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.loading import add_working_directory, load_attribute, load_workflow
 from troupe.yaml_input import MAX_DEPTH, UnreadableText, read_text
 
@@ -57,8 +60,8 @@ def validate(
         bool,
         typer.Option(
             "--imports",
-            help="Import its workflow, tasks, environment, tools and rewards, too. Services import "
-            "them where they run.",
+            help="Import its workflow, tasks, environment, tools and rewards, and read its data "
+            "sets, too. Services do so where they run.",
         ),
     ] = False,
     devices: Annotated[
@@ -75,8 +78,10 @@ def validate(
     given = parse_devices(devices, "--devices") if devices is not None else ()
     spec = load_with(path, assignments or [])
     code = "whether its code can be imported: --imports"
+    data: list[str] = []
     if imports:
         tried = ", ".join(try_imports(spec))
+        data = read_data(spec)
         code = f"{tried} can be imported" if tried else "names no code to import"
     trained = ", ".join(spec.trained_policies)
     Console().print(
@@ -85,7 +90,7 @@ def validate(
         highlight=False,
         soft_wrap=True,
     )
-    for line in advice(spec):
+    for line in (*data, *advice(spec)):
         Console().print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
     if given and not show_sizing(spec, given, Console()):
         raise typer.Exit(1)
@@ -200,24 +205,61 @@ def try_imports(job: JobSpec) -> list[str]:
     return tried
 
 
+def read_data(job: JobSpec) -> list[str]:
+    """Read the data sets of a job's tasks; returns what became of their rows.
+
+    Raises `JobSpecError` for one that cannot be read as the job says.
+    """
+    tasks = job.tasks
+    if tasks is None or not tasks.dataset:
+        return []
+    count_tokens = None
+    try:
+        if tasks.max_tokens:
+            from troupe.workflow.languages import load_language, token_counter
+
+            count_tokens = token_counter(
+                job,
+                {
+                    name: load_language(policy.language_model, f"policies.{name}.model")
+                    for name, policy in job.policies.items()
+                },
+            )
+        splits = ("train", "held_out") if job.evaluation.queries else ("train",)
+        return [
+            note
+            for split in splits
+            for note in open_tasks(tasks, split, job.seed, count_tokens=count_tokens).notes
+        ]
+    except (WorkflowError, TroupeError) as error:
+        problem = FieldProblem(
+            error.field or "tasks", error.value or "", error.message, error.remedy or ""
+        )
+        raise JobSpecError([problem]) from error
+
+
 def _entrypoints(job: JobSpec) -> Iterator[tuple[str, str]]:
     """(field, entrypoint) of the code that a job names; not what is built in or deployed."""
     if job.workflow is not None:
         yield "workflow", job.workflow
-    if job.tasks is not None:
+    if job.tasks is not None and job.tasks.source:
         yield "tasks.source", job.tasks.source
     if job.environment is not None and ":" in job.environment.source:
         yield "environment.source", job.environment.source
     for section, functions in (("tools", job.tools), ("rewards", job.rewards)):
         for name, function in functions.items():
-            if function.entrypoint is not None:
-                yield f"{section}.{name}.entrypoint", function.entrypoint
+            if function.code is not None:
+                kind = "entrypoint" if function.ready is None else "ready"
+                yield f"{section}.{name}.{kind}", function.code
 
 
 def reference() -> str:
     """docs/job-reference.md: every field of a job, in Markdown."""
     parts = [_INTRO, _table("the job itself", "", JobSpec)]
     parts += [_table(f"`{path}`", path, model) for path, model in _sections("", JobSpec)]
+    parts += [
+        _table(f"`arguments` of `ready: {name}`", "", model) for name, (_, model) in READY.items()
+    ]
     return "\n".join(parts)
 
 

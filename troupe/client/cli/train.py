@@ -52,7 +52,9 @@ from troupe.rpc.errors import InvalidArgument, TroupeError
 
 # Steps over which the pace is averaged for the estimated time left.
 _PACE_STEPS = 5
+# What metrics of evaluations begin with: that of the section `evaluation`, and named ones.
 EVALUATION = "evaluation/"
+EVALUATIONS = "evaluations/"
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ class Progress:
             self.newest = event.values
         evaluation = evaluation_of(event)
         if evaluation:
-            self.before = self.before or evaluation
-            self.evaluation = evaluation
+            self.before = evaluation | self.before
+            self.evaluation = self.evaluation | evaluation
         if not is_step(event):
             return
         self.step = max(self.step, event.step)
@@ -185,19 +187,28 @@ def _updates(values: Mapping[str, float], policy: str) -> bool:
 
 def is_step(event: MetricsLogged) -> bool:
     """Whether the metrics are those of a training step (and not of an evaluation alone)."""
-    return any(not name.startswith(EVALUATION) for name in event.values)
+    return any(not name.startswith((EVALUATION, EVALUATIONS)) for name in event.values)
 
 
 def evaluation_of(event: MetricsLogged) -> dict[str, float]:
-    """Held-out scores among the metrics: the team's and each agent's, by name."""
+    """Held-out scores among the metrics: the team's and each agent's, pass@k and maj@k, by name;
+    those of a named evaluation as `<evaluation>/<name>`."""
     scores: dict[str, float] = {}
-    for name, value in event.values.items():
-        parts = name.removeprefix(EVALUATION).split("/")
-        if name.startswith(EVALUATION) and parts[-1] == "mean":
-            if parts[0] == "reward" and len(parts) == 3:
-                scores[parts[1]] = value
-            elif parts == ["team", "mean"]:
-                scores["team"] = value
+    for metric, value in event.values.items():
+        if metric.startswith(EVALUATIONS):
+            label, _, name = metric.removeprefix(EVALUATIONS).partition("/")
+            label += "/"
+        elif metric.startswith(EVALUATION):
+            label, name = "", metric.removeprefix(EVALUATION)
+        else:
+            continue
+        parts = name.split("/")
+        if name.startswith(("pass@", "maj@")) and len(parts) == 1:
+            scores[label + name] = value
+        elif parts[0] == "reward" and len(parts) == 3:
+            scores[label + parts[1]] = value
+        elif parts == ["team", "mean"]:
+            scores[f"{label}team"] = value
     return scores
 
 
@@ -423,16 +434,35 @@ def print_summary(
             soft_wrap=True,
         )
     title, rows = scores(job, progress)
-    if rows:
+    if rows and not job.total_steps:
+        table = make_table((title,), ("score", "95 % interval"))
+        for name, value, _ in rows:
+            table.add_row(escape(name), score(value), interval_of(job, name))
+        console.print(table)
+    elif rows:
         table = make_table((title,), ("before", "after", "change"))
         for name, before, after in rows:
-            table.add_row(escape(name), score(before), score(after), change(before, after))
+            table.add_row(
+                escape(name),
+                score(before),
+                f"{score(after)} {interval_of(job, name)}".rstrip(),
+                change(before, after),
+            )
         console.print(table)
         if title == _TRAINING:
             console.print(_NO_EVALUATION, highlight=False, soft_wrap=True)
     for name, place in places(job, checkpoints, panel):
         # soft_wrap: a path with a line break cannot be copied.
         console.print(f"{name:<12} {escape(place)}", highlight=False, soft_wrap=True)
+
+
+def interval_of(job: Job, name: str) -> str:
+    """The newest 95 % interval of a score, where it has one."""
+    for prefix in (EVALUATION, EVALUATIONS):
+        bounds = [job.metrics.get(f"{prefix}{name}/{end}") for end in ("low", "high")]
+        if None not in bounds:
+            return " to ".join(map(score, bounds))
+    return ""
 
 
 def scores(
@@ -443,10 +473,10 @@ def scores(
     Held-out evaluation where the job has one, else the training rewards of the first and the last
     step.
     """
-    names = [n for n in {**job.before, **job.after} if not n.startswith("trajectories/")]
+    names = [n for n in {**job.before, **job.after} if "trajectories/" not in n]
     if names:
-        # The team's score first.
-        names.sort(key=lambda n: (n.startswith("reward/"), n))
+        # Named evaluations one after another, in each of them rewards last.
+        names.sort(key=lambda n: (n.partition("reward/")[0].rpartition("/")[0], "reward/" in n, n))
         return "held out", [(n, job.before.get(n), job.after.get(n)) for n in names]
     if progress is None:
         return "", []

@@ -173,7 +173,7 @@ def _queries(setting: Setting, given: list[str], count: int, split: str) -> list
     tasks, found = setting.tasks, []
 
     def item(index: int) -> dict[str, Any]:
-        return dict(tasks[index])
+        return dict(tasks[tasks.position(index)])
 
     for index in range(min(count, len(tasks))):
         try:
@@ -182,8 +182,8 @@ def _queries(setting: Setting, given: list[str], count: int, split: str) -> list
         except Exception as error:  # the user's code
             raise InvalidArgument(
                 f"{split}[{index}] raised or is no mapping: {described(error)}",
-                field="tasks.source",
-                value=setting.spec.tasks.source if setting.spec and setting.spec.tasks else None,
+                field="tasks",
+                value=tasks.source,
                 remedy="`tasks[index]` must return a dict of JSON values.",
             ) from error
         found.append(Query(f"q{index}", split, index, data))

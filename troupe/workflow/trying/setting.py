@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from troupe.data.tasks import TaskSplit, open_tasks
 from troupe.functions import declaration_of
 from troupe.functions.costs import DEFAULTS
 from troupe.job import EngineSpec, FunctionSpec, JobSpec, load_job
@@ -20,14 +21,12 @@ from troupe.workflow.agent import Role
 from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import EntrypointError
-from troupe.workflow.languages import Language, load_language, role_of
+from troupe.workflow.languages import Language, load_language, role_of, token_counter
 from troupe.workflow.loading import (
-    Tasks,
     Workflow,
     add_working_directory,
     load_attribute,
     load_module,
-    load_tasks,
     load_workflow,
 )
 from troupe.workflow.samples import GroupBy
@@ -47,7 +46,7 @@ class Setting:
     spec: JobSpec | None = None
     roles: Mapping[str, Role] | None = None
     """None: every agent that the workflow uses."""
-    tasks: Tasks | None = None
+    tasks: TaskSplit | None = None
     tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
@@ -121,7 +120,9 @@ def _of_job(spec: JobSpec, entrypoint: str, workflow: Workflow, split: str) -> S
         workflow=workflow,
         spec=spec,
         roles={name: _role(spec, name, languages) for name in spec.agents},
-        tasks=load_tasks(spec.tasks.source, split, spec.tasks.args) if spec.tasks else None,
+        tasks=open_tasks(spec.tasks, split, spec.seed, count_tokens=token_counter(spec, languages))
+        if spec.tasks
+        else None,
         tools=_functions(spec.tools, "tools"),
         rewards=_functions(spec.rewards, "rewards"),
         contexts={
@@ -184,19 +185,19 @@ def _functions(specs: Mapping[str, FunctionSpec], section: str) -> dict[str, Cal
     functions = {}
     for name, spec in specs.items():
         where = f"{section}.{name}.entrypoint"
-        if spec.entrypoint is None:
+        if spec.code is None:
             raise InvalidArgument(
                 "a deployed function runs in a cluster, and there is none here",
                 field=f"{section}.{name}.function",
                 value=spec.function,
                 remedy="Name its `entrypoint` to try the workflow.",
             )
-        function = load_attribute(spec.entrypoint, where)
+        function = load_attribute(spec.code, where)
         if not callable(function):
             raise EntrypointError(
                 f"is a {type(function).__name__}, not a function",
                 field=where,
-                value=spec.entrypoint,
+                value=spec.code,
                 remedy="Name a function.",
             )
         functions[name] = partial(function, **spec.arguments) if spec.arguments else function

@@ -40,6 +40,12 @@ class ByteTokenizer:
                 ids += [byte + _FIRST_BYTE for byte in part.encode("utf-8", "surrogatepass")]
         return ids
 
+    def __call__(
+        self, texts: Sequence[str], add_special_tokens: bool = False
+    ) -> dict[str, list[list[int]]]:
+        """Ids of several texts."""
+        return {"input_ids": [self.encode(text) for text in texts]}
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD."""
         parts: list[str] = []

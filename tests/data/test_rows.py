@@ -1,0 +1,236 @@
+"""Rows of data sets: what is kept, what is dropped and said, in which order they are asked."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.trajectories.queries import QuerySource
+from troupe.data.rows import DataError, DataRows, content_of, load_rows
+from troupe.data.tasks import TaskSplit, open_tasks
+from troupe.job import RowsSpec, TasksSpec
+
+ROWS = [
+    {"problem": "1 + 1", "extra": {"answer": "2"}},
+    {"problem": "", "extra": {"answer": "0"}},
+    {"problem": "2 + 2", "extra": {"answer": "4"}},
+    {"problem": "3 + 3", "extra": {"answer": None}},
+    {"problem": "1 + 1", "extra": {"answer": "2"}},
+    {"problem": "1 + 1 + 1 + 1", "extra": {"answer": "4"}},
+    {"problem": "5 + 5", "extra": {"answer": "10"}},
+]
+COLUMNS = {"question": "problem", "answer": "extra.answer"}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Callable[..., str]:
+    """Writes rows as JSON lines; returns the file's path."""
+
+    def write(rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def all_of(rows: DataRows) -> list[dict[str, Any]]:
+    return [rows[index] for index in range(len(rows))]
+
+
+def test_what_is_dropped_is_counted_and_named(lines: Callable[..., str]) -> None:
+    spec = RowsSpec(dataset=lines(ROWS), columns=COLUMNS, max_characters={"question": 9})
+    rows = load_rows(spec, "tasks")
+    assert all_of(rows) == [
+        {"question": "1 + 1", "answer": "2"},
+        {"question": "2 + 2", "answer": "4"},
+        {"question": "5 + 5", "answer": "10"},
+    ]
+    assert rows.report.dropped == {
+        "empty": (2, (1, 3)),
+        "with more than 9 characters of question": (1, (5,)),
+        "duplicates": (1, (4,)),
+    }
+    assert str(rows.report) == (
+        f"{spec.dataset}: 3 of 7 rows, dropped: 2 empty (rows 1, 3); 1 with more than 9 characters "
+        "of question (row 5); 1 duplicates (row 4)"
+    )
+
+
+def test_without_columns_rows_are_as_they_are(lines: Callable[..., str]) -> None:
+    rows = load_rows(RowsSpec(dataset=lines(ROWS), duplicates="keep"), "tasks")
+    assert all_of(rows) == ROWS
+    assert not rows.report.dropped
+
+
+def test_tokens_are_counted_by_whom_one_gives(lines: Callable[..., str]) -> None:
+    spec = RowsSpec(dataset=lines(ROWS), columns=COLUMNS, max_tokens={"question": 3})
+    rows = load_rows(spec, "tasks", count_tokens=lambda texts: [len(t.split()) for t in texts])
+    assert rows.report.dropped["with more than 3 tokens of question"] == (1, (5,))
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, lines: Callable[..., str]) -> None:
+    plain = [{"question": f"{i}?", "answer": str(i)} for i in range(40)]
+    lines(plain)
+    pq.write_table(pa.Table.from_pylist(plain), tmp_path / "rows.parquet")
+    for name, separator in (("rows.csv", ","), ("rows.tsv", "\t")):
+        with (tmp_path / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["question", "answer"], delimiter=separator)
+            writer.writeheader()
+            writer.writerows(plain)
+    for name in ("rows.jsonl", "rows.parquet", "rows.csv", "rows.tsv"):
+        rows = load_rows(RowsSpec(dataset=str(tmp_path / name)), "tasks")
+        assert [{k: str(v) for k, v in row.items()} for row in all_of(rows)] == plain, name
+
+
+def test_a_folder_has_splits_and_a_pattern_several_files(
+    tmp_path: Path, lines: Callable[..., str]
+) -> None:
+    (tmp_path / "set").mkdir()
+    lines([{"a": "1"}], "set/train.jsonl")
+    lines([{"a": "2"}], "set/test.jsonl")
+    spec = TasksSpec(dataset=str(tmp_path / "set"), held_out="test")
+    assert open_tasks(spec, "train", 0)[0] == {"a": "1"}
+    assert open_tasks(spec, "held_out", 0)[0] == {"a": "2"}
+    both = load_rows(RowsSpec(dataset=str(tmp_path / "set" / "*.jsonl")), "tasks")
+    assert sorted(row["a"] for row in all_of(both)) == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "kind", "said"),
+    [
+        ({"dataset": "./nowhere.jsonl"}, "tasks.dataset", "dataset_missing", "no such file"),
+        ({"dataset": "./nowhere"}, "tasks.dataset", "dataset_missing", "no such file"),
+        ({"columns": {"q": "no"}}, "tasks.columns.q", "column_missing", "There are: problem"),
+        ({"columns": {"q": "extra.no"}}, "tasks.columns.q", "column_missing", "are: answer"),
+        ({"max_characters": {"no": 3}}, "tasks.max_characters.no", "column_missing", "no column"),
+        (
+            {"columns": {"q": "problem"}, "max_characters": {"q": 1}},
+            *("tasks.dataset", "no_rows", "no row is left"),
+        ),
+    ],
+)
+def test_what_cannot_be_read_names_the_field(
+    lines: Callable[..., str], change: dict[str, Any], field: str, kind: str, said: str
+) -> None:
+    spec = RowsSpec.model_validate({"dataset": lines(ROWS), **change})
+    with pytest.raises(DataError, match=said) as caught:
+        load_rows(spec, "tasks")
+    assert (caught.value.field, caught.value.kind) == (field, kind)
+    assert caught.value.remedy
+
+
+def test_a_broken_file_says_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "broken.parquet").write_bytes(b"no parquet at all")
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        load_rows(RowsSpec(dataset=str(tmp_path / "broken.parquet")), "tasks")
+    assert (caught.value.field, caught.value.kind) == ("tasks.dataset", "dataset_unreadable")
+
+
+def test_a_split_that_is_none_is_named(tmp_path: Path, lines: Callable[..., str]) -> None:
+    (tmp_path / "set").mkdir()
+    lines([{"a": "1"}], "set/train.jsonl")
+    with pytest.raises(DataError) as caught:
+        open_tasks(TasksSpec(dataset=str(tmp_path / "set"), held_out="dev"), "held_out", 0)
+    assert (caught.value.field, caught.value.kind) == ("tasks.held_out", "split_missing")
+    assert caught.value.value == "dev"
+
+
+def test_without_the_hub_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError) as caught:
+        load_rows(RowsSpec(dataset="nobody/nothing-of-the-kind", config="main"), "tasks")
+    assert (caught.value.field, caught.value.kind) == ("tasks.dataset", "hub_unreachable")
+    assert "HF_TOKEN" in str(caught.value)
+
+
+def test_messages_count_by_their_contents() -> None:
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    assert content_of(messages) == "ab\nc"
+    assert content_of(None) == ""
+
+
+@pytest.fixture
+def many(lines: Callable[..., str]) -> str:
+    return lines([{"question": f"{i}?"} for i in range(100)])
+
+
+def test_held_out_rows_are_none_of_the_training_rows_whatever_the_seed_and_the_order(
+    many: str, lines: Callable[..., str]
+) -> None:
+    def questions(path: str, split: str, seed: int) -> list[str]:
+        tasks = open_tasks(TasksSpec(dataset=path, held_out=0.2), split, seed)
+        return [tasks[tasks.position(index)]["question"] for index in range(len(tasks))]
+
+    held_out, train = questions(many, "held_out", 0), questions(many, "train", 0)
+    assert len(held_out) == 20
+    assert sorted(held_out + train) == sorted(f"{i}?" for i in range(100))
+    assert questions(many, "held_out", 7) == held_out
+    assert questions(many, "train", 7) != train
+    assert sorted(questions(many, "train", 7)) == sorted(train)
+    other_way = lines([{"question": f"{i}?"} for i in reversed(range(100))], "reversed.jsonl")
+    assert sorted(questions(other_way, "held_out", 0)) == sorted(held_out)
+
+
+@given(
+    length=st.integers(1, 40),
+    passes=st.integers(1, 3),
+    seed=st.integers(0, 2**63 - 1),
+    first=st.integers(0, 100),
+)
+def test_every_pass_takes_every_item_once_and_a_resumed_one_goes_on(
+    length: int, passes: int, seed: int, first: int
+) -> None:
+    items: Any = [{"n": n} for n in range(length)]
+
+    def split() -> TaskSplit:
+        return TaskSplit(items, length, "items", f"{seed}/train")
+
+    whole = [split().position(index) for index in range(passes * length)]
+    for turn in range(passes):
+        assert sorted(whole[turn * length : (turn + 1) * length]) == list(range(length))
+    resumed = split()
+    assert [resumed.position(i) for i in range(first, len(whole))] == whole[first:]
+
+
+def test_the_order_is_the_same_in_every_release() -> None:
+    tasks = TaskSplit([{}] * 8, 8, "items", "0/train")
+    assert [tasks.position(index) for index in range(16)] == ORDER
+
+
+# What this release draws; a resumed job of an earlier one must draw the same.
+ORDER = [5, 6, 4, 1, 2, 0, 7, 3, 4, 2, 3, 1, 0, 7, 6, 5]
+
+
+async def test_a_resumed_job_gets_the_rows_that_it_would_have_got(many: str) -> None:
+    spec = TasksSpec(dataset=many, held_out=0.1)
+    first, second = QuerySource(spec, 3), QuerySource(spec, 3)
+    rows = [await first.get("train", index) for index in range(120)]
+    assert [await second.get("train", index) for index in range(60, 120)] == rows[60:]
+    assert first.notes == [f"{many}: 100 of 100 rows; 90 of them are for training"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_of_equal_rows_the_first_is_kept(tmp_path_factory: Any, numbers: list[int]) -> None:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"n": n}) + "\n" for n in numbers))
+    rows = load_rows(RowsSpec(dataset=str(path)), "tasks")
+    assert [row["n"] for row in all_of(rows)] == list(dict.fromkeys(numbers))
+    assert len(np.unique(rows.digests)) == len(rows)

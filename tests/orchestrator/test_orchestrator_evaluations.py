@@ -1,0 +1,176 @@
+"""Named evaluations: which queries they ask, what they report, which checkpoint is kept."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.cluster import Cluster, job_yaml
+from troupe.algorithms.scores import interval
+from troupe.checkpoints.retention import prune, versions_of_all
+from troupe.job import JobSpecError, parse_job
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
+
+
+def number_of(ticket: ro.Ticket) -> int:
+    """Which sample of its query a trajectory is."""
+    return int(ticket.trajectory_id.rpartition("t")[2])
+
+
+async def test_named_evaluations_report_passes_majorities_and_intervals(cluster: Cluster) -> None:
+    """Of four samples the first two solve the query; one of the others has their answer, too."""
+    script = cluster.rollouts[0].script
+    script.items, script.notes = {"gsm8k": 3}, ("rows: 3 of 4 rows",)
+    script.metrics = lambda ticket: {"rewards.right": float(number_of(ticket) < 2)}
+    script.answer = lambda ticket: "72" if number_of(ticket) < 3 else "7"
+    sets = {
+        "gsm8k": {"samples": 4, "success": "right", "tasks": {"source": "tasks:Gsm8k"}},
+        "short": {"queries": 2, "every": 1, "temperature": 0},
+    }
+    reward = {"right": {"ready": "exact"}}
+    job_id = await cluster.submit(job_yaml(evaluations=sets, rewards=reward, evaluation__queries=1))
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+
+    asked = [one for one in cluster.rollouts[0].tickets if one.purpose == one.PURPOSE_EVALUATE]
+    ids = {one.trajectory_id for one in asked if one.evaluation == "gsm8k"}
+    assert ids == {f"gsm8k-h{q}-e{s}-t{n}" for q in range(3) for s in (0, 2) for n in range(4)}
+    assert {one.trajectory_id for one in asked if one.evaluation == "short"} == {
+        f"short-h{q}-e{step}-t0" for q in range(2) for step in (0, 1, 2)
+    }
+    assert {one.trajectory_id for one in asked if not one.evaluation} == {"h0-e0-t0", "h0-e2-t0"}
+    # The same queries with the same seeds each time, and different ones for each sample.
+    seeds = {(one.query_id, number_of(one)): one.seed for one in asked}
+    assert all(seeds[one.query_id, number_of(one)] == one.seed for one in asked)
+    assert len(set(seeds.values())) == len(seeds)
+
+    found = {name: value for name, value in job.metrics.items() if "@" in name}
+    low, high = interval(0.5, 3)
+    # maj@4: "72" always has the majority; two of its three samples are right.
+    expected = {"pass@1": 0.5, "pass@2": 5 / 6, "pass@4": 1.0, "maj@4": 2 / 3}
+    for name, value in expected.items():
+        assert found[f"evaluations/gsm8k/{name}"] == pytest.approx(value)
+    assert found["evaluations/gsm8k/pass@1/low"] == pytest.approx(low)
+    assert found["evaluations/gsm8k/pass@1/high"] == pytest.approx(high)
+    assert not [name for name in found if "short" in name]
+    assert job.before["gsm8k/pass@1"] == job.after["gsm8k/pass@1"] == 0.5
+    assert job.after["short/reward/solver"] == job.after["reward/solver"] == 1.0
+    assert not [name for name in job.after if name.endswith(("low", "high"))]
+    notices = [e.notice.text for e in await cluster.events(job_id) if e.HasField("notice")]
+    assert notices.count("rows: 3 of 4 rows") == 1
+
+
+async def test_trajectories_that_fail_solve_nothing(cluster: Cluster) -> None:
+    script = cluster.rollouts[0].script
+    script.fail = lambda ticket: "broken" if ticket.evaluation and number_of(ticket) else None
+    sets = {"small": {"queries": 2, "samples": 2}}
+    job_id = await cluster.submit(job_yaml(evaluations=sets))
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.metrics["evaluations/small/pass@1"] == 0.5
+    assert job.metrics["evaluations/small/trajectories/failed"] == 2
+
+
+async def test_a_job_without_steps_only_evaluates(cluster: Cluster) -> None:
+    text = job_yaml(pipeline__steps=0, evaluations={"one": {"queries": 2, "success": "solver"}})
+    job_id = await cluster.submit(text)
+    job = await cluster.wait(job_id)
+    assert (job.state, job.step) == (pb.JOB_STATE_SUCCEEDED, 0), job.problem
+    assert job.before["one/pass@1"] == 1.0
+    assert not job.after
+    assert all(one.purpose == one.PURPOSE_EVALUATE for one in cluster.rollouts[0].tickets)
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 3)])
+async def test_the_best_checkpoint_is_kept(cluster: Cluster, mode: str, best: int) -> None:
+    """Evaluations after steps 1 to 4 give 0.2, 0.9, 0.1, 0.3; one checkpoint is kept besides."""
+    worth = {0: 1.0, 1: 0.2, 2: 0.9, 3: 0.1, 4: 0.3}
+    script = cluster.rollouts[0].script
+    script.reward = lambda ticket: {
+        "solver": worth[int(ticket.trajectory_id.split("-e")[1][0])] if ticket.evaluation else 1.0
+    }
+    text = job_yaml(
+        pipeline__steps=4,
+        evaluations={"held": {"queries": 1, "every": 1}},
+        checkpoint={
+            "keep": 1,
+            "best": {"metric": "evaluations/held/reward/mean", "mode": mode},
+        },
+    )
+    job_id = await cluster.submit(text)
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    directory = cluster.directory / job_id
+    content = json.loads((directory / "best" / "best.json").read_text())
+    assert (content["step"], content["value"]) == (best, worth[best])
+    assert {p: one["version"] for p, one in content["policies"].items()} == {
+        "solver": best,
+        "checker": best,
+    }
+    for policy in ("solver", "checker"):
+        kept = [path.name for path in (directory / "best" / policy).iterdir()]
+        assert kept == [f"v{best}"], "nothing else is left there"
+        prune(directory / "checkpoints" / policy, 1)  # as real trainers do
+        assert [version for version, _ in versions_of_all(directory)[policy]] == [best, 4]
+    saved = await cluster.api.ListCheckpoints(orch.ListCheckpointsRequest(job_id=job_id))
+    assert {one.version for one in saved.checkpoints} == {best, 4}
+
+
+async def test_a_metric_that_is_none_is_named(cluster: Cluster) -> None:
+    best = {"metric": "evaluations/held/reward/nobody"}
+    sets = {"held": {"queries": 1}}
+    job_id = await cluster.submit(job_yaml(evaluations=sets, checkpoint={"best": best}))
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    notices = [e.notice.text for e in await cluster.events(job_id) if e.HasField("notice")]
+    assert any("evaluations/held/reward/mean" in text for text in notices), notices
+
+
+@pytest.mark.parametrize(
+    ("over", "field", "said"),
+    [
+        ({"evaluations": {"A b": {}}}, "'A b'", "lower-case"),
+        ({"evaluations": {"reward": {"queries": 1}}}, "evaluations.reward", "choose another"),
+        (
+            {"evaluations": {"x": {"samples": 4, "temperature": 0}}},
+            "evaluations.x",
+            "are all the same",
+        ),
+        ({"evaluations": {"x": {"success": "nobody"}}}, "evaluations.x.success", "neither"),
+        (
+            {"evaluations": {"x": {"answer_pattern": "("}}},
+            "evaluations.x.answer_pattern",
+            "regular",
+        ),
+        (
+            {"evaluations": {"x": {"tasks": {"dataset": "a.csv", "held_out": 0.5}}}},
+            "evaluations.x.tasks",
+            "name what is asked",
+        ),
+        (
+            {"tasks": {"dataset": "a.csv"}, "evaluations": {"x": {}}},
+            "tasks.held_out",
+            "is missing",
+        ),
+        ({"pipeline.steps": 0}, "pipeline.steps", "train nothing"),
+        (
+            {"checkpoint": {"best": {"metric": "loss"}}},
+            "checkpoint.best.metric",
+            "no metric of an evaluation",
+        ),
+        (
+            {"checkpoint": {"best": {"metric": "evaluations/y/pass@1"}}},
+            "checkpoint.best.metric",
+            "of no evaluation",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_at_submit(
+    over: dict[str, object], field: str, said: str
+) -> None:
+    with pytest.raises(JobSpecError, match=said) as refused:
+        parse_job(job_yaml(**over))
+    assert refused.value.problems[0].field == field

@@ -1,0 +1,127 @@
+"""Where data comes from: rows of data sets (hub or files), and the `tasks` of a job."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from troupe.job.section import Section, Tokens, check_entrypoint, check_json, expand_home
+
+# Endings of names of local files, and the reader of the `datasets` library for each.
+READERS: Final = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+FieldName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def reader_of(source: str) -> str | None:
+    """The reader of a local file, by the ending of its name; None for anything else."""
+    return next((reader for end, reader in READERS.items() if source.endswith(end)), None)
+
+
+class RowsSpec(Section):
+    """Rows of a data set: of the Hugging Face hub, or of local files."""
+
+    dataset: str = Field(default="", max_length=4096)
+    """Id on the Hugging Face hub (`openai/gsm8k`), a local folder of one, or a local file:
+    `.parquet`, `.jsonl`, `.json`, `.csv`, `.tsv`; `*` matches several. Paths are those of the hosts
+    that read it. Needs `pip install "troupe[data]"`."""
+    config: str | None = Field(default=None, min_length=1, max_length=256)
+    """Configuration ("subset") of a data set of the hub: `main`. Default: its only one."""
+    revision: str | None = Field(default=None, min_length=1, max_length=256)
+    """Commit, branch or tag on the hub. Default: its newest."""
+    split: str | None = Field(default=None, min_length=1, max_length=256)
+    """Split of the data set; a part of one: `train[:90%]`. A file has none. Default: train."""
+    columns: dict[FieldName, FieldName] = Field(default={}, max_length=256)
+    """Columns by field of a row: `{question: problem}`; a dot leads into one that has parts:
+    `{answer: reward_model.ground_truth}`. A row that lacks one of them, or has an empty text in it,
+    is dropped. Default: all columns by their own names."""
+    max_characters: dict[FieldName, Tokens] = Field(default={}, max_length=256)
+    """Rows with more characters in a field are dropped; of messages their contents count."""
+    max_tokens: dict[FieldName, Tokens] = Field(default={}, max_length=256)
+    """As `max_characters`, in tokens; where policies have several tokenizers, of the one that
+    needs most."""
+    duplicates: Literal["drop", "keep"] = "drop"
+    """What happens to rows that are equal to an earlier one."""
+    shuffle: bool = True
+    """Take rows in an order drawn from the job's seed, another in each pass over them. False: in
+    their own order."""
+
+    @field_validator("dataset")
+    @classmethod
+    def _home(cls, value: str) -> str:
+        return expand_home(value) or ""
+
+    @model_validator(mode="after")
+    def _rows(self) -> Self:
+        if self.dataset and reader_of(self.dataset) is not None:
+            for name in ("config", "revision", "split"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"`{name}` is of data sets of the hub, and `{self.dataset}` is a file; "
+                        "remove it"
+                    )
+        known = self.columns
+        for bounds in ("max_characters", "max_tokens"):
+            for name in getattr(self, bounds):
+                if known and name not in known:
+                    raise ValueError(
+                        f"{bounds}: '{name}' is no field of `columns`; there are "
+                        + ", ".join(sorted(known))
+                    )
+        return self
+
+
+class TasksSpec(RowsSpec):
+    """Where queries come from: `source`, a class of yours, or `dataset`, rows of a data set."""
+
+    source: str = ""
+    """`package.module:attribute`: called with `split=` ("train" or "held_out") and `args`;
+    returns an object with `__len__` and `__getitem__(index) -> dict` (JSON values)."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of `source`."""
+    held_out: str | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """`dataset`: what evaluations ask. A split of the data set; another file, where `dataset` is
+    one; or the fraction of the rows that is set aside (0.05), the same for every seed."""
+
+    _json = field_validator("args")(check_json)
+
+    @field_validator("source")
+    @classmethod
+    def _source(cls, value: str) -> str:
+        return check_entrypoint(value) if value else value
+
+    @field_validator("held_out")
+    @classmethod
+    def _path(cls, value: str | float | None) -> str | float | None:
+        return expand_home(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.source) == bool(self.dataset):
+            raise ValueError(
+                "give exactly one of `source` (a class of yours) and `dataset` (rows of a data set)"
+            )
+        if self.source:
+            # Compared with the defaults: between services they are written out.
+            for name, info in type(self).model_fields.items():
+                if name not in ("source", "args") and getattr(self, name) != info.default:
+                    raise ValueError(f"`{name}` is of a `dataset`, and there is none; remove it")
+        elif self.args:
+            raise ValueError("`args` are those of a `source`; remove them")
+        if (
+            isinstance(self.held_out, str)
+            and reader_of(self.dataset)
+            and not reader_of(self.held_out)
+        ):
+            raise ValueError(
+                f"held_out: `{self.held_out}` is no file with a known ending "
+                f"({', '.join(READERS)}), and `{self.dataset}` is a file, which has no splits; "
+                "name another file, or a fraction"
+            )
+        return self
