@@ -48,14 +48,16 @@ class Run:
 
 
 @asynccontextmanager
-async def cluster(data_dir: Path, trace_dir: Path) -> AsyncIterator[AsyncClient]:
+async def cluster(
+    data_dir: Path, trace_dir: Path, trainers: int = TRAINERS
+) -> AsyncIterator[AsyncClient]:
     """A cluster of real processes, simulated stand-ins of which write to `trace_dir`, and its
     client."""
     os.environ["TROUPE_REWARD_WORKERS"] = str(TOOL_PROCESSES)
     # All there from the start: what is compared is not how they scale.
     os.environ["TROUPE_REWARD_MIN_WORKERS"] = str(TOOL_PROCESSES)
     os.environ["TROUPE_SIMULATED_TRACE_DIR"] = str(trace_dir)
-    settings = ClusterSettings(data_dir=data_dir, trainers=TRAINERS, panel=False)
+    settings = ClusterSettings(data_dir=data_dir, trainers=trainers, panel=False)
     async with (
         EmbeddedCluster(settings) as running,
         AsyncClient(running.state.orchestrator_address) as client,

@@ -89,7 +89,8 @@ def with_defaults(spec: JobSpec, gpu: int | None, *, embedded: bool) -> JobSpec:
         turn_seconds = max(turn_seconds, own.turn_seconds)
         running = engine.max_running or own.max_running
         engine = engine.model_copy(update={"max_running": running})
-        policies[name] = policy.model_copy(update={"engine": engine})
+        given = {"engine": engine, "colocate": name in spec.colocated}
+        policies[name] = policy.model_copy(update=given)
     seconds = spec.limits.turn_seconds or turn_seconds
     limits = spec.limits.model_copy(update={"turn_seconds": seconds})
     return spec.model_copy(update={"policies": policies, "limits": limits})

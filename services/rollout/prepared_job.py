@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from services.rollout.rewards import JobFunctions
 from services.rollout.serving.engine_moves import EngineMoves
-from services.rollout.serving.policy import ServedPolicy
+from services.rollout.serving.policy import ServedPolicy, wait_for_all
 from services.rollout.serving.router import PolicyRouter
 from services.rollout.trajectories.concurrency import ConcurrencyGate
 from services.rollout.trajectories.lockstep import Lockstep
@@ -181,6 +181,18 @@ class PreparedJob:
                 value=name,
                 remedy=f"Known: {', '.join(sorted(self.policies))}.",
             ) from None
+
+    async def sleep(self, names: Iterable[str], drain_seconds: float) -> None:
+        """Take the engines of these policies off their devices. Raises `InvalidArgument` for an
+        unknown policy, and the error of an engine that keeps its memory."""
+        policies = [self.policy(name) for name in names]
+        await self.moves.settled()
+        await wait_for_all(policy.sleep(drain_seconds) for policy in policies)
+
+    async def wake(self, names: Iterable[str]) -> None:
+        """Bring the engines of these policies back to their devices and targets. Raises
+        `InvalidArgument` for an unknown policy, and the error of one that no engine serves."""
+        await wait_for_all(policy.wake() for policy in [self.policy(name) for name in names])
 
     def statuses(self, worker_id: str) -> list[rollout.EngineStatus]:
         """One per engine."""

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import os
 import threading
 import time
@@ -134,6 +135,13 @@ def gpu_memory(device: torch.device) -> int | None:
         return None
     there = device.type == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_properties(device).total_memory if there else 0
+
+
+def give_back_memory() -> None:
+    """Give GPU memory that is free in this process back to the driver, for other processes."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gc.collect()  # modules refer to themselves through their hooks
+        torch.cuda.empty_cache()
 
 
 def choose_device(name: str) -> torch.device:

@@ -135,7 +135,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     async def Suspend(self, request: pb.SuspendRequest, context: Any) -> pb.SuspendResponse:
         """Suspend a policy to free its device."""
-        work = self.worker.swaps.suspend(_key_of(request))
+        key = _key_of(request)
+        work = self.worker.swaps.suspend(key, empty_cache=request.empty_cache)
         return pb.SuspendResponse(state=await self.worker.detached(work))
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.BindResponse:

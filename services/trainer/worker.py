@@ -20,7 +20,14 @@ from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.trainer.binding import PolicyBinding
 from services.trainer.claims import StepClaims
-from services.trainer.compute import BusyFraction, Compute, SwapClock, choose_device, memory_of
+from services.trainer.compute import (
+    BusyFraction,
+    Compute,
+    SwapClock,
+    choose_device,
+    give_back_memory,
+    memory_of,
+)
 from services.trainer.frozen_versions import FrozenVersions
 from services.trainer.gang.gang import Gangs
 from services.trainer.learning.model import import_transformers
@@ -235,9 +242,10 @@ class Swaps:
             ["job_id", "policy", "what"],
         )
 
-    async def suspend(self, key: Key) -> trainer_pb2.SuspendedState:
+    async def suspend(self, key: Key, *, empty_cache: bool = False) -> trainer_pb2.SuspendedState:
         """Suspend a policy to free its device; repeated, it returns the same state.
 
+        `empty_cache`: give freed device memory back to the driver, for other processes.
         Raises NotFound of kind "not_bound", and as `PolicyBinding.suspend`: then the policy stays
         bound, unless the ranks of its gang have ended (Aborted of kind "gang_lost").
         """
@@ -256,6 +264,8 @@ class Swaps:
                 # In parallel with the computation of a policy that was resumed already.
                 with self._swap_clock.swapping() as seconds:
                     state = await asyncio.to_thread(binding.suspend, unfinished)
+                    if empty_cache:
+                        await asyncio.to_thread(give_back_memory)
                     state.seconds = seconds()
             except TroupeError:
                 binding.move(pb.BINDING_STATE_IDLE)
@@ -503,6 +513,8 @@ class TrainerWorker:
             if binding is not None:
                 binding.move(pb.BINDING_STATE_RELEASED)
                 await self._compute.run(binding.release)
+            del binding, parked
+            await asyncio.to_thread(give_back_memory)
 
     async def detached(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` to its end, even if the caller disconnects."""

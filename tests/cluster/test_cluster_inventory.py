@@ -116,3 +116,14 @@ def test_slurms_selection_of_devices_is_respected(monkeypatch: pytest.MonkeyPatc
     found = settings.shares(settings.inventory())
     assert [one.index for one in found.of("rollout-0")] == [2]
     assert [one.index for one in found.of("trainer-0")] == [3]
+
+
+def test_colocated_engines_and_trainers_have_all_devices() -> None:
+    devices = parse_devices("4xH100-80GB")
+    shared = assign(devices, NodeShares(devices_per_trainer=2, colocate=True, reward_devices=0))
+    assert shared.shared
+    assert [[one.index for one in group] for group in shared.rollouts] == [[0, 1, 2, 3]]
+    assert [[one.index for one in group] for group in shared.trainers] == [[0, 1], [2, 3]]
+    with pytest.raises(InvalidArgument, match="no numbers of their own") as refused:
+        assign(devices, NodeShares(engine_devices=2, colocate=True))
+    assert refused.value.field == "engine_devices"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,3 +131,28 @@ async def test_a_job_on_a_server_with_another_vocabulary_is_not_prepared(tmp_pat
         await house.prepare_raw(spec)
         ended = await house.run(evaluation(2))
         assert {event.state for event in ended.values()} == {COMPLETED}
+
+
+async def test_engines_leave_their_devices_and_come_back_with_the_newest_version(
+    house: House, workshop: Workshop
+) -> None:
+    await house.prepare("long_winded", policies={"big": {"engine": {"replicas": 2}}})
+    first, second = workshop.engines["big"]
+    who: dict[str, Any] = {"job_id": house.job_id, "policies": ["big"]}
+    await house.rollout.SleepEngines(pb.SleepEnginesRequest(**who), timeout=20)
+    await house.rollout.SleepEngines(pb.SleepEnginesRequest(**who), timeout=20)
+    assert first.asleep == second.asleep == {"weights", "kv_cache"}
+    # An update waits for them, and one that dies is not brought back onto the device.
+    await house.update(house.publish("big", 1))
+    second.pull_plug()
+    await asyncio.sleep(1.2)  # its keeper looks every second
+    assert (first.asleep, second.state) == ({"weights", "kv_cache"}, common.ENGINE_STATE_DEAD)
+    # Turns wait.
+    running = asyncio.create_task(house.run(evaluation(2)))
+    await house.rollout.WakeEngines(pb.WakeEnginesRequest(**who), timeout=20)
+    await house.rollout.WakeEngines(pb.WakeEnginesRequest(**who), timeout=20)
+    assert {(e.state, e.version) for e in (first, second)} == {(HEALTHY, 1)}
+    assert {event.state for event in (await running).values()} == {COMPLETED}
+    with pytest.raises(InvalidArgument, match="has no policy 'none'"):
+        request = pb.SleepEnginesRequest(job_id=house.job_id, policies=["none"])
+        await house.rollout.SleepEngines(request, timeout=20)

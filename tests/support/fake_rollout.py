@@ -51,6 +51,12 @@ class RolloutScript:
     problem: pb.Problem | None = None
     prepare_error: TroupeError | None = None
     update_errors: list[TroupeError] = field(default_factory=list)
+    sleep_error: TroupeError | None = None
+    # Those of the worker, as heartbeats report them.
+    devices: list[orch.GivenDevice] = field(default_factory=list)
+    wake_errors: list[TroupeError] = field(default_factory=list)
+    # Called when engines come onto their devices.
+    on_devices: Callable[[], None] = lambda: None
     # Turns waiting, by policy.
     waiting: dict[str, int] = field(default_factory=dict)
     move_seconds: float = 0.0
@@ -85,6 +91,8 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         # By job and engine: the policy served.
         self.places: dict[str, dict[str, str]] = {}
         self.leaving: set[str] = set()
+        # Policies whose engines are off their devices, by job.
+        self.asleep: dict[str, set[str]] = {}
         self.draining = False
         self.moves: list[tuple[str, str]] = []
         self.calls: Counter[str] = Counter()
@@ -129,7 +137,11 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             for policy in versions
         ]
         return orch.HeartbeatRequest(
-            kind=self.kind, engines=engines, loads=loads, draining=self.draining
+            kind=self.kind,
+            engines=engines,
+            loads=loads,
+            draining=self.draining,
+            devices=self.script.devices,
         )
 
     async def PrepareJob(
@@ -149,6 +161,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 for policy, one in spec.policies.items()
                 for number in range(one.engine.replicas)
             }
+        self.script.on_devices()
         self.versions[request.job_id] = {one.policy: one.version for one in request.weights}
         self.keys.update((one.policy, one.key) for one in request.weights)
         return ro.PrepareJobResponse(notes=self.script.notes, evaluation_items=self.script.items)
@@ -163,6 +176,27 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self._job(weights.job_id)[weights.policy] = weights.version
         self.keys[weights.policy] = weights.key
         return ro.UpdateWeightsResponse()
+
+    async def SleepEngines(
+        self, request: ro.SleepEnginesRequest, context: Any
+    ) -> ro.SleepEnginesResponse:
+        self.calls["SleepEngines"] += 1
+        self._job(request.job_id)
+        if self.script.sleep_error is not None:
+            raise self.script.sleep_error
+        self.asleep.setdefault(request.job_id, set()).update(request.policies)
+        return ro.SleepEnginesResponse()
+
+    async def WakeEngines(
+        self, request: ro.WakeEnginesRequest, context: Any
+    ) -> ro.WakeEnginesResponse:
+        self.calls["WakeEngines"] += 1
+        self._job(request.job_id)
+        self.script.on_devices()
+        if self.script.wake_errors:
+            raise self.script.wake_errors.pop()
+        self.asleep.setdefault(request.job_id, set()).difference_update(request.policies)
+        return ro.WakeEnginesResponse()
 
     async def MoveEngine(
         self, request: ro.MoveEngineRequest, context: Any
@@ -239,6 +273,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
     ) -> AsyncIterator[ro.TrajectoryEvent]:
         self.calls["RunQueries"] += 1
         self._job(request.job_id)
+        assert not self.asleep.get(request.job_id), "queries for engines that sleep"
         if request.ahead:
             await self._begin_ahead(request)
             return

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ class TrainerScript:
     deaf_releases: int = 0
     # The first version of every policy is gone.
     lose_first: bool = False
+    # Called when a policy comes onto the device.
+    on_device: Callable[[], None] = lambda: None
 
 
 class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
@@ -153,6 +155,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         return tr.BindResponse(weights=self.bound[key], num_parameters=1)
 
     def _bound(self, request: tr.BindRequest | tr.ResumeRequest, weights: pb.WeightsRef) -> None:
+        self.script.on_device()
         self.bound[request.job_id, request.policy] = weights
         self.traces.add((request.job_id, request.policy))
         self.fetched.discard((request.job_id, request.policy))

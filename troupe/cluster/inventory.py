@@ -3,8 +3,8 @@
 Rules: reward models get what they were promised (TROUPE_REWARD_GPUS), from the end. The rest is
 split between engines and trainers (`troupe.scheduling.devices.split`: half each, engines get the
 odd one, unless the settings name numbers). A rollout worker gets an equal share of the engines'
-devices; each trainer worker gets `devices_per_trainer`. A single device is shared by both. All
-other processes see none.
+devices; each trainer worker gets `devices_per_trainer`. A single device is shared by both, and
+`colocate` has them share all. All other processes see none.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class NodeShares:
     """Trainer workers. None: as many as there are devices for, at least one."""
     may_lack: bool = False
     """Whether there need be no workers of a kind that gets no devices: other nodes have them."""
+    colocate: bool = False
+    """Engines and trainers share all devices and take turns (a job's `pipeline.colocate`)."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def _for_rewards(
 
 
 def _divided(devices: Sequence[Device], shares: NodeShares) -> DeviceSplit:
-    parts = split(devices, shares.engine_devices, shares.trainer_devices)
+    given = shares.engine_devices, shares.trainer_devices
+    parts = split(devices, *given, colocate=shares.colocate)
     if isinstance(parts, SplitRefusal):
         raise InvalidArgument(
             parts.message,

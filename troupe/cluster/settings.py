@@ -64,6 +64,8 @@ class ClusterSettings(BaseModel):
     """Devices for trainers; default: those that are left."""
     devices_per_trainer: int = Field(default=1, ge=1, le=64)
     """Devices of each trainer worker: the ranks of the largest gang that it leads alone."""
+    colocate: bool = False
+    """Engines and trainers share all devices and take turns, for jobs with `pipeline.colocate`."""
     trainer_idle_seconds: float | None = Field(default=None, gt=0)
     """Seconds without demand for a trainer after which trainer processes end; they start again on
     demand. None: never."""
@@ -140,6 +142,7 @@ class ClusterSettings(BaseModel):
             self.rollouts,
             self.trainers,
             may_lack=self.role == "node",
+            colocate=self.colocate,
         )
         if self.role == "head":
             return NodeDevices((), (), tuple(devices)[: asked.reward_devices])

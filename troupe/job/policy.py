@@ -350,6 +350,9 @@ class PolicySpec(Section):
     """Inference engines."""
     alpha: int | None = Field(default=None, ge=1, le=64)
     """`async`: staleness bound of this policy. Default: `pipeline.alpha`."""
+    colocate: bool | None = None
+    """Whether its engines and its trainer take turns on the same devices. Default:
+    `pipeline.colocate`."""
     simulated: SimulatedSpec | None = None
     """Simulate engine and trainer, for benchmarks: nothing is learned."""
 

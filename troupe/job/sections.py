@@ -165,6 +165,10 @@ class PipelineSpec(Section):
     """Begin the trajectories of the next step while the current one is trained: load queries, reset
     environments, make prompts; the first turn waits for the new weights. Modes `sync` and
     `micro_batch`; not with populations or networks."""
+    colocate: bool = False
+    """Engines and trainers take turns on the same devices: while policies are trained their engines
+    sleep, and while trajectories are rolled out the training state is in the host's memory. Modes
+    `sync` and `serial`; not with populations or networks."""
     micro_batch_samples: int = Field(default=32, ge=1, le=65_536)
     """Samples per micro-batch."""
     micro_batch_tokens: TokensOrNone = 0

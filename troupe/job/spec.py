@@ -318,6 +318,31 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _colocate(self) -> Self:
+        given = [name for name, policy in self.policies.items() if policy.colocate]
+        field = "pipeline.colocate" if self.pipeline.colocate else ""
+        field = field or (f"policies.{given[0]}.colocate" if given else "")
+        if not field:
+            return self
+        mode = self.pipeline.mode
+        if mode not in ("sync", "serial"):
+            raise ValueError(
+                f"{field}: in mode `{mode}` engines and trainers work at the same time; use mode "
+                "`sync` or `serial`, or leave it out"
+            )
+        if self.pipeline.early_start:
+            raise ValueError(
+                f"{field}: not with `pipeline.early_start`, which begins trajectories while "
+                "policies are trained; leave one of them out"
+            )
+        if self.population is not None or self.environment is not None:
+            raise ValueError(
+                f"{field}: not in a job of populations or networks, whose engines play against "
+                "each other while policies are trained; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _critic(self) -> Self:
         critic = self.algorithm.value_function
         if critic is None:
@@ -428,6 +453,15 @@ class JobSpec(Section):
             return 0
         own = self.policies[policy].alpha
         return self.pipeline.alpha if own is None else own
+
+    @property
+    def colocated(self) -> list[str]:
+        """The policies whose engines and trainers take turns on the same devices."""
+        default = self.pipeline.colocate
+        policies = self.policies.items()
+        return [
+            name for name, one in policies if (default if one.colocate is None else one.colocate)
+        ]
 
     @property
     def correction(self) -> Correction:

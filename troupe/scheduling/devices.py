@@ -196,14 +196,25 @@ def split(
     devices: Sequence[Device],
     engine: int | None = None,
     trainer: int | None = None,
+    *,
+    colocate: bool = False,
 ) -> DeviceSplit | SplitRefusal:
     """How a node divides its devices: without a word half each, engines get the odd one; both
-    share a single device.
+    share a single device, and all of them with `colocate`.
 
     `engine`, `trainer`: numbers that the user asks for; one alone leaves the rest to the other.
     Engines get the block of linked devices that leaves the trainers the largest blocks.
     """
     count = len(devices)
+    if colocate:
+        if engine is not None or trainer is not None:
+            return SplitRefusal(
+                "engines and trainers that share all devices (colocate) have no numbers of their "
+                "own",
+                "Leave out either colocate or the numbers.",
+            )
+        everything = tuple(one.index for one in devices)
+        return DeviceSplit(everything, everything, shared=True)
     if min(engine or 0, trainer or 0) < 0:
         return SplitRefusal(
             f"{engine} devices for engines and {trainer} for trainers", "Give 0 or more."

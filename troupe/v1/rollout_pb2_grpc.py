@@ -54,6 +54,16 @@ class RolloutStub:
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.SleepEngines = channel.unary_unary(
+                '/troupe.v1.Rollout/SleepEngines',
+                request_serializer=troupe_dot_v1_dot_rollout__pb2.SleepEnginesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_rollout__pb2.SleepEnginesResponse.FromString,
+                _registered_method=True)
+        self.WakeEngines = channel.unary_unary(
+                '/troupe.v1.Rollout/WakeEngines',
+                request_serializer=troupe_dot_v1_dot_rollout__pb2.WakeEnginesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_rollout__pb2.WakeEnginesResponse.FromString,
+                _registered_method=True)
         self.Generate = channel.unary_unary(
                 '/troupe.v1.Rollout/Generate',
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
@@ -118,6 +128,20 @@ class RolloutServicer:
     def UpdateWeights(self, request, context):
         """Brings a policy's engines to a version, one after another; answers when all serve it.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SleepEngines(self, request, context):
+        """Takes engines off their devices while trainers work there (`pipeline.colocate`), and brings
+        them back to their targets. Both are idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeEngines(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -192,6 +216,16 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=troupe_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'SleepEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.SleepEngines,
+                    request_deserializer=troupe_dot_v1_dot_rollout__pb2.SleepEnginesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_rollout__pb2.SleepEnginesResponse.SerializeToString,
+            ),
+            'WakeEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeEngines,
+                    request_deserializer=troupe_dot_v1_dot_rollout__pb2.WakeEnginesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_rollout__pb2.WakeEnginesResponse.SerializeToString,
             ),
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
@@ -337,6 +371,60 @@ class Rollout:
             '/troupe.v1.Rollout/UpdateWeights',
             troupe_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
             troupe_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SleepEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Rollout/SleepEngines',
+            troupe_dot_v1_dot_rollout__pb2.SleepEnginesRequest.SerializeToString,
+            troupe_dot_v1_dot_rollout__pb2.SleepEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Rollout/WakeEngines',
+            troupe_dot_v1_dot_rollout__pb2.WakeEnginesRequest.SerializeToString,
+            troupe_dot_v1_dot_rollout__pb2.WakeEnginesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,11 @@ class RolloutStub:
     """Ends running trajectories as ABORTED; the store is told, and so are their streams."""
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]
     """Brings a policy's engines to a version, one after another; answers when all serve it."""
+    SleepEngines: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.SleepEnginesRequest, _rollout_pb2.SleepEnginesResponse]
+    """Takes engines off their devices while trainers work there (`pipeline.colocate`), and brings
+    them back to their targets. Both are idempotent.
+    """
+    WakeEngines: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.WakeEnginesRequest, _rollout_pb2.WakeEnginesResponse]
     Generate: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
     Score: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]
     """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
@@ -65,6 +70,11 @@ class RolloutAsyncStub(RolloutStub):
     """Ends running trajectories as ABORTED; the store is told, and so are their streams."""
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Brings a policy's engines to a version, one after another; answers when all serve it."""
+    SleepEngines: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepEnginesRequest, _rollout_pb2.SleepEnginesResponse]  # type: ignore[assignment]
+    """Takes engines off their devices while trainers work there (`pipeline.colocate`), and brings
+    them back to their targets. Both are idempotent.
+    """
+    WakeEngines: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeEnginesRequest, _rollout_pb2.WakeEnginesResponse]  # type: ignore[assignment]
     Generate: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
     Score: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]  # type: ignore[assignment]
     """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
@@ -112,6 +122,23 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.UpdateWeightsResponse, _abc.Awaitable[_rollout_pb2.UpdateWeightsResponse]]:
         """Brings a policy's engines to a version, one after another; answers when all serve it."""
+
+    @_abc_1.abstractmethod
+    def SleepEngines(
+        self,
+        request: _rollout_pb2.SleepEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.SleepEnginesResponse, _abc.Awaitable[_rollout_pb2.SleepEnginesResponse]]:
+        """Takes engines off their devices while trainers work there (`pipeline.colocate`), and brings
+        them back to their targets. Both are idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeEngines(
+        self,
+        request: _rollout_pb2.WakeEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.WakeEnginesResponse, _abc.Awaitable[_rollout_pb2.WakeEnginesResponse]]: ...
 
     @_abc_1.abstractmethod
     def Generate(

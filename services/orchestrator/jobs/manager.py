@@ -37,6 +37,7 @@ _LONGEST_LIST: Final = 2000
 # Seconds between pings of a Redis that is away.
 _RETRY_SECONDS: Final = 2.0
 _RESUMABLE: Final = (pb.JOB_STATE_PAUSED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED)
+_ROLLOUT: Final = orch.WORKER_KIND_ROLLOUT
 _RUNS: Final = (pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING)
 
 
@@ -96,6 +97,7 @@ class Jobs:
             created_at=time.time(),
         )
         _check_viewable(record)
+        self._check_turns(job_id, spec)
         async with self.lock(job_id):
             if not await self._shared.store.create(record):
                 found = await self._readable_record(job_id)
@@ -143,6 +145,7 @@ class Jobs:
                     )
                 self._launch_if_left(record)
                 return record
+            self._check_turns(job_id, spec or record.spec())
             record = await self._shared.store.move(
                 job_id,
                 pb.JOB_STATE_SUBMITTED,
@@ -216,6 +219,27 @@ class Jobs:
                 remedy=record.problem.remedy,
             )
         return record
+
+    def _check_turns(self, job_id: str, spec: JobSpec) -> None:
+        """Raises `FailedPrecondition` if this job and one that runs would be on the same devices,
+        of which one of them takes turns with its own trainers only."""
+        if not any(one.beat.devices for one in self._shared.workers.usable(_ROLLOUT)):
+            return
+        others = [
+            other
+            for other, runner in sorted(self._runners.items())
+            if other != job_id and (spec.colocated or runner.colocates)
+        ]
+        if others:
+            raise FailedPrecondition(
+                f"a job that colocates engines and trainers has the devices alone, and {others[0]} "
+                "runs",
+                kind="devices_missing",
+                field="pipeline.colocate",
+                value=str(bool(spec.colocated)).lower(),
+                remedy=f"Wait for {others[0]}, pause or cancel it, or run both without colocate on "
+                "devices of their own.",
+            )
 
     def launch(self, job_id: str) -> None:
         """Starts a runner, which goes on from the job's current state."""

@@ -36,6 +36,7 @@ from services.orchestrator.pipeline.dispatch import Dispatch
 from services.orchestrator.pipeline.evaluation import NO_TURNS_REMEDY, EvaluationRunner
 from services.orchestrator.pipeline.metrics import COMPLETED, WITHOUT_TURNS
 from services.orchestrator.pipeline.steps import StepContext, StepWindow
+from services.orchestrator.placement.device_turns import DeviceTurns, bind_alone
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.policy_trainer import Trainers
 from services.orchestrator.placement.trainer_scheduler import TableWatch
@@ -89,8 +90,14 @@ class JobRunner:
         self._tables: TableWatch
         self._trainers: Trainers | None = None
         self._engines: Engines | None = None
+        self._turns: DeviceTurns | None = None
         self._progress: JobProgress | None = None
         self._population: PopulationRun | None = None
+
+    @property
+    def colocates(self) -> bool:
+        """Whether the job's engines and trainers take turns on the same devices."""
+        return hasattr(self, "_job") and bool(self._job.spec.colocated)
 
     def pause(self) -> None:
         """Stops after the open steps; the job's state has become PAUSING."""
@@ -192,12 +199,14 @@ class JobRunner:
         self._population = await self._unless_paused(self._open_population(trainers))
         weights |= await self._unless_paused(self._slots())
         self._engines = engines = Engines(self._job, weights, self._republish)
+        self._turns = DeviceTurns(self._job, trainers, engines)
         context = StepContext(
             job=self._job,
             trainers=trainers,
             engines=engines,
             dispatch=Dispatch(self._job, engines),
             tables=self._tables,
+            turns=self._turns,
             population=self._population,
         )
         if self._population is not None:
@@ -246,7 +255,12 @@ class JobRunner:
         self._trainers = Trainers(
             job, await shared.weight_versions.entries(self._job_id), self._tables
         )
-        await self._trainers.bind_all(self._settings_deadline("bind"))
+        await bind_alone(
+            job,
+            self._trainers,
+            self._settings_deadline("bind"),
+            leftovers=self._record.state != pb.JOB_STATE_SUBMITTED,
+        )
         return self._trainers
 
     async def _open_population(self, trainers: Trainers) -> PopulationRun | None:
@@ -266,12 +280,12 @@ class JobRunner:
 
     async def _republish(self, policy: str) -> None:
         """Publishes a policy's weights again, since no host has them any more."""
-        assert self._trainers is not None, "bound before engines load"
         if policy in self._job.spec.slots:
             assert self._population is not None, "it made the slots"
             await self._population.slots.republish(policy)
         else:
-            await self._trainers.republish(policy)
+            assert self._turns is not None, "made before engines load"
+            await self._turns.republish(policy)
 
     async def _watch_epoch(self) -> None:
         """Raises `Superseded` within seconds, not at the next write, once another runner has the
@@ -570,10 +584,13 @@ class JobProgress:
         job, step = self._job, self._record.step
         job.show(f"saving checkpoints after step {step}", step=step)
         policies = job.spec.trained_policies
-        results = await asyncio.gather(
-            *(self._context.trainers.policies[policy].save_checkpoint() for policy in policies),
-            return_exceptions=True,
-        )
+        seconds = job.spec.limits.step_seconds
+        deadline = Deadline("saving checkpoints", seconds, "limits.step_seconds", job.show)
+        async with self._context.turns.of_trainers(deadline):
+            results = await asyncio.gather(
+                *(self._context.trainers.policies[policy].save_checkpoint() for policy in policies),
+                return_exceptions=True,
+            )
         problem: pb.Problem | None = None
         saved: dict[str, tr.SaveCheckpointResponse] = {}
         for policy, result in zip(policies, results, strict=True):

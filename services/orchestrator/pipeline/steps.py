@@ -14,8 +14,9 @@ Of one step, in order (`StepRunner`):
 6. admit: `Engines.update` has every rollout worker load the version. When the version is served,
    `StepWindow` may open a further step.
 
-Modes `serial` and `sync` train once the rollout is over, `micro_batch` and `async` with the first
-samples that are ready; in `async` several steps are open at once (`pipeline.alpha`).
+Modes `serial` and `sync` train once the rollout is over, on the engines' devices if the job
+colocates them (`DeviceTurns`); `micro_batch` and `async` with the first samples that are ready; in
+`async` several steps are open at once (`pipeline.alpha`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from services.orchestrator.pipeline.evaluation import (
 )
 from services.orchestrator.pipeline.metrics import Redundancy, Tally, commit_metrics, staleness
 from services.orchestrator.pipeline.step_queries import STALE, SURPLUS, Cursor, StepQueries
+from services.orchestrator.placement.device_turns import DeviceTurns
 from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.policy_trainer import Trainers
 from services.orchestrator.placement.trainer_scheduler import TableWatch
@@ -71,6 +73,7 @@ class StepContext:
     engines: Engines
     dispatch: Dispatch
     tables: TableWatch
+    turns: DeviceTurns
     # Draws opponents, in a job with a `population` section.
     population: PopulationRun | None = None
     # By trained policy: steps committed, and steps whose result engines serve.
@@ -165,11 +168,13 @@ class StepRunner:
                 await run_all(self._roll_out(), *(self._train(policy) for policy in policies))
             elif self._mode == "serial":
                 await self._roll_out()
-                for policy in policies:
-                    await self._train(policy)
+                async with self._context.turns.of_trainers(self._deadline):
+                    for policy in policies:
+                        await self._train(policy)
             else:
                 await self._roll_out()
-                await run_all(*(self._train(policy) for policy in policies))
+                async with self._context.turns.of_trainers(self._deadline):
+                    await run_all(*(self._train(policy) for policy in policies))
         except DeadlineExceeded as error:
             raise await name_missing_columns(self._job, self.step, error) from error
         finally:
@@ -271,6 +276,7 @@ class StepRunner:
         values |= self._redundancy.values()
         values |= self._context.engines.values()
         values |= self._context.trainers.swaps()
+        values |= self._context.turns.values()
         values |= commit_metrics(self._commits.values())
         values |= staleness(self._commits.values())
         self._ended = time.monotonic()

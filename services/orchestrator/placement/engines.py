@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from typing import Final
 
 from services.orchestrator.context import JobContext
@@ -55,6 +56,12 @@ class Engines:
         # Metrics of updates since the last call of `values`.
         self._swaps: dict[str, float] = {}
         self._changed = asyncio.Event()
+        # Whether trainers have the devices of colocated policies, and how many workers are being
+        # prepared, which puts engines on devices.
+        self._asleep = False
+        self._preparing = 0
+        # Workers that may have engines of the job, prepared or not.
+        self._touched: set[WorkerHandle] = set()
         self._crash_guard = CrashLoopGuard(
             job.shared.workers,
             job.shared.deaths,
@@ -78,6 +85,8 @@ class Engines:
     def ready(self, floors: Mapping[str, int] | None = None) -> list[WorkerHandle]:
         """The workers that may run queries now: those that serve the newest version of every
         policy, or at least the version in `floors`."""
+        if self._asleep:
+            return []
         wanted = {policy: ref.version for policy, ref in self._wanted.items()} | dict(floors or {})
         return [
             worker
@@ -158,6 +167,35 @@ class Engines:
             self._note(weights.policy, swaps)
         self._notify()
 
+    async def sleep(self, policies: Collection[str], deadline: Deadline) -> None:
+        """Takes the engines of these policies off their devices on all workers, until `wake`.
+
+        Repeatable. No worker is prepared meanwhile; one that is lost is left to `run`. Raises
+        `TroupeError`: the error of an engine that cannot free its memory.
+        """
+        self._asleep = True
+        while self._preparing:
+            deadline.report("waiting for engines that are being prepared")
+            await deadline.wait(self.change())
+        await run_all(
+            *(self._sleep(worker, policies, deadline) for worker in self._touched if worker.alive)
+        )
+
+    async def wake(self, policies: Collection[str], deadline: Deadline) -> frozenset[str]:
+        """Brings the engines of these policies back to their devices and to the newest versions.
+
+        Returns the policies whose weights no host has any more: engines have to sleep again while
+        these are published. A worker that is lost is left to `run`. Raises `TroupeError`.
+        """
+        gone: set[str] = set()
+        await run_all(
+            *(self._wake(worker, policies, deadline, gone) for worker in list(self._served))
+        )
+        if not gone:
+            self._asleep = False
+            self._notify()
+        return frozenset(gone)
+
     async def release(self, seconds: float) -> None:
         """Has rollout workers release the job, as far as they answer."""
         request = ro.ReleaseJobRequest(request_id=new_id("release"), job_id=self._job.job_id)
@@ -178,7 +216,8 @@ class Engines:
             try:
                 async with worker.while_alive():
                     await self._job.shared.deaths.turn(self._job.job_id)
-                    await self._prepare(worker)
+                    async with self._on_devices():
+                        await self._prepare(worker)
                 attempts.reset()
                 self._crash_guard.clear()
                 self._troubles.pop(worker, None)
@@ -199,7 +238,56 @@ class Engines:
         if self._served.pop(worker, None) is not None:
             await self._job.warn(f"{worker} was lost")
         self._troubles.pop(worker, None)
+        self._touched.discard(worker)
         self._crash_guard.check()
+
+    @asynccontextmanager
+    async def _on_devices(self) -> AsyncIterator[None]:
+        """Waits until engines have their devices, and lets them keep these meanwhile."""
+        while self._asleep:
+            await self.change()
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+            self._notify()
+
+    async def _sleep(
+        self, worker: WorkerHandle, policies: Collection[str], deadline: Deadline
+    ) -> None:
+        try:
+            async with worker.while_alive():
+                await put_to_sleep(worker, self._job.job_id, policies, deadline.left)
+        except TroupeError as error:
+            if error.kind != "job_not_prepared":
+                if not is_transient(error):
+                    raise
+                await self._job.warn(f"{worker} could not put engines to sleep: {error}")
+            self.lost_job(worker)
+
+    async def _wake(
+        self, worker: WorkerHandle, policies: Collection[str], deadline: Deadline, gone: set[str]
+    ) -> None:
+        try:
+            async with worker.while_alive():
+                await self._call_wake(worker, policies, min(deadline.left, self.prepare_seconds))
+        except TroupeError as error:
+            if error.kind in WEIGHTS_GONE and error.field in policies:
+                gone.add(error.field)
+                return
+            if not is_transient(error):
+                raise
+            await self._job.warn(f"{worker} could not wake engines: {error}")
+            self.lost_job(worker)
+
+    async def _call_wake(
+        self, worker: WorkerHandle, policies: Collection[str], seconds: float
+    ) -> None:
+        request = ro.WakeEnginesRequest(
+            request_id=new_id("wake"), job_id=self._job.job_id, policies=policies
+        )
+        await worker.rollout.WakeEngines(request, timeout=seconds)
 
     async def _prepare(self, worker: WorkerHandle) -> None:
         """Prepares the job, then loads the versions that were committed meanwhile."""
@@ -210,6 +298,7 @@ class Engines:
             spec_json=self._job.spec_json,
             weights=wanted.values(),
         )
+        self._touched.add(worker)
         answer = await worker.rollout.PrepareJob(request, timeout=self.prepare_seconds)
         # Every worker says the same.
         self.evaluation_items.update(answer.evaluation_items)
@@ -217,6 +306,9 @@ class Engines:
             if note not in self._noted:
                 self._noted.add(note)
                 await self._job.info(note)
+        if colocated := self._job.spec.colocated:
+            # The orchestrator before this one may have left them asleep.
+            await self._call_wake(worker, colocated, self.prepare_seconds)
         versions = {policy: ref.version for policy, ref in wanted.items()}
         behind = [ref for ref in self._wanted.values() if versions[ref.policy] != ref.version]
         while behind:
@@ -277,3 +369,11 @@ class Engines:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def put_to_sleep(
+    worker: WorkerHandle, job_id: str, policies: Collection[str], seconds: float
+) -> None:
+    """Takes engines of a job off the devices of a worker. Raises `TroupeError`."""
+    request = ro.SleepEnginesRequest(request_id=new_id("sleep"), job_id=job_id, policies=policies)
+    await worker.rollout.SleepEngines(request, timeout=seconds)

@@ -7,7 +7,7 @@ scheduler assigns to its lease, binds the policy there, and goes on elsewhere wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from services.orchestrator.context import JobContext
@@ -52,6 +52,10 @@ class Trainers:
         trainers = self.policies.values()
         await run_all(*(trainer.bind(deadline) for trainer in trainers))
         return {trainer.policy: trainer.weights for trainer in trainers}
+
+    async def offload(self, policies: Collection[str], deadline: Deadline) -> None:
+        """Has the training states of policies moved off their devices."""
+        await run_all(*(self.policies[policy].offload(deadline) for policy in policies))
 
     async def republish(self, policy: str) -> None:
         """Publishes a policy's weights again, since no host has them any more."""
@@ -276,6 +280,23 @@ class PolicyTrainer:
             except TroupeError as error:
                 self.unbind_after(error)
                 await attempts.failed(error)
+
+    async def offload(self, deadline: Deadline) -> None:
+        """Has the training state moved to the host's memory, since engines get its devices.
+
+        Repeatable; no step may run. Raises `TroupeError` when that does not succeed in time.
+        """
+        attempts, lease = RetryBackoff(deadline), self._lease
+        async with self._binding:
+            await deadline.wait(lease.settled())
+            while (worker := lease.worker) is not None:
+                deadline.report(f"moving the training state of {self.policy} off its devices")
+                lease.suspend(empty_cache=True)
+                await deadline.wait(lease.settled())
+                if lease.worker is worker:
+                    await attempts.failed(
+                        Unavailable(f"{worker} did not suspend {self.policy}; see its log")
+                    )
 
     async def release(self, seconds: float) -> None:
         """Frees devices and memory. Raises `TroupeError`."""

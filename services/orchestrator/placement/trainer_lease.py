@@ -274,10 +274,11 @@ class TrainerLease:
         self._refusal = error
         self._notify()
 
-    def suspend(self) -> None:
-        """Has the policy suspended, so that another one may have its worker."""
+    def suspend(self, *, empty_cache: bool = False) -> None:
+        """Has the policy suspended, so that another one may have its worker; `empty_cache`: or
+        another process its device."""
         if self.worker is not None and self._suspending is None:
-            self._suspending = self._spawn(self._suspend(self.worker))
+            self._suspending = self._spawn(self._suspend(self.worker, empty_cache))
 
     def prefetch(self, worker: WorkerHandle) -> None:
         """Has the suspended state fetched to `worker`, where the policy will be bound next."""
@@ -315,7 +316,7 @@ class TrainerLease:
         self._idle_since = time.monotonic()
         self._scheduler.touch()
 
-    async def _suspend(self, worker: WorkerHandle) -> None:
+    async def _suspend(self, worker: WorkerHandle, empty_cache: bool) -> None:
         seconds = self._job.shared.settings.bind_timeout_seconds
         try:
             async with worker.while_alive():
@@ -323,7 +324,7 @@ class TrainerLease:
                     # A frozen policy has no training state to keep.
                     await worker.trainer.Release(self._request(tr.ReleaseRequest), timeout=seconds)
                 else:
-                    request = self._request(tr.SuspendRequest)
+                    request = self._request(tr.SuspendRequest, empty_cache=empty_cache)
                     response = await worker.trainer.Suspend(request, timeout=seconds)
                     self._suspended_on, self.suspended = worker, response.state
                     self.count_swap(response.state.seconds)

@@ -79,6 +79,11 @@ class EngineMoves:
             )
         return await asyncio.shield(task)
 
+    async def settled(self) -> None:
+        """Wait until no engine is on its way."""
+        if tasks := [task for _, task in self._running.values()]:
+            await asyncio.wait(tasks)
+
     async def close(self) -> None:
         """Stop moving. Engines on their way stay listed with a policy, which stops them."""
         self._closed = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import structlog
 
@@ -19,6 +20,7 @@ from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow.languages import Language
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 # Drain time at a release. Trajectories have ended before: only Generate calls are in flight.
 _RELEASE_SECONDS = 2.0
@@ -31,9 +33,9 @@ async def roll_out(engines: Iterable[EngineKeeper]) -> float:
 
     Weights that do not fit one of the engines are refused before the first is touched. An engine
     that fails is left to its keeper if another one serves the target; if none does, the last error
-    is raised. Sleeping engines reach the target when they are woken.
+    is raised. Engines off their devices reach the target when they are woken.
     """
-    keepers = [keeper for keeper in engines if not keeper.engine.asleep]
+    keepers = [keeper for keeper in engines if not keeper.off_device]
     for keeper in keepers:
         await keeper.check_target()
     exposed, failure = 0.0, None
@@ -179,6 +181,32 @@ class ServedPolicy:
                 self._target.rolling = False
                 self.router.wake()
 
+    async def sleep(self, drain_seconds: float) -> None:
+        """Take the engines off their devices until `wake`. Repeatable.
+
+        Raises the error of an engine that keeps its memory; the others sleep then.
+        """
+        async with self._updating:
+            await wait_for_all(keeper.sleep(drain_seconds) for keeper in self._keepers.values())
+
+    async def wake(self) -> float:
+        """Bring the engines back to their devices and to the target; returns exposed seconds,
+        summed. Repeatable.
+
+        An engine that fails is left to its keeper if another one serves; if none does, the error is
+        raised.
+        """
+        async with self._updating:
+            try:
+                return sum(await wait_for_all(keeper.wake() for keeper in self._keepers.values()))
+            except TroupeError as error:
+                if not any(keeper.serves_target for keeper in self._keepers.values()):
+                    raise
+                log.error("an engine did not wake", policy=self.name, error=str(error))
+                return 0.0
+            finally:
+                self.router.wake()
+
     def retarget(self, ref: pb.WeightsRef) -> None:
         """Replace the target without a check, because the job is prepared anew (after a resume)."""
         self._target.ref = ref
@@ -269,6 +297,15 @@ class ServedPolicy:
         # Not an engine that leaves: its turns may still fail, but it is not restarted here.
         if (keeper := self._keepers.get(engine_id)) is not None:
             keeper.nudge()
+
+
+async def wait_for_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all parts, which run at once; the first error once all have ended."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return cast(list[T], results)
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[float]]) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import structlog
 
 from services.rollout.engines.base import ServingEngine
+from services.rollout.engines.errors import EngineDied
 from services.rollout.serving.weight_versions import TargetVersion, WeightFetcher, weights_gone
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.transfer import Corrupt, KeyNotFound
@@ -54,6 +55,8 @@ class EngineKeeper:
         self._nudge = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._retired = False
+        # Whether trainers have the devices: the engine sleeps, and is not restarted if it dies.
+        self._off_device = False
 
     @property
     def busy(self) -> bool:
@@ -71,6 +74,11 @@ class EngineKeeper:
         return self._target.admits(self.engine)
 
     @property
+    def off_device(self) -> bool:
+        """Whether the engine has left its devices, to trainers."""
+        return self._off_device or bool(self.engine.asleep)
+
+    @property
     def is_down(self) -> bool:
         """Whether the engine must be started before it can be updated."""
         return self.engine.state in _DOWN
@@ -84,19 +92,14 @@ class EngineKeeper:
         """
         async with self._lock:
             engine = self.engine
-            if self._retired:
+            if self._retired or self.off_device:
                 return 0.0
             if self.is_down:
                 try:
                     async with asyncio.timeout(self._start_timeout):
                         await engine.start()
                 except TimeoutError as error:
-                    raise Unavailable(
-                        f"engine {engine.engine_id} did not start within {self._start_timeout:g} s",
-                        kind="engine_start_timeout",
-                        field=f"policies.{engine.policy}.engine.start_timeout_seconds",
-                        remedy="Raise it, or look at the engine's log.",
-                    ) from error
+                    raise self._start_timed_out("start") from error
             if self.serves_target:
                 return 0.0
             # Read once: if the target moves meanwhile, its own update follows.
@@ -107,9 +110,38 @@ class EngineKeeper:
         self._on_change()
         return exposed
 
+    async def sleep(self, drain_seconds: float) -> None:
+        """Take the engine off its devices until `wake`; one that is down stays down. Repeatable.
+
+        Raises what `Engine.sleep` raises: then the engine has not left its devices.
+        """
+        async with self._lock:
+            if self._retired:
+                return
+            if not self.is_down:
+                await self.engine.sleep(drain_seconds=drain_seconds)
+            self._off_device = True
+
+    async def wake(self) -> float:
+        """Bring the engine back to its devices and to the policy's target. Repeatable.
+
+        Returns the seconds in which the update kept it from serving. Raises as `reach_target` does.
+        """
+        async with self._lock:
+            self._off_device = False
+            if self.engine.asleep and not self._retired:
+                try:
+                    async with asyncio.timeout(self._start_timeout):
+                        await self.engine.wake()
+                except TimeoutError as error:
+                    raise self._start_timed_out("wake") from error
+                except EngineDied as error:  # it is started anew
+                    log.warning("an engine died asleep", reason=error.message)
+        return await self.reach_target()
+
     async def check_target(self) -> None:
         """Raise `WeightsRefused` when the target cannot fit the engine's model; changes nothing."""
-        if self.is_down or self.serves_target:
+        if self.is_down or self.off_device or self.serves_target:
             return
         ref = self._target.ref
         await self._fetcher.fetch(ref)
@@ -165,6 +197,14 @@ class EngineKeeper:
             decode_tokens_per_second=engine.device.decode_tokens_per_second,
         )
 
+    def _start_timed_out(self, what: str) -> Unavailable:
+        return Unavailable(
+            f"engine {self.engine.engine_id} did not {what} within {self._start_timeout:g} s",
+            kind="engine_start_timeout",
+            field=f"policies.{self.engine.policy}.engine.start_timeout_seconds",
+            remedy="Raise it, or look at the engine's log.",
+        )
+
     async def _watch_engine(self) -> None:
         pause = 0.0
         while True:
@@ -195,7 +235,8 @@ class EngineKeeper:
         if engine.state == pb.ENGINE_STATE_HEALTHY and before != pb.ENGINE_STATE_HEALTHY:
             self._on_change()
         behind = engine.state == pb.ENGINE_STATE_HEALTHY and not self.may_serve
-        if engine.asleep or not (behind or self.is_down or engine.state == pb.ENGINE_STATE_STALE):
+        needs_repair = behind or self.is_down or engine.state == pb.ENGINE_STATE_STALE
+        if self.off_device or not needs_repair:
             return 0.0
         log.warning(
             "an engine is being brought back",

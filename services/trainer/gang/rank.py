@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from services.chassis import logs
-from services.trainer.compute import choose_device
+from services.trainer.compute import choose_device, give_back_memory
 from services.trainer.gang.gang import Channel, Frame, RankSettings, decode_rows, end_with_parent
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.learner import RankLearner
@@ -103,6 +103,7 @@ class Rank:
         name, key = header["order"], header["key"]
         if name in ("open", "close"):
             self._members.pop(key, None)
+            give_back_memory()
             return self._open(header) if name == "open" else None
         member = self._members[key]
         # In the shared memory of the lead's host, which is that of rank 0; None on other ranks.

@@ -240,6 +240,7 @@ def up(
     engine_devices: options.EngineDevices = None,
     trainer_devices: options.TrainerDevices = None,
     devices_per_trainer: options.DevicesPerTrainer = None,
+    colocate: options.Colocate = False,
 ) -> None:
     """Start an embedded cluster: all services and a Redis, on loopback."""
     settings = options.cluster_settings(
@@ -257,6 +258,7 @@ def up(
         engine_devices=engine_devices,
         trainer_devices=trainer_devices,
         devices_per_trainer=devices_per_trainer,
+        colocate=colocate,
     )
     _supervise(settings, "a cluster", detach=detach)
 
@@ -321,6 +323,7 @@ def node(
     engine_devices: options.EngineDevices = None,
     trainer_devices: options.TrainerDevices = None,
     devices_per_trainer: options.DevicesPerTrainer = None,
+    colocate: options.Colocate = False,
     start_timeout: options.StartTimeout = 120.0,
     jobs_dir: JobsDir = None,
 ) -> None:
@@ -340,6 +343,7 @@ def node(
         engine_devices=engine_devices,
         trainer_devices=trainer_devices,
         devices_per_trainer=devices_per_trainer,
+        colocate=colocate,
         start_timeout=start_timeout,
         jobs_dir=jobs_dir,
     )

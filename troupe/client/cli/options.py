@@ -82,6 +82,13 @@ TrainerDevices = Annotated[
 DevicesPerTrainer = Annotated[
     int | None, typer.Option(help="Devices of each trainer, for gangs of so many; default: 1.")
 ]
+Colocate = Annotated[
+    bool,
+    typer.Option(
+        "--colocate",
+        help="Let engines and trainers take turns on all devices, for jobs with pipeline.colocate.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Assignments = Annotated[
     list[str] | None,

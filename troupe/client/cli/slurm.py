@@ -181,7 +181,8 @@ def slurm(
         step_resources=f"{gpus} " if gpus else "",
         node_options="".join(
             f"--{key} {value} " for key, value in given.items() if value is not None and gpus
-        ),
+        )
+        + ("--colocate " if spec.colocated else ""),
         start_seconds=300,
     )
     if dry_run:

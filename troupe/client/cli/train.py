@@ -639,6 +639,7 @@ def train(
             engine_devices=engine_devices,
             trainer_devices=trainer_devices,
             devices_per_trainer=None if spec is None else _largest_gang(spec),
+            colocate=spec is not None and bool(spec.colocated),
         ).resolved(),
     )
     raise typer.Exit(asyncio.run(run(plan, Console())))

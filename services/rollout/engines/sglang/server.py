@@ -213,6 +213,7 @@ class Server:
             source = str(directory)
         port = free_port()
         self._name = f"troupe-{secrets.token_hex(6)}"
+        devices = self._devices.assign(self._engine_id, self._policy, spec.engine.tensor_parallel)
         command = launch_command(
             spec,
             source,
@@ -222,8 +223,8 @@ class Server:
             name=self._name,
             targets=target_names(spec, self.layout),
             replica=self._replica,
+            memory_saver=bool(spec.colocate and devices),
         )
-        devices = self._devices.assign(self._engine_id, self._policy, spec.engine.tensor_parallel)
         process = ServerProcess(command, self._directory / "server.log", devices)
         try:
             await process.start()
@@ -357,12 +358,14 @@ def launch_command(
     name: str = "",
     targets: Sequence[str] = (),
     replica: int = 0,
+    memory_saver: bool = False,
 ) -> list[str]:
     """Arguments to launch a server of `spec` on loopback with the model at `source`.
 
     Random weights (`dummy`): the engine is STALE until the first update in any case. No
     tokenizer: token ids travel end to end. `name`: the served model name. `targets`:
-    layers of the policy's adapter. The job's own `launch` arguments come last and win; in them
+    layers of the policy's adapter. `memory_saver`: it can free its GPU memory while it runs. The
+    job's own `launch` arguments come last and win; in them
     `{replica}` is the engine's number, and `{port}` its port.
     """
     engine = spec.engine
@@ -383,6 +386,7 @@ def launch_command(
         "--skip-tokenizer-init",
         *(["--served-model-name", name] if name else []),
         *([DETERMINISTIC] if deterministic else []),
+        *(["--enable-memory-saver"] if memory_saver else []),
         *lora_arguments(spec, targets),
         *(
             part.replace("{replica}", str(replica)).replace("{port}", str(port))

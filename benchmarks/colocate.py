@@ -1,0 +1,118 @@
+"""Colocated against split devices, at the same number of devices.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.colocate [--quick] [--json]
+
+Simulated engines and trainers of the research team (benchmarks/pipeline/workload.py): five policies
+on ten devices. Split: each policy has one engine on a device and one trainer on another. Colocated
+(`pipeline.colocate`): both have both devices, so that rollout has twice the engines and training
+twice the rate, but one waits for the other; training states are moved to the host and back, and
+engines load weights anew. The last line is one JSON object: `colocate_over_split` (seconds per step
+of split over those of colocated, mode `sync`), the same over split in mode `micro_batch`, and the
+seconds of every row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from benchmarks.command import finish, options_of, scratch
+from benchmarks.pipeline.figures import Figures, figures
+from benchmarks.pipeline.measure import Run, cluster, run
+from benchmarks.pipeline.workload import MA, Mode, Setup, job, quick
+from benchmarks.workloads.research_team import AGENTS
+from troupe.client.cli.options import make_table
+from troupe.job import JobSpec
+
+_STEPS: Final = 4
+# 14B parameters have 224 GB of weights, gradients and moments; over the PCIe links of two devices
+# they take about 2.2 s, of which one second here stands for sixteen: what a core copies in 0.14 s.
+_STATE_BYTES: Final = 256 << 20
+_ROWS: Final = {
+    "split_sync": Mode("sync", "split, sync", "engines | trainers", {"mode": "sync"}, _STEPS),
+    "split_micro_batch": Mode(
+        "micro_batch", "split, micro_batch", "engines | trainers", {"mode": "micro_batch"}, _STEPS
+    ),
+    "colocate_sync": Mode(
+        "colocate", "colocated, sync", "taking turns", {"mode": "sync", "colocate": True}, _STEPS
+    ),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run all rows, print the table and the JSON object."""
+    options = options_of(__doc__, arguments)
+    console = Console(stderr=options.json, width=None if options.json else 140)
+    setup = quick(MA) if options.quick else MA
+    with scratch() as directory:
+        rows = asyncio.run(measure(setup, directory, console))
+    table = make_table(
+        ["devices, mode"],
+        ["s per step", "rollout alone", "both", "training alone", "neither", "switching"],
+        f"five policies on ten devices, {setup.stands_for}",
+    )
+    for done, found in rows.values():
+        shares = (found.rollout_alone, found.both, found.training_alone, found.neither)
+        cells = [f"{one:.2f}" for one in (found.seconds, *shares, switching(done))]
+        table.add_row(done.mode.label, *cells)
+    console.print(table)
+    finish(as_json(rows, quick=options.quick), quiet=options.json)
+
+
+async def measure(
+    setup: Setup, directory: Path, console: Console
+) -> dict[str, tuple[Run, Figures]]:
+    """All rows on one cluster."""
+    rows = {}
+    trace = directory / "trace"
+    async with cluster(directory / "data", trace, trainers=len(AGENTS)) as client:
+        for name, mode in _ROWS.items():
+            done = await run(client, mode, on_devices(mode, setup, directory), trace)
+            if not done.steps:
+                raise SystemExit(f"{mode.label}: {done.failure}")
+            rows[name] = done, figures(done)
+            console.print(f"{mode.label}: {rows[name][1].seconds:.2f} s per step")
+    return rows
+
+
+def on_devices(mode: Mode, setup: Setup, directory: Path) -> JobSpec:
+    """The job of one row: of each policy's two devices engines and trainers have one each, or
+    both."""
+    each = 2 if mode.pipeline.get("colocate") else 1
+    rate = setup.small["backward_tokens_per_second"] * each
+    small = {**setup.small, "backward_tokens_per_second": rate, "state_bytes": _STATE_BYTES}
+    spec = job(mode, replace(setup, small=small), directory)
+    fields: dict[str, Any] = spec.model_dump(mode="json", exclude_unset=True)
+    for policy in fields["policies"].values():
+        policy["engine"]["replicas"] = each
+    return JobSpec.model_validate(fields)
+
+
+def switching(done: Run) -> float:
+    """Seconds per step in which devices changed hands."""
+    names = ("sleep", "offload", "wake")
+    each = [sum(s.values.get(f"colocate/{n}_seconds", 0.0) for n in names) for s in done.steps]
+    return statistics.fmean(each[1:] or each)
+
+
+def as_json(rows: Mapping[str, tuple[Run, Figures]], *, quick: bool) -> dict[str, Any]:
+    """The figures for programs."""
+    seconds = {name: found.seconds for name, (_, found) in rows.items()}
+    colocated = seconds["colocate_sync"]
+    return {
+        "colocate_over_split": round(seconds["split_sync"] / colocated, 3),
+        "colocate_over_split_micro_batch": round(seconds["split_micro_batch"] / colocated, 3),
+        "seconds": {name: round(one, 3) for name, one in seconds.items()},
+        "switching_seconds": round(switching(rows["colocate_sync"][0]), 3),
+        "quick": quick,
+    }
+
+
+if __name__ == "__main__":
+    main()
