@@ -153,6 +153,6 @@ async def test_engines_leave_their_devices_and_come_back_with_the_newest_version
     await house.rollout.WakeEngines(pb.WakeEnginesRequest(**who), timeout=20)
     assert {(e.state, e.version) for e in (first, second)} == {(HEALTHY, 1)}
     assert {event.state for event in (await running).values()} == {COMPLETED}
+    request = pb.SleepEnginesRequest(job_id=house.job_id, policies=["none"])
     with pytest.raises(InvalidArgument, match="has no policy 'none'"):
-        request = pb.SleepEnginesRequest(job_id=house.job_id, policies=["none"])
         await house.rollout.SleepEngines(request, timeout=20)

@@ -273,8 +273,8 @@ class Engines:
             async with worker.while_alive():
                 await self._call_wake(worker, policies, min(deadline.left, self.prepare_seconds))
         except TroupeError as error:
-            if error.kind in WEIGHTS_GONE and error.field in policies:
-                gone.add(error.field)
+            if error.kind in WEIGHTS_GONE and (policy := error.field) and policy in policies:
+                gone.add(policy)
                 return
             if not is_transient(error):
                 raise
