@@ -62,6 +62,10 @@ def configure(service: str, level: str, style: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    if root.level > logging.DEBUG:
+        # An INFO line per request of an engine, which is one per turn and per poll.
+        for name in ("httpx", "httpcore", "urllib3"):
+            logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
     structlog.contextvars.bind_contextvars(service=service)
 
 
