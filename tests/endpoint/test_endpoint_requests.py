@@ -55,13 +55,14 @@ async def served(
     *texts: str, options: EndpointOptions = ENDPOINT_OPTIONS, seed: int = 7, **more: Any
 ) -> AsyncIterator[Served]:
     """An agent that says one text after another, then the last one for ever."""
-    left = [[*CHAT.encode(text), 2] for text in texts or ("ok",)]
+    chat = more.pop("chat", CHAT)
+    left = [[*chat.encode(text), 2] for text in texts or ("ok",)]
     script = Script(
         lambda agent, prompt, sampling: left.pop(0) if len(left) > 1 else left[0],
         delay=more.pop("delay", lambda number: 0.0),
     )
     server = EndpointServer(**more)
-    agents = make_agents(script, CHAT, seed=seed)
+    agents = make_agents(script, chat, seed=seed)
     doors = TrajectoryEndpoints(server)
     try:
         one = Served(agents, doors.open(agents["solver"], options).base_url, script)
@@ -297,9 +298,10 @@ async def test_a_valid_address_says_which_api_is_not_served() -> None:
     async with served() as one:
         root = one.url.removesuffix("/v1")
         for method, url, status, word in [
-            ("POST", f"{one.url}/responses", 404, "Responses API"),
             ("POST", f"{one.url}/embeddings", 404, "embeddings"),
-            ("POST", f"{one.url}/messages", 404, "Anthropic"),
+            ("GET", f"{one.url}/responses/resp_1", 404, "/responses/resp_1 is not served"),
+            ("POST", f"{one.url}/messages/batches", 404, "/messages/batches is not served"),
+            ("POST", f"{one.url}/v1/messages", 404, "anthropic_url"),
             ("GET", f"{one.url}/threads/x/runs", 404, "Assistants"),
             ("POST", f"{one.url}/something", 404, "/something is not served"),
             ("GET", f"{root}/", 404, "is not served"),
@@ -314,7 +316,7 @@ async def test_a_valid_address_says_which_api_is_not_served() -> None:
             assert word in error["message"], (url, error)
             assert "POST /chat/completions" in error["message"]
             assert one.url.split("/")[4] not in answer.text, "the address is a secret"
-        odd = await one.http.get(f"{one.url}/responses", headers={"host": "[::1"})
+        odd = await one.http.get(f"{one.url}/embeddings", headers={"host": "[::1"})
         assert odd.status_code == 404
         wrong = await one.http.post(one.url.replace("/solver/", "/checker/") + "/responses")
         assert wrong.json()["error"]["code"] == "not_found"

@@ -1,1 +1,1 @@
-"""OpenAI's API for the agents of a trajectory: an existing framework is trained unchanged."""
+"""APIs of OpenAI and Anthropic for a trajectory's agents: a framework is trained unchanged."""

@@ -1,4 +1,9 @@
-"""OpenAI's API over HTTP: routes, request bodies, streams, and clients that disconnect."""
+"""OpenAI's and Anthropic's APIs over HTTP: routes, request bodies, streams, and clients that
+disconnect.
+
+A request of the Responses or the Messages API is translated to a chat completion request, so that
+there is one way to an agent.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,15 +21,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from troupe.endpoint.errors import ApiError, of_workflow, unknown_address
+from troupe.endpoint.anthropic_forms import AskedMessage, MessagesAnswer
+from troupe.endpoint.errors import ApiError, FieldNames, of_workflow, unknown_address
 from troupe.endpoint.openai_forms import (
+    ApiAnswer,
     ChatAnswer,
     ChatRequest,
     CompletionRequest,
     TextAnswer,
     check_object,
-    event,
 )
+from troupe.endpoint.responses_forms import AskedResponse, ResponseHistory, ResponsesAnswer
 from troupe.http_bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.workflow.agent import Agent
 from troupe.workflow.backend import EndpointOptions
@@ -36,7 +42,6 @@ from troupe.workflow.messages import Reply
 log = structlog.get_logger(__name__)
 
 Turns = Coroutine[Any, Any, list[Reply]]
-Answer = ChatAnswer | TextAnswer
 Written = TypeVar("Written")
 Find = Callable[[str, str], tuple[Agent, EndpointOptions] | None]
 
@@ -45,7 +50,6 @@ Find = Callable[[str, str], tuple[Agent, EndpointOptions] | None]
 _TOKENS_WRITTEN_AT_ONCE: Final = 8192
 # Other APIs that OpenAI and others serve below a base URL.
 _OTHER_APIS: Final = {
-    "responses": "the Responses API",
     "embeddings": "embeddings",
     "moderations": "moderations",
     "images": "images",
@@ -59,12 +63,22 @@ _OTHER_APIS: Final = {
     "conversations": "the Conversations API",
     "vector_stores": "vector stores",
     "realtime": "the Realtime API",
-    "messages": "Anthropic's Messages API",
     "rerank": "reranking",
     "tokenize": "tokenisation",
 }
 _METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
-_SERVED: Final = "POST /chat/completions, POST /completions, GET /models, GET /models/{id}"
+_SERVED: Final = (
+    "POST /chat/completions, POST /completions, POST /responses, POST /messages, "
+    "POST /messages/count_tokens, GET /models, GET /models/{id}"
+)
+_PATHS: Final = (
+    "chat/completions",
+    "completions",
+    "responses",
+    "messages",
+    "messages/count_tokens",
+    "models",
+)
 
 
 def create_app(
@@ -81,14 +95,15 @@ def create_app(
     bodies = BodyReader(max_body)
     warnings = _SamplingWarnings()
 
+    # Of running trajectories: an agent lives as long as its trajectory.
+    histories: WeakKeyDictionary[Agent, ResponseHistory] = WeakKeyDictionary()
+
     async def body(request: Request) -> Any:
         return check_object(await _read_json(request, bodies))
 
-    async def chat(request: Request) -> Response:
-        agent, options = _addressed(find, request)
-        asked = ChatRequest.of(await body(request), lenient=options.lenient)
+    def begin(agent: Agent, options: EndpointOptions, asked: ChatRequest) -> Turns:
         warnings.of_sampling(agent, options, asked)
-        turns = agent.chat(
+        return agent.chat(
             asked.conversation(agent.role.system_prompt),
             n=asked.n or 1,
             tools=asked.tools,
@@ -96,14 +111,60 @@ def create_app(
             chat_template_kwargs=asked.template_options,
             **asked.sampling(agent, by_client=options.sampling == "client"),
         )
+
+    async def chat(request: Request) -> Response:
+        agent, options = _addressed(find, request)
+        asked = ChatRequest.of(await body(request), lenient=options.lenient)
+        turns = begin(agent, options, asked)
         answer = ChatAnswer(
             asked.model or agent.name,
             agent.role.tokenizer,
+            FieldNames(),
             asked.promises,
             logprobs=bool(asked.logprobs),
             token_ids=bool(asked.return_token_ids),
+            with_usage=asked.wants_usage,
         )
         return await _answer(request, asked, turns, answer, keep_alive)
+
+    async def respond(request: Request) -> Response:
+        agent, options = _addressed(find, request)
+        history = histories.setdefault(agent, ResponseHistory())
+        given = AskedResponse.of(await body(request), history)
+        with given.names.applied():
+            asked = ChatRequest.of(given.chat, lenient=options.lenient)
+            turns = begin(agent, options, asked)
+            own = agent.role.sampling
+            drawing = {"temperature": own.temperature, "top_p": own.top_p}
+            if options.sampling == "client":
+                drawing |= asked.other_drawing(agent)
+            name = asked.model or agent.name
+            answer = ResponsesAnswer(
+                name, agent.role.tokenizer, given.names, given, asked, history, drawing
+            )
+            return await _answer(request, asked, turns, answer, keep_alive)
+
+    async def message(request: Request) -> Response:
+        agent, options = _addressed(find, request)
+        given = AskedMessage.of(await body(request), agent.role.sampling.max_new_tokens)
+        with given.names.applied():
+            asked = ChatRequest.of(given.chat, lenient=options.lenient)
+            turns = begin(agent, options, asked)
+            name = asked.model or agent.name
+            answer = MessagesAnswer(name, agent.role.tokenizer, given.names, asked)
+            return await _answer(request, asked, turns, answer, keep_alive)
+
+    async def count_tokens(request: Request) -> Response:
+        agent, options = _addressed(find, request)
+        given = AskedMessage.of(await body(request), agent.role.sampling.max_new_tokens)
+        with given.names.applied():
+            asked = ChatRequest.of(given.chat, lenient=options.lenient)
+            tokens = agent.count_tokens(
+                asked.conversation(agent.role.system_prompt),
+                tools=asked.tools,
+                chat_template_kwargs=asked.template_options,
+            )
+        return JSONResponse({"input_tokens": tokens})
 
     async def complete(request: Request) -> Response:
         agent, options = _addressed(find, request)
@@ -114,14 +175,17 @@ def create_app(
         answer = TextAnswer(
             asked.model or agent.name,
             agent.role.tokenizer,
+            FieldNames(),
             logprobs=asked.logprobs is not None,
             token_ids=bool(asked.return_token_ids),
+            with_usage=asked.wants_usage,
         )
         return await _answer(request, asked, turns, answer, keep_alive)
 
     async def models(request: Request) -> Response:
         agent, _ = _addressed(find, request)
-        return JSONResponse({"object": "list", "data": [_model(agent.name)]})
+        data, ends = [_model(agent.name)], {"first_id": agent.name, "last_id": agent.name}
+        return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
 
     async def model(request: Request) -> Response:
         _addressed(find, request)
@@ -146,6 +210,9 @@ def create_app(
     routes = [
         route("/v1/chat/completions", chat, "POST", name="chat/completions"),
         route("/v1/completions", complete, "POST", name="completions"),
+        route("/v1/responses", respond, "POST", name="responses"),
+        route("/v1/messages", message, "POST", name="messages"),
+        route("/v1/messages/count_tokens", count_tokens, "POST", name="messages/count_tokens"),
         route("/v1/models", models, "GET", name="models"),
         route("/v1/models/{id:path}", model, "GET", name="models"),
         route("/{path:path}", elsewhere, *_METHODS, name="other"),
@@ -204,7 +271,9 @@ class _SamplingWarnings:
 
 
 def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "troupe"}
+    """A model as the clients of both OpenAI and Anthropic read it."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "troupe"}
+    return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def _not_served(method: str, path: str) -> ApiError:
@@ -213,7 +282,7 @@ def _not_served(method: str, path: str) -> ApiError:
     while parts[:1] == ["v1"]:
         parts.pop(0)
     short = "/".join(parts)[:80]
-    if short in ("chat/completions", "completions", "models") or parts[:1] == ["models"]:
+    if short in _PATHS or parts[:1] == ["models"]:
         asked = f"{method} .../{path[:80]} is not how it is reached"
         code, status = ("method_not_allowed", 405) if path == f"v1/{short}" else ("not_found", 404)
     else:
@@ -221,7 +290,8 @@ def _not_served(method: str, path: str) -> ApiError:
         about = f" ({name})" if name else ""
         asked = f"{method} /{short}{about} is not served here"
         code, status = "unknown_route", 404
-    remedy = " Use its chat completions." if parts[:1] == ["responses"] else ""
+    doubled = " Anthropic's clients add /v1 themselves: give them `endpoint.anthropic_url`."
+    remedy = doubled if path.startswith("v1/v1/messages") else ""
     return ApiError(
         status,
         f"{asked}. Below a base URL that ends in /v1 are {_SERVED}.{remedy} See docs/openai.md.",
@@ -229,19 +299,28 @@ def _not_served(method: str, path: str) -> ApiError:
     )
 
 
+def _of_anthropic(request: Request) -> bool:
+    """Whether the client reads errors in the shape of Anthropic's API."""
+    path = request.scope["path"].rstrip("/")
+    return "anthropic-version" in request.headers or path.endswith(
+        ("/v1/messages", "/v1/messages/count_tokens")
+    )
+
+
 async def _guarded(call: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+    anthropic = _of_anthropic(request)
     try:
         return await call(request)
     except ApiError as error:
-        return error.response()
+        return error.response(anthropic=anthropic)
     except WorkflowError as error:
-        return of_workflow(error).response()
+        return of_workflow(error).response(anthropic=anthropic)
     except ClientDisconnect:
         return Response(status_code=499)  # the client has disconnected
     except Exception:
         # Without the path, which contains the secret address and the client's text.
         log.exception("the endpoint failed", call=call.__name__)
-        return _internal().response()
+        return _internal().response(anthropic=anthropic)
 
 
 def _addressed(find: Find, request: Request) -> tuple[Agent, EndpointOptions]:
@@ -277,7 +356,7 @@ async def _answer(
     request: Request,
     asked: ChatRequest | CompletionRequest,
     turns: Turns,
-    answer: Answer,
+    answer: ApiAnswer,
     keep_alive: float,
 ) -> Response:
     """The response, or a stream. Its turns are cancelled when the client disconnects."""
@@ -292,7 +371,7 @@ async def _answer(
                 return JSONResponse(await _written(answer.whole, replies))
         handed_over = True
         return StreamingResponse(
-            _stream(pending, answer, keep_alive, with_usage=asked.wants_usage),
+            _stream(pending, answer, keep_alive),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
@@ -301,27 +380,24 @@ async def _answer(
             pending.close()
 
 
-async def _stream(
-    pending: _Pending, answer: Answer, keep_alive: float, *, with_usage: bool
-) -> AsyncIterator[str]:
+async def _stream(pending: _Pending, answer: ApiAnswer, keep_alive: float) -> AsyncIterator[str]:
     """Server-sent events. Comments keep the connection open until the turns are complete."""
     try:
         # One interval has passed before the stream began.
         while not await pending.wait(0):
             yield ": the turn is being generated\n\n"
             await pending.wait(keep_alive)
-        chunks = partial(answer.chunks, with_usage=with_usage)
-        for chunk in await _written(lambda replies: list(chunks(replies)), pending.replies()):
+        with answer.names.applied():
+            replies = pending.replies()
+        for chunk in await _written(lambda replies: list(answer.chunks(replies)), replies):
             yield chunk
     except ClientDisconnect:
         return
     except ApiError as error:
-        yield event(error.body)
-    except WorkflowError as error:
-        yield event(of_workflow(error).body)
+        yield answer.failure(error)
     except Exception:
         log.exception("the endpoint failed in a stream")
-        yield event(_internal().body)
+        yield answer.failure(_internal())
     finally:
         pending.close()
 
@@ -376,10 +452,11 @@ async def _disconnected(request: Request) -> None:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
+    error_here = unknown_address()
     if status == 405:
         message = f"{request.method} is not for this path. See docs/openai.md."
-        return ApiError(status, message, code="method_not_allowed").response()
-    return unknown_address().response()
+        error_here = ApiError(status, message, code="method_not_allowed")
+    return error_here.response(anthropic=_of_anthropic(request))
 
 
 def _internal() -> ApiError:

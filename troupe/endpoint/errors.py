@@ -1,15 +1,26 @@
-"""Errors in the shape of OpenAI's API."""
+"""Errors in the shapes of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
 
 from starlette.responses import JSONResponse
 
 from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError
 
 # Kinds of failed turns that mean that the trajectory has ended.
-_GONE = frozenset({"trajectory_ended", "job_released"})
+_GONE: Final = frozenset({"trajectory_ended", "job_released"})
+# `error.type` of Anthropic's API by status.
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -42,9 +53,53 @@ class ApiError(Exception):
         }
         return {"error": error}
 
-    def response(self) -> JSONResponse:
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The body that Anthropic's clients read; `param` and `code` are additions."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {**self.body["error"], "type": kind}, "request_id": None}
+
+    def response(self, *, anthropic: bool = False) -> JSONResponse:
         """The HTTP response. It tells clients not to retry: Troupe has retried already."""
-        return JSONResponse(self.body, self.status, headers={"x-should-retry": "false"})
+        body = self.anthropic_body if anthropic else self.body
+        return JSONResponse(body, self.status, headers={"x-should-retry": "false"})
+
+
+class FieldNames:
+    """Names that an API has for fields of chat completion requests, to which its requests are
+    translated; errors are renamed."""
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        self._names = dict(names or {})
+
+    def __setitem__(self, field: str, name: str) -> None:
+        self._names[field] = name
+
+    def of(self, param: str) -> str:
+        """The API's name of `param`, which may be a path: `tools[0].function.parameters`."""
+        for field in sorted(self._names, key=len, reverse=True):
+            if param == field or param.startswith((f"{field}.", f"{field}[")):
+                return self._names[field] + param[len(field) :]
+        return param
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Raises errors of the block, those of workflows included, as `ApiError` with the API's
+        names."""
+        try:
+            yield
+        except (ApiError, WorkflowError) as error:
+            known = of_workflow(error) if isinstance(error, WorkflowError) else error
+            message = known.message
+            for field, name in self._names.items():
+                message = message.replace(f"`{field}`", f"`{name}`")
+            raise ApiError(
+                known.status,
+                message,
+                code=known.code,
+                param=None if known.param is None else self.of(known.param),
+                type=known.type,
+            ) from error
 
 
 def refused(message: str, param: str, remedy: str, *, code: str = "unsupported_value") -> ApiError:

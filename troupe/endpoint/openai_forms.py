@@ -1,19 +1,23 @@
-"""Requests and responses of OpenAI's API: request bodies checked and translated for `Agent.chat`
-and `Agent.generate`, replies as completions and as stream chunks."""
+"""Chat completions and completions of OpenAI's API: request bodies checked and translated for
+`Agent.chat` and `Agent.generate`, replies as completions and as stream chunks.
+
+Requests of the other APIs are translated to chat completion requests first.
+"""
 
 from __future__ import annotations
 
 import json
 import operator
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from troupe.endpoint.errors import ApiError, refused
+from troupe.endpoint.errors import ApiError, FieldNames, refused
 from troupe.endpoint.promises import Promises, promises_of
 from troupe.rpc.ids import new_id
 from troupe.workflow.agent import Agent
@@ -22,14 +26,52 @@ from troupe.workflow.messages import Reply
 
 
 @dataclass(frozen=True)
-class ChatAnswer:
-    """Writes the replies to one chat completion request, whole or as a stream."""
+class ApiAnswer(ABC):
+    """Writes the replies to one request in the form of its API, whole or as a stream."""
 
     model: str
     tokenizer: ChatTokenizer
+    names: FieldNames
+    """The API's names of the fields of a chat completion request."""
+
+    @abstractmethod
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The body of a response that is not a stream."""
+
+    @abstractmethod
+    def chunks(self, replies: Sequence[Reply]) -> Iterator[str]:
+        """The events of a stream, including its end."""
+
+    def failure(self, error: ApiError) -> str:
+        """The last event of a stream whose turn failed."""
+        return event(error.body)
+
+    def unmet(self, promises: Promises, reply: Reply) -> list[dict[str, str]] | None:
+        """The promises that the reply breaks, which are noted on it; None: none were asked for."""
+        if not promises:
+            return None
+        unmet = [{**one, "param": self.names.of(one["param"])} for one in promises.unmet(reply)]
+        reply.unmet = tuple(one["param"] for one in unmet)
+        return unmet
+
+    def token_logprobs(self, reply: Reply) -> list[dict[str, Any]]:
+        """An entry per sampled token, including the stop token and those of tool calls."""
+        entries = []
+        for token_id, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
+            token = self.tokenizer.transcript((token_id,))
+            shown = list(token.encode())
+            entries.append({"token": token, "logprob": logprob, "bytes": shown, "top_logprobs": []})
+        return entries
+
+
+@dataclass(frozen=True)
+class ChatAnswer(ApiAnswer):
+    """Writes the replies to one chat completion request."""
+
     promises: Promises
     logprobs: bool
     token_ids: bool
+    with_usage: bool
     id: str = field(default_factory=lambda: new_id("chatcmpl"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -45,7 +87,7 @@ class ChatAnswer:
             answer["prompt_token_ids"] = list(replies[0].prompt_ids)
         return answer
 
-    def chunks(self, replies: Sequence[Reply], *, with_usage: bool) -> Iterator[str]:
+    def chunks(self, replies: Sequence[Reply]) -> Iterator[str]:
         """The events of a stream, including its end."""
         for index, reply in enumerate(replies):
             choice = self._choice(index, reply)
@@ -54,21 +96,19 @@ class ChatAnswer:
                 # Fields of the whole reply go with its first part.
                 own = choice if number == 0 else {"index": index, "logprobs": None}
                 part = {**own, "delta": delta, "finish_reason": None}
-                yield self._chunk([part], with_usage, replies if number == 0 else ())
+                yield self._chunk([part], replies if number == 0 else ())
             end: dict[str, Any] = {"index": index, "delta": {}, "finish_reason": reason}
-            yield self._chunk([end if unmet is None else {**end, "unmet": unmet}], with_usage)
-        if with_usage:
+            yield self._chunk([end if unmet is None else {**end, "unmet": unmet}])
+        if self.with_usage:
             frame = self._frame("chat.completion.chunk")
             yield event({**frame, "choices": [], "usage": usage(replies)})
         yield "data: [DONE]\n\n"
 
-    def _chunk(
-        self, choices: list[dict[str, Any]], with_usage: bool, replies: Sequence[Reply] = ()
-    ) -> str:
+    def _chunk(self, choices: list[dict[str, Any]], replies: Sequence[Reply] = ()) -> str:
         chunk = {**self._frame("chat.completion.chunk"), "choices": choices}
         if self.token_ids and replies:
             chunk["prompt_token_ids"] = list(replies[0].prompt_ids)
-        return event({**chunk, "usage": None} if with_usage else chunk)
+        return event({**chunk, "usage": None} if self.with_usage else chunk)
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -79,38 +119,21 @@ class ChatAnswer:
             reason = "tool_calls"
         choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
         if self.logprobs:
-            choice["logprobs"] = {"content": self._logprobs(reply), "refusal": None}
+            choice["logprobs"] = {"content": self.token_logprobs(reply), "refusal": None}
         if self.token_ids:
             choice["token_ids"] = list(reply.token_ids)
-        if self.promises:
-            choice["unmet"] = unmet = self.promises.unmet(reply)
-            reply.unmet = tuple(one["param"] for one in unmet)
+        if (unmet := self.unmet(self.promises, reply)) is not None:
+            choice["unmet"] = unmet
         return choice
-
-    def _logprobs(self, reply: Reply) -> list[dict[str, Any]]:
-        """An entry per sampled token, including the stop token and those of tool calls."""
-        entries = []
-        for token_id, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
-            token = self.tokenizer.transcript((token_id,))
-            entries.append(
-                {
-                    "token": token,
-                    "logprob": logprob,
-                    "bytes": list(token.encode()),
-                    "top_logprobs": [],
-                }
-            )
-        return entries
 
 
 @dataclass(frozen=True)
-class TextAnswer:
-    """Writes the replies to one plain completion request, whole or as a stream."""
+class TextAnswer(ApiAnswer):
+    """Writes the replies to one plain completion request."""
 
-    model: str
-    tokenizer: ChatTokenizer
     logprobs: bool
     token_ids: bool
+    with_usage: bool
     id: str = field(default_factory=lambda: new_id("cmpl"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -121,11 +144,11 @@ class TextAnswer:
             answer["prompt_token_ids"] = list(replies[0].prompt_ids)
         return {**answer, "usage": usage(replies)}
 
-    def chunks(self, replies: Sequence[Reply], *, with_usage: bool) -> Iterator[str]:
+    def chunks(self, replies: Sequence[Reply]) -> Iterator[str]:
         """The events of a stream, including its end."""
         for index, reply in enumerate(replies):
             yield event(self._frame([self._choice(index, reply)]))
-        if with_usage:
+        if self.with_usage:
             yield event({**self._frame([]), "usage": usage(replies)})
         yield "data: [DONE]\n\n"
 
@@ -169,10 +192,11 @@ def usage(replies: Sequence[Reply]) -> dict[str, int]:
     }
 
 
-def event(data: dict[str, Any]) -> str:
-    """One server-sent event."""
+def event(data: dict[str, Any], *, named: bool = False) -> str:
+    """One server-sent event; `named`: after its `type`."""
     # ASCII: some clients take U+2028 or U+0085 for the end of a line.
-    return f"data: {json.dumps(data)}\n\n"
+    name = f"event: {data['type']}\n" if named else ""
+    return f"{name}data: {json.dumps(data)}\n\n"
 
 
 def _message(reply: Reply) -> dict[str, Any]:
@@ -194,21 +218,23 @@ def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
         yield {"tool_calls": [{"index": number, **call.message}]}
 
 
-_ROLES: Final = {
+ROLES: Final = {
     "system": "system",
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
 }
+"""Roles of chat templates by role of a request."""
 _MAX_STOPS: Final = 32
 _MAX_TOKENS: Final = 2**31 - 1
 _MAX_CHOICES: Final = 128
 
 
-# Fields that would change which tokens are drawn or what the model reads, and are not supported,
-# with a test for values that request nothing.
-_UNSUPPORTED: Final[Mapping[str, Callable[[Any], bool]]] = {
+Unsupported = Mapping[str, Callable[[Any], bool]]
+"""Fields that would change which tokens are drawn or what the model reads, and are not supported,
+with a test for values that request nothing."""
+_UNSUPPORTED: Final[Unsupported] = {
     **dict.fromkeys(
         (
             "logit_bias",
@@ -247,42 +273,25 @@ class _FailFast(FailFast):
     __hash__ = object.__hash__
 
 
-# Stops at the first invalid item: a list of a million errors would fill the memory.
-_FIRST: Final = _FailFast()
+FIRST_ERROR: Final = _FailFast()
+"""Stops at the first invalid item: a list of a million errors would fill the memory."""
 
 
-class StreamOptions(BaseModel):
-    """`stream_options`."""
-
-    include_usage: bool | None = None
-
-
-class _Request(BaseModel):
-    """Fields of both requests. Others are ignored, unless `_UNSUPPORTED` lists them."""
+class ApiBody(BaseModel):
+    """The body of a request. Fields are ignored that are neither declared nor unsupported."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
-    model: str = ""
-    n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    stop: str | Annotated[list[str], _FIRST] | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    """An extension that vLLM has, too: the ids of prompt and response."""
+    unsupported: ClassVar[Unsupported] = {}
 
     @classmethod
-    def of(cls, body: Mapping[str, Any], *, lenient: bool) -> Self:
-        """The request in `body`. Raises `ApiError` naming the field at fault."""
-        for name, asks_nothing in _UNSUPPORTED.items():
+    def validated(cls, body: Mapping[str, Any]) -> Self:
+        """The body, its types checked. Raises `ApiError` naming the field at fault."""
+        for name, asks_nothing in cls.unsupported.items():
             if name in body and not asks_nothing(body[name]):
-                raise _unsupported(name, body[name], "Leave it out.")
+                raise refused_field(name, body[name], "Leave it out.")
         try:
-            asked = cls.model_validate(body)
+            return cls.model_validate(body)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
@@ -292,6 +301,36 @@ class _Request(BaseModel):
                 "See docs/openai.md for what is taken.",
                 code="invalid_value",
             ) from error
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class _Request(ApiBody):
+    """Fields of both requests."""
+
+    unsupported = _UNSUPPORTED
+
+    model: str = ""
+    n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: str | Annotated[list[str], FIRST_ERROR] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """An extension that vLLM has, too: the ids of prompt and response."""
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], *, lenient: bool) -> Self:
+        """The request in `body`. Raises `ApiError` naming the field at fault."""
+        asked = cls.validated(body)
         asked.check(body, lenient=lenient)
         return asked
 
@@ -348,8 +387,8 @@ class _Request(BaseModel):
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], _FIRST] = Field(min_length=1)
-    tools: Annotated[list[dict[str, Any]], _FIRST] | None = None
+    messages: Annotated[list[dict[str, Any]], FIRST_ERROR] = Field(min_length=1)
+    tools: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -369,7 +408,7 @@ class ChatRequest(_Request):
         super().check(body, lenient=lenient)
         name = self.promises.needs_lenient
         if name and not lenient:
-            raise _unsupported(
+            raise refused_field(
                 name,
                 body[name],
                 "Open the endpoint with `lenient=True` to tell it to the model and leave it to it.",
@@ -399,13 +438,13 @@ class ChatRequest(_Request):
         conversation: list[dict[str, Any]] = []
         for index, message in enumerate(self.messages):
             role = message.get("role")
-            if not isinstance(role, str) or role not in _ROLES:
+            if not isinstance(role, str) or role not in ROLES:
                 raise refused(
                     f"the role {_shown(role)} is none that is known here",
                     f"messages[{index}].role",
-                    f"Known: {', '.join(_ROLES)}.",
+                    f"Known: {', '.join(ROLES)}.",
                 )
-            conversation.append({**message, "role": _ROLES[role]})
+            conversation.append({**message, "role": ROLES[role]})
         if instruction := self.promises.instruction:
             if conversation[0]["role"] != "system":
                 conversation.insert(0, {"role": "system", "content": system_prompt or ""})
@@ -419,9 +458,9 @@ class CompletionRequest(_Request):
 
     prompt: (
         str
-        | Annotated[list[int], _FIRST]
-        | Annotated[list[str], _FIRST]
-        | Annotated[list[list[int]], _FIRST]
+        | Annotated[list[int], FIRST_ERROR]
+        | Annotated[list[str], FIRST_ERROR]
+        | Annotated[list[list[int]], FIRST_ERROR]
     )
     logprobs: int | None = Field(default=None, ge=0, le=0)
 
@@ -457,7 +496,8 @@ def check_object(body: Any) -> Mapping[str, Any]:
     return body
 
 
-def _unsupported(name: str, value: Any, remedy: str) -> ApiError:
+def refused_field(name: str, value: Any, remedy: str) -> ApiError:
+    """The refusal of a field that would change what is generated and is not supported."""
     return refused(f"`{name}` = {_shown(value)} cannot be done here", name, remedy)
 
 

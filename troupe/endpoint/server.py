@@ -1,4 +1,4 @@
-"""The HTTP server of OpenAI's API on a rollout worker: one address per trajectory and agent."""
+"""The HTTP server of endpoints on a rollout worker: one address per trajectory and agent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 _TOKEN_BYTES: Final = 24
 _BACKLOG: Final = 2048
 _STOP_SECONDS: Final = 3.0
-_CLIENTS: Final = ("httpx", "httpx2", "openai")
+_CLIENTS: Final = ("httpx", "httpx2", "openai", "anthropic")
 
 
 class TrajectoryEndpoints:

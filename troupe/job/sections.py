@@ -131,7 +131,7 @@ class AgentSpec(Section):
     system_prompt: str | None = None
     """System message of conversations that have none of their own."""
     endpoint: EndpointSpec = EndpointSpec()
-    """OpenAI endpoint of this agent (docs/openai.md)."""
+    """Endpoint of this agent for OpenAI's and Anthropic's clients (docs/openai.md)."""
 
 
 class PipelineSpec(Section):

@@ -391,6 +391,27 @@ class Agent:
         Raises `InvalidMessagesError` and `ChatTemplateError` at the call, `TurnError` when awaited:
         of n replies all or none come.
         """
+        reading, prompt = self._read(messages, tools, tool_choice, chat_template_kwargs)
+        return self._begin(reading, prompt, n, sampling)
+
+    def count_tokens(
+        self,
+        messages: Messages,
+        *,
+        tools: Offered = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
+        """How many tokens the prompt of `chat` with these arguments has. Raises what it raises."""
+        self._record.check_open(self.name)
+        return len(self._read(messages, tools, "auto", chat_template_kwargs)[1].ids)
+
+    def _read(
+        self,
+        messages: Messages,
+        tools: Offered,
+        tool_choice: ToolChoice,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[_Reading, PromptIds]:
         parsed = parse_messages(messages, self.role.system_prompt)
         offered = parse_tools(tools)
         rendering = Rendering(offered.text, parse_template_options(chat_template_kwargs))
@@ -412,7 +433,7 @@ class Agent:
                 value=error.value,
                 remedy=error.remedy,
             ) from error
-        return self._begin(reading, prompt, n, sampling)
+        return reading, prompt
 
     @overload
     def generate(

@@ -163,7 +163,8 @@ ENDPOINT_OPTIONS: Final = EndpointOptions()
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An OpenAI-compatible endpoint that speaks as one agent of one running trajectory."""
+    """An endpoint of OpenAI's and Anthropic's APIs that speaks as one agent of one running
+    trajectory."""
 
     base_url: str
     """Ends in `/v1`. Contains an unguessable id, which is the only access control."""
@@ -171,6 +172,11 @@ class Endpoint:
     """A placeholder for clients that need one; it is not checked."""
     model: str
     """A name for clients that need one; any is accepted."""
+
+    @property
+    def anthropic_url(self) -> str:
+        """`base_url` as Anthropic's clients take it: they add `/v1` themselves."""
+        return self.base_url.removesuffix("/v1")
 
 
 @runtime_checkable

@@ -500,10 +500,8 @@ def _content(message: Mapping[str, Any], role: str, index: int) -> str:
     """The text of a message; may be missing for the roles `assistant` and `tool`."""
     content = message.get("content")
     field = f"messages[{index}].content"
-    if isinstance(content, str):
-        return utf8_text(content)
-    if isinstance(content, list | tuple):
-        return _text(content, field)
+    if isinstance(content, str | list | tuple):
+        return content_text(content, field)
     if content is None and role in ("assistant", "tool"):
         refusal = message.get("refusal")
         return utf8_text(refusal) if isinstance(refusal, str) and role == "assistant" else ""
@@ -542,8 +540,17 @@ _PARTS: Final = {
 }
 
 
-def _text(content: Sequence[Any], field: str) -> str:
-    """The texts of content parts, joined by newlines."""
+def content_text(content: Any, field: str) -> str:
+    """A text, or the texts of content parts joined by newlines. Raises `InvalidMessagesError`."""
+    if isinstance(content, str):
+        return utf8_text(content)
+    if not isinstance(content, list | tuple):
+        raise InvalidMessagesError(
+            f"the content must be text, not {shown(content)}",
+            field=field,
+            value=content,
+            remedy='Send a text ("" where there is none), or a list of text parts.',
+        )
     texts = []
     for number, part in enumerate(content):
         if isinstance(part, str):
