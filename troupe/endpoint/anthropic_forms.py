@@ -222,7 +222,7 @@ class MessagesAnswer(ApiAnswer):
         [reply] = replies
         reason, sequence = self._end(reply)
         counts = usage(replies)
-        message = {
+        message: dict[str, Any] = {
             "id": self.id,
             "type": "message",
             "role": "assistant",

@@ -337,10 +337,11 @@ class ResponsesAnswer(ApiAnswer):
                 {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": [part]}
             )
         if reply.content or not reply.tool_calls:
-            part = {"type": "output_text", "text": reply.content, "annotations": []}
-            part["logprobs"] = self.token_logprobs(reply) if self.chat.logprobs else []
+            logprobs = self.token_logprobs(reply) if self.chat.logprobs else []
+            text = {"type": "output_text", "text": reply.content, "annotations": []}
+            content = [{**text, "logprobs": logprobs}]
             items.append(
-                {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [part]}
+                {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": content}
             )
         for number, call in enumerate(reply.tool_calls):
             items.append(
