@@ -130,7 +130,7 @@ class Casts:
                 name: replace(role, sampling=replace(role.sampling, temperature=temperature))
                 for name, role in roles.items()
             }
-            for evaluation, one in self._spec.evaluation_sets.items()
+            for evaluation, one in {"": self._spec.evaluation, **self._spec.evaluations}.items()
         }
 
 
