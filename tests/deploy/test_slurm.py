@@ -52,6 +52,10 @@ def test_a_dry_run_prints_a_script_and_writes_nothing(tmp_path: Path) -> None:
     first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert not any("#SBATCH" in line for line in lines[first:])
     assert not shared.exists()
+    assert "--colocate" not in done.stdout
+    turns = ["--set", "pipeline.mode=sync", "--set", "pipeline.colocate=true", "--dry-run"]
+    done = troupe("slurm", JOB, "--shared-dir", str(shared), *turns)
+    assert "--devices-per-trainer 1 --colocate" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,7 @@ def test_a_dry_run_prints_a_script_and_writes_nothing(tmp_path: Path) -> None:
         (["--job-id", "a/b"], "--job-id"),
         (["--nodes", "0"], "--nodes"),
         (["--notice", "1"], "--notice"),
-        (["--set", "pipeline.steps=0"], "pipeline.steps"),
+        (["--set", "pipeline.steps=-1"], "pipeline.steps"),
     ],
 )
 def test_bad_options_are_refused(options: list[str], said: str) -> None:

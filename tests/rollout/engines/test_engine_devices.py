@@ -87,6 +87,9 @@ def test_the_launch_line_of_a_replica() -> None:
     assert command[command.index("--nccl-port") + 1] == "30000"
     assert command[-1] == "r3"
     assert "--tp-size" not in launch_command(policy(), "m", 1, 64)
+    saver = "--enable-memory-saver"
+    assert saver in launch_command(spec, "m", 1, 64, memory_saver=True)
+    assert saver not in command
 
 
 @pytest.mark.parametrize(
