@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import troupe.devices
 from troupe.devices import GIB, Device, class_of, device_use, find_devices, parse_devices, visible
 from troupe.rpc import InvalidArgument
 
@@ -116,6 +117,8 @@ def test_a_machine_without_a_driver_has_no_devices() -> None:
 
 def test_what_the_driver_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML's answers become devices; the library is the real one, its driver is not here."""
+    monkeypatch.setattr(troupe.devices, "_driver", troupe.devices._Driver())
+    opened: list[str] = []
     memory = types.SimpleNamespace(total=79 * GIB, used=GIB)
 
     def linked(one: int, other: int, kind: int) -> int:
@@ -124,8 +127,8 @@ def test_what_the_driver_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         return int(pynvml.NVML_P2P_STATUS_OK if one // 2 == other // 2 else 1)
 
     answers = {
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
+        "nvmlInit": lambda: opened.append("init"),
+        "nvmlShutdown": lambda: opened.append("shutdown"),
         "nvmlDeviceGetCount": lambda: 4,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetMemoryInfo": lambda handle: memory,
@@ -144,6 +147,19 @@ def test_what_the_driver_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.links for one in devices] == [(1,), (0,), (), ()]
     assert [one.index for one in find_devices({"CUDA_VISIBLE_DEVICES": "GPU-22,GPU-0"})] == [2, 0]
     assert device_use(devices[1:2])[1].utilization == 0.25
+    assert opened == ["init"]
+
+    def lost(handle: int) -> types.SimpleNamespace:
+        if handle == 2:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return types.SimpleNamespace(gpu=50)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lost)
+    # A lost device is left out, and the driver is asked anew next time.
+    assert set(device_use(devices)) == {0, 1, 3}
+    assert opened == ["init", "shutdown"]
+    assert set(device_use(devices[:2])) == {0, 1}
+    assert opened == ["init", "shutdown", "init"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from troupe.rpc.addresses import join_address
 from troupe.rpc.errors import InvalidArgument
 
 # torch.distributed's own default. A pod has all ports to itself.
@@ -40,7 +41,9 @@ def allocation(environment: Mapping[str, str] = os.environ) -> Allocation | None
     InvalidArgument that names a variable which is no number, or out of range.
     """
     if leader := environment.get("LWS_LEADER_ADDRESS"):
-        return _placed(environment, "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", f"{leader}:{_POD_PORT}")
+        return _placed(
+            environment, "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", join_address(leader, _POD_PORT)
+        )
     step = environment.get("SLURM_STEP_NODELIST")
     hosts = step or environment.get("SLURM_JOB_NODELIST")
     # A shell of `salloc` has a job, and is on none of its hosts.

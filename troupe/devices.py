@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -195,22 +196,36 @@ def _cores_of(node: int) -> set[int]:
     return cores
 
 
-@contextlib.contextmanager
-def _nvml() -> Iterator[bool]:
-    """Context in which NVML can be asked; yields whether there is a driver."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        pynvml.nvmlShutdown()
+class _Driver:
+    """NVML of this process, which stays open, since a node asks it every few seconds. It is opened
+    anew after a fault, such as a device that fell off the bus."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = False
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[bool]:
+        """Context in which NVML can be asked; yields whether there is a driver."""
+        with self._lock:
+            if not self._open:
+                with contextlib.suppress(pynvml.NVMLError):
+                    pynvml.nvmlInit()
+                    self._open = True
+            yield self._open
+
+    def close(self) -> None:
+        """Close NVML within `asked`."""
+        self._open = False
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+_driver = _Driver()
 
 
 def _installed() -> tuple[Device, ...]:
-    with _nvml() as there:
+    with _driver.asked() as there:
         if not there:
             return ()
         handles = [
@@ -265,11 +280,16 @@ def _numa_node(handle: Any) -> int | None:
 def device_use(devices: Iterable[Device]) -> dict[int, DeviceUse]:
     """The use of each device, by index; devices without a driver are left out."""
     found: dict[int, DeviceUse] = {}
-    with _nvml() as there:
+    faulty = False
+    with _driver.asked() as there:
         for one in devices if there else ():
-            with contextlib.suppress(pynvml.NVMLError):
+            try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(one.index)
                 used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
                 busy = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
                 found[one.index] = DeviceUse(used, busy)
+            except pynvml.NVMLError:
+                faulty = True
+        if faulty:
+            _driver.close()
     return found

@@ -18,6 +18,7 @@ import psutil
 
 from services.chassis.settings import ServiceSettings
 from troupe.rpc import InvalidArgument
+from troupe.rpc.addresses import join_address
 from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import port_error
 
@@ -76,13 +77,13 @@ def server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
 
 def bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
     """Make `server` listen where `settings` say; returns the port. Raises `TroupeError`."""
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = join_address(settings.host, settings.port)
     _probe(settings.host, settings.port, "TROUPE_PORT")
     credentials = _credentials(settings)
     try:
         if credentials is None:
-            return server.add_insecure_port(f"{host}:{settings.port}")
-        return server.add_secure_port(f"{host}:{settings.port}", credentials)
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
     except RuntimeError as error:  # another process bound the port after the probe
         raise port_error(settings.host, settings.port, "TROUPE_PORT", error) from error
 

@@ -34,6 +34,7 @@ from troupe.rpc import (
     TroupeError,
     Unavailable,
 )
+from troupe.rpc.addresses import split_address
 
 log = structlog.get_logger(__name__)
 
@@ -400,7 +401,7 @@ def _cluster(url: str, options: Mapping[str, Any]) -> Any:
 
 
 def _node(address: str) -> ClusterNode:
-    host, _, port = address.rpartition(":")
+    host, port = split_address(address)
     if not port.isdigit():
         raise ValueError(f"'{address}' is not HOST:PORT")
     return ClusterNode(host, int(port))

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from troupe.rpc import ClientSettings, InvalidArgument, RetryPolicy
-from troupe.rpc.addresses import is_loopback_host
+from troupe.rpc.addresses import is_loopback_host, join_address, split_address
 from troupe.rpc.settings import Token
 from troupe.scratch import memory_root
 
@@ -118,9 +118,11 @@ class ServiceSettings(BaseSettings):
     def address(self) -> str:
         """The "host:port" at which others reach this server, with the bound port once it runs."""
         if self.advertise_address:
-            return self.advertise_address
+            # Of a pod it is "$(POD_IP):50051", where an IPv6 address has no brackets.
+            host, port = split_address(self.advertise_address)
+            return join_address(host, port) if host else port
         host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return join_address(host, self.port)
 
     @property
     def cluster_addresses(self) -> list[str]:

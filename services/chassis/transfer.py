@@ -35,6 +35,7 @@ from services.chassis.heartbeat import host_id
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
 from troupe.rpc import NO_RETRY, ClientSettings, TroupeError, Unavailable
+from troupe.rpc.addresses import split_address
 from troupe.rpc.channel import connect_sync
 from troupe.transfer import Transfer, TransferCounters
 from troupe.transfer.remote import HostOwner, OwnerProcess, Peer
@@ -333,7 +334,7 @@ class HostTransfer(Transfer):
 
     def _launch(self, port: int) -> OwnerProcess:
         settings = self._settings
-        host, _, _ = settings.address.rpartition(":")
+        host, _ = split_address(settings.address)
         return OwnerProcess(
             roots=list(self.roots),
             host=settings.host,

@@ -124,6 +124,8 @@ class RemoteStates:
 
     def __init__(self, host: HostTransfer, settings: TrainerSettings) -> None:
         self._host, self._settings = host, settings
+        # Whether it is known, and was said, that no other host has a trainer.
+        self._alone = False
 
     def store(self, job_id: str, policy: str) -> StateStore:
         """The state store of a policy that fetches missing states from other hosts, and copies
@@ -206,6 +208,12 @@ class RemoteStates:
             return 0
         troubles: dict[str, str] = {}
         takers = self._trainers(store, version, troubles)
+        if not takers and not troubles:
+            if not self._alone:
+                log.warning("no trainer of another host keeps a copy of states: there is none")
+            self._alone = True
+            return 0
+        self._alone = False
         kept = self._hand_out(store, version, checksum, takers, wanted, troubles)
         late = [address for address, has_first in kept.items() if not has_first]
         if late and store.exists(0):

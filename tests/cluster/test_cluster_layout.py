@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -244,3 +245,44 @@ def test_a_head_has_no_workers_and_a_node_has_nothing_else() -> None:
         assert child.environment["TROUPE_EXPERIENCE_STORE_ADDRESS"] == "head:7"
         assert child.environment["TROUPE_NODE"] == node.name
         assert "TROUPE_REDIS_URL" not in child.environment
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "expected"),
+    [
+        ({"role": "node"}, None, "1"),
+        ({"role": "node"}, "0", "0"),
+        ({"role": "node", "jobs_dir": Path("/shared/jobs")}, None, None),
+        ({"role": "all"}, None, None),
+        ({"role": "all"}, "2", "2"),
+    ],
+)
+def test_nodes_without_a_shared_disk_keep_copies_of_states(
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    given: str | None,
+    expected: str | None,
+) -> None:
+    monkeypatch.delenv("TROUPE_TRAINER_STATE_REPLICAS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TROUPE_TRAINER_STATE_REPLICAS", given)
+    settings = ClusterSettings(**changes)
+    specs = plan(
+        settings.resolved(),
+        dict.fromkeys(port_names(settings), 20000),
+        settings.shares(()),
+        head=HeadAddresses("h:1", "h:2", "h:3"),
+        cluster_id="abc",
+        parent_pid=42,
+    )
+    found = {s.environment.get("TROUPE_TRAINER_STATE_REPLICAS") for s in specs}
+    assert found == {expected}
+
+
+def test_a_host_with_an_ipv6_address_has_brackets_in_addresses() -> None:
+    settings = ClusterSettings(host="::", advertise="fd00::17")
+    [trainer] = [one for one in _plan(settings) if one.name == "trainer-0"]
+    environment = trainer.environment
+    assert trainer.address == f"[fd00::17]:{environment['TROUPE_PORT']}"
+    assert trainer.address == environment["TROUPE_ADVERTISE_ADDRESS"]
+    assert environment["TROUPE_ORCHESTRATOR_ADDRESS"].startswith("[fd00::17]:")

@@ -29,7 +29,14 @@ from troupe.cluster.redis import require_redis
 from troupe.functions.library.judge import ChatError, complete
 from troupe.job import JobSpecError, parse_job
 from troupe.rpc import ClientSettings, InvalidArgument, TroupeError, connect, connect_sync
-from troupe.rpc.addresses import bypass_proxy, host_of, is_loopback_host, without_secrets
+from troupe.rpc.addresses import (
+    bypass_proxy,
+    host_of,
+    is_loopback_host,
+    join_address,
+    split_address,
+    without_secrets,
+)
 from troupe.v1 import reward_pb2, reward_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,3 +277,24 @@ def test_hosts_of_addresses() -> None:
     assert host_of("") == ""
     assert is_loopback_host("127.9.9.9")
     assert not is_loopback_host("localhost.evil.example")
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("n1", "n1:80"),
+        ("127.0.0.1", "127.0.0.1:80"),
+        ("fd00::1", "[fd00::1]:80"),
+        ("::", "[::]:80"),
+    ],
+)
+def test_addresses_of_hosts(host: str, address: str) -> None:
+    assert join_address(host, 80) == address == join_address(*split_address(address))
+    assert split_address(address) == (host, "80")
+
+
+def test_a_pod_with_an_ipv6_address_is_reached_at_it() -> None:
+    settings = ServiceSettings(advertise_address="fd00::1:50051")
+    assert settings.address == "[fd00::1]:50051"
+    assert ServiceSettings(advertise_address="pod:50051").address == "pod:50051"
+    assert ServiceSettings(advertise_address="[fd00::1]:5").address == "[fd00::1]:5"

@@ -48,6 +48,7 @@ from troupe.cluster.state import (
 )
 from troupe.cluster.supervisor import Supervisor
 from troupe.rpc import NO_RETRY, ClientSettings, connect
+from troupe.rpc.addresses import join_address
 from troupe.rpc.errors import TroupeError
 from troupe.rpc.tokens import ClusterRecord
 from troupe.scratch import is_foreseeable, private_directory
@@ -175,7 +176,7 @@ class EmbeddedCluster:
         ports = pick_ports(port_names(settings, devices), fixed=self._fixed_ports())
         cluster_id = secrets.token_hex(3)
         self._token = require_token(settings.data_dir, settings.environment)
-        orchestrator = settings.head or f"{settings.reachable_host}:{ports['orchestrator']}"
+        orchestrator = settings.head or join_address(settings.reachable_host, ports["orchestrator"])
         self._membership = NodeMembership(
             settings,
             orchestrator,

@@ -51,6 +51,8 @@ class NodeDevices:
     reward: tuple[Device, ...] = ()
     shared: bool = False
     """Whether engines and trainers have the same device."""
+    known: bool = False
+    """Whether this host has devices: then processes that are given none must see none."""
 
     def of(self, process: str) -> tuple[Device, ...]:
         """The devices of "rollout-0", "trainer-1", "reward", ...; none for any other."""
@@ -93,6 +95,7 @@ def assign(devices: Sequence[Device], shares: NodeShares) -> NodeDevices:
         _groups(trainer, trainers, per if trainer else 0),
         reward,
         parts.shared,
+        known=True,
     )
 
 

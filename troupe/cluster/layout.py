@@ -22,7 +22,7 @@ from troupe.cluster.probes import Probe, ProbeKind
 from troupe.cluster.settings import LOOPBACK, ClusterSettings, transfer_fallback_dir
 from troupe.cluster.state import TOKEN_VARIABLE
 from troupe.devices import Device, visible
-from troupe.rpc.addresses import is_loopback_host
+from troupe.rpc.addresses import is_loopback_host, join_address
 
 CORE = ("experience_store", "reward", "orchestrator")
 # The caller in routes to workers, which advertise one address to all callers.
@@ -59,6 +59,7 @@ _AFTER: Mapping[str, tuple[str, ...]] = {
     "trainer": ("experience_store", "orchestrator"),
     "control_panel": ("orchestrator",),
 }
+_COPIES = "TROUPE_TRAINER_STATE_REPLICAS"
 # The services whose addresses others need, in the order of `HeadAddresses`.
 _CALLED = ("orchestrator", "experience_store", "reward")
 # One more than the deaths after which a job is set aside (`limits.worker_deaths`: three).
@@ -171,7 +172,6 @@ def plan(
     base = _shared_environment(settings, ports, redis_url, head, token, parent_pid)
     names = service_names(settings, devices)
     there = {redis for redis in ("redis",) if redis_command} | set(names)
-    known = bool(settings.inventory())
     if redis_command:
         children.append(
             ChildSpec(
@@ -193,7 +193,7 @@ def plan(
         if module == "trainer" and settings.trainer_threads is not None:
             threads = settings.trainer_threads
         port, metrics_port = ports[name], ports[f"{name}/metrics"]
-        address = f"{settings.reachable_host}:{port}"
+        address = join_address(settings.reachable_host, port)
         given = devices.of(name)
         panel = module == "control_panel"
         children.append(
@@ -202,7 +202,7 @@ def plan(
                 command=(sys.executable, "-m", f"services.{module}"),
                 probe=Probe(ProbeKind.HTTP if panel else ProbeKind.GRPC, address),
                 address=address,
-                metrics_address=f"{settings.reachable_host}:{metrics_port}",
+                metrics_address=join_address(settings.reachable_host, metrics_port),
                 devices=given,
                 tls=not local,
                 environment={
@@ -210,7 +210,7 @@ def plan(
                     **({} if local or panel else {"TROUPE_ADVERTISE_ADDRESS": address}),
                     **_redirected(name, module, base, routes),
                     **thread_environment(threads),
-                    **(visible(given) if known else {}),
+                    **(visible(given) if devices.known else {}),
                     "TROUPE_PORT": str(port),
                     "TROUPE_METRICS_PORT": str(metrics_port),
                     "TROUPE_WORKER_ID": f"{name}-{cluster_id}",
@@ -236,7 +236,7 @@ def _shared_environment(
 ) -> dict[str, str]:
     assert settings.transfer_dir is not None  # ClusterSettings.resolved
     if head is None:
-        own = (f"{settings.reachable_host}:{ports[name]}" for name in _CALLED)
+        own = (join_address(settings.reachable_host, ports[name]) for name in _CALLED)
         head = HeadAddresses(*own)
     return {
         "TROUPE_HOST": settings.host,
@@ -247,6 +247,7 @@ def _shared_environment(
         "TROUPE_NODE": settings.name,
         "TROUPE_DATA_DIR": str(settings.jobs_dir),
         "TROUPE_TRANSFER_DIR": str(settings.transfer_dir),
+        **_state_copies(settings),
         "TROUPE_TRANSFER_FALLBACK_DIR": str(transfer_fallback_dir(settings.data_dir)),
         "TROUPE_PARENT_PID": str(parent_pid),
         # Hosts that Slurm gave this job are no gang of an embedded cluster's trainer.
@@ -257,6 +258,15 @@ def _shared_environment(
         **settings.environment,
         **({} if token is None else {TOKEN_VARIABLE: token.get_secret_value()}),
     }
+
+
+def _state_copies(settings: ClusterSettings) -> dict[str, str]:
+    """Trainers of a node keep a copy of each committed state on another node, unless all hosts have
+    one directory: the only copy would be lost with its host. `TROUPE_TRAINER_STATE_REPLICAS` says
+    otherwise."""
+    apart = settings.role == "node" and settings.jobs_dir in (None, settings.data_dir)
+    copies = os.environ.get(_COPIES, "1" if apart else "")
+    return {_COPIES: copies} if copies else {}
 
 
 def _redirected(name: str, module: str, base: Mapping[str, str], routes: Routes) -> dict[str, str]:

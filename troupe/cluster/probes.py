@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from troupe.cluster.redis import ping
 from troupe.cluster.state import ClusterState, ServiceRecord, is_alive
 from troupe.rpc import NO_RETRY, ClientSettings, connect
+from troupe.rpc.addresses import split_address
 from troupe.rpc.errors import TroupeError
 from troupe.rpc.tokens import is_loopback_address
 
@@ -78,7 +79,7 @@ def _channel(address: str) -> grpc.aio.Channel:
 
 async def _ask_http(address: str, timeout: float) -> str | None:
     # By hand: importing an HTTP library costs every command of the CLI a fifth of a second.
-    host, _, port = address.rpartition(":")
+    host, port = split_address(address)
     request = f"GET /healthz HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n"
     try:
         async with asyncio.timeout(timeout):

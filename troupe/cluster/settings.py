@@ -145,7 +145,8 @@ class ClusterSettings(BaseModel):
             colocate=self.colocate,
         )
         if self.role == "head":
-            return NodeDevices((), (), tuple(devices)[: asked.reward_devices])
+            rewards = tuple(devices)[: asked.reward_devices]
+            return NodeDevices((), (), rewards, known=bool(devices))
         return assign(devices, asked)
 
 

@@ -58,6 +58,21 @@ def _hide_user(found: re.Match[str]) -> str:
     return word
 
 
+def join_address(host: str, port: int | str) -> str:
+    """ "host:port", with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Host, without brackets, and port of "host:port" or "[host]:port"; the port may be missing.
+
+    Of an IPv6 address without brackets, as Kubernetes writes `$(POD_IP):50051`, the last colon
+    counts.
+    """
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
 def host_of(address: str) -> str:
     """The host in "host:port", "[host]:port" or a URL; empty where there is none."""
     try:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -118,8 +119,26 @@ def from_first(
     raise KeyNotFound(wanted.key, f"neither here nor at {addresses}")
 
 
+def described_room(root: Path) -> str:
+    """The size of a memory file system and what is free of it, for warnings; in a container it may
+    be far smaller than the machine's memory."""
+    try:
+        usage = shutil.disk_usage(root)
+    except OSError:
+        return f"{root} had no room"
+    return (
+        f"{root} had no room ({usage.total >> 20} MiB in all, {usage.free >> 20} free now); a "
+        "container has 64 MiB unless it is given more (shm_size, a volume of medium Memory)"
+    )
+
+
 def near(path: Path, roots: Sequence[Path]) -> tuple[str, str]:
-    """Transport and reason (`Choice`) of a state at `path`, in one of `roots`."""
-    if in_memory(path.parent):
+    """Transport and reason (`Choice`) of a state at `path`, in one of `roots`.
+
+    Where it lies is that of its root: a state that is in the first one has found room there.
+    """
+    root = next((one for one in roots if path.is_relative_to(one)), path.parent)
+    if in_memory(root):
         return "shared_memory", "same_host"
-    return "file", "shared_memory_full" if in_memory(roots[0]) else "root_on_disk"
+    full = root != roots[0] and in_memory(roots[0])
+    return "file", "shared_memory_full" if full else "root_on_disk"

@@ -34,6 +34,7 @@ from troupe.transfer.sources import (
     FetchSource,
     StateRequest,
     default_root,
+    described_room,
     from_first,
     in_memory,
     near,
@@ -355,6 +356,11 @@ class Transfer:
         self.last_transport = choice.transport
         self.counters.moved(choice, manifest.num_bytes)
         # For a root on a disk the warning came when it was opened.
-        level = logging.WARNING if choice.reason == "shared_memory_full" else logging.DEBUG
+        if choice.reason == "shared_memory_full":
+            log.warning(
+                "%s %s: its %d MiB lie in a file: %s",
+                *(action, manifest.key, manifest.num_bytes >> 20, described_room(self.roots[0])),
+            )
+            return
         words = choice.reason.replace("_", " ")
-        log.log(level, "%s %s: %s (%s)", action, manifest.key, choice.transport, words)
+        log.debug("%s %s: %s (%s)", action, manifest.key, choice.transport, words)

@@ -27,6 +27,7 @@ from services.rollout.engines.requests import (
     SamplingParams,
     ScoreRequest,
 )
+from services.rollout.engines.server_process import EngineDevices
 from services.rollout.engines.slot_batcher import SlotBatcher, default_room, fits_slots
 from services.rollout.engines.subprocess_batcher.batcher import SubprocessBatcher
 from services.rollout.engines.turns import EngineTurn
@@ -85,8 +86,8 @@ class EmbeddedEngine(ServingEngine):
     `deterministic`: a turn with a seed is bitwise a function of (weights, prompt, seed), whatever
     else is batched with it and whatever is cached; slower (docs/guarantees.md).
 
-    `device`: "cpu", "cuda" or "auto". A GPU has a copy of the weights per engine; another process
-    never computes there.
+    `device`: "cpu", "cuda" or "auto"; on GPUs, one of `devices`, which engines take in turn. A GPU
+    has a copy of the weights per engine; another process never computes there.
     """
 
     kind: ClassVar[str] = "embedded"
@@ -100,12 +101,14 @@ class EmbeddedEngine(ServingEngine):
         threads: int = 1,
         deterministic: bool = False,
         device: str = "cpu",
+        devices: EngineDevices | None = None,
     ) -> None:
         super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
         self._threads = threads
         self._deterministic = deterministic
         self._where = device
+        self._devices = devices or EngineDevices()
         self._model: torch.nn.Module | None = None
         self._batcher: Batcher | None = None
         self._progress_at = time.monotonic()
@@ -177,6 +180,7 @@ class EmbeddedEngine(ServingEngine):
             await asyncio.to_thread(batcher.stop, _STOP_SECONDS)
             del batcher
             _give_back_memory()
+        self._devices.release(self.engine_id)
 
     async def _serve(self, turn: EngineTurn) -> EngineResponse:
         batcher = self._require_batcher()
@@ -290,7 +294,11 @@ class EmbeddedEngine(ServingEngine):
 
     async def _launch(self) -> None:
         """Build and start a batcher; it is stopped again when the start is cancelled."""
-        batcher, model = await asyncio.to_thread(self._build, asyncio.get_running_loop())
+        device = torch_device(self._where)
+        if device.type == "cuda":
+            device = torch.device("cuda", self._devices.share(self.engine_id))
+        loop = asyncio.get_running_loop()
+        batcher, model = await asyncio.to_thread(self._build, loop, device)
         self._require_wanted()
         # Set before the start, which may take minutes, so that `stop` ends it meanwhile. No turn
         # is submitted yet: the engine does not serve.
@@ -307,7 +315,9 @@ class EmbeddedEngine(ServingEngine):
         if self.state == pb.ENGINE_STATE_STOPPED:
             raise EngineDied(self.engine_id, "it was stopped")
 
-    def _build(self, loop: asyncio.AbstractEventLoop) -> tuple[Batcher, torch.nn.Module]:
+    def _build(
+        self, loop: asyncio.AbstractEventLoop, device: torch.device
+    ) -> tuple[Batcher, torch.nn.Module]:
         """A batcher that has not started, and its model. Blocking."""
         torch.set_num_threads(self._threads)
         spec = self._spec
@@ -321,7 +331,6 @@ class EmbeddedEngine(ServingEngine):
                 value=self.kind,
                 remedy="Serve this model with `kind: sglang`.",
             )
-        device = torch_device(self._where)
         model = skeleton(config, source.weight_dtype, self.policy)
         model.to(device)
         add_adapter(model, spec.lora)
@@ -398,7 +407,7 @@ class EmbeddedEngine(ServingEngine):
 
 
 def torch_device(setting: str) -> torch.device:
-    """The device of this process's engines; "auto": the first GPU that it sees, if any."""
+    """The kind of device of this process's engines; "auto": a GPU if it sees one."""
     there = torch.cuda.is_available() if setting in ("auto", "cuda") else False
     if setting == "cuda" and not there:
         raise EngineStartFailed(

@@ -42,7 +42,7 @@ def make_engine(
     an embedded engine. `replica`: the engine's number among the policy's replicas on this worker;
     an attached SGLang engine takes the URL of that number. `trace_dir`: where a simulated engine
     writes when it was busy. `deterministic`: a turn is a function of (weights, prompt, seed), or
-    the engine does not start. `devices`: those of the worker, for engines that are processes.
+    the engine does not start. `devices`: those of the worker, which its engines share out.
     `device`: "auto", "cpu" or "cuda", where an embedded engine computes.
     """
     kind = "simulated" if policy_spec.simulated is not None else policy_spec.engine.kind

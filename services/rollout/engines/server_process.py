@@ -41,7 +41,8 @@ _HOLDERS: dict[str, Hashable] = {}
 
 
 class EngineDevices:
-    """Gives launched servers devices of this worker: none to two, and linked ones to one server.
+    """Gives engines devices of this worker: a launched server gets devices that no other engine
+    has, and linked ones; an engine of this process the one with the fewest engines.
 
     A worker without devices (no GPU, none declared) gives none: then servers see what it sees.
     """
@@ -77,6 +78,17 @@ class EngineDevices:
             )
         member = self._held[engine_id] = placed.members[engine_id][0]
         return tuple(one for one in self.devices if one.index in member.devices)
+
+    def share(self, engine_id: str) -> int:
+        """The number, as this process counts its devices, of the one that an engine of this process
+        computes on: the one that it has already, else one with the fewest engines."""
+        held = self._held.get(engine_id)
+        if held is None and self.devices:
+            holders = self.holders()
+            least = min(self.devices, key=lambda one: len(holders.get(one.index, ())))
+            held = self._held[engine_id] = MemberDevices(0, _HERE, (least.index,))
+        numbers = [one.index for one in self.devices]
+        return numbers.index(held.devices[0]) if held else 0
 
     def release(self, engine_id: str) -> None:
         """Take back the devices of an engine that has ended. Repeatable."""

@@ -22,6 +22,7 @@ from services.trainer.__main__ import make_service
 from services.trainer.gang.gang import RankSettings, launch, ranks_here
 from services.trainer.settings import TrainerSettings
 from troupe.allocation import allocation
+from troupe.rpc.addresses import split_address
 
 log = structlog.get_logger("troupe.gang")
 
@@ -42,7 +43,7 @@ class FollowerSettings(TrainerSettings):
 
 def follow(settings: FollowerSettings, stop: threading.Event) -> None:
     """Join one gang after another until `stop`."""
-    host, _, port = settings.gang_endpoint.rpartition(":")
+    host, port = split_address(settings.gang_endpoint)
     ranks = ranks_here(settings)
     terms = RankSettings.of(settings, ranks, "")
     log.info("waiting for a gang", lead=settings.gang_endpoint, node=settings.gang_node)

@@ -35,6 +35,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import pack_rows, unpack_rows
 from troupe.devices import find_devices
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, from_status
+from troupe.rpc.addresses import split_address
 from troupe.scratch import Scratch
 
 log = structlog.get_logger("troupe.gang")
@@ -255,7 +256,7 @@ class Gang:
 
     def _launch(self, terms: RankSettings) -> subprocess.Popen[bytes]:
         endpoint = self._settings.gang_endpoint
-        host, _, port = endpoint.rpartition(":")
+        host, port = split_address(endpoint)
         try:
             number = int(port) or free_port(host)
         except (OSError, ValueError) as error:

@@ -47,6 +47,21 @@ def test_a_group_is_linked_where_it_can_be() -> None:
     assert one not in group
 
 
+def test_engines_of_this_process_take_devices_in_turn() -> None:
+    """Numbers are CUDA's in this process, whatever the devices' indices on the host are."""
+    devices = EngineDevices(parse_devices("8xH100-80GB")[5:])
+    assert [devices.share(f"a.p.{i}@w") for i in range(4)] == [0, 1, 2, 0]
+    assert devices.share("a.p.1@w") == 1
+    assert devices.holders()[5] == ["a.p.0@w", "a.p.3@w"]
+    devices.release("a.p.2@w")
+    # A server gets the device that has no engine, and the next engine none of a server's.
+    assert indices(devices.assign("b.q.0@w", "q", 1)) == [7]
+    assert [devices.share(f"c.p.{i}@w") for i in range(2)] == [1, 2]
+    with pytest.raises(EngineStartFailed):
+        devices.assign("b.q.1@w", "q", 1)
+    assert EngineDevices().share("a.p.0@w") == 0
+
+
 def test_a_worker_without_devices_says_nothing_to_its_servers() -> None:
     devices = EngineDevices()
     assert devices.assign("a.p.0@w", "p", 8) is None

@@ -12,7 +12,7 @@ from typing import Final
 import grpc
 from pydantic import SecretStr
 
-from troupe.rpc.addresses import is_loopback_host
+from troupe.rpc.addresses import is_loopback_host, join_address
 from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.rpc.retry import NO_RETRY
@@ -93,7 +93,7 @@ class TransferOwner:
         )
         rpc.add_TransferOwnerServicer_to_server(servicer, self._server)
         try:
-            bound = self._listen(f"{host}:{port}", credentials)
+            bound = self._listen(join_address(host, port), credentials)
             if socket is not None:
                 # Processes that may enter its directory may read and write the states anyhow.
                 self._listen(f"unix:{socket}", None)
@@ -102,7 +102,7 @@ class TransferOwner:
                 str(error), kind="port_taken", field="port", value=port, remedy="Choose another."
             ) from error
         self.port: int = bound
-        self.address = f"{advertise or host}:{bound}"
+        self.address = join_address(advertise or host, bound)
         self._server.start()
         self._stopped = threading.Event()
         threading.Thread(target=self._sweep, name="transfer-sweep", daemon=True).start()
