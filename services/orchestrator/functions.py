@@ -15,8 +15,9 @@ import structlog
 
 from services.orchestrator.errors import cancel_all
 from services.orchestrator.state.redis import RedisAccess
+from troupe.functions.sources import check_files, digest
 from troupe.functions.validation import NAME, VERSION
-from troupe.job import JobSpec
+from troupe.job import CodeSpec, JobSpec
 from troupe.rpc import (
     AlreadyExists,
     InvalidArgument,
@@ -44,10 +45,11 @@ _RESTORE_SECONDS: Final = 2.0
 _INVOKE_SECONDS: Final = 3600.0
 _PREFIX: Final = "troupe:orchestrator:{functions}"
 # Hash: `name@version` -> FunctionSpec. Sorted set: `name@version` by when it was deployed.
-# Hash: sha256 -> the UploadSourceRequest with its files.
+# Hash: sha256 -> the UploadSourceRequest with its files. Set: `sha256/job_id` of jobs that ship it.
 _SPECS: Final = f"{_PREFIX}:specs"
 _ORDER: Final = f"{_PREFIX}:order"
 _SOURCES: Final = f"{_PREFIX}:sources"
+_SHIPPED: Final = f"{_PREFIX}:shipped"
 
 
 class Catalogue:
@@ -74,6 +76,44 @@ class Catalogue:
             )
         return pb.UploadSourceRequest.FromString(kept)
 
+    async def hold(self, job_id: str, code: CodeSpec | None) -> None:
+        """Keeps the files that a job ships until `release`.
+
+        Raises `InvalidArgument` for a job that names files and came without, `NotFound` of kind
+        "source_not_found" for a hash of unknown files.
+        """
+        if code is None:
+            return
+        if code.sha256 is None:
+            raise InvalidArgument(
+                "the files that it names were not sent",
+                field="code.sha256",
+                remedy="Submit the job by `troupe` or the Python SDK, which send them.",
+            )
+        await self._redis.call("SADD", _SHIPPED, f"{code.sha256}/{job_id}")
+        try:
+            await self.source(code.sha256)
+        except NotFound as error:
+            await self._redis.call("SREM", _SHIPPED, f"{code.sha256}/{job_id}")
+            error.field = "code.sha256"
+            error.remedy = "Leave `code.sha256` out: the files are sent at submission."
+            raise
+
+    async def release(self, job_id: str) -> None:
+        """Deletes the files that a job ships, unless another job or a function has them."""
+        for member in await self._redis.call("SMEMBERS", _SHIPPED):
+            sha256, _, holder = member.decode().partition("/")
+            if holder == job_id:
+                await self._redis.call("SREM", _SHIPPED, member)
+                await self._delete_unused(sha256)
+
+    async def _delete_unused(self, sha256: str) -> None:
+        shipped = await self._redis.call("SMEMBERS", _SHIPPED)
+        if any(member.decode().startswith(sha256) for member in shipped):
+            return
+        if all(spec.source_sha256 != sha256 for spec in await self.all()):
+            await self._redis.call("HDEL", _SOURCES, sha256)
+
     async def check(self, spec: pb.FunctionSpec) -> None:
         """Raises `AlreadyExists` if the name and version stand for another function."""
         kept = await self._redis.call("HGET", _SPECS, _key(spec))
@@ -95,16 +135,15 @@ class Catalogue:
         await self._redis.call("ZADD", _ORDER, "NX", time.time(), key)
 
     async def delete(self, name: str, version: str) -> bool:
-        """Deletes a function, and its source if no other function has it. False: there was none."""
+        """Deletes a function, and its source if nothing else has it. False: there was none."""
         key = f"{name}@{version}"
         kept = await self._redis.call("HGET", _SPECS, key)
         await self._redis.call("ZREM", _ORDER, key)
         await self._redis.call("HDEL", _SPECS, key)
         if kept is None:
             return False
-        sha256 = pb.FunctionSpec.FromString(kept).source_sha256
-        if sha256 and all(spec.source_sha256 != sha256 for spec in await self.all()):
-            await self._redis.call("HDEL", _SOURCES, sha256)
+        if sha256 := pb.FunctionSpec.FromString(kept).source_sha256:
+            await self._delete_unused(sha256)
         return True
 
     async def all(self) -> list[pb.FunctionSpec]:
@@ -135,7 +174,7 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
     calls and deletes functions. `reward` is the service that runs them."""
 
     def __init__(self, catalogue: Catalogue, reward: RewardAsyncStub) -> None:
-        self._catalogue = catalogue
+        self.catalogue = catalogue
         self._reward = reward
         self._looking: asyncio.Task[None] | None = None
         # By function: why the reward service refuses it by now.
@@ -153,10 +192,12 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
     async def UploadSource(
         self, request: pb.UploadSourceRequest, context: Any
     ) -> pb.UploadSourceResponse:
-        """Stores source here and in the reward service. Raises `TroupeError`, as that does."""
-        reply = await self._reward.UploadSource(request)
-        await self._catalogue.keep_source(reply.sha256, request)
-        return reply
+        """Stores source; the reward service gets it with the first function that needs it. Raises
+        `InvalidArgument`."""
+        check_files(request.files)
+        sha256 = await asyncio.to_thread(digest, request.files)
+        await self.catalogue.keep_source(sha256, request)
+        return pb.UploadSourceResponse(sha256=sha256)
 
     async def RegisterFunction(
         self, request: pb.RegisterFunctionRequest, context: Any
@@ -168,9 +209,9 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
         """
         spec = request.function
         _check(spec)
-        await self._catalogue.check(spec)
+        await self.catalogue.check(spec)
         await self._restore(spec)
-        await self._catalogue.keep(spec)
+        await self.catalogue.keep(spec)
         return pb.RegisterFunctionResponse()
 
     async def DeleteFunction(
@@ -178,11 +219,11 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
     ) -> pb.DeleteFunctionResponse:
         """Deletes a function, if there is one, and cancels its calls."""
         name, version = request.name, request.version
-        if all((one.name, one.version) != (name, version) for one in await self._catalogue.all()):
+        if all((one.name, one.version) != (name, version) for one in await self.catalogue.all()):
             return pb.DeleteFunctionResponse(deleted=False)
         delete = pb.DeleteFunctionRequest(request_id=new_id("delete"), name=name, version=version)
         await self._reward.DeleteFunction(delete)
-        return pb.DeleteFunctionResponse(deleted=await self._catalogue.delete(name, version))
+        return pb.DeleteFunctionResponse(deleted=await self.catalogue.delete(name, version))
 
     async def _call(self, request: Any, invoke: Callable[..., Awaitable[T]], context: Any) -> T:
         """The reply of `invoke` to the request, repeated once if the service had forgotten the
@@ -203,7 +244,7 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
 
     async def _named(self, request: Any) -> pb.FunctionSpec:
         """The function that a request names; sets the request's version. Raises `NotFound`."""
-        spec = await self._catalogue.find(request.name, request.version)
+        spec = await self.catalogue.find(request.name, request.version)
         request.version = spec.version
         return spec
 
@@ -214,7 +255,7 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
                 if function.function is None:
                     continue
                 try:
-                    await self._catalogue.find(*function.deployed)
+                    await self.catalogue.find(*function.deployed)
                 except NotFound as error:
                     raise InvalidArgument(
                         error.message,
@@ -232,7 +273,7 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
         order. Raises `TroupeError`.
         """
         reply = await self._reward.ListFunctions(pb.ListFunctionsRequest())
-        deployed, known = await self._catalogue.all(), _known(reply)
+        deployed, known = await self.catalogue.all(), _known(reply)
         missing = [pb.FunctionStatus(function=f) for f in deployed if _key(f) not in known]
         order = {_key(spec): place for place, spec in enumerate(deployed)}
         found = [*reply.functions, *missing]
@@ -245,7 +286,7 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
         A function that it refuses is logged once and does not stop the others. Raises
         `TroupeError` if the service is away.
         """
-        deployed = await self._catalogue.all()
+        deployed = await self.catalogue.all()
         if not deployed:
             return
         known = _known(await self._reward.ListFunctions(pb.ListFunctionsRequest()))
@@ -270,7 +311,7 @@ class FunctionGateway(reward_pb2_grpc.RewardServicer):
         except NotFound as error:
             if error.kind != "source_not_found":
                 raise
-            source = await self._catalogue.source(spec.source_sha256)
+            source = await self.catalogue.source(spec.source_sha256)
             source.request_id = new_id("upload")
             await self._reward.UploadSource(source)
             await self._reward.RegisterFunction(request)

@@ -98,7 +98,7 @@ class Orchestrator:
         )
         self.functions = FunctionGateway(Catalogue(self._redis), self.shared.reward)
         self._guard = LaunchGuard(self._redis, settings.survival_seconds)
-        self.jobs = Jobs(self.shared, self._guard, self._check_job)
+        self.jobs = Jobs(self.shared, self._guard, self._check_job, self.functions.catalogue)
         self.generation = GenerationService(self.shared, self.jobs)
         self.cluster = ClusterView(self.shared, self._probes)
 

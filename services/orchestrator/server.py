@@ -348,6 +348,10 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
             raise InvalidArgument("is empty", field="key", remedy="Name the state.")
         return cluster.locate(request.key, self._at.shared.workers.all())
 
+    async def ReadCode(self, request: orch.ReadCodeRequest, context: Any) -> orch.ReadCodeResponse:
+        source = await self._at.functions.catalogue.source(request.sha256)
+        return orch.ReadCodeResponse(files=source.files)
+
     async def _record(self, request: Any) -> JobRecord:
         _check_id(request)
         return await self._at.shared.store.get(request.job_id)
@@ -355,13 +359,14 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
     async def _view(self, record: JobRecord) -> orch.Job:
         [view] = await self._at.shared.store.views([record.job_id])
         # The record as the request left it, whatever happened to the job since.
-        return self._message(StoredJob(record, view.versions, view.metrics))
+        return self._message(StoredJob(record, view.versions, view.metrics, view.resolved))
 
     def _message(self, view: StoredJob) -> orch.Job:
         return view.record.to_message(
             versions=view.versions,
             metrics=view.metrics,
             activity=self._at.shared.log.activity(view.record.job_id),
+            resolved=view.resolved,
         )
 
 

@@ -11,12 +11,13 @@ import grpc
 
 from services.chassis.telemetry import Telemetry
 from services.reward.call import fitted
-from services.reward.function import FunctionRegistry, Sources, listening
+from services.reward.function import FunctionRegistry, listening
 from services.reward.host import LocalHost
 from services.reward.hosts.link import AttachedHosts, HostFleet
 from services.reward.quota.manager import open_quotas
 from services.reward.runtime import Invocations, Runtime
 from services.reward.settings import RewardSettings
+from troupe.functions.sources import SourceStore
 from troupe.scheduling.elastic import Discipline
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1 import reward_pb2_grpc
@@ -34,7 +35,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
         self._local = LocalHost(settings, telemetry)
-        self._sources = Sources()
+        self._sources = SourceStore()
         shared = settings.redis_url if "redis_url" in settings.model_fields_set else None
         self._quotas = open_quotas(
             settings.reward_quotas,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from services.chassis.model_files import ModelFiles
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.requests import DeviceSpeed
 from services.rollout.prepared_job import PreparedJob
@@ -19,18 +20,21 @@ from services.rollout.serving.engine_moves import EngineMoves
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.trajectories.concurrency import ConcurrencyGate
 from services.rollout.trajectories.queries import QuerySource
+from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec, JobSpecError, PolicySpec, SimulatedSpec, parse_job
 from troupe.job.balancing import engine_count
 from troupe.rpc.errors import InvalidArgument
-from troupe.scheduling.defaults import CPU, defaults_of
+from troupe.scheduling.defaults import CPU, defaults_of, described_device
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.workflow import Role, Workflow, WorkflowError, load_workflow
 from troupe.workflow.errors import as_invalid_argument
 from troupe.workflow.languages import Language, load_language, role_of, token_counter
+from troupe.workflow.shipped import open_shipped, using
 
 if TYPE_CHECKING:
     from services.rollout.networks.arena import Arena
+    from troupe.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
 log = structlog.get_logger(__name__)
@@ -75,7 +79,8 @@ def devices_of(policy: PolicySpec, own: DeviceSpeed) -> list[DeviceSpeed]:
 def with_defaults(spec: JobSpec, gpu: int | None, *, embedded: bool) -> JobSpec:
     """The job with the defaults that depend on where its engines compute.
 
-    `gpu`: bytes of a GPU of this worker, 0: unknown, None: it has none. `embedded`: whether
+    `gpu`: bytes of the smallest GPU of this worker, on which any of its engines may be; 0: unknown,
+    None: it has none. `embedded`: whether
     embedded engines compute there. Attached servers count as GPUs.
     """
     policies = dict(spec.policies)
@@ -84,8 +89,7 @@ def with_defaults(spec: JobSpec, gpu: int | None, *, embedded: bool) -> JobSpec:
         if policy.model is None or policy.simulated is not None:
             continue
         engine = policy.engine
-        memory = gpu if embedded or engine.kind != "embedded" else None
-        own = defaults_of(gpu or 0 if engine.urls else memory)
+        own = defaults_of(_memory_behind(policy, gpu, embedded=embedded))
         turn_seconds = max(turn_seconds, own.turn_seconds)
         running = engine.max_running or own.max_running
         engine = engine.model_copy(update={"max_running": running})
@@ -94,6 +98,13 @@ def with_defaults(spec: JobSpec, gpu: int | None, *, embedded: bool) -> JobSpec:
     seconds = spec.limits.turn_seconds or turn_seconds
     limits = spec.limits.model_copy(update={"turn_seconds": seconds})
     return spec.model_copy(update={"policies": policies, "limits": limits})
+
+
+def _memory_behind(policy: PolicySpec, gpu: int | None, *, embedded: bool) -> int | None:
+    """Bytes of the devices of a policy's engines; arguments and result as of `with_defaults`."""
+    if policy.engine.urls:
+        return gpu or 0
+    return gpu if embedded or policy.engine.kind != "embedded" else None
 
 
 def _modelled(device: DeviceSpeed, simulated: SimulatedSpec, running: int) -> DeviceSpeed:
@@ -146,12 +157,16 @@ class Preparation:
         make_engine: EngineFactory,
         device: DeviceSpeed,
         threads: int,
+        models: ModelFiles,
+        sources: SourceStore,
+        orchestrator: OrchestratorAsyncStub,
         *,
         gpu: int | None,
         embedded: str,
     ) -> None:
         """`device`: what engines here run on, where the job does not name it. `threads`: number of
-        threads in which networks play. `gpu`: bytes of a GPU of this worker; None: it has none.
+        threads in which networks play. `sources`: the code of jobs that ship it, read from
+        `orchestrator`. `gpu`: bytes of this worker's smallest GPU; None: it has none.
         `embedded`: where embedded engines compute, "cpu", "cuda" or "auto"."""
         self._transfer = transfer
         self._rewards = rewards
@@ -159,15 +174,49 @@ class Preparation:
         self._make_engine = make_engine
         self._device = device
         self._threads = threads
+        self._models = models
+        self._sources, self._orchestrator = sources, orchestrator
         self._gpu, self._embedded = gpu, embedded
+        # Whether embedded engines compute on a GPU.
+        self._on_gpu = False
 
     async def with_defaults(self, spec: JobSpec) -> JobSpec:
-        """The job with this worker's defaults; see the function."""
+        """The job with this host's models and this worker's defaults; see the function."""
+        spec = await self._models.localized(spec)
         on_gpu = False
         if self._gpu is not None and self._embedded != "cpu":
             # In a thread: torch takes seconds to import.
             on_gpu = await asyncio.to_thread(_torch_sees_gpu)
+        self._on_gpu = on_gpu
         return with_defaults(spec, self._gpu, embedded=on_gpu)
+
+    def resolved(self, given: JobSpec, job: PreparedJob) -> list[pb.ResolvedSetting]:
+        """What became, in a job of this worker, of settings that the job as `given` may leave open,
+        and who decided."""
+        found: list[pb.ResolvedSetting] = []
+
+        def add(field: str, asked: object, value: object, source: str) -> None:
+            source = source if asked is None else "given"
+            found.append(pb.ResolvedSetting(field=field, value=str(value), source=source))
+
+        seconds, slowest = job.spec.limits.turn_limit, described_device(None)
+        for name, policy in given.policies.items():
+            if policy.model is None or policy.simulated is not None:
+                continue
+            memory = _memory_behind(policy, self._gpu, embedded=self._on_gpu)
+            device, field = described_device(memory), f"policies.{name}.engine"
+            if defaults_of(memory).turn_seconds == seconds:
+                slowest = device
+            running = job.spec.policies[name].engine.max_running
+            add(f"{field}.max_running", policy.engine.max_running, running, device)
+            if context := job.policies[name].max_context:
+                own = job.policies[name].language.positions
+                bound = f"bound of {policy.engine.kind} engines"
+                source = "checkpoint" if context == own else bound
+                add(f"{field}.max_context", policy.engine.max_context, context, source)
+        if found:
+            add("limits.turn_seconds", given.limits.turn_seconds, f"{seconds:g}", slowest)
+        return found
 
     async def make(
         self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef]
@@ -178,18 +227,23 @@ class Preparation:
         does not start; nothing keeps running then.
         """
         # Quick checks first: an engine may take minutes to start.
-        play = await self._load_code(spec)
-        try:
-            return await self._make(job_id, spec, refs, play)
-        except BaseException:
-            if play.arena is not None:
-                await asyncio.to_thread(play.arena.close)
-            raise
+        code = None
+        if spec.code is not None and (sha256 := spec.code.sha256):
+            folder = await self._sources.fetch(sha256, self._orchestrator)
+            code = await asyncio.to_thread(open_shipped, sha256, folder)
+        with using(code):
+            play = await self._load_code(spec)
+            try:
+                return await self._make(job_id, spec, refs, play)
+            except BaseException:
+                if play.arena is not None:
+                    await asyncio.to_thread(play.arena.close)
+                raise
 
     async def _make(
         self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef], play: _JobCode
     ) -> PreparedJob:
-        functions = JobFunctions(self._rewards, job_id, spec)
+        functions = JobFunctions(self._rewards, job_id, spec, self._sources)
         await functions.announce()
         policies = {}
         for name, policy in spec.policies.items():

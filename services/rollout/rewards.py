@@ -16,6 +16,7 @@ from troupe import __version__
 from troupe.functions.costs import schema_of, to_spec
 from troupe.functions.declaration import definition
 from troupe.functions.describing import IMPORT_SECONDS, Described
+from troupe.functions.sources import SourceStore
 from troupe.job import FunctionSpec, JobSpec
 from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc import Attempts, RetryPolicy
@@ -168,8 +169,13 @@ class TrajectorySandboxes:
 class JobFunctions:
     """Tools and reward functions of one job, by name; registered anew when the service restarts."""
 
-    def __init__(self, stub: RewardAsyncStub, job_id: str, spec: JobSpec) -> None:
+    def __init__(
+        self, stub: RewardAsyncStub, job_id: str, spec: JobSpec, sources: SourceStore
+    ) -> None:
+        """`sources` has the code that the job ships, if it ships any."""
         self._stub = stub
+        self._sources = sources
+        self._sha256 = (spec.code and spec.code.sha256) or ""
         self._coalescer = Coalescer(stub)
         self._job_id = job_id
         # A tool and a reward may have the same name.
@@ -203,7 +209,7 @@ class JobFunctions:
             return
         try:
             async with asyncio.timeout(_ANNOUNCE_SECONDS):
-                await register_describer(self._stub)
+                await self._register_describer()
             async with asyncio.timeout(_DESCRIBE_SECONDS):
                 await self.register()
         except (TimeoutError, Unavailable, DeadlineExceeded):
@@ -214,7 +220,7 @@ class JobFunctions:
         own = {n: f.code for n, f in self._functions.items() if f.code is not None}
         missing = sorted({e for name, e in own.items() if name not in self._described})
         if missing:
-            described = await describe(self._stub, missing)
+            described = await self._describe(missing)
             self._described |= {n: described[e] for n, e in own.items() if e in described}
         named = {n: f.deployed for n, f in self._functions.items() if f.function is not None}
         if named.keys() - self._described.keys():
@@ -232,9 +238,52 @@ class JobFunctions:
                 description=declared.description,
                 parameters=declared.parameters,
             )
-            await self._stub.RegisterFunction(
-                pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
-            )
+            await self._register(spec)
+
+    async def _register(self, spec: pb.FunctionSpec) -> None:
+        """Register a function, with the code that the job ships."""
+        spec.source_sha256 = self._sha256
+        request = pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
+        try:
+            await self._stub.RegisterFunction(request)
+        except NotFound as error:
+            if error.kind != "source_not_found":
+                raise
+            files = await asyncio.to_thread(self._sources.files, self._sha256)
+            upload = pb.UploadSourceRequest(request_id=new_id("upload"), files=files)
+            await self._stub.UploadSource(upload)
+            await self._stub.RegisterFunction(request)
+
+    async def _register_describer(self) -> None:
+        """Register the function that describes others. Raises `TroupeError`."""
+        costs = {"cores": 0, "memory_mib": 0, "timeout_seconds": IMPORT_SECONDS + 10}
+        await self._register(to_spec(*self._describer, _ENTRYPOINT, costs))
+
+    @property
+    def _describer(self) -> tuple[str, str]:
+        """Name and version of the function that describes those of this job."""
+        if self._sha256:
+            return f"{self._job_id}/describe", self._sha256[:16]
+        return _NAME, __version__
+
+    async def _describe(self, entrypoints: Collection[str]) -> dict[str, Described]:
+        """The declarations of `entrypoints`. One that cannot be described has an empty one: its
+        first call reports why. Raises `TroupeError` when the service cannot be reached."""
+        attempts = Attempts(
+            _DESCRIBE_AGAIN,
+            retryable=lambda e: isinstance(e, NotFound) and e.kind == "function_not_found",
+        )
+        while True:
+            await self._register_describer()
+            try:
+                found = await asyncio.gather(
+                    *(_describe(self._stub, self._describer, one) for one in entrypoints)
+                )
+            except NotFound as error:  # the service was restarted since
+                await attempts.failed(error)
+                log.info("the reward service forgot its functions", error=error.message)
+            else:
+                return dict(zip(entrypoints, found, strict=True))
 
     def _version(self, name: str) -> str:
         declared = self._described.get(name)
@@ -495,33 +544,6 @@ class Coalescer:
         self._seconds[key] = known + _NEWEST_WEIGHT * (seconds - known)
 
 
-async def register_describer(stub: RewardAsyncStub) -> None:
-    """Register the function that describes others. Raises `TroupeError`."""
-    costs = {"cores": 0, "memory_mib": 0, "timeout_seconds": IMPORT_SECONDS + 10}
-    spec = to_spec(_NAME, __version__, _ENTRYPOINT, costs)
-    await stub.RegisterFunction(
-        pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
-    )
-
-
-async def describe(stub: RewardAsyncStub, entrypoints: Collection[str]) -> dict[str, Described]:
-    """The declarations of `entrypoints`. One that cannot be described has an empty one: its first
-    call reports why. Raises `TroupeError` when the service cannot be reached."""
-    attempts = Attempts(
-        _DESCRIBE_AGAIN,
-        retryable=lambda e: isinstance(e, NotFound) and e.kind == "function_not_found",
-    )
-    while True:
-        await register_describer(stub)
-        try:
-            found = await asyncio.gather(*(_describe(stub, one) for one in entrypoints))
-        except NotFound as error:  # the service was restarted since
-            await attempts.failed(error)
-            log.info("the reward service forgot its functions", error=error.message)
-        else:
-            return dict(zip(entrypoints, found, strict=True))
-
-
 async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Described]:
     """The declarations of the service's functions, by name and version. Raises `TroupeError`."""
     reply = await stub.ListFunctions(pb.ListFunctionsRequest())
@@ -538,12 +560,14 @@ async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Describ
     }
 
 
-async def _describe(stub: RewardAsyncStub, entrypoint: str) -> Described:
+async def _describe(
+    stub: RewardAsyncStub, describer: tuple[str, str], entrypoint: str
+) -> Described:
     response = await stub.Invoke(
         pb.InvokeRequest(
             invocation_id=new_id("describe"),
-            name=_NAME,
-            version=__version__,
+            name=describer[0],
+            version=describer[1],
             arguments_json=json.dumps({"entrypoint": entrypoint}),
             priority=_PRIORITY,
         ),

@@ -15,6 +15,7 @@ import grpc
 import structlog
 
 from services.chassis.heartbeat import Heartbeat, given_devices
+from services.chassis.model_files import ModelFiles
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.rollout.engines.base import DRAIN_SECONDS
@@ -22,7 +23,12 @@ from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import DeviceSpeed, SamplingParams
 from services.rollout.engines.server_process import EngineDevices
 from services.rollout.games import describe
-from services.rollout.job_setup import EngineFactory, Preparation, collect_seldom
+from services.rollout.job_setup import (
+    EngineFactory,
+    Preparation,
+    collect_seldom,
+    parse_spec,
+)
 from services.rollout.jobs import JobTable
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.prepared_job import PreparedJob
@@ -36,12 +42,18 @@ from services.rollout.trajectories.watchdog import Watchdog
 from troupe.devices import find_devices
 from troupe.endpoint.server import EndpointServer
 from troupe.experience import ExperienceWriter
+from troupe.functions.sources import SourceStore
 from troupe.rpc import RetryPolicy, connect
 from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
 from troupe.rpc.ids import check_name, new_id
 from troupe.states import TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as common
-from troupe.v1 import orchestrator_pb2, reward_pb2_grpc, rollout_pb2_grpc
+from troupe.v1 import (
+    orchestrator_pb2,
+    orchestrator_pb2_grpc,
+    reward_pb2_grpc,
+    rollout_pb2_grpc,
+)
 from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.languages import IMPORTING
@@ -68,9 +80,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         client = settings.client(retry=_STORE_RETRY)
         self._store = connect(settings.experience_store_address, client)
         self._reward = connect(settings.reward_address, client)
+        self._orchestrator = connect(settings.orchestrator_address, settings.client())
+        self._sources = SourceStore()
         self._transfer = HostTransfer(settings, telemetry)
         self._devices = EngineDevices(find_devices())
-        preparation = Preparation(
+        self._preparation = Preparation(
             self._transfer,
             reward_pb2_grpc.RewardStub(self._reward),
             settings.worker_id,
@@ -88,10 +102,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 settings.device_decode_tokens_per_second,
             ),
             settings.threads,
-            gpu=next((device.memory for device in self._devices.devices), None),
+            ModelFiles(self._transfer, settings),
+            self._sources,
+            orchestrator_pb2_grpc.OrchestratorStub(self._orchestrator),
+            gpu=min((device.memory for device in self._devices.devices), default=None),
             embedded=settings.rollout_device,
         )
-        self._jobs = JobTable(preparation, settings.worker_id)
+        self._jobs = JobTable(self._preparation, settings.worker_id)
         self._fixed_port = settings.endpoint_port
         self._endpoints = EndpointServer(
             settings.endpoint_host,
@@ -136,6 +153,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         await self._transfer.stop()
         await self._store.close(None)
         await self._reward.close(None)
+        await self._orchestrator.close(None)
+        await asyncio.to_thread(self._sources.close)
 
     async def PrepareJob(
         self, request: pb.PrepareJobRequest, context: Any
@@ -143,7 +162,10 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """Start a job's engines at the given versions."""
         _require("job_id", request.job_id)
         job = await self._jobs.prepare(request.job_id, request.spec_json, request.weights)
-        response = pb.PrepareJobResponse(engines=job.statuses(self._worker_id))
+        response = pb.PrepareJobResponse(
+            engines=job.statuses(self._worker_id),
+            resolved=self._preparation.resolved(parse_spec(request.spec_json), job),
+        )
         if job.queries is not None:
             response.notes.extend(job.queries.notes)
             for name in job.spec.evaluation_sets:

@@ -11,7 +11,12 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.claims import Array, Values
 from services.trainer.gang.gang import Gangs
 from services.trainer.gang.learner import GangLearner
-from services.trainer.learner_factory import AnyLearner, make_learner, memory_needed
+from services.trainer.learner_factory import (
+    AnyLearner,
+    make_learner,
+    memory_needed,
+    resolved_settings,
+)
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.checkpoint import Checkpoints
 from services.trainer.state.suspension import (
@@ -61,6 +66,8 @@ class PolicyBinding:
         # Size of the training state on the device.
         self.state_bytes = 0
         self._memory: RankMemory | None = None
+        # What became of settings that the job may leave open; empty before `load`.
+        self.resolved: list[pb.ResolvedSetting] = []
         self.step = 0
         self.samples = 0
         self.on_change: Callable[[], None] = lambda: None
@@ -129,6 +136,7 @@ class PolicyBinding:
         where = (self.job_id, self.policy)
         made = make_learner(*where, self.spec, self._settings, self._device, self._gangs)
         self.versions.of(*made)
+        self.resolved = resolved_settings(self.policy, self.spec, self._settings, self._device)
 
     def _note_bytes(self) -> None:
         """Set the bytes of training state on each device, without the base that policies share."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from services.trainer.compute import memory_of
+from services.trainer.compute import gpu_memory, memory_of
 from services.trainer.gang.gang import Gangs
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learning.learner import Learner
@@ -41,7 +41,9 @@ from services.trainer.settings import TrainerSettings
 from troupe.job import JobSpec
 from troupe.job.sizing import setup_of, shape_of_config
 from troupe.rpc import FailedPrecondition
+from troupe.scheduling.defaults import defaults_of, described_device
 from troupe.scheduling.memory import RankMemory, rank_memory
+from troupe.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:
     from services.trainer.networks.learner import NetworkLearner
@@ -94,6 +96,33 @@ def make_learner(
         assert gangs is not None, "a worker has them"
         return GangLearner(gangs, f"{job_id}/{policy}", spec, policy, options), tokenizer
     return Learner(model, spec, policy, device=device, **options), tokenizer
+
+
+def resolved_settings(
+    policy: str, spec: JobSpec, settings: TrainerSettings, device: torch.device
+) -> list[pb.ResolvedSetting]:
+    """What becomes on this device of settings of a policy that the job may leave open, and who
+    decided. Blocking: reads the model's configuration."""
+    source = spec.policies[policy]
+    if source.model is None or source.simulated is not None:
+        return []
+    memory = gpu_memory(device)
+    own, at = defaults_of(memory), described_device(memory)
+    model = with_dtype(policy, spec).policies[policy].language_model
+    decided = "checkpoint" if source.model.dtype == "auto" else "given"
+    found = [("model.dtype", model.weight_dtype, decided if source.model.dtype else "default")]
+    if source.trainable:
+        given, worker = source.trainer.forward_tokens, settings.trainer_forward_tokens
+        by = "given" if given else "TROUPE_TRAINER_FORWARD_TOKENS" if worker else at
+        found.append(("trainer.forward_tokens", str(given or worker or own.forward_tokens), by))
+        wish = source.trainer.activation_checkpointing
+        on = own.activation_checkpointing if wish == "auto" else wish
+        by = at if wish == "auto" else "given"
+        found.append(("trainer.activation_checkpointing", str(on).lower(), by))
+    return [
+        pb.ResolvedSetting(field=f"policies.{policy}.{field}", value=value, source=by)
+        for field, value, by in found
+    ]
 
 
 def _network_learner(spec: JobSpec, policy: str) -> NetworkLearner:

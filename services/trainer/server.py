@@ -10,6 +10,7 @@ import grpc
 
 from services.chassis.folders import read_folder
 from services.chassis.heartbeat import Heartbeat
+from services.chassis.model_files import described_model, model_folder
 from services.chassis.telemetry import Telemetry
 from services.trainer.binding import PolicyBinding
 from services.trainer.settings import TrainerSettings
@@ -88,6 +89,18 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 remedy="Save it first, with the same worker.",
             )
         async for chunk in read_folder(path, pb.ReadCheckpointResponse):
+            yield chunk
+
+    async def FindModel(self, request: pb.FindModelRequest, context: Any) -> pb.FindModelResponse:
+        """Identify a model directory of this host."""
+        return await asyncio.to_thread(described_model, request.path)
+
+    async def ReadModel(
+        self, request: pb.ReadModelRequest, context: Any
+    ) -> AsyncIterator[pb.ReadCheckpointResponse]:
+        """Stream the files of a model directory of this host."""
+        root = await asyncio.to_thread(model_folder, request.path)
+        async for chunk in read_folder(root, pb.ReadCheckpointResponse):
             yield chunk
 
     async def OfferState(
@@ -186,6 +199,7 @@ def _bound(binding: PolicyBinding) -> pb.BindResponse:
         weights=binding.versions.weights,
         num_parameters=binding.learner.num_parameters,
         state_bytes=binding.state_bytes,
+        resolved=binding.resolved,
     )
 
 

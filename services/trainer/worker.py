@@ -16,6 +16,7 @@ import structlog
 from pydantic import ValidationError
 
 from services.chassis.heartbeat import given_devices
+from services.chassis.model_files import ModelFiles
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.trainer.binding import PolicyBinding
@@ -36,12 +37,19 @@ from services.trainer.state.suspension import ParameterPool, SuspendedStep
 from services.trainer.step import StepRun
 from services.trainer.versions import RemoteStates
 from troupe.devices import find_devices
+from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec
 from troupe.job.loading import explained
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import experience_store_pb2_grpc, orchestrator_pb2, trainer_pb2
+from troupe.v1 import (
+    experience_store_pb2_grpc,
+    orchestrator_pb2,
+    orchestrator_pb2_grpc,
+    trainer_pb2,
+)
+from troupe.workflow.shipped import open_shipped
 
 log = structlog.get_logger("troupe.trainer")
 
@@ -232,8 +240,14 @@ class Swaps:
     """Suspends, prefetches and resumes policies of this worker."""
 
     def __init__(
-        self, bindings: Bindings, steps: PolicySteps, compute: Compute, telemetry: Telemetry
+        self,
+        specs: Specifications,
+        bindings: Bindings,
+        steps: PolicySteps,
+        compute: Compute,
+        telemetry: Telemetry,
     ) -> None:
+        self._specs = specs
         self._bindings, self._steps, self._compute = bindings, steps, compute
         self._swap_clock = SwapClock(compute)
         self._seconds = telemetry.counter(
@@ -298,7 +312,7 @@ class Swaps:
         state: trainer_pb2.SuspendedState,
     ) -> PolicyBinding:
         """Bind a policy where its suspension stopped. Raises as `PolicyBinding.resume`."""
-        spec = spec_with(key[1], spec_json)
+        spec = await self._specs.parse(key[1], spec_json)
         bindings = self._bindings
         # The measured time includes the wait for a running prefetch.
         with self._swap_clock.swapping() as seconds:
@@ -317,7 +331,7 @@ class Swaps:
 
     async def prefetch(self, key: Key, spec_json: str, state: trainer_pb2.SuspendedState) -> None:
         """Fetch a suspended state ahead of `resume`, which then reports any failure."""
-        spec = spec_with(key[1], spec_json)
+        spec = await self._specs.parse(key[1], spec_json)
         bindings = self._bindings
         async with bindings.lock(key):
             if key in bindings.bound:
@@ -360,6 +374,30 @@ def spec_with(policy: str, spec_json: str) -> JobSpec:
     return spec
 
 
+class Specifications:
+    """Parses jobs' specifications, has their models copied to this host, and opens the code that
+    jobs of networks ship: a trainer makes their environment to know its shapes."""
+
+    def __init__(self, models: ModelFiles) -> None:
+        self._models = models
+        self._sources = SourceStore()
+        # The orchestrator's stub; set when the worker starts.
+        self.orchestrator: Any = None
+
+    async def parse(self, policy: str, spec_json: str) -> JobSpec:
+        """The specification of a job with this policy. Raises as `spec_with`, and what
+        `SourceStore.fetch` and `ModelFiles.localized` raise."""
+        spec = await self._models.localized(spec_with(policy, spec_json))
+        if spec.environment is not None and spec.code is not None and spec.code.sha256:
+            folder = await self._sources.fetch(spec.code.sha256, self.orchestrator)
+            await asyncio.to_thread(open_shipped, spec.code.sha256, folder)
+        return spec
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._sources.close()
+
+
 class TrainerWorker:
     """The trainer service without gRPC: policies bound to one device, and their steps."""
 
@@ -369,13 +407,14 @@ class TrainerWorker:
         self._devices = find_devices()
         self._compute = Compute(settings.threads, self._device)
         self.transfer = HostTransfer(settings, telemetry)
+        self._specs = Specifications(ModelFiles(self.transfer, settings))
         self.remote = RemoteStates(self.transfer, settings)
         self._pool = ParameterPool(self._device)
         self._gangs = Gangs(settings)
         self.bindings = Bindings(self._new_binding)
         self.steps = PolicySteps(settings, self._compute, telemetry)
         self.members = FrozenVersions(self.transfer, settings.data_dir)
-        self.swaps = Swaps(self.bindings, self.steps, self._compute, telemetry)
+        self.swaps = Swaps(self._specs, self.bindings, self.steps, self._compute, telemetry)
         self._usage = BusyFraction()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._exit = contextlib.AsyncExitStack()
@@ -386,6 +425,10 @@ class TrainerWorker:
         store = connect(settings.experience_store_address, settings.client())
         await self._exit.enter_async_context(store)
         self.steps.store = experience_store_pb2_grpc.ExperienceStoreStub(store)
+        orchestrator = connect(settings.orchestrator_address, settings.client())
+        await self._exit.enter_async_context(orchestrator)
+        self._specs.orchestrator = orchestrator_pb2_grpc.OrchestratorStub(orchestrator)
+        self._exit.callback(self._specs.close)
         await self.transfer.start()
         self._spawn(self._compute.run(import_transformers))
 
@@ -447,7 +490,7 @@ class TrainerWorker:
         A running step from that version continues, since the caller may have restarted. Any other
         step is cancelled.
         """
-        spec, bindings = spec_with(key[1], spec_json), self.bindings
+        spec, bindings = await self._specs.parse(key[1], spec_json), self.bindings
         async with bindings.lock(key):
             old, run = bindings.bound.get(key), self.steps.running(key)
             busy = run is not None and run.version == version

@@ -24,13 +24,17 @@ def test_listing_and_showing(run: Run, cluster: Stage) -> None:
     assert json.loads(run("jobs", "list", "--json")[1])[0]["id"] == "mine"
 
     cluster.fake.jobs["mine"].activity = "step 2: rolling out"
+    field, value = "policies.solver.model.dtype", "bfloat16"
+    cluster.fake.jobs["mine"].resolved.add(field=field, value=value, source="checkpoint")
     status, out, _ = run("jobs", "show", "mine")
     assert status == 0
+    assert f"setting      {field} = {value} (checkpoint)" in out
     assert "mine running after 1 of 3 steps" in out
     assert "step 2: rolling out" in out
     assert "/data/mine/checkpoints/solver/v3" in out
     shown = json.loads(run("jobs", "show", "mine", "--json")[1])
     assert shown["spec"]["pipeline"]["steps"] == 3
+    assert shown["resolved"] == [{"field": field, "value": value, "source": "checkpoint"}]
 
 
 def test_steering(run: Run, cluster: Stage) -> None:

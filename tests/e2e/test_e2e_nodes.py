@@ -28,7 +28,9 @@ FOUR = "4xH100-80GB"
 
 
 @contextmanager
-def supervisor(directory: Path, *arguments: str, **environment: str) -> Iterator[psutil.Popen]:
+def supervisor(
+    directory: Path, *arguments: str, cwd: Path = ROOT, **environment: str
+) -> Iterator[psutil.Popen]:
     """A supervisor in the foreground; its output is in `directory`.log."""
     with Path(f"{directory}.log").open("ab") as log:
         process = psutil.Popen(
@@ -36,15 +38,13 @@ def supervisor(directory: Path, *arguments: str, **environment: str) -> Iterator
                 *(sys.executable, "-m", "troupe.client.cli", *arguments),
                 *("--data-dir", str(directory)),
             ],
-            cwd=ROOT,
+            cwd=cwd,
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
                 "TROUPE_TOKEN": TOKEN,
                 "TROUPE_HEARTBEAT_SECONDS": "0.5",
                 "TROUPE_LOST_AFTER_BEATS": "8",
-                # Hosts share no disk: a copy of each state is on the other one, which may die.
-                "TROUPE_TRAINER_STATE_REPLICAS": "1",
                 **environment,
             },
             stdin=subprocess.DEVNULL,

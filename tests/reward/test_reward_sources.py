@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.function import Sources, digest
 from services.reward.sandboxes.container import _BOOT, _first_input
 from tests.reward.test_reward_service import Client, client_of
 from tests.support.needs import BUBBLEWRAP
+from troupe.functions.sources import SourceStore, digest
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -101,7 +101,7 @@ async def test_a_sandbox_reads_it_and_cannot_change_it(client: Client) -> None:
 @BUBBLEWRAP
 async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
     """The first program in it, without an engine: what it reads, and what it imports then."""
-    sources = Sources(tmp_path / "kept")
+    sources = SourceStore(tmp_path / "kept")
     before = os.umask(0o077)
     sha = sources.put(
         files({"pack/__init__.py": "", "pack/rule.py": "def score(x):\n    return x + 5\n"})
@@ -161,14 +161,14 @@ async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
     ],
 )
 async def test_bad_paths_are_refused(tmp_path: Path, paths: list[str], says: str) -> None:
-    sources = Sources(tmp_path / "kept")
+    sources = SourceStore(tmp_path / "kept")
     with pytest.raises(InvalidArgument, match=says):
         sources.put([pb.SourceFile(path=path) for path in paths])
     assert not (tmp_path / "kept").exists()
 
 
 async def test_a_hash_is_of_paths_and_contents_in_any_order(tmp_path: Path) -> None:
-    sources = Sources(tmp_path / "kept")
+    sources = SourceStore(tmp_path / "kept")
     one, two = files({"a.py": "x = 1", "b.py": "y = 2"})
     assert sources.put([one, two]) == sources.put([two, one]) == digest([one, two])
     assert digest([one]) != digest(files({"a.py": "x = 2"})) != digest(files({"c.py": "x = 2"}))

@@ -20,7 +20,7 @@ from tests.rollout.engines.asking import ask
 from tests.rollout.engines.models import CONFIG, make_model, publish, transfer_in
 from tests.support.readme import readme_job
 from troupe.job import JobSpec, PolicySpec
-from troupe.scheduling.defaults import context_of
+from troupe.scheduling.defaults import context_of, described_device
 
 GIB = 1 << 30
 
@@ -110,3 +110,11 @@ def test_a_default_context_costs_no_cached_prefix() -> None:
     cache = RaggedCache(tiny.config, torch.float32, running=64, max_context=room)
     assert cache.count == SPARE * 64
     assert default_room(tiny, 4096) == 2048
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [(None, "CPU"), (0, "GPU"), (24 * GIB, "GPU"), (79 * GIB, "GPU of 72 GiB or more")],
+)
+def test_the_class_of_a_device_as_people_read_it(memory: int | None, said: str) -> None:
+    assert described_device(memory) == said

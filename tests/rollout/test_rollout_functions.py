@@ -17,6 +17,7 @@ from tests.rollout.processes import ServiceProcess
 from tests.support.cluster import job_yaml
 from tests.support.needs import BUBBLEWRAP
 from troupe.functions.costs import to_spec
+from troupe.functions.sources import SourceStore
 from troupe.job import parse_job
 from troupe.rpc import connect
 from troupe.v1 import common_pb2 as common
@@ -60,11 +61,11 @@ async def test_a_job_without_functions_asks_no_reward_service() -> None:
             raise AssertionError(method)
 
     job = parse_job(job_yaml())
-    await rewards.JobFunctions(cast(Any, Stub()), "job", job).announce()
+    await rewards.JobFunctions(cast(Any, Stub()), "job", job, SourceStore()).announce()
     tools = {"add": function("add")}
     job = parse_job(job_yaml(tools=tools))
     with pytest.raises(AssertionError, match="RegisterFunction"):
-        await rewards.JobFunctions(cast(Any, Stub()), "job", job).announce()
+        await rewards.JobFunctions(cast(Any, Stub()), "job", job, SourceStore()).announce()
 
 
 async def test_a_service_that_forgets_its_functions_is_told_of_them_again(
@@ -89,9 +90,31 @@ async def test_a_service_that_forgets_its_functions_is_told_of_them_again(
                 response: pb.InvokeResponse = await stub.Invoke(request, timeout=timeout)
                 return response
 
-        found = await rewards.describe(cast("Any", Forgetful()), [f"{PLAYS}:add"])
-        assert found[f"{PLAYS}:add"].entrypoint == f"{PLAYS}:add"
+        spec = parse_job(job_yaml(tools={"add": function("add")}))
+        functions = rewards.JobFunctions(cast("Any", Forgetful()), "forgetful", spec, SourceStore())
+        await functions.register()
+        assert [one["function"]["name"] for one in functions.definitions] == ["add"]
         assert forgotten == 2
+
+
+async def test_functions_of_shipped_code_run_from_it(
+    reward_process: ServiceProcess, tmp_path: Path
+) -> None:
+    """Two jobs with two versions of a package that the reward service does not have."""
+    store = SourceStore(tmp_path)
+    async with connect(reward_process.address) as channel:
+        for version in (1, 2):
+            text = f"import troupe\n\n\n@troupe.tool\ndef told() -> int:\n    return {version}\n"
+            sha256 = store.put([pb.SourceFile(path="flown/told.py", content=text.encode())])
+            code = {"include": ["flown"], "sha256": sha256}
+            tool = {"entrypoint": "flown.told:told"}
+            spec = parse_job(job_yaml(tools={"told": tool}, code=code))
+            functions = rewards.JobFunctions(RewardStub(channel), f"j{version}", spec, store)
+            await functions.announce()
+            assert [one["function"]["name"] for one in functions.definitions] == ["told"]
+            clock = TrajectoryClock(60, longest=60, patient=False)
+            tools = Tools(["told"], rewards.TrajectoryTools(functions, "t", clock, lambda: 1, "q"))
+            assert await tools.call("told") == version
 
 
 async def test_the_service_is_told_the_query_and_what_the_workflow_expects() -> None:
@@ -103,7 +126,7 @@ async def test_the_service_is_told_the_query_and_what_the_workflow_expects() -> 
             return pb.InvokeResponse(result_json="3")
 
     spec = parse_job(job_yaml(tools={"add": function("add")}))
-    functions = rewards.JobFunctions(cast("Any", Stub()), "job", spec)
+    functions = rewards.JobFunctions(cast("Any", Stub()), "job", spec, SourceStore())
     clock = TrajectoryClock(60, longest=60, patient=False)
     tools = Tools(["add"], rewards.TrajectoryTools(functions, "t", clock, lambda: 1, "q7"))
     assert await tools.expecting(4.5).call("add", a=1, b=2) == 3
@@ -224,7 +247,7 @@ async def test_models_are_told_of_declared_and_of_deployed_tools(
             }
         )
     )
-    functions = rewards.JobFunctions(stub, "told", spec)
+    functions = rewards.JobFunctions(stub, "told", spec, SourceStore())
     await functions.register()
     by_name = {one["function"]["name"]: one["function"] for one in functions.definitions}
     assert by_name["look"]["description"] == "Finds pages."

@@ -9,7 +9,7 @@ from typing import Self
 
 from pydantic import SecretStr
 
-from troupe.client.functions import AsyncFunctions
+from troupe.client.functions import AsyncFunctions, with_code
 from troupe.client.handle import AsyncJobHandle, Spec, paged, read_spec
 from troupe.client.records import Cluster, Job, JobState
 from troupe.cluster.errors import NoCluster
@@ -124,7 +124,8 @@ class AsyncClient:
             settings = settings.model_copy(update={"token": SecretStr(token)})
         self._settings = settings
         self._channel = connect(self.address, settings)
-        self.functions = AsyncFunctions(reward_pb2_grpc.RewardStub(self._channel))
+        self._reward: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(self._channel)
+        self.functions = AsyncFunctions(self._reward)
         """Rewards and tools of the cluster."""
         self._stub: pb_grpc.OrchestratorAsyncStub = pb_grpc.OrchestratorStub(self._channel)
 
@@ -132,11 +133,13 @@ class AsyncClient:
         """Submit a job: a path, YAML or JSON text, or a `JobSpec`; returns when it is durable.
 
         `job_id` may be chosen; the same specification under the same id is the same job.
-        Raises `troupe.job.JobSpecError` for a bad specification.
+        Files that its `code` names are sent with it. Raises `troupe.job.JobSpecError` for a bad
+        specification.
         """
+        job = await with_code(self._reward, read_spec(spec))
         request = pb.SubmitJobRequest(
             request_id=new_id("submit"),
-            spec=read_spec(spec).model_dump_json(),
+            spec=job.model_dump_json(),
             job_id=job_id or "",
         )
         reply = await self._stub.SubmitJob(request)
@@ -156,7 +159,7 @@ class AsyncClient:
 
     def job(self, job_id: str) -> AsyncJobHandle:
         """A handle of an existing job. Makes no call."""
-        return AsyncJobHandle(self._stub, job_id, self._settings)
+        return AsyncJobHandle(self._stub, job_id, self._settings, self._reward)
 
     async def cluster(self) -> Cluster:
         """The current state of every worker, engine and service."""

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from troupe.client.records import Function, Invocation, InvocationProgress, LogLine
 from troupe.functions.costs import to_spec
 from troupe.functions.describing import DescribeError, described
-from troupe.job import FunctionSpec
+from troupe.functions.sources import MAX_BYTES, MAX_FILES, collect, walk
+from troupe.job import FunctionSpec, JobSpec
 from troupe.job.loading import FieldProblem, explained
 from troupe.outcomes import NotJsonError, json_text
 from troupe.rpc.errors import InvalidArgument, NotFound
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 _LISTED: Final = "docs/job-reference.md lists what a function can declare."
 _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_MOST_FILES: Final = 1000
-_MOST_BYTES: Final = 16 * 2**20
 _SECONDS: Final = 600.0
 _NO_COSTS: Final = frozenset(("name", "source", "entrypoint", "function", "version", "arguments"))
 _REMEDY: Final = (
@@ -219,6 +218,18 @@ class AsyncFunctions:
         return [Function.of(status) for status in reply.functions]
 
 
+async def with_code(stub: RewardAsyncStub, job: JobSpec) -> JobSpec:
+    """The job with the hash of the files that its `code` names, which are sent to the cluster; one
+    without `code`, or with a hash, as it is. Raises `InvalidArgument`."""
+    code = job.code
+    if code is None or code.sha256 is not None:
+        return job
+    files = await asyncio.to_thread(collect, Path(code.root), code.include, code.exclude)
+    upload = pb.UploadSourceRequest(request_id=new_id("upload"), files=files)
+    sha256 = (await stub.UploadSource(upload)).sha256
+    return job.model_copy(update={"code": code.model_copy(update={"sha256": sha256})})
+
+
 def _request(
     name: str,
     arguments: Mapping[str, Any] | None,
@@ -371,12 +382,12 @@ def _joined(module: str, attribute: str) -> str:
 def _files(folder: Path) -> Iterator[pb.SourceFile]:
     """The text files of a folder, without hidden files and byte code. Raises `InvalidArgument`."""
     size = 0
-    for count, path in enumerate(_walk(folder)):
+    for count, path in enumerate(walk(folder)):
         content = path.read_bytes()
         size += len(content)
-        if count >= _MOST_FILES or size > _MOST_BYTES:
+        if count >= MAX_FILES or size > MAX_BYTES:
             raise InvalidArgument(
-                f"holds more than {_MOST_FILES:,} files or {_MOST_BYTES // 2**20} MiB",
+                f"holds more than {MAX_FILES:,} files or {MAX_BYTES // 2**20} MiB",
                 field="source",
                 value=folder,
                 remedy="Deploy the folder of the code alone; install what is large as a package.",
@@ -386,13 +397,3 @@ def _files(folder: Path) -> Iterator[pb.SourceFile]:
         except UnicodeDecodeError:
             continue  # a binary file is not source
         yield pb.SourceFile(path=path.relative_to(folder).as_posix(), content=content)
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name == "__pycache__" or path.is_symlink():
-            continue
-        if path.is_dir():
-            yield from _walk(path)
-        elif path.is_file():
-            yield path

@@ -8,13 +8,14 @@ import shutil
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import xxhash
 
 from troupe.checkpoints.retention import publish, scratch_beside, target_path
 from troupe.checkpoints.verifying import verify
 from troupe.client.conversion import numbers_by_word
+from troupe.client.functions import with_code
 from troupe.client.population_records import Match, Population
 from troupe.client.records import (
     Audit,
@@ -50,6 +51,9 @@ from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
 
+if TYPE_CHECKING:
+    from troupe.v1.reward_pb2_grpc import RewardAsyncStub
+
 T = TypeVar("T")
 Spec = str | Path | JobSpec
 Messages = str | Sequence[Mapping[str, str]]
@@ -69,9 +73,14 @@ class AsyncJobHandle:
     """
 
     def __init__(
-        self, stub: pb_grpc.OrchestratorAsyncStub, job_id: str, settings: ClientSettings
+        self,
+        stub: pb_grpc.OrchestratorAsyncStub,
+        job_id: str,
+        settings: ClientSettings,
+        reward: RewardAsyncStub,
     ) -> None:
         """Made by `AsyncClient.job` and `AsyncClient.submit`."""
+        self._reward = reward
         self.id = job_id
         self._stub = stub
         self._settings = settings
@@ -129,10 +138,11 @@ class AsyncJobHandle:
         `spec`: under this specification, which must describe the same job (more steps, other
         limits, ...); otherwise `FailedPrecondition` names what differs.
         """
+        job = None if spec is None else await with_code(self._reward, read_spec(spec))
         request = pb.ResumeJobRequest(
             request_id=new_id("resume"),
             job_id=self.id,
-            spec="" if spec is None else read_spec(spec).model_dump_json(),
+            spec="" if job is None else job.model_dump_json(),
         )
         return Job.of((await self._stub.ResumeJob(request)).job)
 

@@ -50,6 +50,16 @@ class JobState(StrEnum):
 
 
 @dataclass(frozen=True)
+class ResolvedSetting(Record):
+    """A setting that the job may leave open, as a worker resolved it."""
+
+    field: str
+    value: str
+    # "given", "checkpoint", or the class of the device.
+    source: str
+
+
+@dataclass(frozen=True)
 class Job(Record, id_from="job_id"):
     """The state of a job at the time of the call."""
 
@@ -72,6 +82,8 @@ class Job(Record, id_from="job_id"):
     ended_at: datetime | None
     # Why it failed, or what it waits for.
     problem: TroupeError | None
+    # By field; of one field several where workers differ.
+    resolved: tuple[ResolvedSetting, ...] = ()
     spec_json: str = field(repr=False, default="")
 
     @property

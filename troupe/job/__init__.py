@@ -17,6 +17,7 @@ from troupe.job.policy import SimulatedSpec as SimulatedSpec
 from troupe.job.policy import TrainerSpec as TrainerSpec
 from troupe.job.population import PopulationSpec as PopulationSpec
 from troupe.job.section import no_directory as no_directory
+from troupe.job.sections import CodeSpec as CodeSpec
 from troupe.job.sections import LimitsSpec as LimitsSpec
 from troupe.job.sections import RoutingSpec as RoutingSpec
 from troupe.job.spec import JobSpec as JobSpec

@@ -122,6 +122,7 @@ _CHANGEABLE_COSTS: Final = (
 # Fields that may change, with all below them; `*` stands for a name. All others, also new ones that
 # are not listed, may not.
 CHANGEABLE: Final = (
+    "code",
     "pipeline.steps",
     "pipeline.alpha",
     "pipeline.micro_batch_samples",

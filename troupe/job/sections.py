@@ -134,6 +134,31 @@ class AgentSpec(Section):
     """Endpoint of this agent for OpenAI's and Anthropic's clients (docs/openai.md)."""
 
 
+class CodeSpec(Section):
+    """Files of the job's own code, sent with it at submission. Workers import the workflow, tasks,
+    environment, tools and rewards from them before anything that is installed there."""
+
+    include: list[str] = Field(min_length=1, max_length=256)
+    """Files, folders and patterns (`conf/*.yaml`) below `root`. At most 1,000 files of 16 MiB."""
+    exclude: list[str] = Field(default=[], max_length=256)
+    """Patterns of paths below `root` that are left out: `my_team/data`, `*.csv`."""
+    root: str = Field(default=".", min_length=1)
+    """The folder that modules are imported from, seen from where the job is submitted: `src` for
+    `src/my_team/flow.py` as `my_team.flow`."""
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Hash of the files, filled in at submission. With a hash that is given nothing is sent: the
+    cluster has the files."""
+
+    @field_validator("include", "exclude")
+    @classmethod
+    def _below(cls, names: list[str]) -> list[str]:
+        for name in names:
+            parts = name.split("/")
+            if not name or "\0" in name or name.startswith("/") or ".." in parts:
+                raise ValueError(f"{name!r} does not name files below `root`; leave out '..'")
+        return [name.rstrip("/") for name in names]
+
+
 class PipelineSpec(Section):
     """How rollout and training are interleaved."""
 

@@ -28,6 +28,7 @@ from troupe.job.section import (
 from troupe.job.sections import (
     AgentSpec,
     CheckpointSpec,
+    CodeSpec,
     EvaluationSetSpec,
     EvaluationSpec,
     LimitsSpec,
@@ -49,6 +50,9 @@ class JobSpec(Section):
     language models."""
     tasks: TasksSpec | None = None
     """Source of queries. Needed by language models."""
+    code: CodeSpec | None = None
+    """Files of the job's own code that are sent with it. Default: its modules are importable
+    wherever workers run."""
     environment: EnvironmentSpec | None = None
     """Environment of networks, instead of `workflow` and `tasks`."""
     agents: dict[str, AgentSpec] = Field(min_length=1, max_length=MAX_AGENTS)

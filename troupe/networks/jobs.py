@@ -11,6 +11,7 @@ from troupe.job import JobSpec
 from troupe.networks.vector import VectorEnvironment, make_environment
 from troupe.outcomes import described, safe_text
 from troupe.rpc.errors import InvalidArgument
+from troupe.workflow import shipped
 from troupe.workflow.errors import EntrypointError, as_invalid_argument
 
 _SOURCE = "environment.source"
@@ -24,7 +25,8 @@ def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment
     or made, whatever it raises, and agents that are not the job's."""
     section = job.environment
     assert section is not None, "a job of networks"
-    with environment_guard(job):
+    code = shipped.opened(job.code.sha256) if job.code else None
+    with environment_guard(job), shipped.using(code):
         made = make_environment(section.source, copies or section.copies, **section.args)
         agents = tuple(map(safe_text, made.agents))
     if set(agents) != set(job.agents):

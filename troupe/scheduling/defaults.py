@@ -54,6 +54,14 @@ def defaults_of(memory: int | None) -> DeviceDefaults:
     return next(own for least, own in reversed(_GPUS) if memory >= least)
 
 
+def described_device(memory: int | None) -> str:
+    """The class of devices that `defaults_of` means, for people."""
+    if memory is None:
+        return "CPU"
+    least = next(least for least, _ in reversed(_GPUS) if memory >= least)
+    return f"GPU of {least // _GIB} GiB or more" if least else "GPU"
+
+
 def floating_type(checkpoint: str) -> Literal["float32", "bfloat16"]:
     """The type of weights that are published for a checkpoint whose own type is `checkpoint`.
 

@@ -262,9 +262,38 @@ class Tensor(_message.Message):
 Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
-class Problem(_message.Message):
-    """What a failed call carries in its status details: enough to act on."""
+class ResolvedSetting(_message.Message):
+    """What a failed call carries in its status details: enough to act on.
+    A setting of a job that its author may have left open, as a worker resolved it.
+    """
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    """Where the job has it: "policies.solver.engine.max_running"."""
+    value: _builtins.str
+    source: _builtins.str
+    """Who decided: "given", "checkpoint", or the class of the device."""
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        value: _builtins.str = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "source", b"source", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResolvedSetting: _TypeAlias = ResolvedSetting  # noqa: Y015
+
+@_typing.final
+class Problem(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int

@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from troupe.v1 import common_pb2 as _common_pb2
 from troupe.v1 import experience_store_pb2 as _experience_store_pb2
+from troupe.v1 import reward_pb2 as _reward_pb2
 from troupe.v1 import rollout_pb2 as _rollout_pb2
 from troupe.v1 import trainer_pb2 as _trainer_pb2
 import builtins as _builtins
@@ -69,6 +70,46 @@ WORKER_KIND_UNSPECIFIED: WorkerKind.ValueType  # 0
 WORKER_KIND_ROLLOUT: WorkerKind.ValueType  # 1
 WORKER_KIND_TRAINER: WorkerKind.ValueType  # 2
 Global___WorkerKind: _TypeAlias = WorkerKind  # noqa: Y015
+
+@_typing.final
+class ReadCodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    """What UploadSource returned."""
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadCodeRequest: _TypeAlias = ReadCodeRequest  # noqa: Y015
+
+@_typing.final
+class ReadCodeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[_reward_pb2.SourceFile]: ...
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[_reward_pb2.SourceFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadCodeResponse: _TypeAlias = ReadCodeResponse  # noqa: Y015
 
 @_typing.final
 class Job(_message.Message):
@@ -171,6 +212,7 @@ class Job(_message.Message):
     BEFORE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
+    RESOLVED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     state: _common_pb2.JobState.ValueType
@@ -205,6 +247,12 @@ class Job(_message.Message):
 
     @_builtins.property
     def after(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def resolved(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ResolvedSetting]:
+        """What workers made of settings that follow from checkpoints and devices, by field; more than one
+        of a field where workers differ.
+        """
+
     def __init__(
         self,
         *,
@@ -225,10 +273,11 @@ class Job(_message.Message):
         before: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         after: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         activity: _builtins.str = ...,
+        resolved: _abc.Iterable[_common_pb2.ResolvedSetting] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "created_at", b"created_at", "ended_at", b"ended_at", "problem", b"problem", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "activity", b"activity", "after", b"after", "before", b"before", "created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "problem", b"problem", "spec_json", b"spec_json", "started_at", b"started_at", "state", b"state", "step", b"step", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "activity", b"activity", "after", b"after", "before", b"before", "created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "problem", b"problem", "resolved", b"resolved", "spec_json", b"spec_json", "started_at", b"started_at", "state", b"state", "step", b"step", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__problem: _TypeAlias = _typing.Literal["problem"]  # noqa: Y015
     _WhichOneofArgType__problem: _TypeAlias = _typing.Literal["_problem", b"_problem"]  # noqa: Y015

@@ -165,6 +165,11 @@ class OrchestratorStub:
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.LocateStateRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.LocateStateResponse.FromString,
                 _registered_method=True)
+        self.ReadCode = channel.unary_unary(
+                '/troupe.v1.Orchestrator/ReadCode',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ReadCodeRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ReadCodeResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServicer:
@@ -343,6 +348,13 @@ class OrchestratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadCode(self, request, context):
+        """The files that a job ships (`code:`), for workers; Reward.UploadSource has brought them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -475,6 +487,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.LocateState,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.LocateStateRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.LocateStateResponse.SerializeToString,
+            ),
+            'ReadCode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadCode,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ReadCodeRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ReadCodeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1179,6 +1196,33 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/LocateState',
             troupe_dot_v1_dot_orchestrator__pb2.LocateStateRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.LocateStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/ReadCode',
+            troupe_dot_v1_dot_orchestrator__pb2.ReadCodeRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.ReadCodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

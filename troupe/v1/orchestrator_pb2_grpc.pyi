@@ -77,6 +77,8 @@ class OrchestratorStub:
     """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
     heartbeats: whom it names may not have it, and says so itself.
     """
+    ReadCode: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ReadCodeRequest, _orchestrator_pb2.ReadCodeResponse]
+    """The files that a job ships (`code:`), for workers; Reward.UploadSource has brought them."""
 
 @_typing.type_check_only
 class OrchestratorAsyncStub(OrchestratorStub):
@@ -126,6 +128,8 @@ class OrchestratorAsyncStub(OrchestratorStub):
     """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
     heartbeats: whom it names may not have it, and says so itself.
     """
+    ReadCode: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ReadCodeRequest, _orchestrator_pb2.ReadCodeResponse]  # type: ignore[assignment]
+    """The files that a job ships (`code:`), for workers; Reward.UploadSource has brought them."""
 
 class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -328,5 +332,13 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
         heartbeats: whom it names may not have it, and says so itself.
         """
+
+    @_abc_1.abstractmethod
+    def ReadCode(
+        self,
+        request: _orchestrator_pb2.ReadCodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.ReadCodeResponse, _abc.Awaitable[_orchestrator_pb2.ReadCodeResponse]]:
+        """The files that a job ships (`code:`), for workers; Reward.UploadSource has brought them."""
 
 def add_OrchestratorServicer_to_server(servicer: OrchestratorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -79,6 +79,7 @@ class PrepareJobResponse(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
     EVALUATION_ITEMS_FIELD_NUMBER: _builtins.int
+    RESOLVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
     @_builtins.property
@@ -89,16 +90,19 @@ class PrepareJobResponse(_message.Message):
     def evaluation_items(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """By name of an evaluation: how many items its tasks have."""
 
+    @_builtins.property
+    def resolved(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ResolvedSetting]: ...
     def __init__(
         self,
         *,
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
         evaluation_items: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        resolved: _abc.Iterable[_common_pb2.ResolvedSetting] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "evaluation_items", b"evaluation_items", "notes", b"notes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "evaluation_items", b"evaluation_items", "notes", b"notes", "resolved", b"resolved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.job import JobSpec, ModelSpec, no_directory
+from troupe.job.hub import hub_problem
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.workflow.agent import Role
 from troupe.workflow.backend import EndpointOptions, Sampling
@@ -125,13 +126,14 @@ def _load_tokenizer(model: ModelSpec, field: str) -> Any:
     from transformers import AutoTokenizer
 
     own = model.tokenizer is not None
-    source = _local(model.tokenizer_source, f"{field}.{'tokenizer' if own else 'path'}")
+    leaf = "tokenizer" if own else "path"
+    source = _local(model.tokenizer_source, f"{field}.{leaf}")
 
     def missing(message: str) -> FailedPrecondition:
         return FailedPrecondition(
             message,
             kind="tokenizer_missing",
-            field=f"{field}.{'tokenizer' if own else 'path'}",
+            field=f"{field}.{leaf}",
             value=source,
             remedy=_HUB_REMEDY,
         )
@@ -139,6 +141,7 @@ def _load_tokenizer(model: ModelSpec, field: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=None if own else model.revision)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ...
+        _raise_hub_problem(source, None if own else model.revision, field, leaf, error)
         raise missing(f"no tokenizer can be loaded: {_first_line(error)}") from error
     # Without any file transformers makes a tokenizer of special tokens only.
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
@@ -164,6 +167,7 @@ def _load_config(model: ModelSpec, field: str) -> Any:
     try:
         return AutoConfig.from_pretrained(source, revision=model.revision)
     except Exception as error:
+        _raise_hub_problem(source, model.revision, field, "path", error)
         raise FailedPrecondition(
             f"no model can be loaded: {_first_line(error)}",
             kind="model_missing",
@@ -173,16 +177,34 @@ def _load_config(model: ModelSpec, field: str) -> Any:
         ) from error
 
 
+def _raise_hub_problem(
+    source: str, revision: str | None, field: str, leaf: str, error: Exception
+) -> None:
+    """Raise `FailedPrecondition` if the hub is what `error` is about. `leaf`: the field of the
+    id."""
+    problem = hub_problem(source, revision, error)
+    if problem is None:
+        return
+    raise FailedPrecondition(
+        problem.message,
+        kind="model_missing" if leaf == "path" else "tokenizer_missing",
+        field=f"{field}.{leaf if problem.field == 'path' else problem.field}",
+        value=source if problem.field == "path" else revision,
+        remedy=problem.remedy,
+    ) from error
+
+
 def _local(source: str, field: str) -> str:
     """`source` with `~` expanded. Raises `FailedPrecondition` for a directory that does not
     exist."""
     if no_directory(source):
         raise FailedPrecondition(
-            "there is no such directory on the rollout worker",
+            "there is no such directory on the rollout worker, nor on a trainer's host",
             kind="model_missing",
             field=field,
             value=source,
-            remedy="Check the path; relative ones start where the services run.",
+            remedy="Check the path, which one host with a trainer must have; relative ones start "
+            "where the services run.",
         )
     path = Path(source).expanduser()
     return str(path) if path.is_dir() else source

@@ -1,6 +1,7 @@
 """Loads the `module:attribute` entrypoints of a job: workflows, tasks, functions, environments.
 
-Modules of users are imported again when one of their files was edited since the last import.
+Modules of users are imported again when one of their files was edited since the last import;
+those that a job ships (shipped.py) never change.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from troupe.outcomes import NotFiniteError, described, finite_number, safe_text, utf8_text
+from troupe.workflow import shipped
 from troupe.workflow.agent import Agents
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.tools import Tools
@@ -86,6 +88,7 @@ def _users_modules() -> Iterator[tuple[str, str]]:
         if (
             path
             and name.partition(".")[0] not in _NOT_RELOADED
+            and not name.startswith(shipped.PREFIX)
             and not any(p in path for p in _INSTALLED)
         ):
             yield name, path
@@ -174,17 +177,20 @@ def add_working_directory() -> None:
 
 
 def load_module(name: str, field: str, value: str) -> Any:
-    """Import a module, again if files of users were edited since the last import.
+    """Import a module, again if files of users were edited since the last import; from the files
+    that the job ships, if they have it.
 
     Raises `EntrypointError` with `field` and `value`.
     """
     forget_edited()
+    code = shipped.current()
+    name_here = code.qualified(name) if code else name
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module(name_here)
         remember_files()
     except BaseException as error:  # code of users
         missing = isinstance(error, ModuleNotFoundError) and (
-            name == error.name or name.startswith(f"{error.name}.")
+            name_here == error.name or name_here.startswith(f"{error.name}.")
         )
         raise EntrypointError(
             f"module '{name}' does not exist here"
@@ -192,7 +198,8 @@ def load_module(name: str, field: str, value: str) -> Any:
             else f"importing '{name}' failed: {described(error)}",
             field=field,
             value=value,
-            remedy="Put the directory that holds it on PYTHONPATH of the services."
+            remedy="Put the directory that holds it on PYTHONPATH of the services, or send it with "
+            "the job (`code.include`)."
             if missing
             else f"Make `python -c 'import {name}'` work where the services run.",
         ) from error

@@ -18,6 +18,7 @@ from services.orchestrator.cluster import delete_states, drop_tables
 from services.orchestrator.context import Shared
 from services.orchestrator.crash_loops import LaunchGuard
 from services.orchestrator.errors import cancel_all
+from services.orchestrator.functions import Catalogue
 from services.orchestrator.jobs.runner import JobRunner
 from services.orchestrator.state.job_store import Superseded, same_submission
 from services.orchestrator.state.records import JobRecord
@@ -31,7 +32,7 @@ from troupe.v1 import orchestrator_pb2 as orch
 _log = structlog.get_logger(__name__)
 _JOB_ID: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}")
 # Other directories of an embedded cluster in the data directory, beside those of jobs.
-_RESERVED: Final = frozenset({"logs", "redis", "transfer"})
+_RESERVED: Final = frozenset({"logs", "models", "redis", "transfer"})
 # Characters of an error's list of problems.
 _LONGEST_LIST: Final = 2000
 # Seconds between pings of a Redis that is away.
@@ -49,12 +50,15 @@ class Jobs:
         shared: Shared,
         guard: LaunchGuard,
         check: Callable[[JobSpec], Awaitable[None]] | None = None,
+        catalogue: Catalogue | None = None,
     ) -> None:
-        """`check` raises for a specification that this cluster cannot run."""
+        """`check` raises for a specification that this cluster cannot run. `catalogue` has the
+        files that jobs ship."""
         self._shared = shared
         self._guard = guard
         self._one_by_one: asyncio.Task[None] | None = None
         self._check = check
+        self._catalogue = catalogue
         self._runners: dict[str, JobRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         # Weak: a lock exists only while it is held or waited for, since there are many job ids.
@@ -98,6 +102,7 @@ class Jobs:
         )
         _check_viewable(record)
         self._check_turns(job_id, spec)
+        await self._hold_code(job_id, spec)
         async with self.lock(job_id):
             if not await self._shared.store.create(record):
                 found = await self._readable_record(job_id)
@@ -134,6 +139,8 @@ class Jobs:
             if spec is not None:
                 _check_viewable(replace(record, spec_json=spec.model_dump_json()))
             changes = [] if spec is None else check_compatible(record, spec)
+            if spec is not None:
+                await self._hold_code(job_id, spec)
             if record.state in _RUNS:
                 if changes:
                     raise FailedPrecondition(
@@ -202,9 +209,15 @@ class Jobs:
             with suppress(NotFound):  # it ended before it had any
                 await drop_tables(self._shared, job_id, purge_log=True)
             await delete_states(self._shared, job_id)
+            if self._catalogue is not None:
+                await self._catalogue.release(job_id)
             await self._shared.store.delete(job_id)
             await self._guard.clear(job_id)
             return record
+
+    async def _hold_code(self, job_id: str, spec: JobSpec) -> None:
+        if self._catalogue is not None:
+            await self._catalogue.hold(job_id, spec.code)
 
     async def _readable_record(self, job_id: str) -> JobRecord:
         """The record of a job. Raises `FailedPrecondition` if it is broken."""

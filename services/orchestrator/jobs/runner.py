@@ -148,6 +148,7 @@ class JobRunner:
         """Takes the job over from the runner before this one."""
         structlog.contextvars.bind_contextvars(job_id=self._job_id)
         self._epoch = epoch = await self._shared.store.adopt(self._job_id)
+        await self._shared.store.forget_resolved(self._job_id)
         self._record = record = await self._shared.store.get(self._job_id)
         self._cancel = self._cancel or record.state == pb.JOB_STATE_CANCELLING
         self._job = JobContext(

@@ -309,6 +309,7 @@ class Engines:
         if colocated := self._job.spec.colocated:
             # The orchestrator before this one may have left them asleep.
             await self._call_wake(worker, colocated, self.prepare_seconds)
+        await self._job.shared.store.note_resolved(self._job.job_id, answer.resolved)
         versions = {policy: ref.version for policy, ref in wanted.items()}
         behind = [ref for ref in self._wanted.values() if versions[ref.policy] != ref.version]
         while behind:

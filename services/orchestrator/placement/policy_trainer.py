@@ -340,6 +340,7 @@ class PolicyTrainer:
         deadline.report(f"loading {self.policy} on {worker}")
         async with worker.while_alive():
             response = await worker.trainer.Bind(request, timeout=limit)
+        await self._job.shared.store.note_resolved(self._job.job_id, response.resolved)
         if known is None:
             entry = await self._job.shared.weight_versions.open(self._job.job_id, response.weights)
             self._weights = entry.weights
@@ -386,6 +387,7 @@ class PolicyTrainer:
             begins = f", step {state.step + 1} begins again" if state.HasField("step") else ""
             await self._job.warn(f"{self.policy} is loaded afresh on {worker}{begins}: {error}")
             return False
+        await self._job.shared.store.note_resolved(self._job.job_id, response.resolved)
         self._lease.count_swap(response.seconds)
         self._lease.mark_bound(response.state_bytes)
         return True

@@ -7,7 +7,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,13 @@ from services.orchestrator.state.records import (
     problem_field,
     timestamp,
 )
-from services.orchestrator.state.redis import INDEX, STATES, JobKeys, RedisAccess
+from services.orchestrator.state.redis import (
+    INDEX,
+    STATES,
+    JobKeys,
+    RedisAccess,
+    StateUnavailable,
+)
 from services.orchestrator.state.weight_versions import entries_of
 from troupe import states
 from troupe.rpc import Aborted, AlreadyExists, FailedPrecondition, NotFound
@@ -54,6 +61,8 @@ class StoredJob:
     record: JobRecord
     versions: Mapping[str, int]
     metrics: Mapping[str, float]
+    # By field; of one field several where workers differ.
+    resolved: Sequence[pb.ResolvedSetting] = ()
 
 
 class JobStore:
@@ -155,22 +164,33 @@ class JobStore:
         the others can be listed."""
         keys = [JobKeys(job_id) for job_id in job_ids]
         replies = await self._redis.call_each(
-            [("HGETALL", key) for one in keys for key in (one.record, one.ledger, one.latest)],
+            [
+                command
+                for one in keys
+                for command in (
+                    *(("HGETALL", key) for key in (one.record, one.ledger, one.latest)),
+                    ("SMEMBERS", one.resolved),
+                )
+            ],
             keep_mistyped=True,
         )
         return [
-            self._view(job_id, *replies[3 * number : 3 * number + 3])
+            self._view(job_id, *replies[4 * number : 4 * number + 4])
             for number, job_id in enumerate(job_ids)
         ]
 
-    def _view(self, job_id: str, record: Any, versions: Any, latest: Any) -> StoredJob:
+    def _view(
+        self, job_id: str, record: Any, versions: Any, latest: Any, resolved: Any
+    ) -> StoredJob:
         read = self._read(job_id, record)
         if read.broken:
             return StoredJob(read, {}, {})
         try:
             entries = entries_of(_mapping(versions))
             versions = {policy: one.weights.version for policy, one in entries.items()}
-            return StoredJob(read, versions, _numbers(_mapping(latest)))
+            settings = [pb.ResolvedSetting.FromString(one) for one in _checked(resolved)]
+            settings.sort(key=lambda one: (one.field, one.value))
+            return StoredJob(read, versions, _numbers(_mapping(latest)), settings)
         except (DecodeError, ValueError) as error:
             return StoredJob(JobRecord.unreadable(job_id, str(error), str(read.directory)), {}, {})
 
@@ -189,6 +209,19 @@ class JobStore:
         # The index last: after a crash the job is still listed and can be deleted again.
         await self._redis.call("ZREM", INDEX, job_id)
         self._log.wake(job_id)
+
+    async def note_resolved(self, job_id: str, settings: Iterable[pb.ResolvedSetting]) -> None:
+        """Notes what a worker made of settings that the job leaves open, for people: not while
+        Redis is away."""
+        members = [one.SerializeToString(deterministic=True) for one in settings]
+        if not members:
+            return
+        with suppress(StateUnavailable):
+            await self._redis.call("SADD", JobKeys(job_id).resolved, *members)
+
+    async def forget_resolved(self, job_id: str) -> None:
+        """Forgets what workers made of the job's settings, which they do anew."""
+        await self._redis.call("DEL", JobKeys(job_id).resolved)
 
     async def note_states(self, job_id: str) -> None:
         """Notes that hosts may hold published weights of the job."""
@@ -386,10 +419,14 @@ def same_submission(found: JobRecord, record: JobRecord) -> None:
 
 def _mapping(found: Any) -> Mapping[bytes, bytes]:
     """Redis' reply as a hash. Raises ValueError if the key is of another type."""
+    answer: Mapping[bytes, bytes] = _checked(found)
+    return answer
+
+
+def _checked(found: Any) -> Any:
     if isinstance(found, Exception):
         raise ValueError(str(found)) from found
-    answer: Mapping[bytes, bytes] = found
-    return answer
+    return found
 
 
 def _numbers(fields: Mapping[bytes, bytes]) -> dict[str, float]:

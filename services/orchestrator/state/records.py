@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -167,11 +167,14 @@ class JobRecord:
         versions: Mapping[str, int],
         metrics: Mapping[str, float],
         activity: str,
+        resolved: Sequence[pb.ResolvedSetting] = (),
     ) -> orch.Job:
         """The job as users see it. If it cannot be shown, a message that says so: one broken record
         must not prevent listing the other jobs."""
         try:
-            return self._message(versions, metrics, activity)
+            job = self._message(versions, metrics, activity)
+            job.resolved.extend(resolved)
+            return job
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"
             job = orch.Job(job_id=self.job_id, state=self.state, directory=str(self.directory))

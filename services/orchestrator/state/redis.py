@@ -52,6 +52,8 @@ class JobKeys:
     """List: measured values, as `MetricsLogged` messages in the order they were logged."""
     latest = KeyName("latest")
     """Hash: newest value of every metric."""
+    resolved = KeyName("resolved")
+    """Set: `ResolvedSetting` messages of its workers."""
     population = KeyName("population")
     """Hash: pools, payoffs, meta-strategies; what the slots have."""
     answers = KeyName("population:answers")
@@ -72,6 +74,7 @@ class JobKeys:
             self.versions,
             self.rows,
             self.latest,
+            self.resolved,
             self.population,
             *self.matches,
             self.answers,

@@ -17,10 +17,11 @@ import structlog
 from services.chassis.telemetry import Telemetry
 from services.reward.call import CallDeadline, CallOutcome, FunctionCall, WorkerSlot
 from services.reward.cgroups import CoreLease
-from services.reward.function import RegisteredFunction, Sources
+from services.reward.function import RegisteredFunction
 from services.reward.host import FunctionHost, LocalHost
 from services.reward.sandboxes.profile import BUBBLEWRAP, PROCESS, find_bubblewrap
 from services.reward.settings import RewardSettings
+from troupe.functions.sources import SourceStore
 from troupe.rpc import NO_RETRY, RetryPolicy, TroupeError, Unavailable, connect
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1 import reward_pb2_grpc
@@ -48,7 +49,7 @@ class HostAgent:
 
     def __init__(self, settings: RewardSettings, host: FunctionHost, offer: pb.HostOffer) -> None:
         self._settings, self._host, self._offer = settings, host, offer
-        self._sources = Sources()
+        self._sources = SourceStore()
         self._functions: dict[str, RegisteredFunction] = {}
         self._runs: dict[str, _HostRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()

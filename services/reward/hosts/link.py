@@ -19,13 +19,14 @@ import structlog
 from services.reward.call import CallOutcome, FunctionCall, WorkerSlot
 from services.reward.cgroups import CoreCount, CoreLease
 from services.reward.dispatch import Dispatcher
-from services.reward.function import RegisteredFunction, Sources
+from services.reward.function import RegisteredFunction
 from services.reward.gpu.manager import MODEL, ModelPlacement
 from services.reward.host import FunctionHost
 from services.reward.queues import CORES, WORKERS
 from services.reward.quota.manager import QUOTA, QuotaManager
 from services.reward.resources import MEMORY, PLENTY, SANDBOX, HostResources, needs_of
 from services.reward.sandboxes.profile import CONTAINER, PROCESS
+from troupe.functions.sources import SourceStore
 from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.scheduling.elastic import Action, Amounts
 from troupe.scheduling.elastic.cells import Model
@@ -72,7 +73,7 @@ class RemoteRun:
 class HostLink:
     """The stream to one host, from its offer until it is lost."""
 
-    def __init__(self, offer: pb.HostOffer, sources: Sources) -> None:
+    def __init__(self, offer: pb.HostOffer, sources: SourceStore) -> None:
         self.offer = offer
         # When the last message came.
         self.last_message = time.monotonic()
@@ -295,7 +296,7 @@ class AttachedHosts:
 
     def __init__(
         self,
-        sources: Sources,
+        sources: SourceStore,
         attach: Callable[[HostLink], None],
         detach: Callable[[str], None],
         *,

@@ -108,6 +108,12 @@ class ServedPolicy:
         return self._language
 
     @property
+    def max_context(self) -> int:
+        """Tokens of prompt and response that every engine serves; 0: unknown."""
+        known = (keeper.engine.max_context for keeper in self._keepers.values())
+        return min(filter(None, known), default=0)
+
+    @property
     def weights(self) -> pb.WeightsRef:
         """The target version: what the engines serve, or are being brought to."""
         return self._target.ref

@@ -20,6 +20,7 @@ from troupe.rpc.errors import Internal, TroupeError, Unavailable
 from troupe.states import TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
+from troupe.workflow.shipped import opened, using
 
 log = structlog.get_logger(__name__)
 
@@ -125,7 +126,8 @@ class Runner:
             job, ticket, step, self._store, running.publish, self._endpoints, running.early_start
         )
         running.task = asyncio.create_task(
-            self._supervise(key, running, trajectory), name=f"trajectory-{ticket.trajectory_id}"
+            self._supervise(key, job, running, trajectory),
+            name=f"trajectory-{ticket.trajectory_id}",
         )
         self._running[key] = running
         job.groups.begin(ticket.query_id)
@@ -133,11 +135,16 @@ class Runner:
         return running
 
     async def _supervise(
-        self, key: tuple[str, str], running: _Running, trajectory: RunningTrajectory
+        self,
+        key: tuple[str, str],
+        job: PreparedJob,
+        running: _Running,
+        trajectory: RunningTrajectory,
     ) -> None:
         try:
             try:
-                await trajectory.run()
+                with using(opened(job.spec.code.sha256) if job.spec.code else None):
+                    await trajectory.run()
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 assert task is not None

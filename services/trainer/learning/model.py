@@ -16,6 +16,7 @@ from troupe.adapters import linear_layers
 from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
 from troupe.checkpoints.verifying import verify
 from troupe.job import JobSpec, PolicySpec, no_directory
+from troupe.job.hub import hub_problem
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.memory import ModelShape
 
@@ -82,7 +83,7 @@ def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
             verify(Path(source.path), ".safetensors")
             model = load_causal_lm(source.path, revision=source.revision, dtype=torch.float32)
         except Exception as error:
-            raise _explain(policy, source.path, error) from error
+            raise _explain(policy, source.path, error, source.revision) from error
     model.eval()  # with dropout every token would be off-policy
     return model
 
@@ -99,7 +100,7 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
     try:
         return AutoConfig.from_pretrained(source.path, revision=source.revision)
     except Exception as error:
-        raise _explain(policy, source.path, error) from error
+        raise _explain(policy, source.path, error, source.revision) from error
 
 
 def with_dtype(policy: str, spec: JobSpec) -> JobSpec:
@@ -292,10 +293,16 @@ def _no_model(policy: str, model_type: str, error: Exception) -> InvalidArgument
     )
 
 
-def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:
+def _explain(
+    policy: str, path: str, error: Exception, revision: str | None = None
+) -> InvalidArgument:
     kind, remedy = "model_not_found", _HUB_REMEDY
+    field, value = "path", path
     message = f"no model could be loaded: {_first_line(error)}"
-    if no_directory(path):
+    if (problem := hub_problem(path, revision, error)) is not None:
+        field, message, remedy = problem.field, problem.message, problem.remedy
+        value = path if field == "path" else str(revision)
+    elif no_directory(path):
         message = "there is no such directory"
     elif isinstance(error, TensorsDoNotFit):
         kind, message = "model_mismatch", f"the checkpoint is not of its model: {error}"
@@ -303,7 +310,7 @@ def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:
     elif not isinstance(error, OSError):
         kind, message = "model_unreadable", f"the model cannot be read: {_first_line(error)}"
     return InvalidArgument(
-        message, kind=kind, field=f"policies.{policy}.model.path", value=path, remedy=remedy
+        message, kind=kind, field=f"policies.{policy}.model.{field}", value=value, remedy=remedy
     )
 
 

@@ -211,6 +211,9 @@ def show(
         console.print(f"{'now':<12} {escape(job.activity)}", highlight=False)
     for policy, version in sorted(job.versions.items()):
         console.print(f"{'policy':<12} {escape(policy)} version {version}", highlight=False)
+    for one in job.resolved:
+        text = f"{one.field} = {one.value} ({one.source})"
+        console.print(f"{'setting':<12} {escape(text)}", highlight=False)
     if job.problem is not None and job.state != JobState.SUCCEEDED:  # the summary has it
         console.print(f"{'problem':<12} {escape(str(job.problem))}", highlight=False)
 
@@ -291,6 +294,8 @@ def job_values(job: Job) -> dict[str, Any]:
             return item.isoformat()
         if isinstance(item, TroupeError):
             return {"kind": item.kind, "message": str(item)}
+        if isinstance(item, tuple):
+            return [dataclasses.asdict(one) for one in item]
         return item
 
     fields = {f.name: value(getattr(job, f.name)) for f in dataclasses.fields(job)}

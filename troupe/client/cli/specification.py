@@ -6,6 +6,7 @@ Also `--set key.path=value`, which changes fields of a job's YAML before it is v
 from __future__ import annotations
 
 import json
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from troupe.client.cli import options
 from troupe.client.cli.sizing import show_sizing
 from troupe.data.tasks import open_tasks
 from troupe.devices import parse_devices
+from troupe.functions.sources import collect
 from troupe.job import JobSpec, JobSpecError, load_job
 from troupe.job.compatibility import advice
 from troupe.job.functions import READY
@@ -185,9 +187,14 @@ def try_imports(job: JobSpec) -> list[str]:
     """Import the workflow, tasks, environment, tools and rewards of `job`; returns their fields.
 
     Modules of the working directory are found, too. Raises `JobSpecError` with every entrypoint
-    that cannot be imported, whatever its import raises.
+    that cannot be imported, whatever its import raises; `InvalidArgument` for files that cannot be
+    sent with the job.
     """
     add_working_directory()
+    if (code := job.code) is not None:
+        root = Path(code.root).expanduser().resolve()
+        collect(root, code.include, code.exclude)
+        sys.path.insert(0, str(root))
     tried: list[str] = []
     problems: list[FieldProblem] = []
     for field, entrypoint in _entrypoints(job):

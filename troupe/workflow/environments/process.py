@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import psutil
 
+from troupe.workflow import shipped
 from troupe.workflow.environments.child import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -55,16 +56,19 @@ class EnvironmentProcess:
 
     async def start(self) -> None:
         """Start the process. Raises `EnvironmentFault` when the system refuses."""
+        code = shipped.current()
         environment = {
             **os.environ,
             **_THREADS,
-            # The child can import whatever this process can.
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            # The child can import whatever this process can, and first what the job ships.
+            "PYTHONPATH": os.pathsep.join(
+                path or os.getcwd() for path in (*([str(code.folder)] if code else []), *sys.path)
+            ),
         }
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
+                # -P: the working directory is not before what is on the path.
+                *(sys.executable, "-P", "-m"),
                 "troupe.workflow.environments.child",
                 str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE,

@@ -1,0 +1,253 @@
+"""Files of users' code that travel between hosts: which of a folder are taken, their hash, and the
+folder in which a process keeps them.
+
+Code travels as paths and contents, known by a SHA-256 over both; it is never pickled. Deployed
+functions and jobs (`code:`) ship it in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from troupe.rpc import DataLoss, InvalidArgument, NotFound
+from troupe.v1 import orchestrator_pb2, reward_pb2
+
+if TYPE_CHECKING:
+    from troupe.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
+
+# Of one source: the files of a function or of a job.
+MAX_FILES: Final = 1000
+MAX_BYTES: Final = 16 * 2**20
+# Of the name of one file or folder, as file systems have it, and of a whole path.
+_NAME_BYTES: Final = 255
+_PATH_BYTES: Final = 1024
+# Packages that every service has, of one release for all.
+_OWN: Final = frozenset({"troupe", "services", "testbed"})
+# Files that an error about a source that is too large names.
+_NAMED: Final = 3
+_READ_SECONDS: Final = 120.0
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """The files below a folder by path, without hidden ones, links and byte code."""
+    for path in sorted(folder.iterdir()):
+        if _ignored(path) or path.is_symlink():
+            continue
+        if path.is_dir():
+            yield from walk(path)
+        elif path.is_file():
+            yield path
+
+
+def collect(
+    root: Path, include: Sequence[str], exclude: Sequence[str] = ()
+) -> list[reward_pb2.SourceFile]:
+    """The files of a job's `code:`: those below `root` that `include` names and `exclude` does not.
+
+    A name of `include` is that of a file, a folder or a pattern (`conf/*.yaml`). Hidden files and
+    byte code are taken only where they are named. Raises `InvalidArgument` with the field at fault:
+    a name without a file, a link that leads out of `root`, too many files, too large ones.
+    """
+    top = root.expanduser().resolve()
+    if not top.is_dir():
+        raise _refused("root", root, "is no folder", "Name the folder that modules are found in.")
+    found: dict[str, Path] = {}
+    for name in include:
+        matches = [top] if name == "." else sorted(top.glob(name))
+        if not matches:
+            remedy = f"Name files, folders or patterns below {top}."
+            raise _refused("include", name, "there is no such file", remedy)
+        for match in matches:
+            for path in _below(match, top, exclude):
+                found[path.relative_to(top).as_posix()] = path
+    if own := sorted(_OWN & {name.partition("/")[0].removesuffix(".py") for name in found}):
+        remedy = "Exclude it: every service has it, of its own release."
+        raise _refused("include", own[0], "is Troupe's own package", remedy)
+    if not found:
+        raise _refused("include", list(include), "names no file", "Include the job's modules.")
+    _check_size({name: path.stat().st_size for name, path in found.items()})
+    return [
+        reward_pb2.SourceFile(path=name, content=path.read_bytes())
+        for name, path in sorted(found.items())
+    ]
+
+
+def _below(path: Path, top: Path, exclude: Sequence[str]) -> Iterator[Path]:
+    """The files at or below `path`. Raises `InvalidArgument` for a link that cannot be followed."""
+    own = PurePosixPath(path.relative_to(top).as_posix())
+    if any(fnmatchcase(str(one), pattern) for one in (own, *own.parents) for pattern in exclude):
+        return
+    outside = not path.resolve().is_relative_to(top)
+    # Links between folders may form circles.
+    if outside or (path.is_symlink() and path.is_dir()):
+        bad = "leads out of the folder" if outside else "is a link to a folder"
+        remedy = "Exclude it, or put what it leads to in its place."
+        raise _refused("include", str(own), bad, remedy)
+    if path.is_dir():
+        for one in sorted(path.iterdir()):
+            if not _ignored(one):
+                yield from _below(one, top, exclude)
+    elif path.is_file():
+        yield path
+
+
+def _ignored(path: Path) -> bool:
+    return path.name.startswith(".") or path.name == "__pycache__"
+
+
+def _check_size(sizes: Mapping[str, int]) -> None:
+    total = sum(sizes.values())
+    if len(sizes) <= MAX_FILES and total <= MAX_BYTES:
+        return
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:_NAMED]
+    named = ", ".join(f"{name} ({sizes[name]:,} bytes)" for name in largest)
+    raise _refused(
+        "include",
+        f"{len(sizes):,} files of {total:,} bytes",
+        f"is more than {MAX_FILES:,} files or {MAX_BYTES:,} bytes; the largest are {named}",
+        "Exclude what is no code: data belong where every host finds them, or into a package.",
+    )
+
+
+def _refused(field: str, value: object, message: str, remedy: str) -> InvalidArgument:
+    return InvalidArgument(message, field=f"code.{field}", value=value, remedy=remedy)
+
+
+class SourceStore:
+    """Sources by hash: a private folder with one folder for each, never changed."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        """`root` is made when it is needed; by default a temporary one, removed by `close`."""
+        self._root = root
+        self._own = root is None
+
+    def put(self, files: Sequence[reward_pb2.SourceFile]) -> str:
+        """Keep `files`; returns their hash. Raises `InvalidArgument`."""
+        check_files(files)
+        name = digest(files)
+        target = self._folder() / name
+        if not target.is_dir():
+            draft = target.with_name(f".{name}.{secrets.token_hex(4)}")
+            try:
+                for file in files:
+                    path = draft / file.path
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(file.content)
+                # The folder around it is private; a sandbox, of another user, is shown this one.
+                for path in (draft, *draft.rglob("*")):
+                    path.chmod(0o755 if path.is_dir() else 0o644)
+                draft.rename(target)
+            except OSError:
+                if not target.is_dir():  # else another upload of it was quicker
+                    raise
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        return name
+
+    def find(self, sha256: str) -> Path:
+        """The folder of a source. Raises `NotFound` (kind "source_not_found")."""
+        path = self._folder() / sha256
+        if not path.is_dir():
+            raise NotFound(
+                "no such source was uploaded here",
+                kind="source_not_found",
+                field="function.source_sha256",
+                value=sha256,
+                remedy="Upload it (again: this service forgets sources in a restart).",
+            )
+        return path
+
+    def files(self, sha256: str) -> list[reward_pb2.SourceFile]:
+        """The files of a source, to be sent to other hosts. Raises `NotFound`."""
+        root = self.find(sha256)
+        return [
+            reward_pb2.SourceFile(path=path.relative_to(root).as_posix(), content=path.read_bytes())
+            for path in sorted(root.rglob("*"))
+            if path.is_file() and "__pycache__" not in path.parts
+        ]
+
+    async def fetch(self, sha256: str, orchestrator: OrchestratorAsyncStub) -> Path:
+        """The folder of a job's source, which is read from the orchestrator if it is not here.
+
+        Raises `NotFound` for one that it does not have, `DataLoss` for one that arrives damaged.
+        """
+        with suppress(NotFound):
+            return self.find(sha256)
+        request = orchestrator_pb2.ReadCodeRequest(sha256=sha256)
+        files = (await orchestrator.ReadCode(request, timeout=_READ_SECONDS)).files
+        if await asyncio.to_thread(digest, files) != sha256:
+            raise DataLoss(
+                "the files of the job's code are not those that were submitted",
+                field="code.sha256",
+                value=sha256,
+                remedy="Submit the job again.",
+            )
+        await asyncio.to_thread(self.put, files)
+        return self.find(sha256)
+
+    def close(self) -> None:
+        """Remove the temporary folder."""
+        if self._own and self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+            self._root = None
+
+    def _folder(self) -> Path:
+        if self._root is None:
+            self._root = Path(tempfile.mkdtemp(prefix="troupe-sources-"))
+        self._root.mkdir(parents=True, exist_ok=True)
+        return self._root
+
+
+def digest(files: Sequence[reward_pb2.SourceFile]) -> str:
+    """SHA-256 over path and content of each file by path; each preceded by its length (8 bytes)."""
+    sha = hashlib.sha256()
+    for file in sorted(files, key=lambda file: file.path):
+        for part in (file.path.encode(), file.content):
+            sha.update(len(part).to_bytes(8, "big"))
+            sha.update(part)
+    return sha.hexdigest()
+
+
+def check_files(files: Sequence[reward_pb2.SourceFile]) -> None:
+    """Raise `InvalidArgument` for files that cannot be kept below one folder, or are too many."""
+
+    def refuse(value: object, message: str, remedy: str) -> None:
+        raise InvalidArgument(message, field="files", value=value, remedy=remedy)
+
+    if not files:
+        refuse(0, "there is no file", "Upload at least the module of the entrypoint.")
+    if len(files) > MAX_FILES:
+        refuse(len(files), f"more than {MAX_FILES:,} files", "Install what is large as a package.")
+    size = sum(len(file.content) for file in files)
+    if size > MAX_BYTES:
+        refuse(
+            f"{size:,} bytes",
+            f"more than {MAX_BYTES:,} bytes",
+            "Upload code only; install what is large as a package, or mount it.",
+        )
+    seen: set[str] = set()
+    for file in files:
+        path = PurePosixPath(file.path)
+        parts = file.path.split("/")
+        if path.is_absolute() or not set(parts).isdisjoint({"", ".", ".."}) or "\0" in file.path:
+            refuse(file.path, "leads out of the folder, or to no file", 'Name it like "a/b.py".')
+        longest = max(len(part.encode()) for part in parts)
+        if longest > _NAME_BYTES or len(file.path.encode()) > _PATH_BYTES:
+            refuse(file.path[:80], "is too long a path", "Give files and folders shorter names.")
+        if "__pycache__" in parts:
+            refuse(file.path, "is what an interpreter made", "Upload the module itself.")
+        if file.path in seen:
+            refuse(file.path, "is there twice", "Name every file once.")
+        seen.add(file.path)
+    for file in files:
+        if any(str(parent) in seen for parent in PurePosixPath(file.path).parents):
+            refuse(file.path, "is inside a file", "A path is a file or a folder.")
