@@ -21,6 +21,27 @@ _SEPARATORS: Final = re.compile(r"[; \n\t\r]*")
 ThinkTags = tuple[tuple[str, str], ...]
 """Pairs of opening and closing tags of thoughts."""
 THINK_TAGS: Final[ThinkTags] = (("<think>", "</think>"),)
+# Arguments of `apply_chat_template` that users cannot set.
+RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "max_length",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 """Think tags of most model families."""
 
 
@@ -161,7 +182,7 @@ class _Reader:
         words = [tag for pair in tags for tag in pair]
         if syntax is not None:
             words += [tag for tag in (syntax.opening, syntax.closing) if tag]
-        self._tags = list(re.finditer("|".join(map(re.escape, words)), text))
+        self._tags = list(re.finditer("|".join(map(re.escape, words)), text)) if words else []
         self._attempts = self._plan_attempts()
         # Without an opening tag calls may begin wherever content begins.
         self._untagged = syntax is not None and not syntax.opening

@@ -1,4 +1,4 @@
-"""What a model's `path` can mean."""
+"""What the section of a model can say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from troupe.job import no_directory
+from troupe.job import ModelSpec, no_directory
 
 
 @pytest.mark.parametrize("source", ["/no/such", "./no_such", "~/no_such_troupe", "a/b/c"])
@@ -24,3 +24,10 @@ def test_a_file_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     Path("model.safetensors").touch()
     assert no_directory("model.safetensors")
+
+
+def test_arguments_that_are_troupes_own_are_not_a_models() -> None:
+    given = {"path": "Qwen/Qwen3-0.6B", "chat_template_kwargs": {"enable_thinking": False}}
+    assert ModelSpec.model_validate(given).chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(ValueError, match="cannot set `tools`"):
+        ModelSpec.model_validate({**given, "chat_template_kwargs": {"tools": []}})

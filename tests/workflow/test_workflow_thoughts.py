@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.workflow.stage import CHATML, THINKING, Script, make_agents, make_chat
 from troupe.workflow import InvalidMessagesError
 from troupe.workflow.conversation import ChatTokenizer
-from troupe.workflow.messages import parse_messages
+from troupe.workflow.messages import PARSERS, parse_messages, parser_of
 
 TOOLED = "{% if tools %}{{ tools | tojson }}{% endif %}" + THINKING
 # As the templates of Qwen3-Thinking and R1: the prompt opens the thought.
@@ -72,6 +73,34 @@ async def test_a_client_may_drop_thoughts_or_send_them_back(held: dict[str, Any]
     known = (*reply.prompt_ids, *reply.token_ids)
     assert prompt[: len(known)] == known
     assert not any(turn.prefix_broken for turn in agents.begun)
+
+
+async def test_a_job_sets_arguments_of_the_template_and_the_tags_of_thoughts() -> None:
+    chat = make_chat(SWITCHED)
+    script = saying(chat, "<think>hm</think>No.")
+    agents = make_agents(script, chat)
+    solver = agents["solver"]
+    solver.role = replace(
+        solver.role,
+        parser=parser_of("hermes", "none"),
+        template_options={"enable_thinking": False},
+    )
+    reply = await solver.chat("Well?")
+    assert (reply.content, reply.reasoning_content) == ("<think>hm</think>No.", "")
+    switched = chat.encode("<think>\n\n</think>\n\n")
+    assert script.asked[-1][1][-len(switched) :] == tuple(switched)
+    # A call may differ.
+    await solver.chat("Well?", chat_template_kwargs={"enable_thinking": True})
+    assert script.asked[-1][1][-len(switched) :] != tuple(switched)
+
+
+@pytest.mark.parametrize("tool_parser", sorted(PARSERS))
+def test_without_tags_all_is_content(tool_parser: str) -> None:
+    text = "<think>hm</think>[THINK]so[/THINK]No."
+    parse = parser_of(tool_parser, "none")
+    assert parse(text).content == text
+    assert parse(text, ADD).content == text
+    assert not parse.opens_thought("<think>\n")
 
 
 async def test_a_thought_that_the_prompt_opens_needs_no_tag_and_may_never_end() -> None:

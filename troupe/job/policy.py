@@ -27,6 +27,7 @@ from troupe.job.section import (
     expand_home,
 )
 from troupe.job.sections import PoolSpec
+from troupe.model_output import RESERVED_TEMPLATE_ARGUMENTS
 from troupe.scheduling.defaults import CPU, floating_type
 
 
@@ -120,8 +121,23 @@ class ModelSpec(Section):
     Qwen2.5, Qwen3); `qwen_coder`: `<function=...>` between them; `llama`: JSON alone (Llama 3.1);
     `mistral`: a list behind `[TOOL_CALLS]`."""
 
-    _json = field_validator("config")(check_json)
+    reasoning_parser: Literal["think", "mistral", "none"] | None = None
+    """Tags of the model's thoughts, which are no part of a reply's content. `think`: `<think>` and
+    `</think>`; `mistral`: also `[THINK]` and `[/THINK]`; `none`: tags are text. Default: `mistral`
+    with that `tool_parser`, else `think`."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments of the chat template in every prompt, such as `{enable_thinking: false}` (Qwen3).
+    A workflow's call and a request of the endpoint may set them otherwise."""
+
+    _json = field_validator("config", "chat_template_kwargs")(check_json)
     _home = field_validator("path", "tokenizer")(expand_home)
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if reserved := sorted(RESERVED_TEMPLATE_ARGUMENTS & given.keys()):
+            raise ValueError(f"cannot set `{reserved[0]}`, which Troupe sets itself; leave it out")
+        return given
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

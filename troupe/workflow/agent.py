@@ -10,7 +10,7 @@ import asyncio
 import struct
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import index as as_int
 from typing import Any, Final, Literal, overload
 
@@ -43,6 +43,7 @@ from troupe.workflow.messages import (
     Message,
     Rendering,
     Reply,
+    ReplyParser,
     ToolCall,
     call_ids,
     parse_messages,
@@ -62,8 +63,10 @@ class Role:
     tokenizer: ChatTokenizer
     sampling: Sampling
     system_prompt: str | None = None
-    tool_parser: str = "hermes"
-    """Syntax in which the model writes tool calls: a name in `messages.PARSERS`."""
+    parser: ReplyParser = PARSERS["hermes"]
+    """Syntax in which the model writes tool calls and thoughts."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template that a call does not set otherwise."""
     endpoint: EndpointOptions = ENDPOINT_OPTIONS
     """Defaults of `Agent.endpoint`."""
 
@@ -414,7 +417,8 @@ class Agent:
     ) -> tuple[_Reading, PromptIds]:
         parsed = parse_messages(messages, self.role.system_prompt)
         offered = parse_tools(tools)
-        rendering = Rendering(offered.text, parse_template_options(chat_template_kwargs))
+        options = parse_template_options(chat_template_kwargs, self.role.template_options)
+        rendering = Rendering(offered.text, options)
         if tool_choice not in ("auto", "none"):
             raise InvalidMessagesError(
                 f"tool_choice cannot be {shown(tool_choice)}",
@@ -652,7 +656,7 @@ def _parse(
     text = utf8_text(text)
     if reading is None:
         return _ParsedTurn(generation, stopped, text, text)
-    parse = PARSERS[role.tool_parser]
+    parse = role.parser
     thinking = parse.opens_thought(tokenizer.transcript(turn.prompt_ids[-_LAST_IDS:]))
     ids = generation.token_ids[: len(generation.token_ids) - stopped]
     # Tags may be special tokens, which `text` lacks; without such tags `text` is parsed.

@@ -18,6 +18,7 @@ from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.workflow.agent import Role
 from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.messages import parser_of
 
 # transformers replaces its own module while it is imported: an import from another thread at that
 # time gets an empty module. Two jobs may be prepared at once.
@@ -104,7 +105,7 @@ def role_of(
     agent = spec.agents[name]
     policy = policy or agent.policy
     language = languages[policy]
-    sampling = agent.sampling
+    sampling, model = agent.sampling, spec.policies[policy].language_model
     return Role(
         name=name,
         policy=policy,
@@ -117,7 +118,8 @@ def role_of(
             stop_token_ids=stop_ids(sampling.stop, language, f"agents.{name}.sampling.stop"),
         ),
         system_prompt=agent.system_prompt,
-        tool_parser=spec.policies[policy].language_model.tool_parser,
+        parser=parser_of(model.tool_parser, model.reasoning_parser),
+        template_options=model.chat_template_kwargs,
         endpoint=EndpointOptions(agent.endpoint.lenient, agent.endpoint.sampling),
     )
 

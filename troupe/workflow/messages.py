@@ -12,11 +12,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import xxhash
 
 from troupe.model_output import (
+    RESERVED_TEMPLATE_ARGUMENTS,
     THINK_TAGS,
     Call,
     CallSyntax,
@@ -167,13 +170,27 @@ def _mistral(tools: Offered) -> CallSyntax:
     return CallSyntax("[TOOL_CALLS]", "", read)
 
 
+_REASONING: Final[Mapping[str, ThinkTags]] = {
+    "think": THINK_TAGS,
+    "mistral": (*THINK_TAGS, ("[THINK]", "[/THINK]")),
+    "none": (),
+}
 PARSERS: Final[Mapping[str, ReplyParser]] = {
     "hermes": ReplyParser(_hermes),
     "qwen_coder": ReplyParser(_qwen_coder),
     "llama": ReplyParser(_llama),
-    "mistral": ReplyParser(_mistral, (*THINK_TAGS, ("[THINK]", "[/THINK]"))),
+    "mistral": ReplyParser(_mistral, _REASONING["mistral"]),
 }
 """By name, as in `policies.X.model.tool_parser` of a job."""
+
+
+@cache
+def parser_of(tool_parser: str, reasoning_parser: str | None) -> ReplyParser:
+    """The parser of a model, by the names in its section of the job."""
+    parser = PARSERS[tool_parser]
+    if reasoning_parser is None:
+        return parser
+    return parser._replace(think_tags=_REASONING[reasoning_parser])
 
 
 def _one(given: Any, arguments: str) -> Call | None:
@@ -357,33 +374,14 @@ class ToolSet:
     text: str = ""
 
 
-# Arguments of `apply_chat_template` that users cannot set.
-_RESERVED: Final = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "messages",
-        "max_length",
-        "padding",
-        "processor_kwargs",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-
-
-def parse_template_options(given: Mapping[str, Any] | None) -> str:
-    """Check `chat_template_kwargs`; returns them as JSON. Raises `InvalidMessagesError`."""
-    if not given:
+def parse_template_options(
+    given: Mapping[str, Any] | None, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """Check `chat_template_kwargs`; returns them, with `defaults` where they are silent, as JSON.
+    Raises `InvalidMessagesError`."""
+    if not given and not defaults:
         return ""
+    given = {} if given is None else given
     field = "chat_template_kwargs"
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidMessagesError(
@@ -392,7 +390,7 @@ def parse_template_options(given: Mapping[str, Any] | None) -> str:
             value=given,
             remedy='Pass what the template knows, for example {"enable_thinking": False}.',
         )
-    if reserved := sorted(_RESERVED & given.keys()):
+    if reserved := sorted(RESERVED_TEMPLATE_ARGUMENTS & given.keys()):
         raise InvalidMessagesError(
             f"{field} cannot set {reserved[0]}",
             field=f"{field}.{reserved[0]}",
@@ -400,7 +398,8 @@ def parse_template_options(given: Mapping[str, Any] | None) -> str:
             remedy="Leave it out: it is Troupe that renders the conversation.",
         )
     try:
-        return json_text({name: given[name] for name in sorted(given)})
+        merged = {**defaults, **given}
+        return json_text({name: merged[name] for name in sorted(merged)})
     except NotJsonError as error:
         raise InvalidMessagesError(
             f"{field} are not JSON: {error}", field=field, remedy="Pass JSON values only."

@@ -29,6 +29,7 @@ from troupe.workflow.loading import (
     load_module,
     load_workflow,
 )
+from troupe.workflow.messages import parser_of
 from troupe.workflow.samples import GroupBy
 from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
 
@@ -149,7 +150,7 @@ def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
     language = languages[agent.policy]
     if not isinstance(language, _Bytes):
         return role_of(spec, name, languages)
-    given = agent.sampling
+    given, model = agent.sampling, spec.policies[agent.policy].language_model
     sampling = Sampling(
         temperature=given.temperature,
         max_new_tokens=given.max_new_tokens,
@@ -163,7 +164,8 @@ def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
         language.chat,
         sampling,
         agent.system_prompt,
-        spec.policies[agent.policy].language_model.tool_parser,
+        parser_of(model.tool_parser, model.reasoning_parser),
+        model.chat_template_kwargs,
         EndpointOptions(agent.endpoint.lenient, agent.endpoint.sampling),
     )
 
