@@ -52,3 +52,25 @@ def test_everything_that_cannot_be_imported_is_a_line(run: Run, job_yaml: str) -
     assert "does not exist here" in told["tools.score.entrypoint"]
     assert "cannot be called" in told["rewards.fair.entrypoint"]
     assert len(told) == 4
+
+
+def test_data_sets_are_read_and_what_is_dropped_is_noted(
+    run: Run, job_yaml: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    Path("rows.jsonl").write_text('{"q": "a"}\n{"q": ""}\n{"q": "b"}\n{"q": "a"}\n')
+    path = job(job_yaml, team="async def solve(query, agents, tools): ...")
+    text = path.read_text().replace('{source: "imported_tasks:Tasks"}', "{dataset: rows.jsonl}")
+    path.write_text(text)
+    status, out, err = run(
+        *("job", "validate", str(path), "--imports", "--set", "tasks.held_out=0.5"),
+        *("--set", "evaluations.own={tasks: {dataset: rows.jsonl, columns: {question: q}}}"),
+    )
+    assert (status, err) == (0, "")
+    assert (
+        "note: rows.jsonl: 2 of 4 rows, dropped: 1 empty (row 1); 1 duplicates (row 3); 1 of" in out
+    )
+    assert "note: rows.jsonl: 2 of 4 rows, dropped: 1 empty (row 1); 1 duplicates (row 3)\n" in out
+    status, _, err = run("job", "validate", str(path), "--imports", "--set", "tasks.dataset=no.csv")
+    assert status == 2
+    assert err.startswith("error: tasks.dataset = no.csv: there is no such file or folder")

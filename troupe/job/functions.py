@@ -174,6 +174,17 @@ class TestsArguments(ReadyArguments):
     """Time limit of a run."""
 
 
+class PuzzleArguments(ReadyArguments):
+    """`reasoning_gym`: what the scorer of the query's puzzle says, for tasks of
+    `troupe.data.reasoning_gym`."""
+
+    reply_pattern: str = ""
+    """Regular expression that cuts the answer out of the reply: its first group, where it matches
+    last. Default: all of it."""
+
+    _patterns = field_validator("reply_pattern")(check_pattern)
+
+
 class JudgeArguments(Section):
     """`judge`: a score from a judging model at any endpoint that speaks OpenAI's API."""
 
@@ -221,6 +232,7 @@ READY: Final[Mapping[str, tuple[str, type[Section]]]] = {
     "format": (f"{_LIBRARY}.answers:tags", TagsArguments),
     "length": (f"{_LIBRARY}.answers:length", LengthArguments),
     "tests": (f"{_LIBRARY}.answers:passes_tests", TestsArguments),
+    "reasoning_gym": (f"{_LIBRARY}.answers:solves_puzzle", PuzzleArguments),
     "judge": (f"{_LIBRARY}.judge:judge", JudgeArguments),
 }
 """Rewards that are ready to use by name: entrypoint, and the section of their arguments."""
@@ -236,7 +248,17 @@ class FunctionSpec(Section):
     """`package.module:attribute`, importable where the reward service runs. This, `function` or
     `ready`."""
     ready: (
-        Literal["math", "exact", "regex", "json_schema", "format", "length", "tests", "judge"]
+        Literal[
+            "math",
+            "exact",
+            "regex",
+            "json_schema",
+            "format",
+            "length",
+            "tests",
+            "reasoning_gym",
+            "judge",
+        ]
         | None
     ) = None
     """A reward that is ready to use (docs/rewards.md); `arguments` are its own, below."""

@@ -349,7 +349,7 @@ def evaluate(
     """
     given = sets or []
     names = [one for one in given if "=" not in one]
-    source, checkpoints = _found(target, version, data_directory(data_dir))
+    source, checkpoints = found_checkpoints(target, version, data_directory(data_dir))
     raw = apply_assignments(load_text(source), [one for one in given if "=" in one], str(source))
     settings = options.cluster_settings(
         data_dir=data_dir,
@@ -426,7 +426,9 @@ def only_evaluated(
     }
 
 
-def _found(target: str, version: int | None, data_dir: Path) -> tuple[Path, dict[str, Path]]:
+def found_checkpoints(
+    target: str, version: int | None, data_dir: Path
+) -> tuple[Path, dict[str, Path]]:
     """The file of the job, and checkpoints by policy. Raises `InvalidArgument` and `NotFound`."""
     path = Path(target).expanduser()
     if path.is_file():

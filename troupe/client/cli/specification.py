@@ -217,12 +217,15 @@ def read_data(job: JobSpec) -> list[str]:
 
     Raises `JobSpecError` for one that cannot be read as the job says.
     """
-    tasks = job.tasks
-    if tasks is None or not tasks.dataset:
-        return []
+    sets = {f"evaluations.{name}.tasks": one.tasks for name, one in job.evaluations.items()}
+    wanted = [
+        (field, tasks)
+        for field, tasks in {"tasks": job.tasks, **sets}.items()
+        if tasks is not None and tasks.dataset
+    ]
     count_tokens = None
     try:
-        if tasks.max_tokens:
+        if any(tasks.max_tokens for _, tasks in wanted):
             from troupe.workflow.languages import load_language, token_counter
 
             count_tokens = token_counter(
@@ -232,12 +235,17 @@ def read_data(job: JobSpec) -> list[str]:
                     for name, policy in job.policies.items()
                 },
             )
-        splits = ("train", "held_out") if job.evaluation.queries else ("train",)
-        return [
-            note
-            for split in splits
-            for note in open_tasks(tasks, split, job.seed, count_tokens=count_tokens).notes
-        ]
+        notes = []
+        for field, tasks in wanted:
+            own = field == "tasks"
+            splits = ["train"] if own else ["held_out"]
+            if own and tasks.held_out is not None:
+                splits.append("held_out")
+            for split in splits:
+                notes += open_tasks(
+                    tasks, split, job.seed, field=field, count_tokens=count_tokens, whole=not own
+                ).notes
+        return notes
     except (WorkflowError, TroupeError) as error:
         problem = FieldProblem(
             error.field or "tasks", error.value or "", error.message, error.remedy or ""

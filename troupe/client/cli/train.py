@@ -194,7 +194,7 @@ def evaluation_of(event: MetricsLogged) -> dict[str, float]:
     """Held-out scores among the metrics: the team's and each agent's, pass@k and maj@k, by name;
     those of a named evaluation as `<evaluation>/<name>`."""
     scores: dict[str, float] = {}
-    for metric, value in event.values.items():
+    for metric, value in sorted(event.values.items()):
         if metric.startswith(EVALUATIONS):
             label, _, name = metric.removeprefix(EVALUATIONS).partition("/")
             label += "/"

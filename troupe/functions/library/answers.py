@@ -170,6 +170,26 @@ def passes_tests(
     return rewarded(float(report["exit_code"] == 0 and ran > 0), agent, weight)
 
 
+@reward(timeout_seconds=30, memory_mib=1024)
+def solves_puzzle(
+    query: dict[str, Any],
+    turns: list[dict[str, Any]],
+    rewards: dict[str, float],
+    *,
+    reply_pattern: str = "",
+    agent: str = "",
+    weight: float = 1.0,
+) -> float | dict[str, float]:
+    """What the scorer of the query's puzzle gives the reply (`troupe.data.reasoning_gym`): 1 for
+    the right answer, and as much as it sees fit for others."""
+    import reasoning_gym
+
+    answer = cut(spoken(turns, agent), reply_pattern)
+    score = reasoning_gym.get_score_answer_fn(data_of(query, "dataset"))
+    given = None if answer is None else answer.strip()
+    return rewarded(float(score(given, data_of(query, "entry"))), agent, weight)
+
+
 def last_of(turns: Sequence[dict[str, Any]], agent: str) -> str:
     """The last reply of `agent`, or of all agents; empty if there is none."""
     said = (turn["response"] for turn in reversed(turns) if agent in ("", turn["agent"]))

@@ -1,0 +1,86 @@
+"""`troupe evaluate`: what it takes for a job, and which evaluations and models it submits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.client.conftest import JOB_YAML, Run
+from troupe.checkpoints.verifying import Lineage
+from troupe.client.cli.jobs import found_checkpoints, only_evaluated
+from troupe.job.loading import job_of
+from troupe.rpc.errors import InvalidArgument, NotFound
+
+SETS = {"gsm8k": {"queries": 4, "samples": 2}, "aime": {"queries": 2}}
+
+
+@pytest.fixture
+def raw() -> dict[str, Any]:
+    return {**yaml.safe_load(JOB_YAML), "evaluations": SETS, "evaluation": {"queries": 3}}
+
+
+@pytest.fixture
+def job(tmp_path: Path, raw: dict[str, Any]) -> Path:
+    """The directory of a job with checkpoints: of the solver 2, 5 and (the best) 3."""
+    directory = tmp_path / "data" / "old"
+    for folder, policy, version in (
+        ("checkpoints", "solver", 2),
+        ("checkpoints", "solver", 5),
+        ("best", "solver", 3),
+        ("checkpoints", "checker", 5),
+    ):
+        place = directory / folder / policy / f"v{version}"
+        place.mkdir(parents=True)
+        Lineage("old", "team", policy, version, version, "", "").write(place)
+    # As services write it, all defaults filled in.
+    text = yaml.safe_dump(job_of(raw).model_dump(mode="json"), sort_keys=False)
+    (directory / "job.yaml").write_text(text)
+    return directory
+
+
+def test_a_job_is_its_newest_checkpoints_or_those_of_a_version(job: Path) -> None:
+    source, found = found_checkpoints("old", None, job.parent)
+    assert source == job / "job.yaml"
+    assert {p: path.name for p, path in found.items()} == {"solver": "v5", "checker": "v5"}
+    _, found = found_checkpoints(str(job), 3, job.parent)
+    assert found == {"solver": job / "best" / "solver" / "v3"}
+    best = job / "best" / "solver" / "v3"
+    assert found_checkpoints(str(best), None, job.parent) == (job / "job.yaml", {"solver": best})
+    with pytest.raises(NotFound, match="solver@2"):
+        found_checkpoints("old", 9, job.parent)
+
+
+def test_what_is_neither_job_nor_checkpoint_is_refused(job: Path, tmp_path: Path) -> None:
+    assert found_checkpoints(str(job / "job.yaml"), None, tmp_path) == (job / "job.yaml", {})
+    with pytest.raises(InvalidArgument, match="neither a job file"):
+        found_checkpoints("nowhere", None, job.parent)
+
+
+def test_it_submits_a_job_without_steps(job: Path, raw: dict[str, Any]) -> None:
+    written = yaml.safe_load((job / "job.yaml").read_text())
+    for given in (raw, written):
+        spec = job_of(only_evaluated(given, ["gsm8k"], {"solver": job / "v5"}))
+        assert spec.pipeline.steps == 0
+        assert list(spec.evaluation_sets) == ["gsm8k"]
+        assert spec.policies["solver"].language_model.path == str(job / "v5")
+        assert spec.policies["checker"].language_model.path == "/models/checker"
+        every = job_of(only_evaluated(given, [], {}))
+        assert list(every.evaluation_sets) == ["", "gsm8k", "aime"]
+        assert list(job_of(only_evaluated(given, ["evaluation"], {})).evaluation_sets) == [""]
+
+
+def test_an_unknown_evaluation_is_named(run: Run, job: Path) -> None:
+    status, _, err = run("evaluate", str(job / "job.yaml"), "--set", "math500")
+    assert status == 2
+    assert "'math500'" in err or "math500" in err
+    assert "It has: evaluation, gsm8k, aime" in err
+
+
+def test_a_job_without_evaluations_has_nothing_to_do(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB_YAML)
+    status, _, err = run("evaluate", str(path))
+    assert (status, "the job has no evaluation" in err) == (2, True)

@@ -1,0 +1,94 @@
+"""Tasks of reasoning_gym by name: procedural puzzles, each with a scorer of its own.
+
+tasks:
+  source: troupe.data.reasoning_gym:PuzzleTasks
+  args: {sets: {spell_backward: {min_word_len: 4}, leg_counting: {weight: 2}}}
+rewards:
+  right: {ready: reasoning_gym}
+
+Needs `pip install reasoning-gym` where rollout workers and the reward service run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from typing import Any, Final
+
+from troupe.workflow.errors import EntrypointError
+
+# Of 256 digests of questions: those of the held-out ones.
+_HELD_OUT: Final = 32
+_HELD_OUT_SEED: Final = 12345
+# How often a question is drawn anew that belongs to the other split.
+_DRAWS: Final = 1000
+_SIZE: Final = 2**31
+
+
+class PuzzleTasks:
+    """Puzzles of one split; puzzle i is drawn from (split, seed, i) alone.
+
+    Each is {"question", "answer", "dataset", "entry"}; `entry` is what the scorer takes.
+    Seeds may well draw the same question, so a hash of the question decides its split: none is in
+    both.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        sets: Mapping[str, Mapping[str, Any]],
+        seed: int = 0,
+        size: int = 1_000_000,
+    ) -> None:
+        """`sets`: by the name of a data set of reasoning_gym its configuration, with `weight` (1):
+        how often it is drawn. Raises `EntrypointError` for an unknown name or configuration."""
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        self._split = split
+        self._seed = _HELD_OUT_SEED if split == "held_out" else seed
+        self._size = size
+        self._names = list(sets)
+        self._weights = [float((config or {}).get("weight", 1)) for config in sets.values()]
+        self._sets = {}
+        for name, config in sets.items():
+            own = {key: value for key, value in (config or {}).items() if key != "weight"}
+            if name not in DATASETS:
+                close = difflib.get_close_matches(name, DATASETS)
+                raise _refused(name, f"there is none of {len(DATASETS)}", ", ".join(close))
+            try:
+                self._sets[name] = reasoning_gym.create_dataset(name, seed=0, size=_SIZE, **own)
+            except (TypeError, AssertionError, ValueError) as error:
+                raise _refused(name, f"{error}", "its configuration") from error
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        draw = random.Random(f"{self._seed}:{self._split}:{index}")
+        (name,) = draw.choices(self._names, self._weights)
+        for _ in range(_DRAWS):
+            entry = self._sets[name][draw.randrange(_SIZE)]
+            digest = hashlib.sha256(entry["question"].lower().encode()).digest()[0]
+            if (digest < _HELD_OUT) == (self._split == "held_out"):
+                # Scorers are called elsewhere, with JSON.
+                entry = json.loads(json.dumps(entry, default=str))
+                return {
+                    "question": entry["question"],
+                    "answer": entry["answer"],
+                    "dataset": name,
+                    "entry": entry,
+                }
+        raise LookupError(f"{name} has no question of the split {self._split}: too few of them")
+
+
+def _refused(name: str, why: str, hint: str) -> EntrypointError:
+    return EntrypointError(
+        f"{name}: {why}",
+        field="tasks.args.sets",
+        value=name,
+        remedy=f"Look at {hint}." if hint else "Name data sets of reasoning_gym.",
+    )
