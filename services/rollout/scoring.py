@@ -1,4 +1,4 @@
-"""Log-probs of given continuations: the Score call."""
+"""Log-probs of given continuations: the Score call, and teachers of a distillation."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from services.rollout.engines.requests import Scored, ScoreRequest
 from services.rollout.prepared_job import PreparedJob
 from services.rollout.serving.policy import ServedPolicy
+from troupe.job.algorithm import TEACHER_COLUMN
 from troupe.rpc.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
     Unavailable,
 )
+from troupe.tensors import from_proto, to_proto
 from troupe.v1 import common_pb2 as common
+from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.conversation import ChatTokenizer
@@ -106,6 +111,43 @@ async def _score(
         value=f"{seconds:g}",
         remedy="Allow more time per turn, ask for fewer at once, or add engine replicas.",
     )
+
+
+async def add_teacher_logprobs(job: PreparedJob, samples: Sequence[store_pb.Sample]) -> None:
+    """Add the column of teachers' log-probs to samples of agents that learn from one by its
+    engines (`distillation.divergence: sampled`), at the temperature that the samples were drawn at.
+
+    Raises `WorkflowError` of kind "teacher" for engines that cannot score, and what `_score` raises
+    that may pass.
+    """
+    spec = job.spec.algorithm.distillation
+    if spec is None or spec.divergence != "sampled":
+        return
+    asked: dict[tuple[str, float], list[store_pb.Sample]] = {}
+    for sample in samples:
+        if (teacher := spec.teachers.get(sample.agent)) is not None:
+            asked.setdefault((teacher, sample.temperature or 1.0), []).append(sample)
+    for (teacher, temperature), some in asked.items():
+        requests = [
+            ScoreRequest(
+                tuple(from_proto(one.prompt_ids).tolist()),
+                tuple(from_proto(one.response_ids).tolist()),
+            )
+            for one in some
+        ]
+        limit = job.spec.limits.turn_limit
+        try:
+            scored = await _score(job.policies[teacher], requests, temperature, None, limit)
+        except (FailedPrecondition, InvalidArgument) as error:
+            raise WorkflowError(
+                f"teacher '{teacher}' cannot score what a student said: {error.message}",
+                kind="teacher",
+                field="algorithm.distillation.teachers",
+                value=teacher,
+                remedy=error.remedy,
+            ) from error
+        for sample, row in zip(some, scored.logprobs, strict=True):
+            sample.columns[TEACHER_COLUMN].tensor.CopyFrom(to_proto(np.array(row, np.float32)))
 
 
 def check_version(policy: ServedPolicy, version: int | None) -> None:

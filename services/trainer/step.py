@@ -121,6 +121,16 @@ class Attempt:
         binding.versions.dirty = outcome.applied or outcome.moved
         metrics = dict(outcome.metrics) | gone
         metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
+        if outcome.fault:
+            spec = binding.spec.algorithm
+            raise FailedPrecondition(
+                f"step {self._run.step + 1} of policy {binding.policy}: {outcome.reason}",
+                kind="algorithm_function",
+                field=outcome.fault,
+                value=getattr(spec, outcome.fault.removeprefix("algorithm.")),
+                remedy="Mend the function and resume the job, which repeats the step; "
+                "docs/algorithms.md says what it must return.",
+            )
         if not outcome.applied:
             log.warning("step skipped", policy=binding.policy, reason=outcome.reason)
             # Some of the step's updates may have been made.

@@ -376,7 +376,7 @@ def spec_with(policy: str, spec_json: str) -> JobSpec:
 
 class Specifications:
     """Parses jobs' specifications, has their models copied to this host, and opens the code that
-    jobs of networks ship: a trainer makes their environment to know its shapes."""
+    jobs ship for it: networks' environment, whose shapes it must know, and functions of users."""
 
     def __init__(self, models: ModelFiles) -> None:
         self._models = models
@@ -388,7 +388,8 @@ class Specifications:
         """The specification of a job with this policy. Raises as `spec_with`, and what
         `SourceStore.fetch` and `ModelFiles.localized` raise."""
         spec = await self._models.localized(spec_with(policy, spec_json))
-        if spec.environment is not None and spec.code is not None and spec.code.sha256:
+        imports = spec.environment is not None or spec.algorithm.own_functions
+        if imports and spec.code is not None and spec.code.sha256:
             folder = await self._sources.fetch(spec.code.sha256, self.orchestrator)
             await asyncio.to_thread(open_shipped, spec.code.sha256, folder)
         return spec

@@ -7,15 +7,11 @@ import math
 import pytest
 import torch
 
-from troupe.algorithms.corrections import (
-    Correction,
-    corrected_loss,
-    masked_weights,
-    truncated_weights,
-)
-from troupe.algorithms.losses import grpo_loss_sum, policy_loss
-from troupe.algorithms.objectives import Loss, importance_ratio
+from troupe.algorithms.corrections import corrected_loss, masked_weights, truncated_weights
+from troupe.algorithms.losses import grpo_loss_sum
+from troupe.algorithms.objectives import importance_ratio
 from troupe.algorithms.statistics import TokenStatistics
+from troupe.job.algorithm import Correction, Loss
 
 RATIOS = torch.tensor([0.1, 0.5, 1.0, 1.9, 2.0, 2.1, math.inf], dtype=torch.float64)
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -77,9 +73,8 @@ def test_the_gradient_is_that_of_the_loss_with_constant_weights(correction: Corr
 
     assert torch.autograd.gradcheck(surrogate, logits)
     lp = torch.log_softmax(logits, -1).gather(1, actions[:, None])[:, 0]
-    ratio = importance_ratio(lp, mu)
     how = {"correction": correction, "correction_cap": 1.7}
-    loss = policy_loss(lp, ratio, advantages, **CLIP, **how).sum()  # type: ignore[arg-type]
+    loss = grpo_loss_sum(lp, mu, advantages, torch.ones(6), **CLIP, **how)  # type: ignore[arg-type]
     (found,) = torch.autograd.grad(loss, logits)
     (expected,) = torch.autograd.grad(surrogate(logits), logits)
     torch.testing.assert_close(found, expected)
@@ -116,9 +111,10 @@ def _bandit(correction: Correction, cap: float) -> tuple[torch.Tensor, torch.Ten
     mu = torch.log_softmax(torch.tensor([1.0, 0.0, -1.0, 0.4], dtype=torch.float64), -1)
     reward = torch.tensor([1.0, 0.0, 2.0, -1.0], dtype=torch.float64)
     lp = torch.log_softmax(theta, -1)
-    ratio = importance_ratio(lp, mu)
-    loss = policy_loss(lp, ratio, reward, **CLIP, correction=correction, correction_cap=cap)
-    (found,) = torch.autograd.grad((mu.exp() * loss).sum(), theta, retain_graph=True)
+    loss = grpo_loss_sum(
+        lp, mu, reward, mu.exp(), **CLIP, correction=correction, correction_cap=cap
+    )
+    (found,) = torch.autograd.grad(loss, theta, retain_graph=True)
     (exact,) = torch.autograd.grad(-(lp.exp() * reward).sum(), theta)
     return found, exact
 

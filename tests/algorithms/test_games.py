@@ -14,6 +14,7 @@ import torch
 
 from services.trainer.learning.advantages import AdvantageEstimator
 from services.trainer.learning.samples import Row
+from troupe.algorithms.advantages import ADVANTAGES as ADVANTAGES_BY_NAME
 from troupe.algorithms.losses import grpo_loss_sum, normalizer, token_weights
 from troupe.algorithms.values import gae, value_loss
 from troupe.job import AlgorithmSpec
@@ -44,7 +45,7 @@ class Player:
         self.logits = torch.zeros(length, actions, requires_grad=True)
         self.before = self.logits.detach().clone()
         self.optimizer = torch.optim.Adam([self.logits], lr=0.1)
-        self.baselines = AdvantageEstimator(algorithm)
+        self.baselines = AdvantageEstimator(algorithm, ADVANTAGES_BY_NAME.get(algorithm.advantage))
         # `gae`: V of what is seen before each token, for each of `states` that it may be seen in.
         self.values = torch.zeros(states, length, requires_grad=True)
         self.fit = torch.optim.Adam([self.values], lr=0.1)
@@ -98,7 +99,7 @@ class Player:
     def _advantages(self, rows: list[Row], seen: torch.Tensor) -> torch.Tensor:
         """[n, length]; leaves the gradient of the values' loss."""
         if self.algorithm.value_function is None:
-            return self.baselines.advantages(rows).float()[:, None].expand(-1, self.length)
+            return self.baselines.estimate(rows).advantages.float()[:, None].expand(-1, self.length)
         values = self.values[seen].flatten()
         earned = torch.zeros(len(rows), self.length)
         earned[:, -1] = torch.tensor([row.reward for row in rows])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from troupe.algorithms.linear_loss import Head, linear_loss, linear_scores
+from troupe.algorithms.linear_loss import Head, Teacher, linear_loss, linear_scores
 from troupe.algorithms.logprobs import selective_log_softmax
 
 
@@ -145,3 +145,55 @@ def test_logits_of_all_tokens_never_exist() -> None:
     logits = 4 * n * v
     assert peak(plain) >= 2 * logits
     assert peak(chunked) <= logits / 4
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum),
+    block=st.integers(1, 40),
+    bias=st.booleans(),
+    coupled=st.booleans(),
+    frozen=st.booleans(),
+)
+def test_a_teachers_divergence_is_the_plain_one(
+    lengths: list[int], block: int, bias: bool, coupled: bool, frozen: bool
+) -> None:
+    """Loss, divergences and gradients, with a teacher that has more outputs than the student."""
+    problem = Problem(lengths, bias=bias, hot=True, dtype=torch.float64)
+    count = sum(lengths)
+    hidden, weight = torch.randn(count, 5).double(), torch.randn(40, 5).double()
+    theirs = Teacher(
+        hidden, Head(weight, torch.randn(40).double() if bias else None), torch.rand(count)
+    )
+    loss_of: Any = problem.coupled if coupled else problem.loss
+    if frozen:
+        problem.weight.requires_grad_(False)
+        problem.bias = None if problem.bias is None else problem.bias.detach()
+    inputs = [t for t in (problem.hidden, problem.weight, problem.bias) if t is not None]
+    inputs = [t for t in inputs if t.requires_grad]
+
+    logits = problem.hidden @ problem.weight.T
+    logits = (logits if problem.bias is None else logits + problem.bias) / problem.heat
+    others = hidden @ weight.T if theirs.head.bias is None else hidden @ weight.T + theirs.head.bias
+    logq = torch.log_softmax(others[:, : logits.shape[1]] / problem.heat, -1)
+    logp = torch.log_softmax(logits, -1)
+    divergence = (logp.exp() * (logp - logq)).sum(-1)
+    scores = selective_log_softmax(logits, problem.targets)
+    expected = loss_of(*scores, slice(0, count)) + (theirs.weights.double() * divergence).sum()
+
+    found, made = linear_loss(
+        problem.hidden,
+        Head(problem.weight, problem.bias),
+        problem.targets,
+        problem.heat,
+        loss_of,
+        spans=lengths if coupled else None,
+        block=block,
+        teacher=theirs,
+    )
+    torch.testing.assert_close(found, expected)
+    assert made.divergence is not None
+    torch.testing.assert_close(made.divergence, divergence.detach())
+    mine, plain = torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs)
+    for a, b in zip(mine, plain, strict=True):
+        torch.testing.assert_close(a, b)

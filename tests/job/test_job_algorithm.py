@@ -25,7 +25,11 @@ def _pipeline(mode: str) -> dict[str, Any]:
         ({"constant_tokens": 8}, "sync", "without effect with normalize `token`"),
         ({"correction": "none", "loss": "gspo"}, "async", "needs a correction"),
         ({"rae_decay": 1.0}, "sync", "less than 1"),
-        ({"advantage": "gea"}, "sync", "'reinforce_plus_plus', 'rae' or 'gae'"),
+        (
+            {"advantage": "gea"},
+            "sync",
+            "is none of grpo, dr_grpo, rloo, reinforce_plus_plus, rae, gae",
+        ),
         ({"critic": {}}, "sync", "without effect with advantage `grpo`"),
         ({"advantage": "gae", "group_by": "turn"}, "sync", "cut an agent's turns apart"),
         ({"advantage": "gae", "normalize_per_agent": False}, "sync", "a baseline is of one agent"),

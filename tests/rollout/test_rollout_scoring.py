@@ -13,8 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout import scoring
-from tests.rollout.house import CONFIG, House, open_house, weights
+from tests.rollout.house import CONFIG, House, open_house, training, weights
+from tests.rollout.processes import ServiceProcess
 from tests.workflow.stage import make_tokenizer
+from troupe import tensors
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
@@ -128,3 +130,61 @@ async def test_one_call_has_its_bounds(house: House, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(scoring, "MAX_TOKENS", 3)
     with pytest.raises(InvalidArgument, match="scores up to 3"):
         await score(house, pb.ScorePrompt(input_ids=[1, 2], continuations=[TEXT]))
+
+
+TAUGHT: dict[str, Any] = {
+    "agents": {"solver": {"sampling": {"temperature": 0.7}}},
+    "policies": {"small": {"trainable": False}},
+    "algorithm": {"distillation": {"teachers": {"solver": "small"}, "divergence": "sampled"}},
+}
+
+
+async def test_samples_bring_what_their_teacher_says_of_them(
+    tmp_path: Path, store_process: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_house(tmp_path, store=store_process.address) as house:
+        publish = house.publish
+        monkeypatch.setattr(
+            house,
+            "publish",
+            lambda policy, version: publish(policy, version, 5 if policy == "small" else 0),
+        )
+        await house.prepare("team", **TAUGHT)
+        await house.open_step(queries=1, group_size=2)
+        ended = await house.run(training(1, 2))
+        assert {e.state for e in ended.values()} == {common.TRAJECTORY_STATE_COMPLETED}, ended
+        rows = await house.samples("big")
+    assert {row.agent for row in rows} == {"solver"}
+    teacher = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).eval()
+    teacher.load_state_dict(weights(5))
+    for row in rows:
+        prompt, response, behaviour, found = (
+            torch.from_numpy(tensors.from_proto(one).copy())
+            for one in (
+                row.prompt_ids,
+                row.response_ids,
+                row.logprobs,
+                row.columns["teacher_logprobs"].tensor,
+            )
+        )
+        ids = torch.cat([prompt, response]).long()
+        with torch.no_grad():
+            table = torch.log_softmax(teacher(ids[None]).logits[0, len(prompt) - 1 : -1] / 0.7, -1)
+        expected = table.gather(1, response.long()[:, None])[:, 0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        assert not torch.allclose(found, behaviour, atol=1e-2)
+
+
+async def test_a_teacher_whose_engine_cannot_score_ends_the_job_with_its_name(
+    tmp_path: Path, store_process: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuses(*_: Any) -> Any:
+        raise FailedPrecondition("engines of this kind cannot", remedy="Use another kind.")
+
+    monkeypatch.setattr(scoring, "_score", refuses)
+    async with open_house(tmp_path, store=store_process.address) as house:
+        await house.prepare("team", **TAUGHT)
+        await house.open_step(queries=1, group_size=1)
+        (event,) = (await house.run(training(1, 1))).values()
+    assert event.problem.field == "algorithm.distillation.teachers"
+    assert "'small' cannot score" in event.problem.message

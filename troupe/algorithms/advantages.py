@@ -16,12 +16,45 @@ A group is of one agent, so the first three are normalised agent by agent as Dr.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 # Bounds the advantages of a group whose rewards are nearly equal; the value that TRL uses.
 EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """What an advantage is given: n samples of one policy. A sample's advantage may depend on its
+    own entries only, since micro-batches are cut as samples come; its group's rewards, and the
+    statistics of its step, are among them."""
+
+    # float64 [n]
+    rewards: torch.Tensor
+    # n lists: the rewards of each sample's whole group, its own included, in order of size.
+    group_rewards: Sequence[Sequence[float]]
+    # n names.
+    agents: Sequence[str]
+    # int64 [n]: position of the turn in its trajectory, and number of its response tokens (T_i).
+    turns: torch.Tensor
+    lengths: torch.Tensor
+    # float32 [T], T = sum of T_i, sample after sample: log-probs of the engine that drew them.
+    behaviour_logprobs: torch.Tensor
+    # float64 [n]: `rae`'s moving average of each sample's agent; zeros with other advantages.
+    baselines: torch.Tensor
+    # float64 [n]: mean and deviation of all rewards of the step, of the sample's agent or of the
+    # policy (`normalize_per_agent`). None unless the function has the attribute `whole_step`.
+    step_mean: torch.Tensor | None = None
+    step_std: torch.Tensor | None = None
+    # The field of this name in `algorithm`.
+    scale_by_std: bool = True
+
+
+# An advantage: of each sample [n], or of each response token [T], sample after sample.
+AdvantageFunction = Callable[[SampleBatch], torch.Tensor]
 
 
 def group_statistics(
@@ -127,6 +160,45 @@ def moved_baseline(baseline: float, rewards: Sequence[float], decay: float) -> f
         return baseline
     kept = decay ** len(rewards)
     return kept * baseline + (1.0 - kept) * batch_statistics(rewards)[0]
+
+
+def grpo(samples: SampleBatch) -> torch.Tensor:
+    """The advantage `grpo`."""
+    scale = samples.scale_by_std
+    return group_advantages(samples.rewards.tolist(), samples.group_rewards, scale_by_std=scale)
+
+
+def dr_grpo(samples: SampleBatch) -> torch.Tensor:
+    """The advantage `dr_grpo`."""
+    rewards = samples.rewards.tolist()
+    return group_advantages(rewards, samples.group_rewards, scale_by_std=False)
+
+
+def rloo(samples: SampleBatch) -> torch.Tensor:
+    """The advantage `rloo`."""
+    return leave_one_out_advantages(samples.rewards.tolist(), samples.group_rewards)
+
+
+def reinforce_plus_plus(samples: SampleBatch) -> torch.Tensor:
+    """The advantage `reinforce_plus_plus`."""
+    assert samples.step_mean is not None, "it has the attribute `whole_step`"
+    assert samples.step_std is not None, "as the mean"
+    mean, std = samples.step_mean.tolist(), samples.step_std.tolist()
+    return batch_advantages(samples.rewards.tolist(), mean, std)
+
+
+reinforce_plus_plus.whole_step = True  # type: ignore[attr-defined]
+
+
+def rae(samples: SampleBatch) -> torch.Tensor:
+    """The advantage `rae`."""
+    return role_advantages(samples.rewards.tolist(), samples.baselines.tolist())
+
+
+# `gae` is the critic's (values.py).
+ADVANTAGES: Final[Mapping[str, AdvantageFunction]] = {
+    one.__name__: one for one in (grpo, dr_grpo, rloo, reinforce_plus_plus, rae)
+}
 
 
 def _scaled(centred: torch.Tensor, std: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -20,14 +20,16 @@ their log-probs are infinite (`taken` in losses.py).
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import torch
 
 from troupe.algorithms.logprobs import sequence_sums
-from troupe.algorithms.objectives import bounded_exp, where_weighed
+from troupe.algorithms.objectives import Tokens, bounded_exp, importance_ratio, where_weighed
 
-Correction = Literal["none", "truncated", "masked", "sequence_masked"]
+# A correction: the weight of each token, [T], without gradient; tokens of weight 0 have no loss.
+CorrectionFunction = Callable[[Tokens], torch.Tensor]
 
 
 def truncated_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
@@ -64,3 +66,30 @@ def corrected_loss(
     x = where_weighed(logprobs, factors)
     # exp(x - detached x) has the value one and the derivative of x.
     return -factors * torch.exp(x - x.detach())
+
+
+def truncated(tokens: Tokens) -> torch.Tensor:
+    """The correction `truncated`."""
+    return truncated_weights(_token_ratio(tokens), tokens.correction_cap)
+
+
+def masked(tokens: Tokens) -> torch.Tensor:
+    """The correction `masked`."""
+    return masked_weights(_token_ratio(tokens), tokens.correction_cap)
+
+
+def sequence_masked(tokens: Tokens) -> torch.Tensor:
+    """The correction `sequence_masked`."""
+    ratio = sequence_ratio(tokens.logprobs, tokens.behaviour_logprobs, tokens.samples)
+    return masked_weights(ratio, tokens.correction_cap)
+
+
+# `none` is the absence of one.
+CORRECTIONS: Final[Mapping[str, CorrectionFunction | None]] = {
+    "none": None,
+    **{one.__name__: one for one in (truncated, masked, sequence_masked)},
+}
+
+
+def _token_ratio(tokens: Tokens) -> torch.Tensor:
+    return importance_ratio(tokens.logprobs, tokens.behaviour_logprobs)

@@ -201,6 +201,8 @@ class Scores:
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
+    # KL(student || teacher) over the whole vocabulary, where there is a teacher.
+    divergence: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,18 @@ class Head:
     weight: torch.Tensor
     # [V]
     bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen model's distribution at each of N tokens, from which the student's must not
+    diverge: the loss has the term sum_t w_t KL(student_t || teacher_t)."""
+
+    # [N, d'], and the layer with at least the student's V outputs; further ones are left out.
+    hidden: torch.Tensor
+    head: Head
+    # [N]: w_t
+    weights: torch.Tensor
 
 
 def linear_scores(
@@ -241,16 +255,18 @@ def linear_loss(
     *,
     spans: Sequence[int] | None = None,
     block: int | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[torch.Tensor, Scores]:
     """The sum of `loss_of` over all tokens, differentiable in `hidden`, weight and bias.
 
     Shapes as in `linear_scores`. `spans`: lengths, which add up to N, of the runs of tokens whose
     losses depend on each other; None: the loss is a sum over tokens. A run longer than `block`
-    costs one more product with the weight. Double backward is not supported.
+    costs one more product with the weight. `teacher`: adds its term to the loss; its logits are
+    computed block by block, too. Double backward is not supported.
     """
-    work = _Work(hidden.detach(), head, targets, temperatures, block)
+    work = _Work(hidden.detach(), head, targets, temperatures, block, teacher)
     loss = _LinearLoss.apply(hidden, head.weight, head.bias, work, loss_of, spans)  # type: ignore[no-untyped-call]
-    return loss, Scores(work.logprobs, work.entropy)
+    return loss, Scores(work.logprobs, work.entropy, work.divergence)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -287,6 +303,7 @@ class _LinearLoss(torch.autograd.Function):
                     work.score(part)
                     work.descend(part, _cut(by_logprob, own), _cut(by_entropy, own), grads)
             total += loss
+        total += work.divergence_loss()
         work.release()
         ctx.save_for_backward(*grads.all())
         return total
@@ -334,6 +351,7 @@ class _Work:
         targets: torch.Tensor,
         temperatures: torch.Tensor,
         block: int | None,
+        teacher: Teacher | None = None,
     ) -> None:
         if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
             shapes = f"{list(hidden.shape)} and {list(targets.shape)}"
@@ -350,15 +368,17 @@ class _Work:
         self._targets = targets
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # Triton kernels, which keep logits in the type of the product.
-        self._fused = (
-            self._bias is None and dtype == torch.float32 and serves(hidden.device, product)
-        )
+        plain = self._bias is None and teacher is None
+        self._fused = plain and dtype == torch.float32 and serves(hidden.device, product)
         row_bytes = vocabulary * (product if self._fused else dtype).itemsize
+        row_bytes *= 1 if teacher is None else 2
         self._size = block or max(16, _BLOCK_BYTES.get(kind, 64 << 20) // row_bytes)
         self._temperatures = temperatures.to(dtype)
         self._plain = bool((temperatures == 1).all())
         self.logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
         self.entropy = torch.empty_like(self.logprobs)
+        self._teacher = teacher
+        self.divergence = None if teacher is None else torch.empty_like(self.logprobs)
         rows = min(self._size, len(targets))
         if self._fused:
             self._buffer = self._hidden.new_empty(rows, vocabulary)
@@ -367,6 +387,8 @@ class _Work:
             return
         self._scratch_rows = max(1, _SCRATCH_ELEMENTS.get(kind, 1 << 22) // vocabulary)
         self._buffer = self.logprobs.new_empty(rows, vocabulary)
+        # Log-probs of the teacher for the block in the buffer.
+        self._others = self._buffer[:0] if teacher is None else torch.empty_like(self._buffer)
         self._scratch = self.logprobs.new_empty(min(rows, self._scratch_rows), vocabulary)
 
     def runs(self, spans: Sequence[int] | None) -> list[tuple[int, int]]:
@@ -400,6 +422,8 @@ class _Work:
             scores = self.logprobs[part], self.entropy[part], self._scratch
             score_rows(logits, self._targets[part], self._temperatures[part], *scores)
             return
+        if self._teacher is not None:
+            self._compare_with(self._teacher, part)
         rows = self._scratch_rows
         for start in range(0, len(logits), rows):
             stop = min(start + rows, len(logits))
@@ -408,6 +432,9 @@ class _Work:
             p = torch.exp(some, out=self._scratch[: stop - start])
             mass = p.sum(-1, keepdim=True)
             some.sub_(mass.log())
+            if self.divergence is not None:
+                away = torch.where(p == 0, p, p * (some - self._others[start:stop]))
+                self.divergence[part.start + start : part.start + stop] = away.sum(-1) / mass[:, 0]
             # A masked token (-inf) has probability zero and no share in the entropy.
             share = torch.mul(p, some, out=p).nan_to_num_(nan=0.0)
             self.entropy[part.start + start : part.start + stop] = (
@@ -460,23 +487,55 @@ class _Work:
             # d log pi(a) / dx_j = [j = a] - p_j;   dH / dx_j = -p_j (log p_j + H)
             stop = min(start + rows, len(slope))
             some, factor = slope[start:stop], torch.zeros_like(entropy[start:stop, None])
+            away = self._divergence_slope(some, part, start)
             if by_logprob is not None:
                 factor -= by_logprob[start:stop, None]
             if by_entropy is None:
                 some.exp_().mul_(factor)
-                continue
-            p = torch.exp(some, out=self._scratch[: stop - start])
-            bonus = by_entropy[start:stop, None]
-            some.add_(entropy[start:stop, None]).mul_(-bonus).add_(factor)
-            some.mul_(p).nan_to_num_(nan=0.0)
+            else:
+                p = torch.exp(some, out=self._scratch[: stop - start])
+                bonus = by_entropy[start:stop, None]
+                some.add_(entropy[start:stop, None]).mul_(-bonus).add_(factor)
+                some.mul_(p).nan_to_num_(nan=0.0)
+            if away is not None:
+                some.add_(away)
         if by_logprob is not None:
             slope.scatter_add_(-1, self._targets[part, None], by_logprob[:, None])
         if not self._plain:
             slope.div_(self._temperatures[part])
 
+    def divergence_loss(self) -> torch.Tensor | float:
+        """The teacher's term of the loss, once all tokens are scored."""
+        if self._teacher is None or self.divergence is None:
+            return 0.0
+        return (self._teacher.weights.to(self.divergence.dtype) * self.divergence).sum()
+
+    def _compare_with(self, teacher: Teacher, part: slice) -> None:
+        """Fill in the teacher's log-probs of the tokens in `part`."""
+        weight = teacher.head.weight[: self._buffer.shape[1]].to(self._hidden.dtype)
+        hidden = teacher.hidden[part].to(weight.dtype)
+        logits = (hidden @ weight.T).to(self.logprobs.dtype)
+        if teacher.head.bias is not None:
+            logits.add_(teacher.head.bias[: logits.shape[1]])
+        logits.div_(self._temperatures[part])
+        self._others[: len(logits)] = torch.log_softmax(logits, -1)
+
+    def _divergence_slope(self, some: torch.Tensor, part: slice, start: int) -> torch.Tensor | None:
+        """The gradient of the teacher's term by the logits of rows from `start` of `part`, whose
+        log-probs are `some`; None without a teacher."""
+        if self._teacher is None or self.divergence is None:
+            return None
+        place = slice(part.start + start, part.start + start + len(some))
+        # d KL / dx_j = p_j (log p_j - log q_j - KL)
+        p, others = some.exp(), self._others[start : start + len(some)]
+        slope = p * (some - others - self.divergence[place, None])
+        slope = torch.where(p == 0, p, slope)
+        return slope.mul_(self._teacher.weights[place, None].to(slope.dtype))
+
     def release(self) -> None:
         """Free the buffers; the scores stay."""
         del self._buffer, self._scratch
+        self._others = self.logprobs[:0]
 
     def _logits(self, part: slice) -> torch.Tensor:
         hidden = self._hidden[part]

@@ -14,27 +14,24 @@ proximal and mu the behaviour policy; Fu et al. 2025 (AReaL), section 5.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from troupe.algorithms.corrections import (
-    Correction,
+    CORRECTIONS,
+    CorrectionFunction,
     corrected_loss,
-    masked_weights,
-    sequence_ratio,
-    truncated_weights,
-    within,
+    truncated,
 )
 from troupe.algorithms.objectives import (
+    LOSSES,
     MAX_LOG_RATIO,
-    Loss,
+    LossFunction,
+    Tokens,
     bounded_exp,
-    cispo_loss,
-    clipped_loss,
-    divergence_masked_loss,
-    importance_ratio,
-    sequence_level_ratio,
+    ppo_clip,
 )
 
 Normalize = Literal["token", "sequence", "constant"]
@@ -72,41 +69,6 @@ def k3_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Ten
     return bounded_exp(log_q) - log_q.clamp(max=MAX_LOG_RATIO) - 1.0
 
 
-def policy_loss(
-    logprobs: torch.Tensor,
-    ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    correction: Correction = "none",
-    correction_cap: float = 2.0,
-) -> torch.Tensor:
-    """The `ppo_clip` loss per token [T]: with PPO's clip, or with `correction` in its place.
-
-    `ratio`: rho_t of each token; under `sequence_masked` rho(y) of its sequence.
-    """
-    if correction == "none":
-        return clipped_loss(ratio, advantages, clip_low, clip_high)
-    weigh = truncated_weights if correction == "truncated" else masked_weights
-    return corrected_loss(logprobs, advantages, weigh(ratio, correction_cap))
-
-
-def correction_ratio(
-    logprobs: torch.Tensor,
-    behaviour_logprobs: torch.Tensor,
-    sequences: torch.Tensor | None,
-    correction: Correction,
-) -> torch.Tensor:
-    """The ratio that the correction bounds, [T]: rho(y) for `sequence_masked`, else rho_t.
-
-    Raises ValueError if `sequence_masked` comes without `sequences`.
-    """
-    if correction != "sequence_masked":
-        return importance_ratio(logprobs, behaviour_logprobs)
-    return sequence_ratio(logprobs, behaviour_logprobs, _given(sequences, correction))
-
-
 def grpo_loss_sum(
     logprobs: torch.Tensor,
     behaviour_logprobs: torch.Tensor,
@@ -115,9 +77,9 @@ def grpo_loss_sum(
     *,
     clip_low: float,
     clip_high: float,
-    loss: Loss = "ppo_clip",
+    loss: str | LossFunction = ppo_clip,
     sequences: torch.Tensor | None = None,
-    correction: Correction = "none",
+    correction: str | CorrectionFunction | None = None,
     correction_cap: float = 2.0,
     old_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
@@ -127,9 +89,9 @@ def grpo_loss_sum(
 ) -> torch.Tensor:
     """The summed loss sum_t w_t (policy_t + beta KL_t - c H_t), a scalar; the caller divides by N.
 
-    All arguments are [T]; gradients flow through `logprobs` and `entropy`. `sequences` (int64, see
-    `sequence_sums`) is the sequence id of each token; `gspo` and `sequence_masked` need it, with
-    whole sequences.
+    All arguments are [T]; gradients flow through `logprobs` and `entropy`. `loss`, `correction`:
+    functions, or names of built-in ones. `sequences` (int64, see `sequence_sums`) is the sequence
+    id of each token; `gspo`, `sequence_masked` and users' functions need it, with whole sequences.
 
     A masked token has no KL and no entropy term either, does not count in its sequence's ratio
     under `gspo`, and has a gradient of exactly zero even if its log-probs are not finite. N counts
@@ -140,72 +102,55 @@ def grpo_loss_sum(
     Raises ValueError for `truncated` with another loss than `ppo_clip` and no `old_logprobs`: the
     other losses use rho_t already.
     """
-    start = logprobs if old_logprobs is None else old_logprobs
-    seen = correction_ratio(start.detach(), behaviour_logprobs, sequences, correction)
-    kept = taken(seen, correction, correction_cap) & (weights != 0)
+    loss = LOSSES[loss] if isinstance(loss, str) else loss
+    correction = CORRECTIONS[correction] if isinstance(correction, str) else correction
+    recomputed = old_logprobs is not None
+    given = Tokens(
+        (logprobs if old_logprobs is None else old_logprobs).detach(),
+        behaviour_logprobs,
+        behaviour_logprobs if old_logprobs is None else old_logprobs,
+        advantages,
+        sequences,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        correction_cap=correction_cap,
+    )
+    factors = None if correction is None else correction(given)
+    kept = kept_by(correction, factors, logprobs) & (weights != 0)
 
     def of_kept(values: torch.Tensor) -> torch.Tensor:
         # Selected before anything is computed: the gradient of zero times infinity is NaN.
         return torch.where(kept, values, torch.zeros_like(values))
 
-    logprobs, advantages = of_kept(logprobs), of_kept(advantages)
-    anchor = of_kept(behaviour_logprobs if old_logprobs is None else old_logprobs)
-    if old_logprobs is None and loss == "ppo_clip":
-        # A correction's weights are constants; PPO's own clip has the gradient of its ratio.
-        ratio = importance_ratio(logprobs, anchor) if correction == "none" else seen
-        total = policy_loss(
-            logprobs,
-            ratio,
-            advantages,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            correction=correction,
-            correction_cap=correction_cap,
-        )
-    elif old_logprobs is None and correction == "truncated":
-        raise ValueError(f"{loss} weighs tokens by pi/mu itself; `truncated` would do it again")
+    tokens = replace(
+        given,
+        logprobs=of_kept(logprobs),
+        behaviour_logprobs=of_kept(behaviour_logprobs),
+        old_logprobs=of_kept(given.old_logprobs),
+        advantages=of_kept(advantages),
+        kept=kept,
+    )
+    if factors is not None and loss is ppo_clip and not recomputed:
+        # In place of PPO's clip. The weights are constants.
+        total = corrected_loss(tokens.logprobs, tokens.advantages, factors)
+    elif factors is not None and correction is truncated and not recomputed:
+        raise ValueError("this loss weighs tokens by pi/mu itself; `truncated` would do it again")
     else:
-        total = _objective(loss, logprobs, anchor, advantages, sequences, kept, clip_low, clip_high)
-    if old_logprobs is not None and correction != "none":
-        weigh = truncated_weights if correction == "truncated" else masked_weights
-        total = weigh(seen, correction_cap) * total
+        total = loss(tokens)
+        # The built-in masks have the weight pi/mu, which these losses have already.
+        if factors is not None and (recomputed or correction not in CORRECTIONS.values()):
+            total = factors * total
     if reference_logprobs is not None and kl_coefficient > 0:
-        total = total + kl_coefficient * k3_kl(logprobs, of_kept(reference_logprobs))
+        total = total + kl_coefficient * k3_kl(tokens.logprobs, of_kept(reference_logprobs))
     if entropy is not None and entropy_coefficient > 0:
         total = total - entropy_coefficient * of_kept(entropy)
     return (of_kept(total) * weights).sum()
 
 
-def taken(seen: torch.Tensor, correction: Correction, cap: float) -> torch.Tensor:
-    """Mask of the tokens that a correction keeps, bool [T]; `seen`: their `correction_ratio`."""
-    if correction in ("masked", "sequence_masked"):
-        return within(seen, cap)
-    return torch.ones_like(seen, dtype=torch.bool)
-
-
-def _objective(
-    loss: Loss,
-    logprobs: torch.Tensor,
-    anchor: torch.Tensor,
-    advantages: torch.Tensor,
-    sequences: torch.Tensor | None,
-    kept: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
+def kept_by(
+    correction: CorrectionFunction | None, factors: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """The policy loss per token [T], relative to the policy whose log-probs are `anchor`."""
-    if loss == "dppo_mask":
-        return divergence_masked_loss(logprobs, anchor, advantages, clip_low, clip_high)
-    if loss == "gspo":
-        ratio = sequence_level_ratio(logprobs, anchor, _given(sequences, loss), kept)
-    else:
-        ratio = importance_ratio(logprobs, anchor)
-    if loss == "cispo":
-        return cispo_loss(logprobs, ratio, advantages, clip_high)
-    return clipped_loss(ratio, advantages, clip_low, clip_high)
-
-
-def _given(sequences: torch.Tensor | None, what: str) -> torch.Tensor:
-    if sequences is None:
-        raise ValueError(f"{what} needs to know which tokens are of one sequence")
-    return sequences
+    """Mask of the tokens that a correction with these weights keeps, bool [T] as `like`."""
+    if factors is None or correction is truncated:  # which only scales
+        return torch.ones_like(like, dtype=torch.bool)
+    return factors != 0

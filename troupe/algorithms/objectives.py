@@ -17,13 +17,13 @@ dppo_mask: -min(rho_t, 20) A_t log pi(a_t), the weight without gradient, but not
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from troupe.algorithms.logprobs import sequence_means
-
-Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
 
 # Bound on log-ratios: e^30 exceeds every cap and clip. Beyond it the exponential, or the square of
 # a gradient, would overflow single precision, and the gradient of a clipped or masked token would
@@ -31,6 +31,43 @@ Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
 MAX_LOG_RATIO: Final = 30.0
 # `dppo_mask`: cap on rho_t, so that a token that mu found impossible does not dominate the step.
 MAX_WEIGHT = 20.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a loss or a correction is given: T response tokens, all of a sample or none of it.
+
+    Tensors are [T], on one device, of one floating-point type; they must not be changed in place.
+    """
+
+    # log pi(a_t). In a loss gradients flow through it; in a correction it is a constant, that of
+    # the weights that the step began with where log-probs are recomputed.
+    logprobs: torch.Tensor
+    # log mu(a_t): under the engine's weights that drew the token.
+    behaviour_logprobs: torch.Tensor
+    # Denominator of the loss's ratio: log mu(a_t), or log pi_old(a_t) where that is recomputed.
+    old_logprobs: torch.Tensor
+    # A_t
+    advantages: torch.Tensor
+    # int64: number of each token's sample; tokens of a sample are adjacent. None: unknown.
+    sequences: torch.Tensor | None = None
+    # bool: the tokens that the correction keeps. The others are zero in all tensors of a loss.
+    kept: torch.Tensor | None = None
+    # The fields of these names in `algorithm`.
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    correction_cap: float = 2.0
+
+    @property
+    def samples(self) -> torch.Tensor:
+        """`sequences`. Raises ValueError if they are unknown."""
+        if self.sequences is None:
+            raise ValueError("this loss or correction needs to know which tokens are of one sample")
+        return self.sequences
+
+
+# A loss: the loss of each token, [T], differentiable.
+LossFunction = Callable[[Tokens], torch.Tensor]
 
 
 def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
@@ -128,26 +165,51 @@ def divergence_masked_loss(
     return -factors * where_weighed(logprobs, factors)
 
 
-def removed_by(
-    loss: Loss,
-    logprobs: torch.Tensor,
-    behaviour_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    sequences: torch.Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    kept: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Mask of the tokens that the loss clips or masks, or (`cispo`) whose weight it caps, bool [T].
+def ppo_clip(tokens: Tokens) -> torch.Tensor:
+    """The loss `ppo_clip`."""
+    ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs)
+    return clipped_loss(ratio, tokens.advantages, tokens.clip_low, tokens.clip_high)
 
-    `kept` as in `sequence_level_ratio`.
-    """
-    if loss == "dppo_mask":
-        return is_outside(logprobs, behaviour_logprobs, advantages, clip_low, clip_high)
-    if loss == "gspo" and sequences is not None:
-        ratio = sequence_level_ratio(logprobs, behaviour_logprobs, sequences, kept)
-    else:
-        ratio = importance_ratio(logprobs, behaviour_logprobs)
-    if loss == "cispo":
-        return ratio > 1.0 + clip_high
-    return is_clipped(ratio, advantages, clip_low, clip_high)
+
+def gspo(tokens: Tokens) -> torch.Tensor:
+    """The loss `gspo`."""
+    return clipped_loss(_gspo_ratio(tokens), tokens.advantages, tokens.clip_low, tokens.clip_high)
+
+
+def cispo(tokens: Tokens) -> torch.Tensor:
+    """The loss `cispo`."""
+    ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs)
+    return cispo_loss(tokens.logprobs, ratio, tokens.advantages, tokens.clip_high)
+
+
+def dppo_mask(tokens: Tokens) -> torch.Tensor:
+    """The loss `dppo_mask`."""
+    return divergence_masked_loss(
+        tokens.logprobs, tokens.old_logprobs, tokens.advantages, tokens.clip_low, tokens.clip_high
+    )
+
+
+LOSSES: Final[Mapping[str, LossFunction]] = {
+    one.__name__: one for one in (ppo_clip, gspo, cispo, dppo_mask)
+}
+
+
+def _gspo_ratio(tokens: Tokens) -> torch.Tensor:
+    of_ratio = tokens.logprobs, tokens.old_logprobs
+    return sequence_level_ratio(*of_ratio, tokens.samples, tokens.kept)
+
+
+def removed_by(loss: LossFunction, tokens: Tokens) -> torch.Tensor:
+    """Mask of the tokens that the loss clips or masks, or (`cispo`) whose weight it caps, bool [T];
+    of a user's own loss that is unknown, and none."""
+    clips = tokens.clip_low, tokens.clip_high
+    if loss is dppo_mask:
+        return is_outside(tokens.logprobs, tokens.old_logprobs, tokens.advantages, *clips)
+    if loss is gspo:
+        return is_clipped(_gspo_ratio(tokens), tokens.advantages, *clips)
+    ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs)
+    if loss is cispo:
+        return ratio > 1.0 + tokens.clip_high
+    if loss is ppo_clip:
+        return is_clipped(ratio, tokens.advantages, *clips)
+    return torch.zeros_like(ratio, dtype=torch.bool)

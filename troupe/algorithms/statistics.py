@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from troupe.algorithms.corrections import (
-    Correction,
-    masked_weights,
-    truncated_weights,
-    within,
+from troupe.algorithms.corrections import CORRECTIONS, CorrectionFunction, truncated
+from troupe.algorithms.losses import k3_kl, kept_by
+from troupe.algorithms.objectives import (
+    LOSSES,
+    LossFunction,
+    Tokens,
+    dppo_mask,
+    importance_ratio,
+    ppo_clip,
+    removed_by,
 )
-from troupe.algorithms.losses import correction_ratio, k3_kl, taken
-from troupe.algorithms.objectives import Loss, importance_ratio, removed_by
 
 
 @dataclass
@@ -38,7 +41,11 @@ class TokenStatistics:
     reference_kl: torch.Tensor | float = 0.0
     entropy: torch.Tensor | float = 0.0
     has_reference: bool = False
-    corrected: Correction = "none"
+    # Tokens whose divergence from a teacher is known, and its sum.
+    taught: int = 0
+    teacher_kl: torch.Tensor | float = 0.0
+    # The correction's name; `own` for a user's.
+    corrected: str = "none"
     correction_weight: torch.Tensor | float = 0.0
     # Tokens whose ratio the correction cut down or masked.
     corrected_tokens: torch.Tensor | float = 0.0
@@ -54,12 +61,13 @@ class TokenStatistics:
         *,
         clip_low: float,
         clip_high: float,
-        loss: Loss = "ppo_clip",
+        loss: str | LossFunction = ppo_clip,
         sequences: torch.Tensor | None = None,
-        correction: Correction = "none",
+        correction: str | CorrectionFunction | None = None,
         correction_cap: float = 2.0,
         old_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
+        teacher_divergence: torch.Tensor | None = None,
     ) -> None:
         """Add T tokens; `loss_sum` is a scalar, the rest are [T], as passed to `grpo_loss_sum`."""
         if logprobs.numel() == 0:
@@ -71,24 +79,45 @@ class TokenStatistics:
         self.ratio_squares = self.ratio_squares + ratio.to(torch.float64).square().sum()
         self.ratio_min = torch.minimum(torch.as_tensor(self.ratio_min), ratio.min())
         self.ratio_max = torch.maximum(torch.as_tensor(self.ratio_max), ratio.max())
+        loss = LOSSES[loss] if isinstance(loss, str) else loss
+        correction = CORRECTIONS[correction] if isinstance(correction, str) else correction
         masked = torch.zeros_like(ratio, dtype=torch.bool)
         recomputed = old_logprobs is not None
-        anchor = behaviour_logprobs if old_logprobs is None else old_logprobs
         start = logprobs if old_logprobs is None else old_logprobs
-        seen = correction_ratio(start, behaviour_logprobs, sequences, correction)
+        anchor = behaviour_logprobs if old_logprobs is None else old_logprobs
+        given = Tokens(
+            start,
+            behaviour_logprobs,
+            anchor,
+            advantages,
+            sequences,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            correction_cap=correction_cap,
+        )
+        factors = None if correction is None else correction(given)
         # A correction replaces PPO's clip, unless the clip is relative to recomputed log-probs.
-        if correction == "none" or loss != "ppo_clip" or recomputed:
-            of_loss = (logprobs, anchor, advantages, sequences, clip_low, clip_high)
-            kept = taken(seen, correction, correction_cap)
-            removed = removed_by(loss, *of_loss, kept)
+        if factors is None or loss is not ppo_clip or recomputed:
+            kept = kept_by(correction, factors, ratio)
+            removed = removed_by(loss, replace(given, logprobs=logprobs, kept=kept))
             self.clipped = self.clipped + removed.sum()
-            if loss == "dppo_mask":
+            if loss is dppo_mask:
                 masked = removed
-        if correction != "none":
-            weighs = loss == "ppo_clip" or recomputed
-            cut = self._add_correction(seen, correction, correction_cap, weighs=weighs)
-            if correction != "truncated":
+        if factors is not None:
+            own = correction not in CORRECTIONS.values()
+            name = "own" if own else getattr(correction, "__name__", "")
+            # The weights that count: of the built-in masks only whether they are zero, with a loss
+            # that has the weight pi/mu itself.
+            weighs = own or loss is ppo_clip or recomputed
+            cut = factors == 0
+            if correction is truncated:
+                cut = importance_ratio(start, behaviour_logprobs) > correction_cap
+            else:
                 masked = masked | cut
+            weights = factors if weighs else (~cut).to(factors.dtype)
+            self.corrected = name
+            self.correction_weight = self.correction_weight + weights.sum(dtype=torch.float64)
+            self.corrected_tokens = self.corrected_tokens + cut.sum()
         self.masked = self.masked + masked.sum()
         # The mismatch between the policy that generated the tokens and the trainer's copy of it.
         mismatch = k3_kl(behaviour_logprobs, logprobs)
@@ -98,22 +127,13 @@ class TokenStatistics:
             self.has_reference = True
             kl = k3_kl(logprobs, reference_logprobs)
             self.reference_kl = self.reference_kl + kl.sum(dtype=torch.float64)
+        if teacher_divergence is not None:
+            self.add_divergence(teacher_divergence)
 
-    def _add_correction(
-        self, seen: torch.Tensor, correction: Correction, cap: float, *, weighs: bool
-    ) -> torch.Tensor:
-        """Add the correction's weights; returns which tokens it cut down or masked, bool [T]."""
-        self.corrected = correction
-        if correction == "truncated":
-            weights, cut = truncated_weights(seen, cap), seen > cap
-        elif weighs:
-            weights, cut = masked_weights(seen, cap), ~within(seen, cap)
-        else:
-            cut = ~within(seen, cap)
-            weights = (~cut).to(seen.dtype)
-        self.correction_weight = self.correction_weight + weights.sum(dtype=torch.float64)
-        self.corrected_tokens = self.corrected_tokens + cut.sum()
-        return cut
+    def add_divergence(self, divergence: torch.Tensor) -> None:
+        """Add the divergence from a teacher at T tokens, or estimates of it, [T]."""
+        self.taught += divergence.numel()
+        self.teacher_kl = self.teacher_kl + divergence.sum(dtype=torch.float64)
 
     def metrics(self) -> dict[str, float]:
         """The metrics: means over all tokens added."""
@@ -132,6 +152,8 @@ class TokenStatistics:
         }
         if self.has_reference:
             metrics["kl"] = float(self.reference_kl) / n
+        if self.taught:
+            metrics["distillation/kl"] = float(self.teacher_kl) / self.taught
         if self.corrected != "none":
             metrics["correction/weight_mean"] = float(self.correction_weight) / n
             metrics[f"correction/{self.corrected}_fraction"] = float(self.corrected_tokens) / n

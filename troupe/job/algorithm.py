@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from troupe.job.policy import OptimizerSpec
-from troupe.job.section import Coefficient, Section, Tokens, TokensOrNone
+from troupe.job.section import (
+    MAX_AGENTS,
+    Coefficient,
+    Section,
+    Tokens,
+    TokensOrNone,
+    check_entrypoint,
+)
 
 TEAM_COLUMN: Final = "critic_context"
-# The column of log-probs under the first version, which saves the trainer a forward pass.
-REFERENCE_COLUMN = "reference_logprobs"
 """Column of a sample with the other agents' tokens for the critic: int32 [n], token ids."""
+REFERENCE_COLUMN: Final = "reference_logprobs"
+"""Column of log-probs under the first version, which saves the trainer a forward pass."""
+TEACHER_COLUMN: Final = "teacher_logprobs"
+"""Column of log-probs under the agent's teacher (`distillation`): float32 [response_len]."""
 
 
 class CriticSpec(Section):
@@ -47,13 +56,53 @@ Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
 Correction = Literal["none", "truncated", "masked", "sequence_masked"]
 
 
+def _or_own(choices: Any) -> AfterValidator:
+    """A validator of one of `choices` (a Literal), or of the path of a user's own function."""
+
+    def check(value: str) -> str:
+        if ":" in value:
+            return check_entrypoint(value)
+        if value not in (built_in := get_args(choices)):
+            raise ValueError(
+                f"is none of {', '.join(built_in)}; choose one, or write "
+                "`package.module:function` for your own"
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+AdvantageOrOwn = Annotated[Advantage | str, _or_own(Advantage)]
+LossOrOwn = Annotated[Loss | str, _or_own(Loss)]
+CorrectionOrOwn = Annotated[Correction | str, _or_own(Correction)]
+
+
+class DistillationSpec(Section):
+    """On-policy distillation: agents learn from frozen policies, by the reverse KL divergence per
+    token on their own samples (Agarwal et al. 2024, GKD; Gu et al. 2024, MiniLLM)."""
+
+    teachers: dict[str, str] = Field(min_length=1, max_length=MAX_AGENTS)
+    """The teacher of each agent: a policy with `trainable: false` and the agent's tokenizer. Agents
+    that are not named learn from rewards."""
+    divergence: Literal["full", "sampled"] = "full"
+    """`full`: the loss of a token has the term `coefficient` KL(pi || teacher) over the whole
+    vocabulary; trainers hold the teachers. `sampled`: the teacher's engines give the log-probs of
+    the sampled tokens, and log teacher(a_t) - log mu(a_t), times `coefficient`, is added to A_t."""
+    coefficient: Coefficient = 1.0
+    """Weight of the divergence."""
+    rewards: bool = False
+    """Whether agents with a teacher learn from their rewards, too."""
+
+
 class AlgorithmSpec(Section):
-    """How rewards become gradients; docs/algorithms.md has the formulas."""
+    """How rewards become gradients; docs/algorithms.md has the formulas. `advantage`, `loss` and
+    `correction` also take `package.module:function`, a function of the user's own that trainer
+    workers import."""
 
     name: Literal["grpo"] = "grpo"
     """Policy optimization by clipped policy gradients; `advantage` and `loss` select the
     variant: GRPO (Shao et al. 2024, section 4.1), its relatives, PPO and MAPPO."""
-    advantage: Advantage = "grpo"
+    advantage: AdvantageOrOwn = "grpo"
     """Baseline and scale of a sample's reward. `grpo`: its group's mean, in standard deviations;
     `dr_grpo`: its group's mean (Liu et al. 2025, section 3.2); `rloo`: the mean of its group's
     other samples (Ahmadian et al. 2024); `reinforce_plus_plus`: the mean of the step's samples, in
@@ -74,7 +123,7 @@ class AlgorithmSpec(Section):
     an agent; the replies of a `chat(n=k)` are one turn. `branch`: the replies of one `chat(n=k)`,
     and those of other trajectories with the same prompt (AT-GRPO, Zhao et al. 2025, section 4.1);
     turns without `n` are grouped as by `turn`."""
-    loss: Loss = "ppo_clip"
+    loss: LossOrOwn = "ppo_clip"
     """Policy-gradient loss, with pi the trained and mu the sampling policy. `ppo_clip`: the ratio
     pi/mu of each token, clipped (Schulman et al. 2017, equation 7); `gspo`: the sequence's ratio
     (geometric mean), clipped (Zheng et al. 2025); `cispo`: each token's gradient weighted by
@@ -105,7 +154,7 @@ class AlgorithmSpec(Section):
     """Weight of the k3 estimate of KL(policy || first version) in the loss."""
     entropy_coefficient: Coefficient = 0.0
     """Weight of the entropy bonus."""
-    correction: Correction | None = None
+    correction: CorrectionOrOwn | None = None
     """Importance correction for samples of older versions. `truncated`: every token's gradient is
     weighted by min(cap, pi/mu) (Espeholt et al. 2018, section 4.1; with one update per global batch
     the decoupled objective of AReaL, section 5.2, is the same); `masked`: tokens whose pi/mu is
@@ -116,6 +165,13 @@ class AlgorithmSpec(Section):
     `none`; in mode `async`, which needs one, `truncated` with `ppo_clip`, else `masked`."""
     correction_cap: float = Field(default=2.0, ge=1, le=1e9)
     """The correction's cap on pi/mu."""
+    distillation: DistillationSpec | None = None
+    """Frozen policies as teachers, alone or beside rewards. Default: none."""
+
+    @property
+    def own_functions(self) -> bool:
+        """Whether a loss, an advantage or a correction is the user's own."""
+        return any(":" in (name or "") for name in (self.loss, self.advantage, self.correction))
 
     @property
     def updates(self) -> int:
@@ -152,7 +208,8 @@ class AlgorithmSpec(Section):
                 f"group_by: with advantage `gae` nothing is measured against a group, and "
                 f"`{self.group_by}` would cut an agent's turns apart; remove it"
             )
-        if self.advantage != "reinforce_plus_plus" and not self.normalize_per_agent:
+        of_step = self.advantage == "reinforce_plus_plus" or ":" in self.advantage
+        if not of_step and not self.normalize_per_agent:
             raise ValueError(
                 f"normalize_per_agent: with advantage `{self.advantage}` a baseline is of one "
                 "agent anyway; remove it, or choose `reinforce_plus_plus`"

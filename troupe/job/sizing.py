@@ -157,6 +157,12 @@ def _cached(repository: str, revision: str | None) -> Path | None:
     return snapshot if commit and snapshot.is_dir() else None
 
 
+def _frozen_bytes(model: ModelSpec) -> int:
+    """Bytes of a model's weights in its own type; 0 if this machine cannot tell."""
+    shape, half = read_shape(model), model.dtype in ("auto", "bfloat16")
+    return 0 if shape is None else shape.parameters * (2 if half else 4)
+
+
 def setup_of(
     spec: JobSpec,
     policy: str,
@@ -181,6 +187,7 @@ def setup_of(
     longest = context_of(own.engine.max_context, shape.positions, room) + algorithm.team_tokens
     longest = min(longest, shape.positions or longest)
     budget = own.trainer.forward_tokens or forward_tokens or given.forward_tokens
+    teachers = spec.teachers_of(policy)
     adapter = 0
     if lora is not None:
         names = None if lora.target_modules == "all-linear" else lora.target_modules
@@ -197,6 +204,7 @@ def setup_of(
         trainable=own.trainable,
         adapter=adapter,
         reference=spec.needs_reference,
+        teachers=sum(_frozen_bytes(spec.policies[one].language_model) for one in teachers),
         critic=algorithm.value_function is not None,
         exact=spec.pipeline.deterministic,
     )

@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from troupe.job.algorithm import REFERENCE_COLUMN, AlgorithmSpec, Correction
+from troupe.job.algorithm import REFERENCE_COLUMN, AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.data import TasksSpec
 from troupe.job.environment import EnvironmentSpec, check, check_pools, with_defaults
@@ -103,6 +103,8 @@ class JobSpec(Section):
         played = {agent.policy for agent in self.agents.values()}
         if (pools := self.pools) is not None:
             played.update(pools.slots, pools.learners)
+        if (distillation := self.algorithm.distillation) is not None:
+            played.update(distillation.teachers.values())
         unused = sorted(set(self.policies) - played)
         if unused:
             raise ValueError(f"policies.{unused[0]}: no agent plays it; remove it or name it")
@@ -386,6 +388,50 @@ class JobSpec(Section):
             )
 
     @model_validator(mode="after")
+    def _distillation(self) -> Self:
+        spec = self.algorithm.distillation
+        for agent, teacher in {} if spec is None else spec.teachers.items():
+            field = f"algorithm.distillation.teachers.{agent}"
+            if agent not in self.agents:
+                known = ", ".join(sorted(self.agents))
+                raise ValueError(f"{field}: there is no such agent; known: {known}")
+            if teacher not in self.policies:
+                known = ", ".join(sorted(self.policies))
+                raise ValueError(f"{field}: '{teacher}' is not a policy; known: {known}")
+            student, wise = self.policies[self.agents[agent].policy], self.policies[teacher]
+            if wise.trainable or not student.trainable:
+                which = teacher if wise.trainable else self.agents[agent].policy
+                state = "trained" if wise.trainable else "frozen"
+                raise ValueError(
+                    f"{field}: a trained policy learns from a frozen one, and '{which}' is {state};"
+                    " set its `trainable`"
+                )
+            if None in (student.model, wise.model) or student.simulated or wise.simulated:
+                raise ValueError(f"{field}: both must be language models that are not simulated")
+            if wise.lora is not None:
+                raise ValueError(f"{field}: '{teacher}' has an adapter; merge it into its model")
+            sources = [one.language_model.tokenizer_source for one in (student, wise)]
+            if sources[0] != sources[1]:
+                raise ValueError(
+                    f"{field}: token by token they must have one tokenizer, and theirs are "
+                    f"{sources[0]} and {sources[1]}; set `model.tokenizer` of one of them"
+                )
+        if spec is not None and self.pipeline.dynamic_sampling:
+            raise ValueError(
+                "pipeline.dynamic_sampling: drops groups whose rewards are equal, and a teacher "
+                "teaches with these, too; not with `algorithm.distillation`"
+            )
+        return self
+
+    def teachers_of(self, policy: str) -> tuple[str, ...]:
+        """The teachers that the trainer of a policy holds (`distillation.divergence: full`)."""
+        spec = self.algorithm.distillation
+        if spec is None or spec.divergence != "full":
+            return ()
+        own = (one for agent, one in spec.teachers.items() if self.agents[agent].policy == policy)
+        return tuple(sorted(set(own)))
+
+    @model_validator(mode="after")
     def _training(self) -> Self:
         for name, policy in self.policies.items():
             if policy.trainer.gang == 1 or not policy.trainable:
@@ -468,7 +514,7 @@ class JobSpec(Section):
         ]
 
     @property
-    def correction(self) -> Correction:
+    def correction(self) -> str:
         """The importance correction, default resolved."""
         if self.algorithm.correction is not None or self.pipeline.mode != "async":
             return self.algorithm.correction or "none"

@@ -93,6 +93,8 @@ class TrainingSetup:
     """Parameters of the LoRA adapter that is trained on frozen weights; 0: all are trained."""
     reference: bool = False
     """Whether the loss needs a frozen copy of the first version."""
+    teachers: int = 0
+    """Bytes of the frozen policies that it learns from, over all devices."""
     critic: bool = False
     exact: bool = False
     """Whether gradients are summed exactly (`pipeline.deterministic`)."""
@@ -177,7 +179,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup) -> RankMemory:
         weights=each,
         gradients=each,
         moments=2 * each,
-        reference=0 if adapter or not setup.reference else each,
+        reference=(0 if adapter or not setup.reference else each) + -(-setup.teachers // ranks),
         critic=4 * critic if setup.critic else 0,
         exact_sums=exact if setup.exact else 0,
         gathered=gathered,

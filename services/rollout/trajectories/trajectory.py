@@ -15,6 +15,7 @@ import structlog
 
 from services.rollout.prepared_job import PreparedJob
 from services.rollout.rewards import TrajectoryTools
+from services.rollout.scoring import add_teacher_logprobs
 from services.rollout.trajectories import records
 from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.concurrency import EarlyStartGate
@@ -64,6 +65,7 @@ FATAL: Final = frozenset(
         "reward_not_importable",
         "reward_unknown_agent",
         "seating",
+        "teacher",
         "tool_not_importable",
         "tool_unknown_tool",
         "turn_not_awaited",
@@ -292,7 +294,9 @@ class RunningTrajectory:
             group_by=job.spec.algorithm.group_by,
             team_tokens=job.spec.algorithm.team_tokens,
         )
-        return records.samples_of(rows, ticket=ticket, shelf=self._shelf)
+        samples = records.samples_of(rows, ticket=ticket, shelf=self._shelf)
+        await add_teacher_logprobs(job, samples)
+        return samples
 
     def _note_unawaited(self, agents: Agents) -> None:
         """Report turns that the workflow never awaited: whether they end in time to count is

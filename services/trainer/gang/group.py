@@ -17,12 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from services.trainer.gang.gang import Frame
 from services.trainer.learning.packing import PackedBatch
-from services.trainer.learning.ranks import RankBatches, RankGroup, S, Stopped
+from services.trainer.learning.ranks import ELSEWHERE, RankBatches, RankGroup, S, Stopped
 from services.trainer.learning.samples import Row
 
 T = TypeVar("T")
-
-_ELSEWHERE = "the loss of a micro-batch is not finite on another rank of the gang"
 
 
 def spans(lengths: Sequence[int], size: int) -> list[range]:
@@ -67,7 +65,7 @@ class GangBatches(RankBatches):
         if stop:
             raise Stopped
         if broken:
-            self.problem = self.problem or _ELSEWHERE
+            self.problem = self.problem or ELSEWHERE
             raise StopIteration
         if not more:
             raise StopIteration

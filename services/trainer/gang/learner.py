@@ -33,7 +33,7 @@ from services.trainer.gang.sharded_state import (
 )
 from services.trainer.learning.forward import TrainedModel
 from services.trainer.learning.learner import Applied, Learner
-from services.trainer.learning.model import load_model, outline, positions_of
+from services.trainer.learning.model import load_model, load_teacher, outline, positions_of
 from services.trainer.learning.optimizer import Moments
 from services.trainer.learning.samples import (
     Load,
@@ -52,6 +52,7 @@ from troupe.rpc import DataLoss, ResourceExhausted
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.deferred import Layout
 from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.workflow.shipped import opened
 
 # Dtype and shape by name.
 Described = Mapping[str, tuple[str, Sequence[int]]]
@@ -138,7 +139,7 @@ class RankLearner(Learner):
         **options: Any,
     ) -> None:
         """`double`: in float64, for proofs; `options`: those of `Learner`."""
-        self._group = group
+        self._group, self._double = group, double
         own = spec.policies[policy]
 
         def make() -> Any:
@@ -157,6 +158,15 @@ class RankLearner(Learner):
         super().__init__(trained, spec, policy, device=device, ranks=group, **options)
         # FSDP owns the memory of the parameters: it is not released, and weights are copied.
         self._pooled = PooledParameters({}, [])
+
+    def _load_teacher(self, name: str) -> Any:
+        """This rank's shard of a teacher."""
+
+        def make() -> Any:
+            model = load_teacher(name, self._job, self.vocabulary)
+            return shard(model.double() if self._double else model, self._group.mesh)
+
+        return self._group.one_per_host(make)
 
     def save(self, directory: Path) -> dict[str, str]:
         """Write this rank's part of the training state; checksums of its files.
@@ -391,9 +401,14 @@ class GangLearner:
     def _open(self) -> None:
         self._left = False
         self._gang = self._gangs.of(self._size, self._key)
+        code = opened(self._job.code.sha256) if self._job.code else None
         try:
             answer = self._order(
-                "open", spec=self._job.model_dump_json(), policy=self._policy, options=self._options
+                "open",
+                spec=self._job.model_dump_json(),
+                policy=self._policy,
+                options=self._options,
+                code="" if code is None else str(code.folder),
             )
             self.vocabulary: int = answer.header["vocabulary"]
             self.num_parameters: int = answer.header["parameters"]

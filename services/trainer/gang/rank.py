@@ -27,6 +27,7 @@ from services.trainer.gang.learner import RankLearner
 from services.trainer.learning.ranks import Stopped
 from troupe.job import JobSpec
 from troupe.rpc import TroupeError, to_status
+from troupe.workflow.shipped import open_shipped
 
 # Keys of the rendezvous store.
 _CAME, _ALL = "came", "all"
@@ -139,6 +140,10 @@ class Rank:
 
     def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
         spec = JobSpec.model_validate_json(header["spec"])
+        folder = Path(header["code"])
+        # Ranks on other hosts have no such folder; what they import is on their PYTHONPATH.
+        if header["code"] and spec.code is not None and spec.code.sha256 and folder.is_dir():
+            open_shipped(spec.code.sha256, folder)
         member = RankLearner(spec, header["policy"], self._group, self._device, **header["options"])
         self._members[header["key"]] = member
         return {"vocabulary": member.vocabulary, "parameters": member.num_parameters}

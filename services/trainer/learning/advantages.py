@@ -1,6 +1,6 @@
 """Advantage estimation for one policy's samples, with the baselines kept from step to step.
 
-`algorithm.advantage` of the job chooses the formula (`troupe/algorithms/advantages.py`). Most need
+`algorithm.advantage` of the job chooses the function (`troupe/algorithms/registry.py`). Most need
 only a sample and the rewards of its group. `reinforce_plus_plus` needs the rewards of the whole
 step; `rae` a moving average of each agent's rewards, which is training state. `gae` comes from the
 critic (critic.py), token by token.
@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from services.trainer.learning.samples import Row
+from services.trainer.learning.samples import Row, TrainingBatch, by_token, response_lengths
 from troupe.algorithms.advantages import (
-    batch_advantages,
+    AdvantageFunction,
+    SampleBatch,
     batch_statistics,
-    group_advantages,
-    leave_one_out_advantages,
     moved_baseline,
-    role_advantages,
+    rae,
 )
 from troupe.job import AlgorithmSpec
 
@@ -31,19 +31,18 @@ _PREFIX = "baseline/"
 class AdvantageEstimator:
     """Computes the advantages of one policy's samples, and holds what they depend on."""
 
-    def __init__(self, algorithm: AlgorithmSpec) -> None:
+    def __init__(self, algorithm: AlgorithmSpec, function: AdvantageFunction | None) -> None:
+        """`function`: that of `algorithm.advantage`; None: a critic computes advantages."""
         self._algorithm = algorithm
+        self._function = function
+        # Whether advantages need the rewards of all samples of the step (`measure`).
+        self.needs_whole_step = bool(getattr(function, "whole_step", False))
         # `rae`: the baseline b_k by agent; zero at first, as in SPIRAL.
         self._baselines: dict[str, float] = {}
         # `rae`: rewards of the present step, by agent.
         self._rewards: dict[str, list[float]] = {}
         # `reinforce_plus_plus`: (mean, deviation) of the present step's rewards, by agent.
         self._statistics: dict[str, tuple[float, float]] = {}
-
-    @property
-    def needs_whole_step(self) -> bool:
-        """Whether advantages need the rewards of all samples of the step (`measure`)."""
-        return self._algorithm.advantage == "reinforce_plus_plus"
 
     def measure(self, rows: Sequence[Row]) -> None:
         """Take reward statistics of all samples of a step, independent of their order."""
@@ -52,31 +51,39 @@ class AdvantageEstimator:
             rewards.setdefault(self._pool(row), []).append(row.reward)
         self._statistics = {pool: batch_statistics(values) for pool, values in rewards.items()}
 
-    def advantages(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Advantages of `rows`, float64 [n]; a sample's does not depend on the other rows.
+    def estimate(self, rows: Sequence[Row]) -> TrainingBatch:
+        """`rows` with their advantages; a sample's does not depend on the other rows.
 
-        Samples count towards the next baselines of `rae`: pass each once a step, or `discard`.
+        SampleBatch count towards the next baselines of `rae`: pass each once a step, or `discard`.
+        Raises `FunctionFault` for a user's function.
         """
-        rewards = [row.reward for row in rows]
-        groups = [row.group_rewards for row in rows]
-        match self._algorithm.advantage:
-            case "grpo":
-                scale = self._algorithm.scale_by_std
-                return group_advantages(rewards, groups, scale_by_std=scale)
-            case "dr_grpo":
-                return group_advantages(rewards, groups, scale_by_std=False)
-            case "rloo":
-                return leave_one_out_advantages(rewards, groups)
-            case "reinforce_plus_plus":
-                pools = [self._statistics[self._pool(row)] for row in rows]
-                mean, std = [mean for mean, _ in pools], [std for _, std in pools]
-                return batch_advantages(rewards, mean, std)
-            case "rae":
-                for row in rows:
-                    self._rewards.setdefault(row.agent, []).append(row.reward)
-                return role_advantages(rewards, [self._baselines.get(r.agent, 0.0) for r in rows])
-            case "gae":
-                raise AssertionError("the critic computes these, token by token")
+        assert self._function is not None, "the critic computes these, token by token"
+        pools = [self._statistics.get(self._pool(row), (0.0, 0.0)) for row in rows]
+        step = torch.tensor(pools, dtype=torch.float64).reshape(-1, 2)
+        if self._function is rae:
+            for row in rows:
+                self._rewards.setdefault(row.agent, []).append(row.reward)
+        lengths = response_lengths(rows)
+        behaviour = [row.behaviour for row in rows] or [np.empty(0, np.float32)]
+        found = self._function(
+            SampleBatch(
+                torch.tensor([row.reward for row in rows], dtype=torch.float64),
+                [row.group_rewards for row in rows],
+                [row.agent for row in rows],
+                torch.tensor([row.turn for row in rows]),
+                torch.tensor(lengths),
+                torch.from_numpy(np.concatenate(behaviour)),
+                torch.tensor(
+                    [self._baselines.get(row.agent, 0.0) for row in rows], dtype=torch.float64
+                ),
+                step[:, 0] if self.needs_whole_step else None,
+                step[:, 1] if self.needs_whole_step else None,
+                self._algorithm.scale_by_std,
+            )
+        )
+        if len(found) == len(rows):
+            return TrainingBatch(rows, found)
+        return by_token(rows, found)
 
     def applied(self) -> None:
         """Update the baselines with the rewards of the step, after it was applied."""

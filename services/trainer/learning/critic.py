@@ -27,7 +27,7 @@ from services.trainer.learning.optimizer import (
     make_optimizer,
 )
 from services.trainer.learning.packing import PackedBatch
-from services.trainer.learning.samples import Row, TrainingBatch, response_lengths
+from services.trainer.learning.samples import Row, TrainingBatch, by_token, response_lengths
 from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
 from troupe.algorithms.values import ValueStatistics, gae, value_loss
@@ -85,13 +85,8 @@ class Critic:
         advantages = chained_advantages(
             rows, values, gamma=self._spec.gamma, gae_lambda=self._spec.gae_lambda
         )
-        parts = torch.split(advantages, response_lengths(rows))
-        credited = [
-            replace(row, advantages=part.numpy()) for row, part in zip(rows, parts, strict=True)
-        ]
         returns = values + advantages.to(values.device, values.dtype)
-        sizes = [float(part.abs().mean()) if len(part) else 0.0 for part in parts]
-        return TrainingBatch(credited, torch.tensor(sizes, dtype=torch.float64), values, returns)
+        return replace(by_token(rows, advantages), values=values, returns=returns)
 
     def backward(self, batch: TrainingBatch, stop: threading.Event | None) -> str:
         """Add the gradient of the summed value loss of a batch that `estimate` returned.

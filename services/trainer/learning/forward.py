@@ -23,7 +23,14 @@ from services.trainer.learning.lora_bases import FrozenBase
 from services.trainer.learning.packing import PackedBatch, PassCosts, plan
 from services.trainer.learning.samples import Row
 from troupe.adapters.merge import Tensors, distinct_tensors
-from troupe.algorithms.linear_loss import Head, LossOf, Scores, linear_loss, linear_scores
+from troupe.algorithms.linear_loss import (
+    Head,
+    LossOf,
+    Scores,
+    Teacher,
+    linear_loss,
+    linear_scores,
+)
 from troupe.algorithms.logprobs import selective_log_softmax
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
@@ -139,23 +146,30 @@ class Forward:
         loss_of: LossOf,
         *,
         whole: bool = False,
+        teaching: Teaching | None = None,
     ) -> tuple[torch.Tensor, Scores]:
         """The sum of `loss_of` over the batch's N tokens, differentiable, and their scores.
 
-        `temperatures`: [N, 1]. `whole`: `loss_of` needs all tokens of a row at once.
+        `temperatures`: [N, 1]. `whole`: `loss_of` needs all tokens of a row at once. `teaching`:
+        adds the weighed divergence from a teacher to the loss.
         """
-        if not self.capabilities.linear_head:
+        if not self.capabilities.linear_head or (teaching and not teaching.linear_head):
             logits = response_logits(self.model, batch) / temperatures
             logprobs, entropy = selective_log_softmax(logits, batch.targets)
             loss = loss_of(logprobs, entropy, slice(0, len(batch.targets)))
-            return loss, Scores(logprobs.detach(), entropy.detach())
+            divergence = None if teaching is None else teaching.divergence(batch, logits)
+            if divergence is not None and teaching is not None:
+                loss = loss + (teaching.weights * divergence).sum()
+                divergence = divergence.detach()
+            return loss, Scores(logprobs.detach(), entropy.detach(), divergence)
         found: list[Scores] = []
+        teacher = None if teaching is None else teaching.teacher(batch)
 
         def head(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
             spans = batch.spans if whole else None
             own = Head(layer.weight, layer.bias)
             loss, scores = linear_loss(
-                hidden, own, batch.targets, temperatures, loss_of, spans=spans
+                hidden, own, batch.targets, temperatures, loss_of, spans=spans, teacher=teacher
             )
             found.append(scores)
             return loss
@@ -178,6 +192,47 @@ class Forward:
 
         _with_head(self.model, batch, head)
         return found[0]
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """A frozen teacher's part in a pass: sum_t w_t KL(student_t || teacher_t)."""
+
+    forward: Forward
+    # [N], [N, 1]
+    weights: torch.Tensor
+    temperatures: torch.Tensor
+    # Whether its weights are in memory during its own passes only (FSDP).
+    sharded: bool = False
+
+    @property
+    def linear_head(self) -> bool:
+        """Whether its logits are those of a linear output layer."""
+        return self.forward.capabilities.linear_head
+
+    @torch.no_grad()
+    def teacher(self, batch: PackedBatch) -> Teacher:
+        """Its hidden states and output layer, for `linear_loss`."""
+        found: list[Teacher] = []
+
+        def head(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+            weight, bias = layer.weight.detach(), layer.bias
+            if self.sharded:
+                weight, bias = weight.clone(), None if bias is None else bias.detach().clone()
+            found.append(Teacher(hidden, Head(weight, bias), self.weights))
+            return hidden.new_zeros(())
+
+        _with_head(self.forward.model, batch, head)
+        return found[0]
+
+    def divergence(self, batch: PackedBatch, logits: torch.Tensor) -> torch.Tensor:
+        """KL(student || teacher) [N], differentiable in the student's `logits` [N, V] over its
+        temperatures."""
+        with torch.no_grad():
+            theirs = response_logits(self.forward.model, batch) / self.temperatures
+            others = torch.log_softmax(theirs[:, : logits.shape[1]].to(logits.dtype), -1)
+        logp = torch.log_softmax(logits, -1)
+        return (logp.exp() * (logp - others)).sum(-1)
 
 
 def response_logits(model: Any, batch: PackedBatch) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.utils import deterministic
 from services.trainer.learning.advantages import AdvantageEstimator
 from services.trainer.learning.critic import Critic
 from services.trainer.learning.forward import TrainedModel
-from services.trainer.learning.model import positions_of
+from services.trainer.learning.model import load_teacher, positions_of
 from services.trainer.learning.optimizer import (
     Gradients,
     Moments,
@@ -33,23 +33,28 @@ from services.trainer.learning.optimizer import (
     make_optimizer,
 )
 from services.trainer.learning.passes import Passes
-from services.trainer.learning.ranks import RankGroup
+from services.trainer.learning.ranks import ELSEWHERE, RankGroup
 from services.trainer.learning.samples import (
     Load,
     Row,
     TrainingBatch,
+    by_token,
     columns_of,
     parse_rows,
     response_lengths,
+    taught_logprobs,
 )
 from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
 from troupe.adapters.merge import Tensors
 from troupe.algorithms.losses import normalizer
+from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.experience import samples_digest
 from troupe.job import JobSpec
+from troupe.job.algorithm import DistillationSpec
 from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.workflow.errors import EntrypointError, as_invalid_argument
 
 
 def content_key(row: Row) -> tuple[Any, ...]:
@@ -162,6 +167,17 @@ class StepSums:
     seconds: float = 0.0
     # Why the step cannot be applied (a loss is not finite); further rows are then only counted.
     broken: str = ""
+    # The job's field whose function is at fault for that, if one is.
+    fault: str = ""
+
+
+@dataclass
+class BrokenStep:
+    """Why a step is not applied, and the job's field whose function is at fault; merged over the
+    ranks of a gang, of which one may have the reason."""
+
+    reason: str = ELSEWHERE
+    fault: str = ""
 
 
 class Accumulation:
@@ -175,13 +191,14 @@ class Accumulation:
         gradients: Gradients,
         critic: Critic | None,
         *,
+        functions: AlgorithmFunctions,
         skip_zero_advantages: bool,
     ) -> None:
         self._job = spec
         self._constant = spec.constant_tokens(policy)
         self._passes, self._gradients, self._critic = passes, gradients, critic
-        self._skip_zero = skip_zero_advantages
-        self.advantages = AdvantageEstimator(spec.algorithm)
+        self._functions, self._skip_zero = functions, skip_zero_advantages
+        self.advantages = AdvantageEstimator(spec.algorithm, functions.advantage)
         self.sums = StepSums()
         # Whether rows are held back until the step is complete.
         self._holds = self.advantages.needs_whole_step or spec.algorithm.updates > 1
@@ -240,13 +257,36 @@ class Accumulation:
     def _measured(self, rows: Sequence[Row], stop: threading.Event | None) -> TrainingBatch:
         """Compute the advantages of rows, and add the rows to the step's metrics."""
         if self._critic is None:
-            batch = TrainingBatch(rows, self.advantages.advantages(rows))
+            try:
+                batch = self.advantages.estimate(rows)
+            except FunctionFault as fault:
+                self._note(fault)
+                batch = TrainingBatch(rows, torch.zeros(len(rows), dtype=torch.float64))
         else:
             with self._reproducibly():
                 batch = self._critic.estimate(rows, stop)
+        if self._job.algorithm.distillation is not None and batch.rows:
+            batch = self._taught(batch, self._job.algorithm.distillation)
         self.sums.summary.add(batch.rows, batch.advantages.numpy())
         self.sums.broken = self.sums.broken or _not_finite(batch.rows, batch.advantages)
         return batch
+
+    def _taught(self, batch: TrainingBatch, spec: DistillationSpec) -> TrainingBatch:
+        """`batch` with the advantages that teachers' log-probs give; rewards count where they are
+        to."""
+        parts = []
+        for row, advantage in zip(batch.rows, batch.advantages.tolist(), strict=True):
+            own = np.full(row.response_length, advantage)
+            own = own if row.advantages is None else row.advantages
+            if row.agent in spec.teachers:
+                own = own if spec.rewards else np.zeros_like(own)
+                if spec.divergence == "sampled":
+                    gap = taught_logprobs(row) - row.behaviour
+                    own = own + spec.coefficient * gap
+                    self.sums.tokens.add_divergence(torch.from_numpy(-gap))
+            parts.append(own)
+        found = by_token(batch.rows, torch.from_numpy(np.concatenate(parts)))
+        return replace(batch, rows=found.rows, advantages=found.advantages)
 
     def backward(self, batch: TrainingBatch, stop: threading.Event | None) -> None:
         """Add the gradient of a batch's summed loss; in deterministic mode to exact sums.
@@ -256,12 +296,14 @@ class Accumulation:
         sums, algorithm = self.sums, self._job.algorithm
         lengths = response_lengths(batch.rows)
         sums.normalizer += normalizer(lengths, algorithm.normalize, self._constant)
-        chosen = self._with_gradient(batch.advantages)
+        chosen = self._with_gradient(batch)
         with self._reproducibly():
             if not sums.broken and chosen:
                 some = [batch.rows[i] for i in chosen]
                 advantages = batch.advantages[chosen]
                 sums.broken = self._passes.backward(some, advantages, sums.tokens, stop)
+                if self._passes.fault is not None:
+                    self._note(self._passes.fault)
             if not sums.broken and self._critic is not None:
                 sums.broken = self._critic.backward(batch, stop)
         if self._job.pipeline.deterministic:
@@ -270,16 +312,21 @@ class Accumulation:
                 problem = self._critic.gradients.accumulate_exact() or problem
             sums.broken = sums.broken or problem
 
+    def _note(self, fault: FunctionFault) -> None:
+        """Break the step off, because of a user's function."""
+        self.sums.broken, self.sums.fault = str(fault), fault.field
+
     def _reproducibly(self) -> contextlib.AbstractContextManager[None]:
         return _deterministic() if self._job.pipeline.deterministic else contextlib.nullcontext()
 
-    def _with_gradient(self, advantages: torch.Tensor) -> list[int]:
+    def _with_gradient(self, batch: TrainingBatch) -> list[int]:
         """The indices of rows whose loss has a gradient; a zero advantage may have none."""
         algorithm = self._job.algorithm
         pure = algorithm.kl_coefficient == 0 and algorithm.entropy_coefficient == 0
-        if self._skip_zero and pure:
-            return [i for i, a in enumerate(advantages.tolist()) if a != 0.0]
-        return list(range(len(advantages)))
+        if self._skip_zero and pure and self._functions.scales_with_advantage:
+            pairs = enumerate(zip(batch.rows, batch.advantages.tolist(), strict=True))
+            return [i for i, (row, a) in pairs if a != 0.0 or self._passes.is_taught(row)]
+        return list(range(len(batch.rows)))
 
     def _with_old_logprobs(
         self, batch: TrainingBatch, stop: threading.Event | None
@@ -325,6 +372,7 @@ class Accumulation:
             "micro_batches": sums.micro_batches,
             "seconds": sums.seconds,
             "broken": sums.broken,
+            "fault": sums.fault,
             "advantages": self.advantages.step_state(),
         }
         if self._critic is not None:
@@ -348,6 +396,7 @@ class Accumulation:
             micro_batches=values["micro_batches"],
             seconds=values["seconds"],
             broken=values["broken"],
+            fault=values["fault"],
         )
         suspension.join_fields(sums.tokens, part["tokens"], values["tokens"])
         suspension.join_fields(sums.summary, {}, values["summary"])
@@ -408,6 +457,16 @@ class Applied:
     digest: int = 0
     # Whether the weights have changed although the step failed: an earlier update was made.
     moved: bool = False
+    # The job's field whose function is at fault, if one is: the job cannot go on.
+    fault: str = ""
+
+
+def _functions_of(spec: JobSpec) -> AlgorithmFunctions:
+    """The job's loss, correction and advantage. Raises InvalidArgument naming the field."""
+    try:
+        return AlgorithmFunctions.of(spec)
+    except EntrypointError as error:
+        raise as_invalid_argument(error) from error
 
 
 class Learner:
@@ -457,14 +516,19 @@ class Learner:
         self.needs_reference = spec.needs_reference
         self._optimizer = make_optimizer(self.model, self._policy.optimizer)
         self._gradients = Gradients(self._trained.parameters)
+        functions = _functions_of(spec)
         self._passes = Passes(
             self._trained,
             spec,
             policy,
+            functions=functions,
             forward_tokens=forward_tokens,
             share_prefixes=share_prefixes,
             ranks=self._ranks,
         )
+        if self._policy.trainable and self._policy.simulated is None:
+            for teacher in spec.teachers_of(policy):
+                self._passes.add_teacher(teacher, self._load_teacher(teacher))
         self._critic: Critic | None = None
         value_function = spec.algorithm.value_function
         if value_function and self._policy.trainable and self._policy.simulated is None:
@@ -477,6 +541,7 @@ class Learner:
             self._passes,
             self._gradients,
             self._critic,
+            functions=functions,
             skip_zero_advantages=skip_zero_advantages,
         )
         self._pooled = PooledParameters(self._trained.weights(), self._trained.parameters)
@@ -484,6 +549,11 @@ class Learner:
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
         self._passes.set_reference(weights)
+
+    def _load_teacher(self, name: str) -> Any:
+        """The frozen model of a teacher, on the device. Raises InvalidArgument."""
+        model = load_teacher(name, self._job, self.vocabulary).to(self._trained.device)
+        return model if model.dtype == torch.bfloat16 else model.to(self._trained.dtype)
 
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
         """Parse the samples of a claim for `accumulate`. Raises as `parse_rows`."""
@@ -523,6 +593,9 @@ class Learner:
         reason = self._run_updates(version, stop) if several else self._update(version)
         sums = self._step.sums
         sums.tokens = self._ranks.merged(sums.tokens)
+        why = BrokenStep(reason, sums.fault)
+        if reason:  # on all ranks
+            why = self._ranks.merged(why)
         metrics = sums.summary.metrics(version) | sums.tokens.metrics()
         metrics |= self._step.advantages.metrics()
         if self._critic is not None:
@@ -541,7 +614,7 @@ class Learner:
         metrics["train/micro_batches"] = float(sums.micro_batches)
         digest, moved = sums.summary.digest, bool(reason) and sums.updates > 0
         self.discard()
-        return Applied(not reason, reason, metrics, digest, moved)
+        return Applied(not reason, why.reason, metrics, digest, moved, why.fault)
 
     def _update(self, version: int) -> str:
         """Make one update from the accumulated gradient.

@@ -50,6 +50,28 @@ def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
     return _load(policy, spec, policy_seed(seed, policy))
 
 
+def load_teacher(name: str, spec: JobSpec, vocabulary: int) -> Any:
+    """The frozen model of policy `name`, for students with `vocabulary` tokens, on the CPU.
+
+    In bfloat16 if that is the policy's type. Raises as `load_model`, and InvalidArgument of kind
+    "teacher_vocabulary".
+    """
+    spec = with_dtype(name, spec)
+    model = load_model(name, spec.policies[name], spec.seed).requires_grad_(False)
+    found = int(model.get_input_embeddings().weight.shape[0])
+    if found < vocabulary:
+        raise InvalidArgument(
+            f"teacher '{name}' has {found:,} token embeddings, its student {vocabulary:,}",
+            kind="teacher_vocabulary",
+            field=f"policies.{name}.model",
+            value=found,
+            remedy="Choose a teacher with at least the student's vocabulary, or "
+            "`distillation.divergence: sampled`.",
+        )
+    half = spec.policies[name].language_model.weight_dtype == "bfloat16"
+    return model.bfloat16() if half else model
+
+
 def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device) -> Any:
     """Load the model of a policy that trains an adapter: evaluation mode, on `device`.
 

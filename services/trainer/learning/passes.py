@@ -25,11 +25,12 @@ from services.trainer.compute import gpu_memory
 from services.trainer.learning.attention import PACKED, packed_attention
 from services.trainer.learning.cpu_kernels import layers_of, use_kernels
 from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_splitting
-from services.trainer.learning.forward import Forward, TrainedModel, costs_of
+from services.trainer.learning.forward import Forward, Teaching, TrainedModel, costs_of
 from services.trainer.learning.packing import PackedBatch, plan
 from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
 from services.trainer.learning.samples import Row, response_lengths
 from troupe.algorithms.losses import Normalize, grpo_loss_sum, token_weights
+from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.job import JobSpec, TrainerSpec
 from troupe.rpc import FailedPrecondition
@@ -38,8 +39,6 @@ from troupe.scheduling.defaults import CPU, DeviceDefaults, defaults_of
 log = structlog.get_logger("troupe.trainer")
 _CONFIGURED = "_troupe_configured"
 _CHECKPOINTED = "_troupe_checkpointed"
-# Losses and corrections that couple the tokens of a row.
-_BY_SEQUENCE = {"gspo", "sequence_masked"}
 # Bytes of the float32 logits of one forward pass, for models that compute them all at once.
 _LOGITS_BYTES = 256 << 20
 
@@ -203,6 +202,8 @@ class _ThreadModel:
     forward: Forward
     # The reference model (first version), if the loss has a KL term.
     reference: Forward | None
+    # The frozen policies that it learns from, by name.
+    teachers: Mapping[str, Forward]
     # For a twin: pairs (policy's parameter, twin's parameter); only gradients are separate.
     pairs: tuple[tuple[torch.nn.Parameter, torch.nn.Parameter], ...] = ()
 
@@ -210,7 +211,9 @@ class _ThreadModel:
         """A thread model over the same weights."""
         forward = self.forward.twin()
         named = zip(self.forward.model.parameters(), forward.model.parameters(), strict=True)
-        return _ThreadModel(forward, self.reference and self.reference.twin(), tuple(named))
+        teachers = {name: teacher.twin() for name, teacher in self.teachers.items()}
+        reference = self.reference and self.reference.twin()
+        return _ThreadModel(forward, reference, teachers, tuple(named))
 
     def attach(self) -> None:
         """Point the twin at the policy's weights, which may have moved to other memory."""
@@ -239,17 +242,26 @@ class Passes:
         spec: JobSpec,
         policy: str,
         *,
+        functions: AlgorithmFunctions,
         forward_tokens: int = 0,
         share_prefixes: bool = True,
         ranks: RankGroup | None = None,
     ) -> None:
         self._model = model
+        self._functions = functions
+        # The first fault of a user's loss or correction in the last `backward`.
+        self.fault: FunctionFault | None = None
         self._ranks = ranks or RankGroup()
         self._job = spec
         self._policy = spec.policies[policy]
         own = defaults_of(gpu_memory(model.device))
         configure_model(policy, model.module, self._policy.trainer, own)
         self._reference: Forward | None = None
+        # By name of the teacher: its model, and the agents that it teaches.
+        self._teachers: dict[str, Forward] = {}
+        distillation = spec.algorithm.distillation
+        taught = {} if distillation is None else distillation.teachers
+        self._teacher_of = {a: t for a, t in taught.items() if t in spec.teachers_of(policy)}
         wanted = self._policy.trainer.forward_tokens or forward_tokens
         self._budget = wanted or own.forward_tokens
         # Where the defaults of this device are shown.
@@ -269,7 +281,7 @@ class Passes:
 
     @functools.cached_property
     def _own_model(self) -> _ThreadModel:
-        return _ThreadModel(self._forward, self._reference)
+        return _ThreadModel(self._forward, self._reference, self._teachers)
 
     @functools.cached_property
     def _threads(self) -> CpuThreads | None:
@@ -294,11 +306,12 @@ class Passes:
     @functools.cached_property
     def _layout(self) -> dict[str, Any]:
         """Arguments of `plan` that suit the model."""
-        capabilities = self._forward.capabilities
-        layout: dict[str, Any] = {"packed": capabilities.packs}
-        if self._shares and capabilities.packs:
+        models = [self._forward, *self._teachers.values()]
+        packs = all(one.capabilities.packs for one in models)
+        layout: dict[str, Any] = {"packed": packs}
+        if self._shares and packs:
             layout["sharing"] = costs_of(self._model.module)
-        if not capabilities.linear_head:
+        if not all(one.capabilities.linear_head for one in models):
             layout["limit"] = max(1, _LOGITS_BYTES // (4 * self._model.vocabulary))
         return layout
 
@@ -307,8 +320,21 @@ class Passes:
         frozen = self._model.frozen_copy(weights)
         choose_kernels(frozen, self._policy.trainer)
         self._reference = Forward(frozen, self._forward.capabilities)
-        for made in ("_own_model", "_thread_models"):
+        self._forget_models()
+
+    def add_teacher(self, name: str, module: Any) -> None:
+        """Learn from the frozen model `module`, which is on the device."""
+        choose_kernels(module, self._policy.trainer)
+        self._teachers[name] = Forward(module)
+        self._forget_models()
+
+    def _forget_models(self) -> None:
+        for made in ("_own_model", "_thread_models", "_layout"):
             self.__dict__.pop(made, None)
+
+    def is_taught(self, row: Row) -> bool:
+        """Whether the row's loss has a divergence from a teacher, also without an advantage."""
+        return row.agent in self._teacher_of
 
     def backward(
         self,
@@ -322,21 +348,42 @@ class Passes:
         Returns the reason if the gradient cannot be used, else an empty text. `advantages`: float64
         [n]. In a gang every rank gets all rows and computes its share. Raises `Stopped`.
         """
+        self.fault = None
         mine = self._ranks.share(rows)
         rows, advantages = [rows[i] for i in mine], advantages[mine]
+        # Rows with one teacher go together. In a gang all ranks pass through all of them.
+        teachers = [self._teacher_of.get(row.agent, "") for row in rows]
+        every = {"", *self._teachers} if self._ranks.size > 1 else set(teachers)
+        for teacher in sorted(every):
+            some = [i for i, one in enumerate(teachers) if one == teacher]
+            taught = [rows[i] for i in some], advantages[some]
+            if problem := self._backward(*taught, teacher, statistics, stop):
+                return problem
+        return ""
+
+    def _backward(
+        self,
+        rows: list[Row],
+        advantages: torch.Tensor,
+        teacher: str,
+        statistics: TokenStatistics,
+        stop: threading.Event | None,
+    ) -> str:
+        """`backward` for the rows of this rank with one `teacher`; empty: with none."""
         if rows and self._threads is not None:
-            return self._in_threads(self._threads, rows, advantages, statistics, stop)
+            return self._in_threads(self._threads, rows, advantages, teacher, statistics, stop)
         columns = self._columns(rows, advantages) if rows else None
         batches = self._ranks.batches(plan(rows, self._budget, **self._layout), stop)
         for batch in batches:
             if batch is None or columns is None:
-                self._empty_pass()
+                self._empty_pass(teacher)
                 continue
-            loss, added = self._loss(self._own_model, batch, columns)
-            batches.problem = _not_finite(loss)
+            loss, added = self._loss(self._own_model, batch, columns, teacher)
+            batches.problem = self._problem(loss)
             # Also for a loss that is not finite, which is discarded: other ranks need this pass.
             torch.autograd.backward(loss)
-            statistics.add(**added)
+            if self.fault is None:
+                statistics.add(**added)
         return batches.problem
 
     def _in_threads(
@@ -344,13 +391,14 @@ class Passes:
         threads: CpuThreads,
         rows: list[Row],
         advantages: torch.Tensor,
+        teacher: str,
         statistics: TokenStatistics,
         stop: threading.Event | None,
     ) -> str:
         """Like `backward`, with a part of the rows per thread; the order of sums is fixed."""
         calls = [
             functools.partial(
-                self._in_thread, model, [rows[i] for i in part], advantages[part], stop
+                self._in_thread, model, [rows[i] for i in part], advantages[part], teacher, stop
             )
             for model, part in zip(
                 self._thread_models, split_rows(rows, threads.size), strict=False
@@ -372,6 +420,7 @@ class Passes:
         model: _ThreadModel,
         rows: list[Row],
         advantages: torch.Tensor,
+        teacher: str,
         stop: threading.Event | None,
     ) -> tuple[list[dict[str, Any]], str]:
         """Statistics of each batch, and why a loss cannot be used."""
@@ -380,9 +429,10 @@ class Passes:
         model.attach()
         for batch in RankBatches(plan(rows, self._budget, **self._layout), stop):
             assert batch is not None  # there are no other ranks
-            loss, added = self._loss(model, batch, columns)
-            statistics.append(added)
-            if problem := _not_finite(loss):
+            loss, added = self._loss(model, batch, columns, teacher)
+            if self.fault is None:
+                statistics.append(added)
+            if problem := self._problem(loss):
                 return statistics, problem
             torch.autograd.backward(loss)
         return statistics, ""
@@ -394,19 +444,18 @@ class Passes:
         )
 
     def _loss(
-        self, model: _ThreadModel, batch: PackedBatch, columns: TokenColumns
+        self, model: _ThreadModel, batch: PackedBatch, columns: TokenColumns, teacher: str
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The summed loss of a batch, differentiable, and arguments for `TokenStatistics`."""
         algorithm = self._job.algorithm
         how: dict[str, Any] = {
             "clip_low": algorithm.clip_low,
             "clip_high": algorithm.clip_high,
-            "loss": algorithm.loss,
-            "correction": self._job.correction,
+            "loss": self._functions.loss,
+            "correction": self._functions.correction,
             "correction_cap": algorithm.correction_cap,
         }
         recomputed = algorithm.old_logprobs == "recomputed"
-        whole = not _BY_SEQUENCE.isdisjoint((algorithm.loss, self._job.correction))
         here = batch.to(self._model.device)
         own = columns.at(here.order)
         own = replace(own, reference=self._reference_logprobs(model, here, own))
@@ -415,22 +464,31 @@ class Passes:
             some = own.at(part)
             # Before the first update, old log-probs are the present ones.
             old = logprobs.detach() if some.old is None else some.old
-            return grpo_loss_sum(
-                logprobs,
-                some.behaviour,
-                some.advantages,
-                some.weights,
-                sequences=some.sequences,
-                old_logprobs=old if recomputed else None,
-                reference_logprobs=some.reference,
-                kl_coefficient=algorithm.kl_coefficient,
-                entropy=entropy,
-                entropy_coefficient=algorithm.entropy_coefficient,
-                **how,
-            )
+            try:
+                return grpo_loss_sum(
+                    logprobs,
+                    some.behaviour,
+                    some.advantages,
+                    some.weights,
+                    sequences=some.sequences,
+                    old_logprobs=old if recomputed else None,
+                    reference_logprobs=some.reference,
+                    kl_coefficient=algorithm.kl_coefficient,
+                    entropy=entropy,
+                    entropy_coefficient=algorithm.entropy_coefficient,
+                    **how,
+                )
+            except FunctionFault as fault:
+                # The pass goes on, as other ranks take part in it; its gradient is discarded.
+                self.fault = self.fault or fault
+                return logprobs.sum() * 0.0
 
+        whole = self._functions.couples_tokens
+        teaching = self._teaching(model, teacher, own.weights, own.temperatures)
         with self._autocast():
-            loss, scores = model.forward.loss(here, own.temperatures, loss_of, whole=whole)
+            loss, scores = model.forward.loss(
+                here, own.temperatures, loss_of, whole=whole, teaching=teaching
+            )
         old = scores.logprobs if own.old is None else own.old
         return loss, {
             "loss_sum": loss.detach(),
@@ -441,10 +499,31 @@ class Passes:
             "sequences": own.sequences,
             "old_logprobs": old if recomputed else None,
             "reference_logprobs": own.reference,
+            "teacher_divergence": scores.divergence,
             **how,
         }
 
-    def _empty_pass(self) -> None:
+    def _teaching(
+        self,
+        model: _ThreadModel,
+        teacher: str,
+        weights: torch.Tensor,
+        temperatures: torch.Tensor,
+    ) -> Teaching | None:
+        """A teacher's part in a pass over tokens with these weights; None without a teacher."""
+        distillation = self._job.algorithm.distillation
+        if not teacher or distillation is None:
+            return None
+        scaled = distillation.coefficient * weights
+        return Teaching(model.teachers[teacher], scaled, temperatures, self._ranks.size > 1)
+
+    def _problem(self, loss: torch.Tensor) -> str:
+        """Why the gradient of a loss cannot be used; empty if it can."""
+        if self.fault is not None:
+            return str(self.fault)
+        return "" if torch.isfinite(loss) else f"the loss of a micro-batch is {loss.item()}"
+
+    def _empty_pass(self, teacher: str) -> None:
         """Take part in a pass without rows, for another rank that has one more batch."""
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self._model.device)
         zero = torch.zeros(1, dtype=torch.int64, device=self._model.device)
@@ -455,7 +534,12 @@ class Passes:
                 self._own_model.reference.scores(batch, temperatures)
         with self._autocast():
             loss, _ = self._forward.loss(
-                batch, temperatures, lambda logprobs, _, __: logprobs.sum() * 0.0
+                batch,
+                temperatures,
+                lambda logprobs, _, __: logprobs.sum() * 0.0,
+                teaching=self._teaching(
+                    self._own_model, teacher, temperatures[:, 0] * 0.0, temperatures
+                ),
             )
         torch.autograd.backward(loss)
 
@@ -495,7 +579,3 @@ class Passes:
         if self._policy.language_model.weight_dtype == "bfloat16":
             return torch.autocast(self._model.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
-
-
-def _not_finite(loss: torch.Tensor) -> str:
-    return "" if torch.isfinite(loss) else f"the loss of a micro-batch is {loss.item()}"

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Self, TypeVar
+from typing import Final, Self, TypeVar
 
 from services.trainer.learning.packing import PackedBatch
 from services.trainer.learning.samples import Row
 
 S = TypeVar("S")
+# Why a gradient cannot be used, on ranks whose own could.
+ELSEWHERE: Final = "the loss of a micro-batch cannot be used on another rank of the gang"
 
 
 class Stopped(Exception):

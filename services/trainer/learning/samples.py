@@ -8,7 +8,7 @@ inputs of the loss by token, on the device), `PackedBatch` (packing.py: input of
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from troupe import tensors
 from troupe.job import AlgorithmSpec
-from troupe.job.algorithm import REFERENCE_COLUMN, TEAM_COLUMN
+from troupe.job.algorithm import REFERENCE_COLUMN, TEACHER_COLUMN, TEAM_COLUMN
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -52,6 +52,8 @@ class Row:
     uses: int = 0
     # float32 [response_len]: log-probs under the first version, if the sample brings them.
     reference: Floats | None = None
+    # float32 [response_len]: log-probs under the agent's teacher, if the sample brings them.
+    teacher: Floats | None = None
     # Position among the turns of its trajectory.
     turn: int = 0
     # Turns of one trajectory and agent with equal `chain` follow one another.
@@ -84,7 +86,7 @@ class TrainingBatch:
     """n rows with T response tokens whose advantages are known."""
 
     rows: Sequence[Row]
-    # float64 [n]: advantage of each row; from a critic, the mean |A_t| over its tokens.
+    # float64 [n]: advantage of each row; of rows with advantages by token, the mean |A_t|.
     advantages: torch.Tensor
     # From a critic, on its device: [T] V(s_t), and [T] the returns R_t that it is fitted to.
     values: torch.Tensor | None = None
@@ -93,8 +95,10 @@ class TrainingBatch:
 
 def columns_of(algorithm: AlgorithmSpec) -> frozenset[str]:
     """Names of the sample columns that this algorithm reads."""
-    critic = algorithm.value_function
+    critic, distillation = algorithm.value_function, algorithm.distillation
     found = {REFERENCE_COLUMN} if algorithm.kl_coefficient > 0 else set()
+    if distillation is not None and distillation.divergence == "sampled":
+        found.add(TEACHER_COLUMN)
     return frozenset(found | ({TEAM_COLUMN} if critic and critic.observes == "team" else set()))
 
 
@@ -135,11 +139,12 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
     response = tensors.from_proto(sample.response_ids)
     behaviour = tensors.from_proto(sample.logprobs).astype(np.float32, copy=False)
     brought = {} if load is None else {n: column_of(sample, n, load) for n in columns}
-    reference = brought.get(REFERENCE_COLUMN)
-    if reference is not None:
-        reference = reference.astype(np.float32, copy=False)
+    reference, teacher = (
+        None if (found := brought.get(name)) is None else found.astype(np.float32, copy=False)
+        for name in (REFERENCE_COLUMN, TEACHER_COLUMN)
+    )
     context = brought.get(TEAM_COLUMN)
-    scores = {"logprobs": behaviour, REFERENCE_COLUMN: reference}
+    scores = {"logprobs": behaviour, REFERENCE_COLUMN: reference, TEACHER_COLUMN: teacher}
     arrays = {"prompt_ids": prompt, "response_ids": response, TEAM_COLUMN: context, **scores}
     for name, array in arrays.items():
         if array is not None and array.ndim != 1:
@@ -168,6 +173,7 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
         agent=sample.agent,
         uses=sample.uses,
         reference=reference,
+        teacher=teacher,
         turn=sample.turn,
         chain=sample.chain,
         own_reward=sample.own_reward,
@@ -196,6 +202,21 @@ def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any,
 def response_lengths(rows: Sequence[Row]) -> list[int]:
     """Number of response tokens of each row."""
     return [row.response_length for row in rows]
+
+
+def by_token(rows: Sequence[Row], advantages: torch.Tensor) -> TrainingBatch:
+    """`rows` with advantages by response token: float64 [T], row after row."""
+    parts = torch.split(advantages, response_lengths(rows))
+    given = [replace(row, advantages=part.numpy()) for row, part in zip(rows, parts, strict=True)]
+    means = [float(part.abs().mean()) if len(part) else 0.0 for part in parts]
+    return TrainingBatch(given, torch.tensor(means, dtype=torch.float64))
+
+
+def taught_logprobs(row: Row) -> Floats:
+    """The log-probs under a row's teacher. Raises FailedPrecondition of kind "malformed_sample"."""
+    if row.teacher is None:
+        raise malformed(row.sample_id, f"it has no column {TEACHER_COLUMN}", _BUG)
+    return row.teacher
 
 
 def malformed(sample_id: str, message: str, remedy: str) -> FailedPrecondition:

@@ -124,6 +124,53 @@ def test_a_gang_that_cannot_be_is_refused() -> None:
         Gangs(hosts).check("solver", 2)
 
 
+def test_a_gang_learns_from_sharded_teachers_as_one_device_does(
+    tokenizer: Path, gangs: Gangs
+) -> None:
+    values = gang_spec(
+        tokenizer,
+        frozen=("wise",),
+        agents={name: {"policy": "solver"} for name in ("agent0", "agent1")},
+        algorithm={"distillation": {"teachers": {"agent1": "wise"}}},
+        optimizer={"lr": 1e-2, "eps": 1e-3, "max_grad_norm": 1e9},
+    )
+    packed = {"forward_tokens": 64, "share_prefixes": True}
+    gang = GangLearner(gangs, "job/taught", values, "solver", {"double": True, **packed})
+    one = alone(values)
+    rows = random_rows(one.model, 4, Shape(groups=4, members=4))
+    outcomes = []
+    for learner in (gang, one):
+        learner.accumulate(rows[:5])
+        learner.accumulate(rows[5:])
+        outcomes.append(learner.apply(0))
+    assert outcomes[0].applied, outcomes[0].reason
+    assert outcomes[0].metrics["distillation/kl"] == pytest.approx(
+        outcomes[1].metrics["distillation/kl"]
+    )
+    # Rounding of layer norms to float32, which differs between packings.
+    assert_close(gang, one, tolerance=1e-6)
+    gang.release()
+
+
+def test_a_fault_of_a_users_loss_on_one_rank_is_told_by_the_gang(
+    tokenizer: Path, gangs: Gangs
+) -> None:
+    """The rank that has no such row takes part in all passes, and the reason is the other's."""
+    own = "tests.support.own_algorithms:fails_on_nine"
+    spec = gang_spec(tokenizer, algorithm={"loss": own})
+    gang = together(gangs, spec)
+    rows = rows_of(spec, 6, 0)
+    marked = next(i for i in share_of(rows, 1, 2) if rows[i].response_length)
+    rows[marked].behaviour[:] = -9.0
+    gang.accumulate(rows)
+    outcome = gang.apply(0)
+    assert (outcome.applied, outcome.fault) == (False, "algorithm.loss")
+    assert outcome.reason.startswith(own)
+    gang.accumulate(rows_of(spec, 6, 1))
+    assert gang.apply(0).applied
+    gang.release()
+
+
 def test_packed_rows_of_a_gang_give_what_single_rows_give(
     tokenizer: Path, tmp_path: Path, gangs: Gangs
 ) -> None:

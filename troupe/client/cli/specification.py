@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -31,6 +31,9 @@ from troupe.rpc.errors import TroupeError
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.loading import add_working_directory, load_attribute, load_workflow
 from troupe.yaml_input import MAX_DEPTH, UnreadableText, read_text
+
+if TYPE_CHECKING:
+    from troupe.algorithms.registry import Field
 
 app = typer.Typer(
     help="The job specification: schema, validation, reference.", no_args_is_help=True
@@ -62,8 +65,8 @@ def validate(
         bool,
         typer.Option(
             "--imports",
-            help="Import its workflow, tasks, environment, tools and rewards, and read its data "
-            "sets, too. Services do so where they run.",
+            help="Import its workflow, tasks, environment, tools, rewards and functions of the "
+            "algorithm, and read its data sets, too. Services do so where they run.",
         ),
     ] = False,
     devices: Annotated[
@@ -184,7 +187,7 @@ def _bad_assignment(assignment: str, message: str) -> JobSpecError:
 
 
 def try_imports(job: JobSpec) -> list[str]:
-    """Import the workflow, tasks, environment, tools and rewards of `job`; returns their fields.
+    """Import the code that `job` names, and try out functions of its algorithm; returns the fields.
 
     Modules of the working directory are found, too. Raises `JobSpecError` with every entrypoint
     that cannot be imported, whatever its import raises; `InvalidArgument` for files that cannot be
@@ -201,6 +204,8 @@ def try_imports(job: JobSpec) -> list[str]:
         tried.append(field)
         try:
             load = load_workflow if field == "workflow" else load_attribute
+            if field.startswith("algorithm."):
+                load = _load_own
             if not callable(load(entrypoint, field)):
                 problems.append(
                     FieldProblem(field, entrypoint, "cannot be called", "Name a function or class.")
@@ -253,6 +258,13 @@ def read_data(job: JobSpec) -> list[str]:
         raise JobSpecError([problem]) from error
 
 
+def _load_own(entrypoint: str, field: str) -> Any:
+    """A user's loss, correction or advantage, tried out on an example."""
+    from troupe.algorithms.registry import OwnFunction  # torch takes seconds to import
+
+    return OwnFunction(cast("Field", field.removeprefix("algorithm.")), entrypoint)
+
+
 def _entrypoints(job: JobSpec) -> Iterator[tuple[str, str]]:
     """(field, entrypoint) of the code that a job names; not what is built in or deployed."""
     if job.workflow is not None:
@@ -261,6 +273,9 @@ def _entrypoints(job: JobSpec) -> Iterator[tuple[str, str]]:
         yield "tasks.source", job.tasks.source
     if job.environment is not None and ":" in job.environment.source:
         yield "environment.source", job.environment.source
+    for name in ("loss", "correction", "advantage"):
+        if ":" in (path := getattr(job.algorithm, name) or ""):
+            yield f"algorithm.{name}", path
     for section, functions in (("tools", job.tools), ("rewards", job.rewards)):
         for name, function in functions.items():
             if function.code is not None:

@@ -1,0 +1,1 @@
+"""Students that learn from frozen policies (`algorithm.distillation`): job.yaml."""

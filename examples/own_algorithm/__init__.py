@@ -1,0 +1,1 @@
+"""A loss, an advantage and a correction of one's own: functions.py, and the job that uses them."""
