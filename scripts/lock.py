@@ -24,7 +24,7 @@ LOCKS = {
     "experience-store": ["experience-store"],
     "rollout": ["rollout", "examples", "data"],
     "trainer": ["trainer", "examples", "networks", "data"],
-    "reward": ["reward", "examples", "coding", "scoring"],
+    "reward": ["reward", "examples", "coding", "scoring", "mcp"],
     "control-panel": ["control-panel"],
     "dev": ["dev"],
 }

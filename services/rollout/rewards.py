@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +22,7 @@ from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc import Attempts, RetryPolicy
 from troupe.rpc.errors import (
     DeadlineExceeded,
+    FailedPrecondition,
     Internal,
     InvalidArgument,
     NotFound,
@@ -48,6 +49,8 @@ _NAME: Final = "troupe/describe"
 _ENTRYPOINT: Final = "troupe.functions.describing:describe"
 _PRIORITY: Final = 1_000_000
 
+# Kinds of errors of a service that cannot be reached now.
+_AWAY: Final = frozenset({"deadline", "unavailable"})
 # Restarts of the service between a registration and the call that needs it.
 _DESCRIBE_AGAIN: Final = RetryPolicy(max_attempts=5, initial_backoff=0.0)
 # Calls of a function that the service does not answer: as long as the caller's time allows.
@@ -113,7 +116,9 @@ class TrajectoryTools:
 
     async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
         """Call a tool. Raises `ToolError`."""
-        return await self._call(f"tools/{name}", arguments_json, expected_seconds)
+        key, payload = self._functions.addressed(name, arguments_json)
+        answer = await self._call(key, payload, expected_seconds)
+        return self._functions.answered(name, answer)
 
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a reward function; returns its JSON value. Raises `ToolError`."""
@@ -183,6 +188,11 @@ class JobFunctions:
             **{f"tools/{name}": function for name, function in spec.tools.items()},
             **{f"rewards/{name}": function for name, function in spec.rewards.items()},
         }
+        # MCP servers, and the tools that they have listed: by name, server and its name there.
+        self._servers = {f"tools/{n}": f.mcp for n, f in spec.tools.items() if f.mcp is not None}
+        self._listed: dict[str, list[dict[str, Any]]] = {}
+        self._served: dict[str, tuple[str, str]] = {}
+        self._listing: asyncio.Task[None] | None = None
         self._described: dict[str, Described] = {}
         self._registering: asyncio.Task[None] | None = None
 
@@ -197,8 +207,87 @@ class JobFunctions:
                 without=self._functions[name].arguments,
             )
             for name, described in self._described.items()
-            if name.startswith("tools/")
-        ]
+            if name.startswith("tools/") and name not in self._servers
+        ] + [tool for name in self._servers for tool in self._listed.get(name, ())]
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the job's tools, those of MCP servers included."""
+        tools = [name for name in self._functions if name.startswith("tools/")]
+        own = [name.removeprefix("tools/") for name in tools if name not in self._servers]
+        return [*own, *self._served]
+
+    async def list_servers(self) -> None:
+        """Ask the MCP servers for their tools, unless they have been asked. Raises `ToolError`."""
+        if len(self._listed) == len(self._servers):
+            return
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(self._list_servers())
+        await asyncio.shield(self._listing)
+
+    async def _list_servers(self) -> None:
+        for name in self._servers.keys() - self._listed.keys():
+            request = pb.InvokeRequest(priority=_PRIORITY)
+            payload = self._server_call(name, "", {})
+            seconds = _DESCRIBE_SECONDS + self._servers[name].start_seconds
+            answer = await self.call(name, payload, request, seconds, TrajectorySandboxes())
+            self._listed[name] = list(self._offered(name, parse_json(answer)))
+
+    def _offered(self, name: str, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The tools of a server that the workflow may call, as models are shown them."""
+        server, field = self._servers[name], f"{name.replace('/', '.')}.mcp"
+        if "error" in answer:
+            raise ToolError(
+                f"{name}: {answer['message']}",
+                kind=answer["error"],
+                field=field,
+                value=server.url or server.command,
+                remedy="Start it by hand where the reward service runs; what it printed is in "
+                "`troupe functions logs`.",
+            )
+        found = {tool["name"]: tool for tool in answer["tools"]}
+        if missing := sorted(set(server.offered or ()) - found.keys()):
+            raise ToolError(
+                f"{name}: the server has no tool '{missing[0]}'; it has {', '.join(found)}",
+                kind="unknown_tool",
+                field=f"{field}.offered",
+                value=missing[0],
+            )
+        for tool in found if server.offered is None else server.offered:
+            shown = server.prefix + tool
+            if shown in self.tool_names:
+                raise ToolError(
+                    f"{name}: the job has two tools '{shown}'",
+                    kind="duplicate_tool",
+                    field=f"{field}.prefix",
+                    value=server.prefix,
+                    remedy="Give the server a prefix, or leave the tool out by `offered`.",
+                )
+            self._served[shown] = name, tool
+            about = found[tool]
+            yield definition(shown, about["description"], about["parameters"])
+
+    def _server_call(self, name: str, tool: str, arguments: Any) -> str:
+        server = self._servers[name].model_dump(exclude={"offered", "prefix"})
+        return json.dumps({"server": server, "name": tool, "arguments": arguments})
+
+    def addressed(self, name: str, arguments_json: str) -> tuple[str, str]:
+        """The function behind a tool, and its arguments as JSON."""
+        if name not in self._served:
+            return f"tools/{name}", arguments_json
+        function, tool = self._served[name]
+        return function, self._server_call(function, tool, json.loads(arguments_json))
+
+    def answered(self, name: str, answer: str) -> str:
+        """The result of a tool as JSON, from its function's answer. Raises `ToolError`."""
+        if name not in self._served:
+            return answer
+        found = parse_json(answer)
+        if "error" in found:
+            raise ToolError(
+                f"{name}: {found['message']}", kind=found["error"], field=f"tools.{name}"
+            )
+        return json.dumps(found["result"])
 
     async def announce(self) -> None:
         """Register early, so that a faulty function is reported before anything runs.
@@ -212,6 +301,13 @@ class JobFunctions:
                 await self._register_describer()
             async with asyncio.timeout(_DESCRIBE_SECONDS):
                 await self.register()
+            await self.list_servers()
+        except ToolError as error:
+            if error.kind not in _AWAY:
+                raise FailedPrecondition(
+                    error.message, field=error.field, value=error.value, remedy=error.remedy
+                ) from error
+            log.info("the reward service is away", job_id=self._job_id)
         except (TimeoutError, Unavailable, DeadlineExceeded):
             log.info("the reward service is away", job_id=self._job_id)
 

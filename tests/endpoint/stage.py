@@ -111,7 +111,7 @@ class Stage:
     def __init__(self, house: House, script: Script, spec: dict[str, Any]) -> None:
         self.house = house
         self.script = script
-        self._spec = spec
+        self.spec = spec
 
     def begin_anew(self) -> None:
         """Engines say "ok" and hold nothing back."""
@@ -129,7 +129,7 @@ class Stage:
     ) -> tuple[Event, list[Row]]:
         """One trajectory of a new job, and the samples that it left in the store."""
         self.house.job_id = new_id("job")
-        await self.house.prepare_raw(self._spec)
+        await self.house.prepare_raw(self.spec)
         await self.house.open_step(queries=1, group_size=1)
         event = await self._play(act, training(1, 1))
         samples = sorted(await self.house.samples("big"), key=lambda sample: sample.turn)
@@ -156,6 +156,7 @@ async def open_stage(directory: Path, **options: Any) -> AsyncIterator[Stage]:
             "big": {"model": {"tokenizer": tokenizer_path()}, "engine": {"max_context": 2048}}
         },
         "limits": options.pop("limits", {}),
+        "tools": options.pop("tools", {}),
     }
     async with open_house(directory, make=script.make, **options) as house:
         spec = {**make_spec("one_turn", **changes), "workflow": f"{dialogues.__name__}:acts"}

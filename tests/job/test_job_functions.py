@@ -49,6 +49,7 @@ def test_every_cost_of_a_job_has_a_place_on_the_wire() -> None:
         ({"entrypoint": "a:b", "seconds_per": {"a b": 1.0}}, "pattern"),
         ({"entrypoint": "a:b", "seconds_per": {"a": -1.0}}, "greater than or equal"),
         ({"entrypoint": "a:b", "arguments": {"x": float("inf")}}, "JSON"),
+        ({"entrypoint": "a:b", "mcp": {"url": "http://a"}}, "no such field"),
     ],
 )
 def test_a_function_that_cannot_work_is_refused_by_name(
@@ -57,3 +58,38 @@ def test_a_function_that_cannot_work_is_refused_by_name(
     with pytest.raises(JobSpecError, match=said) as refused:
         parse_job(job_yaml(rewards={"score": function}))
     assert refused.value.problems[0].field.startswith("rewards.score")
+
+
+def test_an_mcp_server_is_a_tool_with_the_costs_of_a_call() -> None:
+    given = {"mcp": {"command": ["server"], "env": {"KEY": "$KEY"}}, "timeout_seconds": 5}
+    job = parse_job(job_yaml(tools={"search": given}))
+    tool = job.tools["search"]
+    assert tool.costs == {"timeout_seconds": 5}
+    assert tool.mcp is not None
+    assert tool.mcp.offered is None
+    assert parse_job(job.model_dump_json()) == job, "as the orchestrator keeps it"
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        ({"mcp": {}}, "exactly one of `command` and `url`"),
+        ({"mcp": {"command": ["x"], "url": "http://a"}}, "exactly one of `command` and `url`"),
+        ({"mcp": {"command": []}}, "at least 1 item"),
+        ({"mcp": {"command": [""]}}, "must begin with a program"),
+        ({"mcp": {"command": "server --fast"}}, "list"),
+        ({"mcp": {"url": "ftp://a"}}, "pattern"),
+        ({"mcp": {"url": "http://a", "env": {"A": "b"}}}, "`env` is for a server with `command`"),
+        ({"mcp": {"command": ["x"], "headers": {"A": "b"}}}, "`headers` is for a server with"),
+        ({"mcp": {"command": ["x"], "env": {"A": "$"}}}, "`env.A` is no template"),
+        ({"mcp": {"command": ["x"], "prefix": "a b"}}, "pattern"),
+        ({"mcp": {"command": ["x"], "start_seconds": 0}}, "greater than 0"),
+        ({"mcp": {"command": ["x"], "pool": 3}}, "no such field"),
+        ({"mcp": {"command": ["x"]}, "entrypoint": "a:b"}, "`entrypoint` is not for an MCP server"),
+        ({"mcp": {"command": ["x"]}, "arguments": {"a": 1}}, "`arguments` is not for an MCP"),
+    ],
+)
+def test_an_mcp_server_that_cannot_work_is_refused(tool: dict[str, Any], said: str) -> None:
+    with pytest.raises(JobSpecError, match=said) as refused:
+        parse_job(job_yaml(tools={"search": tool}))
+    assert refused.value.problems[0].field.startswith("tools.search")

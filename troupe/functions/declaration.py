@@ -311,6 +311,8 @@ def definition_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     given: Collection[str] = ()
     if isinstance(function, partial):
         given, function = function.keywords, function.func
+    if isinstance(listed := getattr(function, "listed", None), Mapping):  # an MCP server's
+        return definition(name, listed["description"], listed["parameters"])
     declared = declaration_of(function)
     if declared is None:
         return definition(name, "", {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from string import Template
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -41,6 +42,8 @@ ArgumentPath = Annotated[str, Field(pattern=rf"^{ARGUMENT.pattern}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
+# What calls the tools of MCP servers.
+_MCP_CALL: Final = "troupe.functions.library.mcp:call"
 _DEPLOYED: Final = re.compile(rf"{NAME.pattern}@{VERSION.pattern}")
 
 
@@ -402,7 +405,8 @@ class FunctionSpec(Section):
     def costs(self) -> dict[str, Any]:
         """The costs that the job gives, and nothing else."""
         return self.model_dump(
-            exclude_none=True, exclude={"entrypoint", "function", "ready", "arguments", "version"}
+            exclude_none=True,
+            exclude={"entrypoint", "function", "ready", "arguments", "version", "mcp"},
         )
 
 
@@ -415,3 +419,58 @@ def _told(fault: Any) -> str:
     elif fault["type"] == "extra_forbidden":
         message = "there is no such argument"
     return f"`{where}` {message}" if fault["loc"] else f"`{where}`: {message}"
+
+
+class McpSpec(Section):
+    """An MCP server, whose tools the workflow may call. In values of `env` and `headers` `$NAME` is
+    a variable of the environment in which tools run (TROUPE_REWARD_ENVIRONMENT)."""
+
+    command: list[str] | None = Field(default=None, min_length=1, max_length=256)
+    """Program and arguments of a server that speaks over standard input and output; each worker
+    process that runs its calls starts one. This or `url`."""
+    env: dict[str, str] = Field(default={}, max_length=256)
+    """`command`: further variables of its environment."""
+    url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
+    """Address of a server that speaks streamable HTTP. This or `command`."""
+    headers: dict[str, str] = Field(default={}, max_length=256)
+    """`url`: headers of its requests: `{Authorization: Bearer $SEARCH_KEY}`."""
+    offered: list[str] | None = Field(default=None, min_length=1, max_length=1000)
+    """Which of its tools the workflow may call. Default: all."""
+    prefix: str = Field(default="", pattern=r"^[A-Za-z0-9_-]{0,63}$")
+    """Put before its tools' names, where two servers have a tool of one name."""
+    start_seconds: Seconds = 20.0
+    """How long its start, and the list of its tools, may take; counts into `timeout_seconds`."""
+
+    @model_validator(mode="after")
+    def _one_transport(self) -> Self:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("give exactly one of `command` and `url`")
+        for field, needs in (("env", "command"), ("headers", "url")):
+            if getattr(self, field) and getattr(self, needs) is None:
+                raise ValueError(f"`{field}` is for a server with `{needs}`; remove it")
+            for name, value in getattr(self, field).items():
+                if not Template(value).is_valid() or "\0" in name + value:
+                    raise ValueError(
+                        f"`{field}.{name}` is no template; write $NAME for a variable, $$ for $"
+                    )
+        if self.command is not None and not self.command[0]:
+            raise ValueError("`command` must begin with a program")
+        return self
+
+
+class ToolSpec(FunctionSpec):
+    """A tool that the reward service runs, or an MCP server with any number of tools."""
+
+    mcp: McpSpec | None = None
+    """An MCP server, instead of `entrypoint` and `function`; its tools have the names and
+    descriptions that it gives them. Costs are those of a call, `timeout_seconds` 60 by default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_the_server(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or raw.get("mcp") is None:
+            return raw
+        for name in ("entrypoint", "function", "ready", "arguments", "version"):
+            if raw.get(name) and raw[name] != _MCP_CALL:
+                raise ValueError(f"`{name}` is not for an MCP server; remove it, or `mcp`")
+        return {**raw, "entrypoint": _MCP_CALL}

@@ -12,7 +12,7 @@ from troupe.job.algorithm import REFERENCE_COLUMN, AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.data import TasksSpec
 from troupe.job.environment import EnvironmentSpec, check, check_pools, with_defaults
-from troupe.job.functions import FunctionSpec
+from troupe.job.functions import FunctionSpec, ToolSpec
 from troupe.job.policy import PolicySpec, server_of
 from troupe.job.population import Pools, PopulationSpec, check_population
 from troupe.job.section import (
@@ -59,8 +59,8 @@ class JobSpec(Section):
     """The roles of the workflow or environment by name."""
     policies: dict[str, PolicySpec] = Field(min_length=1, max_length=MAX_POLICIES)
     """The policies by name."""
-    tools: dict[str, FunctionSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
-    """Functions that the workflow may call: `await tools.call(name, ...)`."""
+    tools: dict[str, ToolSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
+    """Functions, and MCP servers, that the workflow may call: `await tools.call(name, ...)`."""
     rewards: dict[str, FunctionSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
     """Functions that are called with each finished trajectory. Their rewards per agent are added to
     those that the workflow returns."""

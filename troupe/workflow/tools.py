@@ -16,7 +16,17 @@ from troupe.workflow.messages import ToolCall
 
 # Kinds of failures of the call itself, which `run` returns to the model; not of the service.
 _MODEL_ERRORS: Final = frozenset(
-    {"unknown_tool", "bad_arguments", "raised", "timeout", "out_of_memory", "bad_result"}
+    {
+        "unknown_tool",
+        "bad_arguments",
+        "raised",
+        "timeout",
+        "out_of_memory",
+        "bad_result",
+        # Of a tool of an MCP server; the next call reaches a server that was started anew.
+        "tool_failed",
+        "mcp_unavailable",
+    }
 )
 # Longer than any tool's name.
 _NAME_CHARS: Final = 200

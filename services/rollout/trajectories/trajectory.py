@@ -234,8 +234,9 @@ class RunningTrajectory:
             query = Query(ticket.query_id, ticket.split, ticket.index, data)
             backend.domain = safe_text(data.get("domain", ""), _DOMAIN_LIMIT)
             waits_for = "the workflow"
+            await job.functions.list_servers()
             toolbox = Tools(
-                job.spec.tools,
+                job.functions.tool_names,
                 barrier.tools(tools) if barrier else tools,
                 job.functions.definitions,
             )

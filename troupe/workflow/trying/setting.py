@@ -14,7 +14,9 @@ from typing import Any
 from troupe.data.tasks import TaskSplit, open_tasks
 from troupe.functions import declaration_of
 from troupe.functions.costs import DEFAULTS
+from troupe.functions.library import mcp
 from troupe.job import EngineSpec, FunctionSpec, JobSpec, load_job
+from troupe.job.functions import ToolSpec
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.scheduling.defaults import EMBEDDED_CONTEXT, LONGEST_CONTEXT, context_of
 from troupe.workflow.agent import Role
@@ -73,10 +75,10 @@ class Setting:
             return 60.0
         sections = {"tools": self.spec.tools, "rewards": self.spec.rewards}
         return {
-            f"{section}/{name}": function.timeout_seconds
-            or _declared(self, section, name).get("timeout_seconds", DEFAULTS["timeout_seconds"])
+            f"{section}/{name}": functions[getattr(function, "declared_as", name)].timeout_seconds
+            or _declared(function).get("timeout_seconds", DEFAULTS["timeout_seconds"])
             for section, functions in sections.items()
-            for name, function in functions.items()
+            for name, function in getattr(self, section).items()
         }
 
 
@@ -184,8 +186,13 @@ def _language(policy: str, spec: JobSpec, notes: list[str]) -> Language:
 
 
 def _functions(specs: Mapping[str, FunctionSpec], section: str) -> dict[str, Callable[..., Any]]:
-    functions = {}
+    functions: dict[str, Callable[..., Any]] = {}
     for name, spec in specs.items():
+        if isinstance(spec, ToolSpec) and spec.mcp is not None:
+            for served in mcp.tools_of(spec.mcp.model_dump(exclude={"offered", "prefix"}), name):
+                if spec.mcp.offered is None or served.listed["name"] in spec.mcp.offered:
+                    functions[spec.mcp.prefix + served.listed["name"]] = served
+            continue
         where = f"{section}.{name}.entrypoint"
         if spec.code is None:
             raise InvalidArgument(
@@ -206,10 +213,10 @@ def _functions(specs: Mapping[str, FunctionSpec], section: str) -> dict[str, Cal
     return functions
 
 
-def _declared(setting: Setting, section: str, name: str) -> Mapping[str, Any]:
+def _declared(function: Callable[..., Any]) -> Mapping[str, Any]:
     """Costs that the function declares."""
-    function = getattr(setting, section)[name]
-    found = declaration_of(getattr(function, "func", function))
+    target = mcp.call if isinstance(function, mcp.McpTool) else getattr(function, "func", function)
+    found = declaration_of(target)
     return {} if found is None else found.costs
 
 

@@ -1,0 +1,275 @@
+"""Tools of MCP servers: `call` is what a job's `tools.X.mcp` runs in worker processes.
+
+A process keeps its connections, with the servers that it started, from call to call; one that broke
+is opened anew by the next call. Nothing here ends a call that hangs: the reward service ends the
+process, and the servers with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from string import Template
+from typing import TYPE_CHECKING, Any, Final
+
+from troupe.functions.declaration import tool
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+# Connections of one process; the one that was not used for longest is closed.
+_MOST_CONNECTIONS: Final = 16
+# A server that offers more tools is not asked for the rest.
+_MOST_TOOLS: Final = 1000
+# After so long without a call a connection is tried before it is trusted.
+_TRUSTED_SECONDS: Final = 1.0
+_CLOSE_SECONDS: Final = 5.0
+
+
+class McpError(Exception):
+    """A failed call of an MCP server's tool; `kind` is that of the workflow's `ToolError`."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.message = kind, message
+
+
+@tool(cores=0, memory_mib=0, timeout_seconds=60)
+def call(
+    server: dict[str, Any], name: str = "", arguments: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Call the tool `name` of a server (a job's `tools.X.mcp`); without a name: list its tools.
+
+    Returns {"tools": [{"name", "description", "parameters"}]}, {"result": text or JSON}, or
+    {"error": kind, "message": text}.
+    """
+    try:
+        return _connections().call(server, name, arguments or {})
+    except McpError as error:
+        return {"error": error.kind, "message": error.message}
+
+
+class McpTool:
+    """One tool of a server as a function of this process (`troupe workflow try`)."""
+
+    def __init__(self, server: dict[str, Any], listed: Mapping[str, Any], declared_as: str) -> None:
+        self.server, self.listed = server, listed
+        self.declared_as = declared_as
+        """The server's name among the job's tools."""
+
+    def __call__(self, **arguments: Any) -> Any:
+        """The result. Raises `McpError`."""
+        return _connections().call(self.server, self.listed["name"], arguments)["result"]
+
+
+def tools_of(server: dict[str, Any], declared_as: str) -> list[McpTool]:
+    """The tools of a server. Raises `McpError`."""
+    listed = _connections().call(server, "", {})["tools"]
+    return [McpTool(server, one, declared_as) for one in listed]
+
+
+class McpConnections:
+    """The open connections of one process; they live on a thread of their own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
+        self._open: OrderedDict[str, _Connection] = OrderedDict()
+
+    def call(self, server: Mapping[str, Any], name: str, arguments: dict[str, Any]) -> Any:
+        """The answer of `call`. Raises `McpError`."""
+        work = self._call(server, name, arguments)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _call(self, server: Mapping[str, Any], name: str, arguments: dict[str, Any]) -> Any:
+        key = json.dumps(server, sort_keys=True)
+        connection = self._open.get(key)
+        if connection is not None and not await connection.is_alive():
+            await self._close(key)
+            connection = None
+        if connection is None:
+            connection = _Connection(server)
+            await connection.open()
+            self._open[key] = connection
+            if len(self._open) > _MOST_CONNECTIONS:
+                await self._close(next(iter(self._open)))
+        self._open.move_to_end(key)
+        if not name:
+            return {"tools": connection.tools}
+        try:
+            return {"result": await connection.call(name, arguments)}
+        except McpError as error:
+            if error.kind == "mcp_unavailable":
+                await self._close(key)
+            raise
+
+    async def _close(self, key: str) -> None:
+        await self._open.pop(key).close()
+
+
+_made: McpConnections | None = None
+
+
+def _connections() -> McpConnections:
+    global _made
+    if _made is None:
+        _made = McpConnections()
+    return _made
+
+
+class _Connection:
+    """A connection to one server. A task of its own holds it, as its cancel scopes demand."""
+
+    def __init__(self, server: Mapping[str, Any]) -> None:
+        self._server = server
+        self._client: Client | None = None
+        self._closing = asyncio.Event()
+        self._holding: asyncio.Task[None] | None = None
+        self._used = time.monotonic()
+        self.tools: list[dict[str, Any]] = []
+        """Its tools: `name`, `description`, `parameters` (a JSON schema)."""
+
+    async def open(self) -> None:
+        """Start or reach the server, and list its tools. Raises `McpError`."""
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._holding = asyncio.create_task(self._hold(opened))
+        seconds = self._server["start_seconds"]
+        try:
+            await asyncio.wait_for(asyncio.shield(opened), seconds)
+        except Exception as error:
+            await self.close()
+            raise self._unavailable(f"did not answer within {seconds:g} s", error) from error
+
+    async def is_alive(self) -> bool:
+        """Whether the server answers, if that is in doubt."""
+        if self._holding is None or self._holding.done():
+            return False
+        if time.monotonic() - self._used < _TRUSTED_SECONDS:
+            return True
+        try:
+            await asyncio.wait_for(self._listed(), self._server["start_seconds"])
+        except Exception:
+            return False
+        return True
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """The result of a tool: text, or JSON where there is no text. Raises `McpError`."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS
+
+        known = [one["name"] for one in self.tools]
+        if name not in known:
+            raise McpError("unknown_tool", f"the server has no tool '{name}'; known: {known}")
+        assert self._client is not None, "it is open"
+        try:
+            result = await self._client.call_tool(name, arguments)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise self._unavailable("ended during the call", error) from error
+            kind = "bad_arguments" if error.code == INVALID_PARAMS else "tool_failed"
+            raise McpError(kind, error.message) from error
+        except ValueError as error:  # what is no result of this protocol
+            raise McpError("tool_failed", f"{type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise self._unavailable("cannot be reached", error) from error
+        finally:
+            self._used = time.monotonic()
+        texts = [getattr(part, "text", f"({part.type}: not shown)") for part in result.content]
+        if result.is_error:
+            raise McpError("tool_failed", "\n".join(texts) or "the tool failed and says no reason")
+        if not texts and result.structured_content is not None:
+            return result.structured_content
+        return "\n".join(texts)
+
+    async def close(self) -> None:
+        """End it, and a server that was started for it."""
+        self._closing.set()
+        if self._holding is not None:
+            if not self.tools:  # it may still wait for the server
+                self._holding.cancel()
+            await asyncio.wait({self._holding}, timeout=_CLOSE_SECONDS)
+            self._holding.cancel()
+
+    async def _hold(self, opened: asyncio.Future[None]) -> None:
+        try:
+            async with _client(self._server) as self._client:
+                self.tools = await self._listed()
+                if not opened.done():
+                    opened.set_result(None)
+                await self._closing.wait()
+        except BaseException as error:
+            if not opened.done():
+                opened.set_exception(error)
+                opened.exception()  # seen, also where nobody waits any more
+            if isinstance(error, asyncio.CancelledError):
+                raise
+
+    async def _listed(self) -> list[dict[str, Any]]:
+        assert self._client is not None, "it is open"
+        tools: list[dict[str, Any]] = []
+        cursor = None
+        while len(tools) < _MOST_TOOLS:
+            page = await self._client.list_tools(cursor=cursor, cache_mode="bypass")
+            for one in page.tools:
+                about = {"name": one.name, "description": one.description or ""}
+                tools.append({**about, "parameters": one.input_schema})
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        self._used = time.monotonic()
+        return tools
+
+    def _unavailable(self, late: str, error: BaseException) -> McpError:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, McpError):
+            return error
+        if isinstance(error, ImportError):
+            return McpError("mcp_unavailable", f"{error}: pip install 'troupe[mcp]'")
+        shown = self._server["url"] or " ".join(self._server["command"])
+        reason = "" if isinstance(error, TimeoutError) else f" ({type(error).__name__}: {error})"
+        what = late if isinstance(error, TimeoutError) or "during" in late else "does not start"
+        return McpError("mcp_unavailable", f"the MCP server `{shown}` {what}{reason}")
+
+
+@asynccontextmanager
+async def _client(server: Mapping[str, Any]) -> AsyncIterator[Client]:
+    """A client of the server. Raises `McpError` for a variable that is not set."""
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    if server["url"] is None:
+        command, *args = server["command"]
+        # As this process' own environment, which the reward service has chosen already.
+        env = {**os.environ, **_filled(server["env"])}
+        parameters = StdioServerParameters(command=command, args=args, env=env)
+        async with Client(stdio_client(parameters, errlog=sys.stderr)) as client:
+            yield client
+        return
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    # Reading is bounded by the call's own time limit.
+    limits = httpx2.Timeout(server["start_seconds"], read=None)
+    async with httpx2.AsyncClient(headers=_filled(server["headers"]), timeout=limits) as http:
+        transport = streamable_http_client(server["url"], http_client=http)
+        async with Client(transport) as client:
+            yield client
+
+
+def _filled(values: Mapping[str, str]) -> dict[str, str]:
+    """`values` with `$NAME` replaced by variables of the environment. Raises `McpError`."""
+    try:
+        return {name: Template(value).substitute(os.environ) for name, value in values.items()}
+    except KeyError as error:
+        raise McpError(
+            "mcp_unavailable",
+            f"the environment variable {error.args[0]} is not set where tools run; see "
+            "TROUPE_REWARD_ENVIRONMENT",
+        ) from None
