@@ -51,9 +51,10 @@ def call(
     {"error": kind, "message": text}.
     """
     try:
-        return _connections().call(server, name, arguments or {})
+        answer: dict[str, Any] = _connections().call(server, name, arguments or {})
     except McpError as error:
         return {"error": error.kind, "message": error.message}
+    return answer
 
 
 class McpTool:

@@ -73,7 +73,10 @@ class Setting:
         all."""
         if self.spec is None:
             return 60.0
-        sections = {"tools": self.spec.tools, "rewards": self.spec.rewards}
+        sections: dict[str, Mapping[str, FunctionSpec]] = {
+            "tools": self.spec.tools,
+            "rewards": self.spec.rewards,
+        }
         return {
             f"{section}/{name}": functions[getattr(function, "declared_as", name)].timeout_seconds
             or _declared(function).get("timeout_seconds", DEFAULTS["timeout_seconds"])
