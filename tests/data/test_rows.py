@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from services.rollout.trajectories.queries import QuerySource
 from troupe.data.rows import DataError, DataRows, content_of, load_rows
-from troupe.data.tasks import TaskSplit, open_tasks
+from troupe.data.tasks import TaskMix, TaskSplit, open_tasks
 from troupe.functions.library.answers import solves_puzzle
 from troupe.job import RowsSpec, TasksSpec
+from troupe.job.data import JobTasksSpec
 from troupe.workflow import EntrypointError
 
 ROWS = [
@@ -267,3 +268,60 @@ def test_a_puzzle_that_is_none_is_refused(sets: dict[str, Any], said: str) -> No
     spec = TasksSpec(source="troupe.data.reasoning_gym:PuzzleTasks", args={"sets": sets})
     with pytest.raises(EntrypointError, match=said):
         open_tasks(spec, "train", 0)
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.01, 100), min_size=4, max_size=4),
+    first=st.integers(0, 2500),
+)
+def test_a_mixture_keeps_its_proportions_and_its_sources_their_passes(
+    lengths: list[int], weights: list[float], first: int
+) -> None:
+    def mix() -> TaskMix:
+        parts = [
+            TaskSplit([{"of": at, "n": n} for n in range(length)], length, str(at), f"s{at}")
+            for at, length in enumerate(lengths)
+        ]
+        return TaskMix(parts, weights[: len(lengths)], "0/train/mix")
+
+    tasks = mix()
+    asked: list[Any] = [tasks[tasks.position(index)] for index in range(3000)]
+    total = sum(weights[: len(lengths)])
+    for at, length in enumerate(lengths):
+        own = [item["n"] for item in asked if item["of"] == at]
+        share = weights[at] / total
+        assert abs(len(own) / 3000 - share) <= len(lengths) / 1000
+        for start in range(0, len(own) - length + 1, length):
+            assert sorted(own[start : start + length]) == list(range(length))
+    resumed = mix()
+    assert [resumed[resumed.position(index)] for index in range(first, 3000)] == asked[first:]
+
+
+def test_a_mixture_holds_out_all_that_its_sources_hold_out(many: str) -> None:
+    puzzles = {"source": "troupe.data.reasoning_gym:PuzzleTasks"}
+    puzzles |= {"args": {"sets": {"leg_counting": {}}, "size": 10}, "weight": 3}
+    mix = {"rows": {"dataset": many, "held_out": 0.1}, "puzzles": puzzles}
+    spec = JobTasksSpec.model_validate({"mix": mix})
+    assert JobTasksSpec.model_validate_json(spec.model_dump_json()) == spec
+    held_out, train = open_tasks(spec, "held_out", 0), open_tasks(spec, "train", 0)
+    assert len(held_out) == 10 + 10
+    assert len({held_out.position(index) for index in range(20)}) == 20
+    asked = [train[train.position(index)] for index in range(100)]
+    assert 60 < sum("entry" in item for item in asked) < 90
+    assert train.notes == [f"{many}: 100 of 100 rows; 90 of them are for training"]
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        {"dataset": "a.csv", "mix": {"x": {"dataset": "b.csv"}}},
+        {"mix": {}},
+        {"mix": {"x": {"weight": 2}}},
+        {"mix": {"x": {"dataset": "b.csv"}}, "max_tokens": {"q": 3}},
+    ],
+)
+def test_a_mixture_is_of_sources_and_nothing_else(tasks: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"exactly one|`max_tokens` is of a `dataset`"):
+        JobTasksSpec.model_validate(tasks)

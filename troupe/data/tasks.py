@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TRAIN: Final = "train"
+# Queries in which the sources of a mixture have their shares.
+_BLOCK: Final = 1000
 
 
 class TaskSplit:
@@ -75,6 +79,8 @@ def open_tasks(
     all rows are held out, as those of a named evaluation are. Raises `EntrypointError` and
     `DataError`, naming a field below `field`.
     """
+    if spec.mixed:
+        return _open_mix(spec, split, seed, field=field, count_tokens=count_tokens)
     if spec.source:
         items, length = load_tasks(spec.source, split, spec.args, f"{field}.source")
         return TaskSplit(items, length, spec.source)
@@ -95,6 +101,83 @@ def open_tasks(
     drawn_from = f"{seed if training else 0}/{split}" if spec.shuffle else None
     found = TaskSplit(rows, len(rows), rows.report.source, drawn_from)
     found.notes = ["; ".join(notes)]
+    return found
+
+
+class TaskMix(TaskSplit):
+    """Several sources, asked in proportion to their weights.
+
+    In each block of `_BLOCK` queries every source has its share, in an order drawn from the seed;
+    how many queries of a source came before one follows from the query's number alone.
+    """
+
+    def __init__(
+        self, parts: Sequence[TaskSplit], weights: Sequence[float], drawn_from: str
+    ) -> None:
+        """`weights`: of the parts, positive."""
+        chain = _Chain(parts)
+        super().__init__(chain, len(chain), ", ".join(part.source for part in parts))
+        self._parts, self._starts, self._drawn_from = parts, chain.starts, drawn_from
+        shares = np.array(weights) / sum(weights) * _BLOCK
+        # Largest remainders; a source that is hardly ever asked is asked once.
+        self._shares = np.maximum(1, np.floor(shares).astype(int))
+        while (left := _BLOCK - int(self._shares.sum())) != 0:
+            at = np.argmax(shares - self._shares) if left > 0 else np.argmax(self._shares)
+            self._shares[at] += 1 if left > 0 else -1
+        self._part_of = np.repeat(np.arange(len(parts)), self._shares)
+
+    def position(self, index: int) -> int:
+        """Which item query `index` is."""
+        block, at = divmod(index, _BLOCK)
+        order = self._part_of[_permutation(f"{self._drawn_from}/{block}", _BLOCK)]
+        part = int(order[at])
+        before = block * int(self._shares[part]) + int(np.count_nonzero(order[:at] == part))
+        return self._starts[part] + self._parts[part].position(before)
+
+
+class _Chain:
+    """The items of several splits, one split after another."""
+
+    def __init__(self, parts: Sequence[TaskSplit]) -> None:
+        self._parts = parts
+        *self.starts, self._length = accumulate(map(len, parts), initial=0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        part = bisect_right(self.starts, index) - 1
+        return self._parts[part][index - self.starts[part]]
+
+
+def _open_mix(
+    spec: TasksSpec, split: str, seed: int, *, field: str, count_tokens: CountTokens | None
+) -> TaskSplit:
+    training = split == TRAIN
+    chosen = {
+        name: one
+        for name, one in spec.mixed.items()
+        if training or one.source or one.held_out is not None
+    }
+    if not chosen:
+        raise DataError(
+            "none of them holds out queries for evaluations",
+            kind="split_missing",
+            field=f"{field}.mix",
+            remedy="Give one of them `held_out`: a split, a file, or a fraction (0.05).",
+        )
+    parts = [
+        open_tasks(one, split, seed, field=f"{field}.mix.{name}", count_tokens=count_tokens)
+        for name, one in chosen.items()
+    ]
+    found: TaskSplit
+    if training:
+        weights = [one.weight for one in chosen.values()]
+        found = TaskMix(parts, weights, f"{seed}/{split}/mix")
+    else:
+        chain = _Chain(parts)
+        found = TaskSplit(chain, len(chain), ", ".join(one.source for one in parts), f"0/{split}")
+    found.notes = [note for part in parts for note in part.notes]
     return found
 
 

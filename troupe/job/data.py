@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -101,18 +102,24 @@ class TasksSpec(RowsSpec):
     def _path(cls, value: str | float | None) -> str | float | None:
         return expand_home(value) if isinstance(value, str) else value
 
+    @property
+    def mixed(self) -> Mapping[str, MixedTasksSpec]:
+        """The sources of which these tasks are a mixture; none of a single source."""
+        return {}
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if bool(self.source) == bool(self.dataset):
+        if sum(map(bool, (self.source, self.dataset, self.mixed))) != 1:
             raise ValueError(
-                "give exactly one of `source` (a class of yours) and `dataset` (rows of a data set)"
+                "give exactly one of `source` (a class of yours) and `dataset` (rows of a data "
+                "set), or a `mix` of several"
             )
-        if self.source:
+        if not self.dataset:
             # Compared with the defaults: between services they are written out.
-            for name, info in type(self).model_fields.items():
-                if name not in ("source", "args") and getattr(self, name) != info.default:
+            for name in sorted(TasksSpec.model_fields.keys() - {"source", "args"}):
+                if getattr(self, name) != TasksSpec.model_fields[name].default:
                     raise ValueError(f"`{name}` is of a `dataset`, and there is none; remove it")
-        elif self.args:
+        if self.args and not self.source:
             raise ValueError("`args` are those of a `source`; remove them")
         if (
             isinstance(self.held_out, str)
@@ -125,3 +132,30 @@ class TasksSpec(RowsSpec):
                 "name another file, or a fraction"
             )
         return self
+
+
+class MixedTasksSpec(TasksSpec):
+    """One of several sources of queries."""
+
+    weight: float = Field(default=1.0, gt=0, le=1e6)
+    """How often it is asked, relative to the others."""
+
+
+class JobTasksSpec(TasksSpec):
+    """Where a job's queries come from: `source`, a class of yours; `dataset`, rows of a data set;
+    or a `mix` of these."""
+
+    mix: dict[FieldName, MixedTasksSpec] = Field(default={}, max_length=256)
+    """Several sources by name, in proportion to their weights. Evaluations ask the held-out queries
+    of all that have some, each once."""
+
+    @property
+    def mixed(self) -> Mapping[str, MixedTasksSpec]:
+        """The sources of which these tasks are a mixture; none of a single source."""
+        return self.mix
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are queries for evaluations."""
+        every = self.mix.values() if self.mix else [self]
+        return any(one.source or one.held_out is not None for one in every)

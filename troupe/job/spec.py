@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.job.algorithm import REFERENCE_COLUMN, AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
-from troupe.job.data import TasksSpec
+from troupe.job.data import JobTasksSpec
 from troupe.job.environment import EnvironmentSpec, check, check_pools, with_defaults
 from troupe.job.functions import FunctionSpec, ToolSpec
 from troupe.job.policy import PolicySpec, server_of
@@ -48,7 +48,7 @@ class JobSpec(Section):
     workflow: str | None = None
     """`package.module:attribute`: an async function of (query, agents, tools). Needed by
     language models."""
-    tasks: TasksSpec | None = None
+    tasks: JobTasksSpec | None = None
     """Source of queries. Needed by language models."""
     code: CodeSpec | None = None
     """Files of the job's own code that are sent with it. Default: its modules are importable
@@ -171,7 +171,7 @@ class JobSpec(Section):
         for name, one in self.evaluation_sets.items():
             field = f"evaluations.{name}" if name else "evaluation"
             own = one.tasks if isinstance(one, EvaluationSetSpec) else None
-            if own is None and tasks is not None and tasks.dataset and tasks.held_out is None:
+            if own is None and tasks is not None and not tasks.holds_out:
                 raise ValueError(
                     f"tasks.held_out: is missing, and `{field}` asks it; name a split or a file, "
                     "or a fraction (0.05) of the rows"

@@ -120,7 +120,8 @@ class QuerySource:
         name, split = named
         where = f"{split}[{index}] of {tasks.source}"
         field = f"evaluations.{name}." if name else ""
-        field += "tasks.source" if self._specs[name].source else "tasks.dataset"
+        spec = self._specs[name]
+        field += "tasks.source" if spec.source else "tasks.mix" if spec.mixed else "tasks.dataset"
         try:
             item = tasks[index]
             # A copy: a mapping of user code may raise whenever it is read.

@@ -226,11 +226,12 @@ def read_data(job: JobSpec) -> list[str]:
     wanted = [
         (field, tasks)
         for field, tasks in {"tasks": job.tasks, **sets}.items()
-        if tasks is not None and tasks.dataset
+        if tasks is not None and (tasks.dataset or tasks.mixed)
     ]
     count_tokens = None
     try:
-        if any(tasks.max_tokens for _, tasks in wanted):
+        each = [one for _, tasks in wanted for one in (tasks, *tasks.mixed.values())]
+        if any(one.max_tokens for one in each):
             from troupe.workflow.languages import load_language, token_counter
 
             count_tokens = token_counter(
@@ -244,7 +245,7 @@ def read_data(job: JobSpec) -> list[str]:
         for field, tasks in wanted:
             own = field == "tasks"
             splits = ["train"] if own else ["held_out"]
-            if own and tasks.held_out is not None:
+            if own and job.tasks is not None and job.tasks.holds_out:
                 splits.append("held_out")
             for split in splits:
                 notes += open_tasks(
@@ -269,8 +270,11 @@ def _entrypoints(job: JobSpec) -> Iterator[tuple[str, str]]:
     """(field, entrypoint) of the code that a job names; not what is built in or deployed."""
     if job.workflow is not None:
         yield "workflow", job.workflow
-    if job.tasks is not None and job.tasks.source:
-        yield "tasks.source", job.tasks.source
+    if job.tasks is not None:
+        every = {"tasks": job.tasks, **{f"tasks.mix.{n}": t for n, t in job.tasks.mix.items()}}
+        for field, tasks in every.items():
+            if tasks.source:
+                yield f"{field}.source", tasks.source
     if job.environment is not None and ":" in job.environment.source:
         yield "environment.source", job.environment.source
     for name in ("loss", "correction", "advantage"):
