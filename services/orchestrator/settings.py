@@ -20,6 +20,9 @@ class OrchestratorSettings(ServiceSettings):
     """How long a job waits for a worker that it needs, before it fails."""
     bind_timeout_seconds: float = Field(default=1800, gt=0)
     """How long loading a policy on a trainer worker may take (a download included)."""
+    gang_wait_seconds: float = Field(default=60, ge=0)
+    """How long a policy whose gang is larger than all that the trainers form waits for more of them
+    before its job is refused. A gang that was there once is waited for as long as for loading."""
     cleanup_seconds: float = Field(default=15, gt=0)
     """How long an ended job tries to have its workers release it."""
     activity_seconds: float = Field(default=0.5, gt=0)

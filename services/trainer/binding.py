@@ -9,7 +9,7 @@ import torch
 
 from services.chassis.transfer import HostTransfer
 from services.trainer.claims import Array, Values
-from services.trainer.gang.gang import Gangs
+from services.trainer.gang.gang import GangHosts, Gangs
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learner_factory import (
     AnyLearner,
@@ -56,7 +56,9 @@ class PolicyBinding:
         pool: ParameterPool,
         states: StateStore,
         gangs: Gangs,
+        hosts: GangHosts,
     ) -> None:
+        """`hosts`: those of its gang besides this one, if it has one."""
         self.job_id, self.policy, self.spec, self.spec_json = job_id, policy, spec, spec_json
         # Whether the policy is trained; a frozen policy is only published.
         self.trainable = spec.policies[policy].trainable
@@ -75,6 +77,7 @@ class PolicyBinding:
         self._device = device
         self._transfer = transfer
         self._gangs = gangs
+        self.hosts = hosts
         publication = Publication(transfer, job_id, policy)
         self.versions = Versions(spec, settings, device, states, publication)
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)
@@ -134,9 +137,16 @@ class PolicyBinding:
     def _make_learner(self) -> None:
         self._memory = memory_needed(self.policy, self.spec, self._settings, self._device)
         where = (self.job_id, self.policy)
-        made = make_learner(*where, self.spec, self._settings, self._device, self._gangs)
-        self.versions.of(*made)
+        self.versions.of(
+            *make_learner(*where, self.spec, self._settings, self._device, self._gangs, self.hosts)
+        )
         self.resolved = resolved_settings(self.policy, self.spec, self._settings, self._device)
+
+    def move_to(self, hosts: GangHosts) -> None:
+        """Have the ranks of a parked policy run on these hosts when it is resumed. Blocking."""
+        self.hosts = hosts
+        if self.versions.made and isinstance(self.learner, GangLearner):
+            self.learner.move_to(hosts)
 
     def _note_bytes(self) -> None:
         """Set the bytes of training state on each device, without the base that policies share."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from services.trainer.compute import gpu_memory, memory_of
-from services.trainer.gang.gang import Gangs
+from services.trainer.gang.gang import ALONE, GangHosts, Gangs
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import (
@@ -59,8 +59,10 @@ def make_learner(
     settings: TrainerSettings,
     device: torch.device,
     gangs: Gangs | None,
+    hosts: GangHosts = ALONE,
 ) -> tuple[AnyLearner, Any]:
     """Make a learner with the policy's first weights, and its tokenizer (None for a network).
+    `hosts`: those of its gang besides this one.
 
     Blocking. Raises InvalidArgument for a model or tokenizer that cannot be used,
     FailedPrecondition of kind "gang_too_large" or "gang_uneven".
@@ -94,7 +96,7 @@ def make_learner(
     }
     if gang:
         assert gangs is not None, "a worker has them"
-        return GangLearner(gangs, f"{job_id}/{policy}", spec, policy, options), tokenizer
+        return GangLearner(gangs, f"{job_id}/{policy}", spec, policy, options, hosts), tokenizer
     return Learner(model, spec, policy, device=device, **options), tokenizer
 
 

@@ -13,6 +13,7 @@ from services.chassis.heartbeat import Heartbeat
 from services.chassis.model_files import described_model, model_folder
 from services.chassis.telemetry import Telemetry
 from services.trainer.binding import PolicyBinding
+from services.trainer.gang.gang import GangHosts
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.checkpoint import checkpoint_path
 from services.trainer.worker import Key, TrainerWorker
@@ -51,7 +52,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         key = _key_of(request, "spec_json")
         if request.version < 0:
             raise InvalidArgument("is negative", field="version", value=request.version)
-        work = self.worker.bind(key, request.spec_json, request.version, request.checksum)
+        await self.worker.lent.take_back()
+        hosts = GangHosts.of(request.hosts)
+        work = self.worker.bind(key, request.spec_json, request.version, request.checksum, hosts)
         # Loading continues after the caller's deadline: a repeated call finds the policy bound.
         return _bound(await self.worker.detached(work))
 
@@ -156,8 +159,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         """Bind a policy from its suspended state."""
         key = _key_of(request, "spec_json")
         _require(request.state, "key", "checksum")
+        await self.worker.lent.take_back()
         work = self.worker.swaps.resume(
-            key, request.spec_json, request.version, request.checksum, request.state
+            key,
+            request.spec_json,
+            request.version,
+            request.checksum,
+            request.state,
+            GangHosts.of(request.hosts),
         )
         binding = await self.worker.detached(work)
         response = _bound(binding)
@@ -186,6 +195,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         if request.delete_states:
             await asyncio.to_thread(self.worker.transfer.clear, f"{request.job_id}/")
         return pb.ReleaseResponse()
+
+    async def HostRanks(
+        self, request: pb.HostRanksRequest, context: Any
+    ) -> AsyncIterator[pb.HostRanksEvent]:
+        """Run ranks of another worker's gang while the caller stays."""
+        _require(request, "job_id", "policy", "leader", "endpoint")
+        async for event in self.worker.host_ranks(request):
+            yield event
 
     async def ListBindings(
         self, request: pb.ListBindingsRequest, context: Any

@@ -30,7 +30,8 @@ from services.trainer.compute import (
     memory_of,
 )
 from services.trainer.frozen_versions import FrozenVersions
-from services.trainer.gang.gang import Gangs
+from services.trainer.gang.gang import ALONE, GangHosts, Gangs, ranks_here
+from services.trainer.gang.lending import LentDevices
 from services.trainer.learning.model import import_transformers
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import ParameterPool, SuspendedStep
@@ -40,7 +41,14 @@ from troupe.devices import find_devices
 from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec
 from troupe.job.loading import explained
-from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect
+from troupe.rpc import (
+    Aborted,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    TroupeError,
+    connect,
+)
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import (
@@ -63,8 +71,9 @@ _GANG_SECONDS = 8.0
 class Bindings:
     """Table of the policies bound to this worker, and of parked bindings without weights."""
 
-    def __init__(self, make: Callable[[Key, JobSpec, str], PolicyBinding]) -> None:
-        """`make`: makes the binding of a policy from its key, the specification, and its JSON."""
+    def __init__(self, make: Callable[[Key, JobSpec, str, GangHosts], PolicyBinding]) -> None:
+        """`make`: makes the binding of a policy from its key, the specification, its JSON, and the
+        hosts of its gang."""
         self.bound: dict[Key, PolicyBinding] = {}
         # Parked bindings (learners without weights) of suspended or prefetched policies.
         self.parked: dict[Key, PolicyBinding] = {}
@@ -97,12 +106,14 @@ class Bindings:
             )
         return binding
 
-    def shell(self, key: Key, spec: JobSpec, spec_json: str) -> PolicyBinding:
+    def shell(
+        self, key: Key, spec: JobSpec, spec_json: str, hosts: GangHosts = ALONE
+    ) -> PolicyBinding:
         """The parked binding of a policy, if its specification is the same; else a new binding."""
         parked = self.parked.get(key)
         if parked is not None and parked.spec_json == spec_json:
             return parked
-        return self._make(key, spec, spec_json)
+        return self._make(key, spec, spec_json, hosts)
 
     @contextlib.asynccontextmanager
     async def filling(
@@ -310,6 +321,7 @@ class Swaps:
         version: int,
         checksum: str,
         state: trainer_pb2.SuspendedState,
+        hosts: GangHosts,
     ) -> PolicyBinding:
         """Bind a policy where its suspension stopped. Raises as `PolicyBinding.resume`."""
         spec = await self._specs.parse(key[1], spec_json)
@@ -321,10 +333,11 @@ class Swaps:
                 if old is not None and old.resumed_from == state.key:
                     return old
                 await self._steps.cancel(key)
-                binding = bindings.shell(key, spec, spec_json)
+                binding = bindings.shell(key, spec, spec_json, hosts)
                 binding.move(pb.BINDING_STATE_BINDING)
                 bindings.parked.pop(key, None)
                 async with bindings.filling(key, binding, self._compute):
+                    await self._compute.hold(binding.move_to, hosts)
                     await self._compute.hold(binding.resume, state, version, checksum)
                 self._count(binding, "resume", seconds())
                 return binding
@@ -412,6 +425,8 @@ class TrainerWorker:
         self.remote = RemoteStates(self.transfer, settings)
         self._pool = ParameterPool(self._device)
         self._gangs = Gangs(settings)
+        self._ranks = ranks_here(settings)
+        self.lent = LentDevices(settings, self._ranks)
         self.bindings = Bindings(self._new_binding)
         self.steps = PolicySteps(settings, self._compute, telemetry)
         self.members = FrozenVersions(self.transfer, settings.data_dir)
@@ -439,7 +454,7 @@ class TrainerWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._end_gangs()
+        await asyncio.gather(self._end_gangs(), self.lent.close())
         await self.transfer.stop()
         await self._exit.aclose()
         self._compute.close()
@@ -461,6 +476,9 @@ class TrainerWorker:
             for status in statuses
             if status.state not in (pb.BINDING_STATE_IDLE, pb.BINDING_STATE_SUSPENDED)
         ]
+        lent = self.lent.request
+        if lent is not None:
+            busy.append(f"runs ranks of {lent.policy} for {lent.leader}")
         return orchestrator_pb2.HeartbeatRequest(
             kind=orchestrator_pb2.WORKER_KIND_TRAINER,
             bindings=statuses,
@@ -471,22 +489,36 @@ class TrainerWorker:
                 memory_bytes=memory_of(self._device, self._settings.trainer_memory_bytes),
                 device=self._device.type,
                 utilization=self._usage.fraction(self._compute.busy_seconds),
+                ranks=self._ranks * self._settings.gang_nodes,
+                # Hosts of a gang that a scheduler gave to this worker are its own.
+                lends=self._settings.gang_nodes == 1,
+                lends_to="" if lent is None else lent.leader,
             ),
             devices=given_devices(self._devices, self._holders()),
         )
 
     def _holders(self) -> dict[int, list[str]]:
-        """The policies on each device, by its index: a gang is on as many as it has ranks, any
+        """The policies on each device, by its index: a gang is on as many as it has ranks here, any
         other on the first."""
         found: dict[int, list[str]] = {}
         for (job_id, policy), binding in self.bindings.bound.items():
-            ranks = binding.spec.policies[policy].trainer.gang
+            ranks = binding.spec.policies[policy].trainer.gang // (1 + len(binding.hosts.members))
             for device in self._devices[:ranks]:
                 found.setdefault(device.index, []).append(f"{job_id}/{policy}")
+        if (lent := self.lent.request) is not None:
+            for device in self._devices[: lent.ranks]:
+                found.setdefault(device.index, []).append(f"{lent.job_id}/{lent.policy}")
         return found
 
-    async def bind(self, key: Key, spec_json: str, version: int, checksum: str) -> PolicyBinding:
-        """Bind a policy at a version. Idempotent.
+    async def bind(
+        self,
+        key: Key,
+        spec_json: str,
+        version: int,
+        checksum: str,
+        hosts: GangHosts = ALONE,
+    ) -> PolicyBinding:
+        """Bind a policy at a version; `hosts`: those of its gang besides this one. Idempotent.
 
         A running step from that version continues, since the caller may have restarted. Any other
         step is cancelled.
@@ -494,6 +526,8 @@ class TrainerWorker:
         spec, bindings = await self._specs.parse(key[1], spec_json), self.bindings
         async with bindings.lock(key):
             old, run = bindings.bound.get(key), self.steps.running(key)
+            if old is not None and old.hosts.members != hosts.members:
+                old = None  # its ranks are on other hosts: bound anew, which ends them
             busy = run is not None and run.version == version
             if busy and old is not None and _same(old, spec_json, version, checksum):
                 if not old.versions.dirty:
@@ -510,7 +544,7 @@ class TrainerWorker:
                 return old
             if (parked := bindings.parked.pop(key, None)) is not None:
                 await asyncio.to_thread(parked.release)
-            binding = self._new_binding(key, spec, spec_json)
+            binding = self._new_binding(key, spec, spec_json, hosts)
             async with bindings.filling(key, binding, self._compute):
                 await self._compute.run(binding.load, version, checksum)
             # Checked, since deterministic results depend on the number of threads.
@@ -518,7 +552,9 @@ class TrainerWorker:
             log.info("bound", job_id=key[0], policy=key[1], version=version, threads=threads)
             return binding
 
-    def _new_binding(self, key: Key, spec: JobSpec, spec_json: str) -> PolicyBinding:
+    def _new_binding(
+        self, key: Key, spec: JobSpec, spec_json: str, hosts: GangHosts
+    ) -> PolicyBinding:
         return PolicyBinding(
             *key,
             spec,
@@ -529,7 +565,28 @@ class TrainerWorker:
             self._pool,
             self.remote.store(*key),
             self._gangs,
+            hosts,
         )
+
+    async def host_ranks(
+        self, request: trainer_pb2.HostRanksRequest
+    ) -> AsyncIterator[trainer_pb2.HostRanksEvent]:
+        """Run ranks of a gang that another worker leads, as `LentDevices.host`.
+
+        Raises Aborted of kind "devices_held" while policies are bound here.
+        """
+        # Bound here until its gang was formed anew elsewhere.
+        if (key := (request.job_id, request.policy)) in self.bindings.bound:
+            await self.release(key)
+        if self.bindings.bound:
+            held = ", ".join(f"{policy} of {job_id}" for job_id, policy in self.bindings.bound)
+            raise Aborted(
+                f"this worker holds policies: {held}",
+                kind="devices_held",
+                remedy="Release or suspend them first: ranks for others get all of its devices.",
+            )
+        async for event in self.lent.host(request):
+            yield event
 
     async def restart(self, key: Key, version: int, checksum: str) -> PolicyBinding:
         """Run `Versions.restart`; no step may run."""

@@ -75,7 +75,7 @@ class Hosts:
             host.data.mkdir(parents=True)
             host.transfer.mkdir()
             if self.network and name != "home":
-                _separate(host, len(self.hosts))
+                separate(host, len(self.hosts))
             self.hosts[name] = host
         return self.hosts[name]
 
@@ -165,8 +165,7 @@ class Hosts:
             except subprocess.TimeoutExpired:
                 process.kill()
         for host in self.hosts.values():
-            if host.namespace:
-                _ip("netns", "delete", host.namespace)
+            rejoin(host)
 
     def _port_file(self, name: str) -> Path:
         host = self.hosts[self._environments[name]["host"]]
@@ -192,7 +191,7 @@ def apart(directory: Path, redis_url: str, *, network: bool = False) -> Iterator
         hosts.close()
 
 
-def may_separate() -> bool:
+def mayseparate() -> bool:
     """Whether network namespaces can be made here."""
     if os.geteuid() != 0:
         return False
@@ -205,7 +204,7 @@ def may_separate() -> bool:
         return False
 
 
-def _separate(host: Host, number: int) -> None:
+def separate(host: Host, number: int) -> None:
     """A namespace of its own, with a way to the others through this one."""
     mark = f"{os.getpid() % 10000}{number}"
     net = f"10.{80 + os.getpid() % 100}.{number}"
@@ -221,6 +220,12 @@ def _separate(host: Host, number: int) -> None:
     _ip(*inside, "link", "set", f"tp{mark}", "up")
     _ip(*inside, "link", "set", "lo", "up")
     _ip(*inside, "route", "add", "default", "via", f"{net}.1")
+
+
+def rejoin(host: Host) -> None:
+    """Inverse of `separate`."""
+    if host.namespace:
+        _ip("netns", "delete", host.namespace)
 
 
 def _ip(*arguments: str) -> None:

@@ -29,12 +29,14 @@ FOUR = "4xH100-80GB"
 
 @contextmanager
 def supervisor(
-    directory: Path, *arguments: str, cwd: Path = ROOT, **environment: str
+    directory: Path, *arguments: str, cwd: Path = ROOT, namespace: str = "", **environment: str
 ) -> Iterator[psutil.Popen]:
-    """A supervisor in the foreground; its output is in `directory`.log."""
+    """A supervisor in the foreground, in a network namespace if one is named; its output is in
+    `directory`.log."""
     with Path(f"{directory}.log").open("ab") as log:
         process = psutil.Popen(
             [
+                *(("ip", "netns", "exec", namespace) if namespace else ()),
                 *(sys.executable, "-m", "troupe.client.cli", *arguments),
                 *("--data-dir", str(directory)),
             ],
@@ -143,17 +145,22 @@ async def test_a_job_runs_on_two_nodes_and_goes_on_when_one_is_killed(
             assert holders.count(f"{handle.id}/solver") == 2
 
             # A host is lost with all its processes. The job goes on with the other one's.
-            below = second.children(recursive=True)
-            second.kill()
-            for process in below:
-                with psutil_gone():
-                    process.kill()
-            second.wait()
+            lose(second)
             record = await handle.wait(timeout=400)
             assert record.state == "succeeded", record
             audit = await handle.audit()
             assert not audit.violations
             assert not {one.id: one.alive for one in (await client.cluster()).nodes}["n2"]
+
+
+def lose(node: psutil.Popen) -> None:
+    """A host goes down: its supervisor and all below it are killed."""
+    below = node.children(recursive=True)
+    node.kill()
+    for process in below:
+        with psutil_gone():
+            process.kill()
+    node.wait()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from troupe.scheduling.binding import (
     Suspend,
     decide,
     too_large,
+    too_many_ranks,
 )
 
 RULES = BindingRules(quantum=2.0, idle=10.0)
@@ -126,12 +127,86 @@ def test_who_was_brought_to_one_place_is_brought_to_another_that_is_free_sooner(
     assert moves(policies, TWO) == [Suspend("idle", "next"), Prefetch("next", ("w1",))]
 
 
-def test_a_gang_comes_when_all_of_its_places_were_brought_its_state() -> None:
+def test_a_gang_comes_when_all_others_have_left_its_workers() -> None:
     gang = Policy("gang", work=1, since=1, ranks=2, prefetched=frozenset({"w0", "w1"}))
     leaving = [bound(name, place, leaving=True) for name, place in (("a", "w0"), ("b", "w1"))]
-    assert moves([*leaving, gang], TWO) == [Bind("gang", ("w0", "w1"))]
-    half = replace(gang, prefetched=frozenset({"w0"}))
-    assert moves([*leaving, half], TWO) == []
+    assert moves([*leaving, gang], TWO) == []
+    assert moves([leaving[0], gang], TWO) == []
+    assert moves([gang], TWO) == [Bind("gang", ("w0", "w1"))]
+
+
+def test_a_gang_takes_as_many_devices_of_as_few_workers_on_as_few_hosts() -> None:
+    hosts = [
+        RankWorker(f"{host}{i}", devices=2, host=host)
+        for host, count in (("a", 1), ("b", 2), ("c", 3))
+        for i in range(count)
+    ]
+    found = {
+        ranks: [one.workers for one in moves([Policy("gang", ranks=ranks)], hosts)]
+        for ranks in (1, 2, 3, 4, 6, 8, 10, 12)
+    }
+    assert found[1] == found[2] == [("a0",)]
+    # One rank of each of three, since three are not shared out to two evenly.
+    assert found[3] == [("c0", "c1", "c2")]
+    assert found[4] == [("b0", "b1")]
+    assert found[6] == [("c0", "c1", "c2")]
+    # The host that is filled comes first, then the one that the rest fits best.
+    assert found[8] == [("c0", "c1", "c2", "a0")]
+    assert found[10] == [("c0", "c1", "c2", "b0", "b1")]
+    assert found[12] == [("c0", "c1", "c2", "b0", "b1", "a0")]
+    # A worker with all of its devices comes before several.
+    whole = [*hosts, RankWorker("z", devices=4)]
+    assert moves([Policy("gang", ranks=4)], whole) == [Bind("gang", ("z",))]
+    # Where its state is, it is led.
+    near = Policy("gang", ranks=4, near=frozenset({"c1"}))
+    assert moves([near], hosts) == [Bind("gang", ("c1", "c0"))]
+
+
+def test_a_gang_that_no_workers_form_is_told_what_there_is() -> None:
+    gang = Policy("gang", work=1, ranks=3)
+    problem = too_many_ranks(gang, TWO)
+    assert problem is not None
+    assert (problem.ranks, problem.most) == (3, 2)
+    assert moves([gang], TWO) == []
+    assert too_many_ranks(gang, []) is None  # nobody is there yet
+    assert too_many_ranks(gang, [*TWO, RankWorker("w2")]) is None
+    # Neither another class of devices nor a worker that lends none is of use, nor one without room.
+    for odd in ({"device": "cuda"}, {"lends": False}):
+        assert too_many_ranks(gang, [*TWO, RankWorker("w2", **odd)]) is not None  # type: ignore[arg-type]
+    big = replace(gang, size=10)
+    assert too_many_ranks(big, [*TWO, RankWorker("w2", memory=5)]) is not None
+    assert too_many_ranks(gang, [RankWorker("w", devices=3, lends=False)]) is None
+
+
+def test_policies_share_a_group_or_its_leader_or_keep_away_from_it() -> None:
+    first = Policy("first", work=1, since=1, ranks=2)
+    second = replace(first, policy="second", since=2)
+    many = [RankWorker("w0"), RankWorker("w1")]
+    assert moves([first, second], many) == [
+        Bind("first", ("w0", "w1")),
+        Bind("second", ("w0", "w1")),
+    ]
+    held = replace(first, bound=("w1", "w0"), work=0)
+    # The leader stays who it is.
+    assert moves([held, second], many) == [Bind("second", ("w1", "w0"))]
+    # A smaller policy has a place where the group is led, but not on what is lent.
+    small = Policy("small", work=1, since=3)
+    assert moves([held, small], many) == [Bind("small", ("w1",))]
+    busy = replace(held, busy=True)
+    assert moves([busy, replace(small, barred=frozenset({"w1"}))], many) == [
+        Prefetch("small", ("w0",))
+    ]
+    # So a gang is led where others are, and needs the rest for itself.
+    there = bound("small", "w1", work=1, since=0)
+    assert moves([there, first], many) == [Bind("first", ("w1", "w0"))]
+    everywhere = [there, bound("idle", "w0")]
+    assert moves([*everywhere, first], many) == [Suspend("idle", "first")]
+    four = replace(second, ranks=3)
+    assert moves([busy, four], [*many, RankWorker("w2")]) == []
+    # A part of a group that was lost is joined by nobody.
+    assert moves([busy, second], [many[0], RankWorker("w2"), RankWorker("w3")]) == [
+        Bind("second", ("w2", "w3"))
+    ]
 
 
 def test_what_steps_or_publishes_is_left_alone() -> None:
@@ -160,7 +235,7 @@ def test_a_gang_or_nothing_and_nobody_younger_takes_what_it_waits_for() -> None:
     gang = Policy("gang", work=1, since=1, ranks=2)
     busy = bound("busy", work=1, since=2, bound_at=99.0)
     small = Policy("small", work=1, since=3)
-    assert moves([busy, gang, small], TWO) == [Prefetch("gang", ("w0", "w1"))]
+    assert moves([busy, gang, small], TWO) == []
     assert moves([busy, gang, small], TWO, 102.0)[0] == Suspend("busy", "gang")
     free = [replace(busy, bound=(), work=0, wanted=False), gang, small]
     assert moves(free, TWO)[0] == Bind("gang", ("w0", "w1"))

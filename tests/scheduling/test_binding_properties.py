@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from troupe.scheduling.binding import (
     Release,
     Suspend,
     decide,
+    too_many_ranks,
 )
 
 RULES = BindingRules(quantum=2.0, idle=10.0)
@@ -31,8 +33,11 @@ def tables(draw: st.DrawFn) -> tuple[list[Policy], list[RankWorker]]:
             slots=draw(st.integers(0, 2)),
             memory=draw(st.sampled_from([0, 50, 100])),
             device=draw(st.sampled_from(["cpu", "cuda"])),
+            devices=draw(st.integers(1, 2)),
+            host=draw(st.sampled_from(["", "h0", "h1"])),
+            lends=draw(st.sampled_from([True, True, True, False])),
         )
-        for i in range(draw(st.integers(1, 3)))
+        for i in range(draw(st.integers(1, 4)))
     ]
     left = {one.worker_id: one.slots or 99 for one in workers}
     holds: dict[str, list[Policy]] = {one.worker_id: [] for one in workers}
@@ -43,7 +48,7 @@ def tables(draw: st.DrawFn) -> tuple[list[Policy], list[RankWorker]]:
             work=draw(st.integers(0, 2)),
             since=float(draw(st.integers(0, 9))),
             wanted=draw(st.booleans()),
-            ranks=draw(st.integers(1, 2)),
+            ranks=draw(st.integers(1, 4)),
             size=draw(st.sampled_from([0, 20, 40, 100, 400])),
             base=draw(st.sampled_from(["", "x", "y"])),
             working={one.worker_id: draw(st.sampled_from([0, 20, 60])) for one in workers},
@@ -51,19 +56,22 @@ def tables(draw: st.DrawFn) -> tuple[list[Policy], list[RankWorker]]:
             bound_at=float(draw(st.integers(0, 12))),
         )
         one = replace(one, base_size=30 if one.base else 0)
+        count = draw(st.sampled_from([n for n in (1, 2, 3, 4) if one.ranks % n == 0]))
         chosen: list[str] = []
         for worker in workers:
+            others = holds[worker.worker_id]
             suits = one.device in ("", worker.device) and left[worker.worker_id] > 0
-            room = worker.has_room([*holds[worker.worker_id], one])
-            if len(chosen) < one.ranks and suits and room:
+            room = worker.has_room([*others, one]) and worker.devices * count >= one.ranks
+            alone = not others if count > 1 else all(len(other.bound) == 1 for other in others)
+            if len(chosen) < count and suits and room and alone:
                 chosen.append(worker.worker_id)
-        if len(chosen) == one.ranks and draw(st.booleans()):
+        if len(chosen) == count and draw(st.booleans()):
+            one = replace(one, bound=tuple(chosen))
             for worker_id in chosen:
                 left[worker_id] -= 1
                 holds[worker_id].append(one)
             one = replace(
                 one,
-                bound=tuple(chosen),
                 busy=draw(st.booleans()),
                 leaving=draw(st.booleans()),
                 accumulating=draw(st.booleans()),
@@ -108,7 +116,14 @@ def test_every_plan_is_sound(
             assert not any((one.work, one.wanted, one.busy, one.accumulating))
         elif isinstance(move, Bind):
             assert not one.bound
-            assert len(set(move.workers)) == one.ranks
+            some = [worker for worker in workers if worker.worker_id in move.workers]
+            assert len(some) == len(move.workers)
+            share, rest = divmod(one.ranks, len(some))
+            assert not rest
+            assert all(worker.devices >= share for worker in some)
+            if len(some) > 1:
+                assert all(worker.lends for worker in some)
+                assert len({worker.device for worker in some}) == 1
     # Memory holds before anybody that was told to leave has left, and so do slots, but for those
     # that are taken by who was brought there before.
     binds = {move.policy: move.workers for move in plan.moves if isinstance(move, Bind)}
@@ -124,6 +139,13 @@ def test_every_plan_is_sound(
         handed = min(len(come), len(leavers))
         assert not worker.slots or len(held) - handed <= worker.slots
         assert worker.has_room(held)
+        # One that lends its devices holds policies of that very group.
+        groups = {
+            binds.get(one.policy, one.bound)
+            for one in held
+            if one.policy not in leave and not one.leaving
+        }
+        assert len(groups) <= 1 or {group[0] for group in groups} == {worker.worker_id}
         assert all(
             one.device in ("", worker.device)
             for one in held
@@ -164,6 +186,43 @@ def test_who_is_served_is_what_brute_force_finds(
     free = places - sum(bool(one.bound) for one in policies)
     newcomers = sum(not one.bound for one in best)
     assert len(leave) == min(len(unserved), max(0, newcomers - free))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=7),
+    st.integers(1, 12),
+)
+def test_a_gang_is_formed_whenever_that_is_possible_from_the_fewest_workers(
+    drawn: list[tuple[int, int]], ranks: int
+) -> None:
+    workers = [
+        RankWorker(f"w{i}", devices=devices, host=f"h{host}")
+        for i, (devices, host) in enumerate(drawn)
+    ]
+    policy = Policy("gang", ranks=ranks)
+    counts = [
+        count
+        for count in range(1, len(workers) + 1)
+        if ranks % count == 0
+        and sum(worker.devices * count >= ranks for worker in workers) >= count
+    ]
+    (bind,) = decide(RULES, [policy], workers, 0.0).moves or (None,)
+    problem = too_many_ranks(policy, workers)
+    assert (problem is None) == bool(counts) == (bind is not None)
+    if problem is not None:
+        # What is said to be possible is.
+        assert too_many_ranks(replace(policy, ranks=problem.most), workers) is None
+        return
+    assert isinstance(bind, Bind)
+    assert len(bind.workers) == counts[0]
+    # On as few hosts as possible, each one's workers side by side.
+    host = {worker.worker_id: worker.host for worker in workers}
+    enough = [one for one in workers if one.devices * counts[0] >= ranks]
+    sizes = sorted(Counter(one.host for one in enough).values(), reverse=True)
+    fewest = next(n for n in range(1, 9) if sum(sizes[:n]) >= counts[0])
+    taken = [host[name] for name in bind.workers]
+    assert len(set(taken)) == len([1 for _ in itertools.groupby(taken)]) == fewest
 
 
 @dataclass

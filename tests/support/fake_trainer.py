@@ -42,6 +42,8 @@ class TrainerScript:
     bind_error: TroupeError | None = None
     # Bytes of each of its devices; 0: not bounded.
     memory: int = 0
+    # Ranks that it can run, of gangs that others lead, too; 0: it does not say.
+    ranks: int = 0
     # Steps whose update is skipped (a NaN).
     skip: frozenset[int] = frozenset()
     # Go down, once: "claimed", "committed" (before anyone is told), "reported" or "restarted".
@@ -79,6 +81,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         # Jobs of which everything in the host's memory was to be deleted.
         self.deleted: list[str] = []
         self.requests: list[tr.RunStepRequest] = []
+        self.binds: list[tr.BindRequest] = []
         # Keys of members in the transfer layer.
         self.published: set[str] = set()
         # The most policies that were bound at once, but for those that were told to leave.
@@ -112,7 +115,11 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
             kind=self.kind,
             bindings=bindings,
             trainer=orch.TrainerDevice(
-                slots=self.script.slots, device="cpu", memory_bytes=self.script.memory
+                slots=self.script.slots,
+                device="cpu",
+                memory_bytes=self.script.memory,
+                ranks=self.script.ranks,
+                lends=self.script.ranks > 0,
             ),
         )
 
@@ -123,6 +130,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
 
     async def Bind(self, request: tr.BindRequest, context: Any) -> tr.BindResponse:
         self.calls["Bind"] += 1
+        self.binds.append(request)
         if self.script.bind_error is not None:
             raise self.script.bind_error
         weights = self._weights(request.job_id, request.policy, request.version)

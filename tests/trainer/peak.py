@@ -137,7 +137,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     control = dist.new_group(backend="gloo")
     assert control is not None
-    group = GangGroup(mesh, control, lambda: False)
+    group = GangGroup(mesh, control, lambda: False, Path())
     found = peak(RankLearner(spec, "solver", group, CPU, share_prefixes=False), group.size)
     if os.environ["RANK"] == "0":
         print(json.dumps(found))

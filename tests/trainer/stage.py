@@ -36,7 +36,12 @@ class Trainer:
         return self.server.service.worker
 
     async def bind(
-        self, spec: JobSpec, policy: str = "solver", version: int = 0, checksum: str = ""
+        self,
+        spec: JobSpec,
+        policy: str = "solver",
+        version: int = 0,
+        checksum: str = "",
+        hosts: trainer_pb2.GangHosts | None = None,
     ) -> pb.WeightsRef:
         request = trainer_pb2.BindRequest(
             request_id=new_id(),
@@ -45,6 +50,7 @@ class Trainer:
             spec_json=spec.model_dump_json(),
             version=version,
             checksum=checksum,
+            hosts=hosts,
         )
         weights: pb.WeightsRef = (await self.stub.Bind(request)).weights
         return weights

@@ -5,7 +5,10 @@ FlexMARL, section 4 (arXiv 2602.09578), "agent-centric resource allocation". `de
 function of each policy's work and of the location of its training state; it returns the moves that
 are due, and is called again when something has changed. Its rules:
 
-* *Gang scheduling*: a policy gets all the workers that it needs at once, or none.
+* *Gang scheduling*: a policy gets all the devices that it needs at once, or none: of one worker, or
+  of the fewest that have them together, each with as many ranks, on as few hosts as possible. The
+  first worker of such a *group* leads: it may hold other policies too, which take turns there. The
+  others lend it their devices, and hold policies of that group only.
 * *Oldest work first*, so that no policy starves: a policy with younger work gives way after its
   quantum, and what the oldest waits for is kept free for it.
 * *A policy without work keeps no device from one with work*; but it stays bound until then.
@@ -18,8 +21,13 @@ are due, and is called again when something has changed. Its rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+# Ids of the workers of a group, the leader first. Empty: a group that is yet to be formed, to which
+# a worker would lend its devices.
+Group = tuple[str, ...]
 
 
 @dataclass
@@ -28,23 +36,31 @@ class WorkerPlan:
 
     worker: RankWorker
     held: list[Policy] = field(default_factory=list)
-    # Policies for which places are taken or kept free in this plan.
+    # Policies for which places are taken or kept free in this plan, bound as they will be.
     taken: list[Policy] = field(default_factory=list)
     # Policies bound in this plan.
     coming: list[Policy] = field(default_factory=list)
 
-    def free(self, policy: Policy, gone: Iterable[str] = ()) -> bool:
-        """Whether `policy` has a slot and memory here once the policies `gone` have left."""
+    def free(self, policy: Policy, gone: Iterable[str], group: Group) -> bool:
+        """Whether `policy`, bound to `group`, has a slot and memory here once the policies `gone`
+        have left."""
         worker, names = self.worker, set(gone)
-        stay = [one for one in self.held if one.policy not in names]
-        if worker.slots and len(stay) + len(self.taken) >= worker.slots:
+        others = [one for one in self.held if one.policy not in names] + self.taken
+        if worker.slots and len(others) >= worker.slots:
             return False
-        return worker.has_room([*stay, *self.taken, policy])
+        if any(one.bound != group and not self._leads(one.bound, group) for one in others):
+            return False
+        return worker.has_room([*others, policy])
+
+    def _leads(self, *groups: Group) -> bool:
+        """Whether this worker leads all of these groups."""
+        return all(group[:1] == (self.worker.worker_id,) for group in groups)
 
     def can_take_over(self, policy: Policy, gone: Iterable[str]) -> bool:
-        """Whether `policy` may be bound while `gone` still leave: its state is prefetched and has
-        room."""
-        if self.worker.worker_id not in policy.prefetched or not self.free(policy, gone):
+        """Whether `policy` may be bound here alone while `gone` still leave: its state is
+        prefetched and has room."""
+        here = self.worker.worker_id
+        if here not in policy.prefetched or not self.free(policy, gone, (here,)):
             return False
         return self.room_beside(policy)
 
@@ -76,7 +92,7 @@ class BindingRules:
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """One trainer worker: a rank of the gangs that it belongs to."""
+    """One trainer worker, whose devices ranks of gangs run on."""
 
     worker_id: str
     slots: int = 0
@@ -87,6 +103,12 @@ class RankWorker:
     """Device class, "cpu" or "cuda"."""
     load: float = 0.0
     """Cost of what is bound to it beyond the policies passed to `decide`."""
+    devices: int = 1
+    """Most ranks of a gang on it."""
+    host: str = ""
+    """Its host; empty: one of its own."""
+    lends: bool = True
+    """Whether it takes part in gangs over several workers."""
 
     def needed(self, policies: Iterable[Policy]) -> int:
         """Bytes on each device that `policies` need together: their states, each base once, and
@@ -117,7 +139,7 @@ class Policy:
     wanted: bool = True
     """Whether a step of it is open: then it takes a free device although it has no work yet."""
     ranks: int = 1
-    """Number of workers in its gang."""
+    """Number of devices in its gang."""
     size: int = 0
     """Bytes of its training state on each device of its gang, without `base`; 0: unknown."""
     base: str = ""
@@ -131,7 +153,8 @@ class Policy:
     cost: float = 1.0
     """Relative load that it puts on a worker that holds several policies."""
     bound: tuple[str, ...] = ()
-    """Workers that hold it, or to which it is being bound; empty: not bound."""
+    """Workers that hold it, or to which it is being bound, the leader of several first; empty: not
+    bound."""
     bound_at: float = 0.0
     busy: bool = False
     """Whether the policy cannot be suspended now: it is being bound, steps, or publishes."""
@@ -153,7 +176,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Bind `policy` to all of `workers`."""
+    """Bind `policy` to all of `workers`, of which the first leads."""
 
     policy: str
     workers: tuple[str, ...]
@@ -215,6 +238,34 @@ def too_large(policy: Policy, workers: Iterable[RankWorker]) -> TooLarge | None:
     return TooLarge(policy.policy, largest.needed([policy]), largest.memory)
 
 
+@dataclass(frozen=True, slots=True)
+class TooManyRanks:
+    """Why no workers form a gang of a policy's size: it has `ranks` devices, the largest that they
+    form has `most`."""
+
+    policy: str
+    ranks: int
+    most: int
+
+
+def too_many_ranks(policy: Policy, workers: Iterable[RankWorker]) -> TooManyRanks | None:
+    """The reason why these workers cannot form a gang for `policy`; None if they can, or if there
+    are none that have memory for it (`too_large`)."""
+    classes: dict[str, list[RankWorker]] = {}
+    for worker in workers:
+        if _suits(policy, worker) and worker.has_room([policy]):
+            classes.setdefault(worker.device, []).append(worker)
+    most = 0
+    for some in classes.values():
+        lent = sorted((one.devices for one in some if one.lends), reverse=True)
+        # By the number of workers: the devices that so many have.
+        shares = {1: max(one.devices for one in some)} | dict(enumerate(lent[1:], 2))
+        if any(policy.ranks <= n * share for n, share in shares.items() if policy.ranks % n == 0):
+            return None
+        most = max(most, *(n * share for n, share in shares.items()))
+    return TooManyRanks(policy.policy, policy.ranks, most) if classes else None
+
+
 def decide(
     rules: BindingRules, policies: Sequence[Policy], workers: Sequence[RankWorker], now: float
 ) -> BindingPlan:
@@ -239,9 +290,12 @@ def _wanted(policies: Iterable[Policy], workers: Iterable[RankWorker]) -> int:
     active = [one for one in policies if one.wanted or one.work]
     if not active:
         return 0
-    # Workers with unbounded slots count one slot per rank: more of them are of use.
+    workers = list(workers)
+    # Workers with unbounded slots count one slot per policy: more of them are of use.
     slots = min((max(1, worker.slots) for worker in workers), default=1)
-    return max(max(one.ranks for one in active), -(-sum(one.ranks for one in active) // slots))
+    devices = max((worker.devices for worker in workers), default=1)
+    needed = [-(-one.ranks // devices) for one in active]
+    return max(max(needed), -(-sum(needed) // slots))
 
 
 class _Table:
@@ -286,30 +340,27 @@ class _Table:
     def place(self) -> None:
         """Bind policies with work, the oldest first, and suspend others to make room."""
         for policy in self._waiting(with_work=True):
-            options = self._options(policy)
-            ready = [plan for price, plan in options if price == 0]
-            if len(ready) >= policy.ranks:
-                self._bind(policy, ready[: policy.ranks])
+            ways = list(self._ways(policy))
+            if ready := next((way for price, way in ways if price == 0), None):
+                self._bind(policy, ready)
                 continue
-            # Keep free what is free, what others are leaving, and what others are told to leave.
-            chosen = [plan for _, plan in options][: policy.ranks]
-            if len(chosen) < policy.ranks:
+            if not ways:
                 continue  # too few workers: nothing is kept from the others
+            # Keep free what is free, what others are leaving, and what others are told to leave.
+            chosen = min(ways, key=lambda one: one[0])[1]
+            group = self._existing(chosen)
             for plan in chosen:
-                self._make_room(policy, plan)
-            if all(plan.can_take_over(policy, self._gone(plan)) for plan in chosen):
+                self._make_room(policy, plan, group or _as_leader(plan, plan is chosen[0]))
+            if len(chosen) == 1 and chosen[0].can_take_over(policy, self._gone(chosen[0])):
                 self._bind(policy, chosen)
                 continue
-            for plan in chosen:
-                plan.taken.append(policy)
-            self._going[policy.policy] = tuple(sorted(plan.worker.worker_id for plan in chosen))
+            self._going[policy.policy] = self._take(policy, chosen)
 
     def fill(self) -> None:
         """Bind policies with an open step but no work yet to places that would stay empty."""
         for policy in self._waiting(with_work=False):
-            ready = [plan for price, plan in self._options(policy) if price == 0]
-            if len(ready) >= policy.ranks:
-                self._bind(policy, ready[: policy.ranks])
+            if ready := next((way for price, way in self._ways(policy) if price == 0), None):
+                self._bind(policy, ready)
 
     def prefetch(self) -> None:
         """Prefetch the states of the policies that come next: one per worker."""
@@ -318,6 +369,8 @@ class _Table:
             going = self._going.get(policy.policy, ())
             if policy.prefetched.issuperset(going) or busy.intersection(going):
                 continue
+            if len(going) > 1:
+                continue  # no device of the leader holds the state of a group's gang
             # Beside the state that computes there now, which leaves only when told to.
             if any(not self._plans[w].room_beside(policy) for w in going):
                 continue
@@ -359,19 +412,71 @@ class _Table:
             or policy.policy in self._suspended
         )
 
-    def _options(self, policy: Policy) -> list[tuple[float, WorkerPlan]]:
-        """Workers for `policy`, best first, each with a price: 0: free now; more: others must
-        leave."""
+    def _ways(self, policy: Policy) -> Iterator[tuple[float, list[WorkerPlan]]]:
+        """Workers that could hold `policy`, the leader first, each with a price: 0: free now; more:
+        others must leave. Those of fewest workers come first."""
+        plans = list(self._plans.values())
+        for count in range(1, min(policy.ranks, len(plans)) + 1):
+            if policy.ranks % count:
+                continue
+            enough = [plan for plan in plans if plan.worker.devices * count >= policy.ranks]
+            if count == 1:
+                if options := self._options(policy, enough, leads=True):
+                    yield options[0][0], [options[0][1]]
+                continue
+            groups = {one.bound for plan in plans for one in (*plan.held, *plan.taken)}
+            for group in sorted(groups):
+                members = [self._plans[name] for name in group if name in self._plans]
+                if len(group) == count == len(members) and all(one in enough for one in members):
+                    options = self._options(policy, members, group=group)
+                    if len(options) == count:
+                        yield max(price for price, _ in options), members
+            lenders = [plan for plan in enough if plan.worker.lends]
+            for device in sorted({plan.worker.device for plan in lenders}):
+                same = [plan for plan in lenders if plan.worker.device == device]
+                options = self._options(policy, same)
+                if way := _cheapest(policy, options, count):
+                    yield way
+                # One that leads needs not be empty.
+                prices = {plan.worker.worker_id: price for price, plan in options}
+                for price, plan in self._options(policy, same, leads=True):
+                    if price >= prices.get(plan.worker.worker_id, math.inf):
+                        continue
+                    others = [one for one in options if one[1] is not plan]
+                    if rest := _cheapest(policy, others, count - 1):
+                        yield max(price, rest[0]), [plan, *rest[1]]
+                        break
+
+    def _options(
+        self,
+        policy: Policy,
+        plans: Iterable[WorkerPlan],
+        *,
+        leads: bool = False,
+        group: Group = (),
+    ) -> list[tuple[float, WorkerPlan]]:
+        """Those of `plans` that `policy` could be bound to as one of `group`, best first, each with
+        a price (`_ways`). `leads`: as the leader of a new group, or alone."""
         found = []
-        for plan in self._plans.values():
-            if not _suits(policy, plan.worker) or (who := self._leavers(policy, plan)) is None:
+        for plan in plans:
+            if not _suits(policy, plan.worker):
+                continue
+            place = group or _as_leader(plan, leads)
+            if (who := self._leavers(policy, plan, place)) is None:
                 continue
             worker_id = plan.worker.worker_id
-            price = 0.0 if plan.free(policy) else max(map(self._price_of(policy), who), default=1)
+            free = plan.free(policy, (), place)
+            price = 0.0 if free else max(map(self._price_of(policy), who), default=1)
             far = 0 if worker_id in policy.prefetched else 1 if worker_id in policy.near else 2
             harm = self._harm(price, who)
             found.append((price, harm, far, plan.load, worker_id, plan))
         return [(price, plan) for price, *_, plan in sorted(found, key=lambda one: one[:5])]
+
+    def _existing(self, chosen: Sequence[WorkerPlan]) -> Group:
+        """The group that `chosen` are already; empty if they are none."""
+        names = tuple(plan.worker.worker_id for plan in chosen)
+        there = [one.bound for one in (*chosen[0].held, *chosen[0].taken)]
+        return names if len(names) > 1 and names in there else ()
 
     def _harm(self, price: float, who: Sequence[Policy]) -> float:
         """Orders two ways to make room at the same price."""
@@ -385,12 +490,12 @@ class _Table:
             case _:
                 return 0.0
 
-    def _leavers(self, policy: Policy, plan: WorkerPlan) -> list[Policy] | None:
+    def _leavers(self, policy: Policy, plan: WorkerPlan, group: Group) -> list[Policy] | None:
         """Policies that must leave for `policy` besides those that leave already: as few as
         possible, those without work first, then those with the youngest work. None: that is not
         enough."""
         gone = self._gone(plan)
-        if plan.free(policy, gone):
+        if plan.free(policy, gone, group):
             return []
         price = self._price_of(policy)
         victims = sorted(
@@ -399,7 +504,7 @@ class _Table:
         )
         for count, victim in enumerate(victims, 1):
             gone.append(victim.policy)
-            if plan.free(policy, gone):
+            if plan.free(policy, gone, group):
                 return victims[:count]
         return None
 
@@ -422,20 +527,66 @@ class _Table:
 
         return price
 
-    def _make_room(self, policy: Policy, plan: WorkerPlan) -> None:
+    def _make_room(self, policy: Policy, plan: WorkerPlan, group: Group) -> None:
         price = self._price_of(policy)
-        for victim in self._leavers(policy, plan) or ():
+        for victim in self._leavers(policy, plan, group) or ():
             if price(victim) < 4:
                 self._suspended[victim.policy] = policy.policy
                 self.moves.append(Suspend(victim.policy, policy.policy))
 
     def _bind(self, policy: Policy, chosen: Sequence[WorkerPlan]) -> None:
+        self.moves.append(Bind(policy.policy, self._take(policy, chosen)))
         for plan in chosen:
-            plan.taken.append(policy)
             plan.coming.append(policy)
-        self.moves.append(
-            Bind(policy.policy, tuple(sorted(plan.worker.worker_id for plan in chosen)))
-        )
+
+    def _take(self, policy: Policy, chosen: Sequence[WorkerPlan]) -> tuple[str, ...]:
+        """Take a place for `policy` on each of `chosen`; their ids."""
+        names = tuple(plan.worker.worker_id for plan in chosen)
+        for plan in chosen:
+            plan.taken.append(replace(policy, bound=names))
+        return names
+
+
+def _as_leader(plan: WorkerPlan, leads: bool) -> Group:
+    """The group of a policy that `plan` would hold alone or lead; else of one it would lend to."""
+    return (plan.worker.worker_id,) if leads else ()
+
+
+def _cheapest(
+    policy: Policy, options: Sequence[tuple[float, WorkerPlan]], count: int
+) -> tuple[float, list[WorkerPlan]] | None:
+    """The lowest price of `count` of `options`, which is that of the most expensive one, and so
+    many that cost no more; None if there are fewer."""
+    if len(options) < count:
+        return None
+    price = sorted(price for price, _ in options)[count - 1]
+    return price, _together(policy, [plan for cost, plan in options if cost <= price], count)
+
+
+def _together(policy: Policy, plans: Sequence[WorkerPlan], count: int) -> list[WorkerPlan]:
+    """`count` of `plans` (best first) on few hosts: those near the state, then hosts that are taken
+    whole, then the one that the rest fits best. Workers of a host are neighbours; the first leads.
+    """
+    near = [plan for plan in plans if plan.worker.worker_id in policy.near][:count]
+    left = [plan for plan in plans if plan not in near]
+    sizes = Counter(map(_host, left))
+    chosen = list(near)
+    for host in dict.fromkeys(_host(plan) for plan in near):
+        chosen += [plan for plan in left if _host(plan) == host][: count - len(chosen)]
+        sizes.pop(host, None)
+    while len(chosen) < count:
+        needed = count - len(chosen)
+        fitting = [host for host, size in sizes.items() if size >= needed]
+        # The smallest that is enough; else the largest. Of equals the one that is best for it.
+        host = min(fitting, key=sizes.__getitem__) if fitting else max(sizes, key=sizes.__getitem__)
+        chosen += [plan for plan in left if _host(plan) == host][:needed]
+        del sizes[host]
+    hosts = list(dict.fromkeys(map(_host, chosen)))
+    return sorted(chosen, key=lambda plan: hosts.index(_host(plan)))
+
+
+def _host(plan: WorkerPlan) -> str:
+    return plan.worker.host or f" {plan.worker.worker_id}"
 
 
 def _age(policy: Policy) -> tuple[float, float, str]:

@@ -2317,6 +2317,9 @@ class TrainerDevice(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     UTILIZATION_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    LENDS_FIELD_NUMBER: _builtins.int
+    LENDS_TO_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
     """Policies that it may hold at once; 0: any number."""
     memory_bytes: _builtins.int
@@ -2325,6 +2328,12 @@ class TrainerDevice(_message.Message):
     """"cpu" or "cuda"."""
     utilization: _builtins.float
     """Fraction of the last seconds in which it computed."""
+    ranks: _builtins.int
+    """Most ranks of a gang on this worker alone; 0: unknown."""
+    lends: _builtins.bool
+    """Whether it runs ranks of a gang that another worker leads."""
+    lends_to: _builtins.str
+    """Worker id of the leader for which it runs ranks now; empty: none."""
     def __init__(
         self,
         *,
@@ -2332,10 +2341,13 @@ class TrainerDevice(_message.Message):
         memory_bytes: _builtins.int = ...,
         device: _builtins.str = ...,
         utilization: _builtins.float = ...,
+        ranks: _builtins.int = ...,
+        lends: _builtins.bool = ...,
+        lends_to: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "memory_bytes", b"memory_bytes", "slots", b"slots", "utilization", b"utilization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "lends", b"lends", "lends_to", b"lends_to", "memory_bytes", b"memory_bytes", "ranks", b"ranks", "slots", b"slots", "utilization", b"utilization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

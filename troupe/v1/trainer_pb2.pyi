@@ -30,6 +30,7 @@ class BindRequest(_message.Message):
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
@@ -39,6 +40,10 @@ class BindRequest(_message.Message):
     """The ledger's version; 0 on a new job."""
     checksum: _builtins.str
     """Checksum that the ledger holds for `version`; empty on a new job."""
+    @_builtins.property
+    def hosts(self) -> Global___GangHosts:
+        """Of a gang over several workers."""
+
     def __init__(
         self,
         *,
@@ -48,14 +53,43 @@ class BindRequest(_message.Message):
         spec_json: _builtins.str = ...,
         version: _builtins.int = ...,
         checksum: _builtins.str = ...,
+        hosts: Global___GangHosts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "spec_json", b"spec_json", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "hosts", b"hosts", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "spec_json", b"spec_json", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BindRequest: _TypeAlias = BindRequest  # noqa: Y015
+
+@_typing.final
+class GangHosts(_message.Message):
+    """The workers besides the leader on which the ranks of a gang run: as many on each as on the leader."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    FORMED_FIELD_NUMBER: _builtins.int
+    formed: _builtins.int
+    """When the orchestrator formed the gang, in nanoseconds since 1970: the newest has the devices."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"host:port" of each, in the order of ranks."""
+
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[_builtins.str] | None = ...,
+        formed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["formed", b"formed", "members", b"members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GangHosts: _TypeAlias = GangHosts  # noqa: Y015
 
 @_typing.final
 class BindResponse(_message.Message):
@@ -216,6 +250,7 @@ class ResumeRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
@@ -225,6 +260,10 @@ class ResumeRequest(_message.Message):
     checksum: _builtins.str
     @_builtins.property
     def state(self) -> Global___SuspendedState: ...
+    @_builtins.property
+    def hosts(self) -> Global___GangHosts:
+        """As in BindRequest."""
+
     def __init__(
         self,
         *,
@@ -235,10 +274,11 @@ class ResumeRequest(_message.Message):
         version: _builtins.int = ...,
         checksum: _builtins.str = ...,
         state: Global___SuspendedState | None = ...,
+        hosts: Global___GangHosts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "spec_json", b"spec_json", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "hosts", b"hosts", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "spec_json", b"spec_json", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -973,3 +1013,72 @@ class RestartRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestartRequest: _TypeAlias = RestartRequest  # noqa: Y015
+
+@_typing.final
+class HostRanksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    FORMED_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    START_SECONDS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    """The policy that the gang is started for."""
+    policy: _builtins.str
+    leader: _builtins.str
+    """Worker id of the leader."""
+    formed: _builtins.int
+    endpoint: _builtins.str
+    """"host:port" on the leader's host where ranks meet."""
+    ranks: _builtins.int
+    """Ranks on each worker, workers of the gang, and which of them the receiver is; the leader is 0."""
+    nodes: _builtins.int
+    node: _builtins.int
+    start_seconds: _builtins.float
+    """How long ranks wait for the others to start, and in one operation: the leader's settings."""
+    timeout_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        leader: _builtins.str = ...,
+        formed: _builtins.int = ...,
+        endpoint: _builtins.str = ...,
+        ranks: _builtins.int = ...,
+        nodes: _builtins.int = ...,
+        node: _builtins.int = ...,
+        start_seconds: _builtins.float = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "formed", b"formed", "job_id", b"job_id", "leader", b"leader", "node", b"node", "nodes", b"nodes", "policy", b"policy", "ranks", b"ranks", "request_id", b"request_id", "start_seconds", b"start_seconds", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostRanksRequest: _TypeAlias = HostRanksRequest  # noqa: Y015
+
+@_typing.final
+class HostRanksEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostRanksEvent: _TypeAlias = HostRanksEvent  # noqa: Y015

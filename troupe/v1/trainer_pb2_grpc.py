@@ -119,6 +119,11 @@ class TrainerStub:
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.ListBindingsRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_trainer__pb2.ListBindingsResponse.FromString,
                 _registered_method=True)
+        self.HostRanks = channel.unary_stream(
+                '/troupe.v1.Trainer/HostRanks',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.HostRanksRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.HostRanksEvent.FromString,
+                _registered_method=True)
 
 
 class TrainerServicer:
@@ -250,6 +255,14 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HostRanks(self, request, context):
+        """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
+        leaves the stream. One event when they were started; an error when they end before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -337,6 +350,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.ListBindings,
                     request_deserializer=troupe_dot_v1_dot_trainer__pb2.ListBindingsRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_trainer__pb2.ListBindingsResponse.SerializeToString,
+            ),
+            'HostRanks': grpc.unary_stream_rpc_method_handler(
+                    servicer.HostRanks,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.HostRanksRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.HostRanksEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -798,6 +816,33 @@ class Trainer:
             '/troupe.v1.Trainer/ListBindings',
             troupe_dot_v1_dot_trainer__pb2.ListBindingsRequest.SerializeToString,
             troupe_dot_v1_dot_trainer__pb2.ListBindingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HostRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/troupe.v1.Trainer/HostRanks',
+            troupe_dot_v1_dot_trainer__pb2.HostRanksRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.HostRanksEvent.FromString,
             options,
             channel_credentials,
             insecure,

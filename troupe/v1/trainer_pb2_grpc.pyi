@@ -80,6 +80,10 @@ class TrainerStub:
     already stored.
     """
     ListBindings: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ListBindingsRequest, _trainer_pb2.ListBindingsResponse]
+    HostRanks: _grpc.UnaryStreamMultiCallable[_trainer_pb2.HostRanksRequest, _trainer_pb2.HostRanksEvent]
+    """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
+    leaves the stream. One event when they were started; an error when they end before.
+    """
 
 @_typing.type_check_only
 class TrainerAsyncStub(TrainerStub):
@@ -133,6 +137,10 @@ class TrainerAsyncStub(TrainerStub):
     already stored.
     """
     ListBindings: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ListBindingsRequest, _trainer_pb2.ListBindingsResponse]  # type: ignore[assignment]
+    HostRanks: _aio.UnaryStreamMultiCallable[_trainer_pb2.HostRanksRequest, _trainer_pb2.HostRanksEvent]  # type: ignore[assignment]
+    """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
+    leaves the stream. One event when they were started; an error when they end before.
+    """
 
 class TrainerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -285,5 +293,15 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ListBindingsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ListBindingsResponse, _abc.Awaitable[_trainer_pb2.ListBindingsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def HostRanks(
+        self,
+        request: _trainer_pb2.HostRanksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.HostRanksEvent], _abc.AsyncIterator[_trainer_pb2.HostRanksEvent]]:
+        """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
+        leaves the stream. One event when they were started; an error when they end before.
+        """
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

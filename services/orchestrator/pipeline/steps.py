@@ -256,7 +256,8 @@ class StepRunner:
         waiting = [policies[policy] for policy in trained if policies[policy].worker is None]
         if suspended := sum(one.suspended for one in waiting):
             parts.append(f"{suspended} suspended")
-        if unbound := [one.policy for one in waiting if not one.suspended]:
+        parts += [one.shortage for one in waiting if one.shortage]
+        if unbound := [one.policy for one in waiting if not (one.suspended or one.shortage)]:
             parts.append(f"waiting for a trainer worker for {', '.join(unbound)}")
         return f"step {self.step + 1}/{total}: {', '.join(parts)}"
 

@@ -28,6 +28,8 @@ from troupe.v1 import trainer_pb2 as tr
 _SUSPENDED: Final = "step_suspended"
 # Kinds of errors of a worker that cannot hold the policy; another one may.
 _TOO_LARGE: Final = ("policy_too_large", "gang_too_large", "gang_uneven")
+# Kinds of errors of a gang whose ranks have ended, or did not come.
+_GANG_ENDED: Final = frozenset({"gang_lost", "gang_incomplete"})
 # Time limit of a checkpoint, with all attempts: it must not hold up the job for long.
 _CHECKPOINT_SECONDS: Final = 300.0
 
@@ -104,6 +106,7 @@ class PolicyTrainer:
         self._job = job
         self.policy = policy
         self._lease = TrainerLease(job, policy, team.tables)
+        self._lease.was_bound = entry is not None
         self._weights = None if entry is None else entry.weights
         self._binding = asyncio.Lock()
         # The version with which it began again (`population.restart`), if it did.
@@ -136,6 +139,15 @@ class PolicyTrainer:
     def progress(self) -> tr.StepEvent | None:
         """The newest event of the running step, if there is one."""
         return self._lease.progress
+
+    @property
+    def shortage(self) -> str:
+        """What it waits for while the trainers that are up form too small gangs; else empty."""
+        few = self._lease.shortage
+        what = (
+            "" if few is None else f"its gang has {few.ranks}, the trainers form one of {few.most}"
+        )
+        return what and f"{self.policy} waits for devices: {what}"
 
     @property
     def suspended(self) -> bool:
@@ -180,7 +192,7 @@ class PolicyTrainer:
                         if lease.too_large_for(worker, int(value) if value.isdigit() else 0):
                             raise
                         continue
-                    lease.unassign(avoid=worker)
+                    self._leave(worker)
                     await attempts.failed(error)
                     if attempts.worth_a_notice:
                         await self._job.warn(f"{self.policy} on {worker}: {error}")
@@ -249,7 +261,7 @@ class PolicyTrainer:
                     )
                     deadline.report(f"{self.policy} begins again")
                     with self._lease.in_use():
-                        async with worker.while_alive():
+                        async with self._lease.while_alive(worker):
                             response = await worker.trainer.Restart(request, timeout=deadline.left)
                 done = (await weight_versions.entries(self._job.job_id))[self.policy].done
                 entry = await weight_versions.restart(self._job.job_id, done, response.weights)
@@ -272,7 +284,7 @@ class PolicyTrainer:
                     policy=self.policy,
                     version=self.weights.version,
                 )
-                async with worker.while_alive():
+                async with self._lease.while_alive(worker):
                     saved = await worker.trainer.SaveCheckpoint(request, timeout=deadline.left)
                     return await copy_to_job_directory(
                         self._job, worker, request, saved, deadline.left
@@ -313,8 +325,13 @@ class PolicyTrainer:
             lease.check()
             await deadline.wait(lease.settled())
             if (worker := lease.worker) is not None and worker.alive:
-                return worker
-            if workers.usable(orch.WORKER_KIND_TRAINER):
+                if not lease.broken:
+                    return worker
+                lease.give_up_group()
+                continue
+            if self.shortage:
+                deadline.report(self.shortage)
+            elif workers.usable(orch.WORKER_KIND_TRAINER):
                 deadline.report(f"{self.policy} waits for its turn on a trainer worker")
             else:
                 deadline.report(f"waiting for a trainer worker for {self.policy}")
@@ -335,10 +352,11 @@ class PolicyTrainer:
             spec_json=self._job.spec_json,
             version=0 if known is None else known.version,
             checksum="" if known is None else known.checksum,
+            hosts=lease.hosts,
         )
         limit = min(deadline.left, self._job.shared.settings.bind_timeout_seconds)
         deadline.report(f"loading {self.policy} on {worker}")
-        async with worker.while_alive():
+        async with self._lease.while_alive(worker):
             response = await worker.trainer.Bind(request, timeout=limit)
         await self._job.shared.store.note_resolved(self._job.job_id, response.resolved)
         if known is None:
@@ -374,11 +392,12 @@ class PolicyTrainer:
             version=self.weights.version,
             checksum=self.weights.checksum,
             state=state,
+            hosts=self._lease.hosts,
         )
         deadline.report(f"resuming {self.policy} on {worker}")
         limit = min(deadline.left, self._job.shared.settings.bind_timeout_seconds)
         try:
-            async with worker.while_alive():
+            async with self._lease.while_alive(worker):
                 response = await worker.trainer.Resume(request, timeout=limit)
         except TroupeError as error:
             self._lease.discard_suspended()
@@ -405,7 +424,7 @@ class PolicyTrainer:
                 self.oldest, self.weights.version - self._job.spec.alpha_of(self.policy)
             ),
         )
-        async with worker.while_alive():
+        async with self._lease.while_alive(worker):
             async for event in worker.trainer.RunStep(request, timeout=deadline.left):
                 if self.progress is None or event.samples > self.progress.samples:
                     attempts.reset()
@@ -420,11 +439,29 @@ class PolicyTrainer:
         found = await self._job.shared.experience.GetStep(request)
         return next((one for one in found.commits if one.policy == self.policy), None)
 
+    def _leave(self, worker: WorkerHandle) -> None:
+        """Gives the worker up that could not bind the policy, or its group."""
+        if len(self._lease.group) > 1:
+            self._note_lost()
+            self._lease.give_up_group()
+        else:
+            self._lease.unassign(avoid=worker)
+
     def unbind_after(self, error: TroupeError) -> None:
-        """Forgets the binding if the worker is lost or says that there is none."""
+        """Forgets the binding if the worker is lost or says that there is none, and the group of a
+        gang that has ended."""
+        lease = self._lease
         if self.worker is not None and isinstance(error, Unavailable):
             self._crash_guard.note(self.worker)
         if self.worker is not None and not self.worker.alive:
-            self._lease.unassign()
+            lease.unassign()
+        elif len(lease.group) > 1 and (lease.broken or error.kind in _GANG_ENDED):
+            self._note_lost()
+            lease.give_up_group()
         elif error.kind in RENEWABLE:
-            self._lease.bound = False
+            lease.bound = False
+
+    def _note_lost(self) -> None:
+        for member in self._lease.group[1:]:
+            if not member.alive:
+                self._crash_guard.note(member)

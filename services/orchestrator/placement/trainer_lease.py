@@ -1,11 +1,16 @@
-"""The lease of one policy on a trainer worker, as the trainer scheduler gives and takes it."""
+"""The lease of one policy on a trainer worker, as the trainer scheduler gives and takes it.
+
+Of a gang over several workers: on its leader, which trains the policy, and on the *members*, which
+only run ranks for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final
 
 import structlog
@@ -14,7 +19,7 @@ from services.orchestrator.context import JobContext
 from services.orchestrator.errors import RENEWABLE
 from services.orchestrator.placement.trainer_scheduler import ReadyOrder, TableWatch, ready_work
 from services.orchestrator.placement.workers import WorkerHandle
-from troupe.job import ModelSpec
+from troupe.job import ModelSpec, PolicySpec
 from troupe.job.sizing import read_shape, setup_of
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.scheduling import binding
@@ -48,12 +53,21 @@ class TrainerLease:
         self._scheduler = job.shared.trainer_scheduler
         self._trainable = spec.trainable
         self._rules: dict[str, Any] = {
+            "ranks": ranks_of(spec),
             "cost": 1.0 if spec.trainable else _FROZEN_COST,
             "quantum": spec.trainer.quantum_seconds,
             "idle": spec.trainer.idle_seconds,
         }
         self.name = f"{job.job_id}/{policy}"
         self.worker: WorkerHandle | None = None
+        self._members: tuple[WorkerHandle, ...] = ()
+        # When the group of workers was assigned, in nanoseconds since 1970.
+        self._formed = 0
+        # Since when there are too few devices for its first gang, and how many there are.
+        self._short_since: float | None = None
+        self.shortage: binding.TooManyRanks | None = None
+        # Whether it was bound before, perhaps by an earlier orchestrator.
+        self.was_bound = False
         # Whether the assigned worker has bound the policy.
         self.bound = False
         self.suspended: tr.SuspendedState | None = None
@@ -131,13 +145,62 @@ class TrainerLease:
         """Notes that the worker has bound the policy; `size`: bytes of its state on each device, 0
         if unknown."""
         self.bound, self.size = True, size or self.size
+        self.was_bound = True
         self._bound_at = time.monotonic()
         self._scheduler.touch()
 
     def unassign(self, avoid: WorkerHandle | None = None) -> None:
         """Gives the worker up; `avoid` is not assigned again while there is another worker."""
         self.worker, self.bound, self._avoid = None, False, avoid
+        self._members = ()
         self._scheduler.touch()
+
+    @property
+    def group(self) -> tuple[WorkerHandle, ...]:
+        """The workers assigned to it, the leader first."""
+        return () if self.worker is None else (self.worker, *self._members)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a worker was lost that ran ranks for its gang."""
+        return not all(member.alive for member in self._members)
+
+    @property
+    def avoided(self) -> str:
+        """Id of the worker that is not assigned again while there is another."""
+        return "" if self._avoid is None else self._avoid.worker_id
+
+    @property
+    def hosts(self) -> tr.GangHosts | None:
+        """The members, for the leader; None for a gang of one worker."""
+        members = [member.address for member in self._members]
+        return tr.GangHosts(members=members, formed=self._formed) if members else None
+
+    @asynccontextmanager
+    async def while_alive(self, worker: WorkerHandle) -> AsyncIterator[None]:
+        """Cancels its body when `worker` or a member is lost, and raises `Unavailable` instead."""
+        async with AsyncExitStack() as stack:
+            for one in (worker, *self._members):
+                await stack.enter_async_context(one.while_alive())
+            yield
+
+    def give_up_group(self) -> None:
+        """Has the leader release the policy, then gives all of its workers up."""
+        if self.worker is not None and self._suspending is None:
+            self.bound = False
+            self._suspending = self._spawn(self._give_up_group(self.worker))
+
+    async def _give_up_group(self, leader: WorkerHandle) -> None:
+        try:
+            if leader.alive:
+                await self._release_at(leader, self._job.shared.settings.cleanup_seconds)
+        except TroupeError as error:
+            _log.warning("not released", policy=self.name, error=str(error))
+        finally:
+            self._suspending = None
+            if self.worker is leader:
+                self.unassign()
+            self._notify()
 
     def too_large_for(self, worker: WorkerHandle, size: int) -> bool:
         """Notes that a device of `worker` has no room for the `size` bytes that the policy needs;
@@ -262,17 +325,39 @@ class TrainerLease:
         """The worker on whose host the suspended state is, if there is one."""
         return None if self.suspended is None else self._suspended_on
 
-    def assign(self, worker: WorkerHandle) -> None:
-        """Lets the policy bind to `worker`."""
+    def assign(self, worker: WorkerHandle, *members: WorkerHandle) -> None:
+        """Lets the policy bind to `worker`, which leads a gang over the `members`, too."""
         self.worker, self.bound = worker, False
+        self._members, self._formed = members, time.time_ns()
         self._touched.add(worker)
         self._bound_at = time.monotonic()
         self._notify()
 
     def refuse(self, error: FailedPrecondition) -> None:
         """Says that the policy can be bound nowhere."""
-        self._refusal = error
-        self._notify()
+        if self._refusal is None:
+            self._refusal = error
+            self._notify()
+
+    def fall_short(self, few: binding.TooManyRanks | None, now: float) -> float:
+        """Takes note that the workers form too small gangs only, or (None) that they do not;
+        returns when to tell again.
+
+        Refuses a policy whose gang was never there if that stays so. One that was is waited for: a
+        lost host is replaced.
+        """
+        if few is None or few != self.shortage:
+            self.shortage, self._short_since = few, None if few is None else now
+            if few is not None:
+                self._notify()
+        if few is None or self.was_bound:
+            return math.inf
+        assert self._short_since is not None
+        until = self._short_since + self._job.shared.settings.gang_wait_seconds
+        if now >= until:
+            self.refuse(too_many_ranks(few, self._policy))
+            return math.inf
+        return until
 
     def suspend(self, *, empty_cache: bool = False) -> None:
         """Has the policy suspended, so that another one may have its worker; `empty_cache`: or
@@ -318,8 +403,9 @@ class TrainerLease:
 
     async def _suspend(self, worker: WorkerHandle, empty_cache: bool) -> None:
         seconds = self._job.shared.settings.bind_timeout_seconds
+        gone = False
         try:
-            async with worker.while_alive():
+            async with self.while_alive(worker):
                 if not self._trainable:
                     # A frozen policy has no training state to keep.
                     await worker.trainer.Release(self._request(tr.ReleaseRequest), timeout=seconds)
@@ -339,7 +425,9 @@ class TrainerLease:
         finally:
             self._suspending = None
             self._notify()
-        if self.worker is worker:
+        if self.worker is worker and gone and self._members:
+            self.give_up_group()
+        elif self.worker is worker:
             self.unassign()
             self._notify()
 
@@ -350,7 +438,7 @@ class TrainerLease:
     async def _prefetch(self, worker: WorkerHandle, state: tr.SuspendedState) -> None:
         request = self._request(tr.PrefetchRequest, spec_json=self._job.spec_json, state=state)
         try:
-            async with worker.while_alive():
+            async with self.while_alive(worker):
                 seconds = self._job.shared.settings.bind_timeout_seconds
                 await worker.trainer.Prefetch(request, timeout=seconds)
         except TroupeError as error:
@@ -404,3 +492,21 @@ class TrainerLease:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def ranks_of(policy: PolicySpec) -> int:
+    """Devices that train a policy together."""
+    whole = not policy.trainable or policy.simulated is not None or policy.network is not None
+    return 1 if whole else policy.trainer.gang
+
+
+def too_many_ranks(few: binding.TooManyRanks, policy: str) -> FailedPrecondition:
+    """The refusal of a policy whose gang is larger than all that the workers form."""
+    return FailedPrecondition(
+        f"policy {policy} is trained by a gang of {few.ranks} devices; the largest that the "
+        f"trainers form has {few.most} (one worker's, or as many of each of several workers)",
+        kind="gang_too_large",
+        field=f"policies.{policy}.trainer.gang",
+        value=few.ranks,
+        remedy="Ask for a smaller gang, or start nodes with more devices for trainers.",
+    )

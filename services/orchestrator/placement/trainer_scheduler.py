@@ -32,6 +32,8 @@ _log = structlog.get_logger(__name__)
 _AGAIN_SECONDS: Final = 2.0
 # Newest steps whose table status is kept: more than are ever open at once.
 _KEPT_STEPS: Final = 64
+# Ranks of a worker that does not say how many it can run: any gang may be asked of it.
+_MOST_RANKS: Final = 1 << 12
 
 
 class TrainerScheduler:
@@ -128,9 +130,12 @@ class TrainerScheduler:
         usable = {w.worker_id: w for w in self._workers.usable(orch.WORKER_KIND_TRAINER)}
         workers = [_rank_worker(worker) for worker in usable.values()]
         policies = [self._policy(one, usable, now) for one in self._leases.values()]
+        again = math.inf
         for policy in policies:
             if problem := binding.too_large(policy, workers):
                 self._leases[policy.policy].refuse(_too_large(problem, policy))
+            few = None if policy.bound else binding.too_many_ranks(policy, workers)
+            again = min(again, self._leases[policy.policy].fall_short(few, now))
         others = self._foreign(usable)
         plan = binding.decide(binding.BindingRules(), [*policies, *others], workers, now)
         self._planned = plan.wanted
@@ -138,21 +143,21 @@ class TrainerScheduler:
             one = self._leases[move.policy]
             match move:
                 case binding.Bind():
-                    one.assign(usable[move.workers[0]])
+                    one.assign(*(usable[worker_id] for worker_id in move.workers))
                 case binding.Suspend():
                     one.suspend()
                 case binding.Prefetch():
                     one.prefetch(usable[move.workers[0]])
                 case binding.Release():
                     one.release_idle()
-        return plan.again
+        return min(again, plan.again)
 
     def _policy(
         self, one: TrainerLease, usable: dict[str, WorkerHandle], now: float
     ) -> binding.Policy:
         view, held, home = one.scheduling_view(now), one.worker, one.suspended_on()
         if held is not None and held.alive:
-            return replace(view, bound=(held.worker_id,))
+            return replace(view, bound=tuple(worker.worker_id for worker in one.group))
         near = set()
         for worker in usable.values():
             if home is not None and _same_host(home, worker):
@@ -161,6 +166,10 @@ class TrainerScheduler:
                 # An earlier orchestrator may have bound it there.
                 if f"{status.job_id}/{status.policy}" == one.name and home is None:
                     near.add(worker.worker_id)
+        there = [_rank_worker(worker) for worker in usable.values()]
+        if view.ranks > 1 and binding.too_many_ranks(view, there):
+            # A gang may need the worker that it has failed on.
+            view = replace(view, barred=view.barred - {one.avoided})
         ready = {w for w in view.prefetched if w in usable}
         return replace(view, near=frozenset(near), prefetched=frozenset(ready))
 
@@ -171,20 +180,30 @@ class TrainerScheduler:
             for status in worker.beat.bindings:
                 name = f"{status.job_id}/{status.policy}"
                 if name not in self._leases and status.state not in AWAY:
-                    found[f"{name}@{worker.worker_id}"] = (worker.worker_id, status)
+                    lent = [w for w, one in usable.items() if _lends_to(one) == worker.worker_id]
+                    found[f"{name}@{worker.worker_id}"] = ((worker.worker_id, *lent), status)
         return [
-            binding.Policy(
-                name, wanted=False, bound=(worker_id,), busy=True, size=status.state_bytes
-            )
-            for name, (worker_id, status) in found.items()
+            binding.Policy(name, wanted=False, bound=group, busy=True, size=status.state_bytes)
+            for name, (group, status) in found.items()
         ]
 
 
 def _rank_worker(worker: WorkerHandle) -> binding.RankWorker:
     device = worker.beat.trainer
     return binding.RankWorker(
-        worker.worker_id, device.slots, device.memory_bytes, device.device or "cpu"
+        worker.worker_id,
+        device.slots,
+        device.memory_bytes,
+        device.device or "cpu",
+        devices=device.ranks or _MOST_RANKS,
+        host=worker.beat.host_id,
+        lends=device.lends,
     )
+
+
+def _lends_to(worker: WorkerHandle) -> str:
+    """The leader of the gang that the worker runs ranks of, if any."""
+    return worker.beat.trainer.lends_to
 
 
 def _same_host(one: WorkerHandle, other: WorkerHandle) -> bool:

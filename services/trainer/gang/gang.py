@@ -1,8 +1,9 @@
 """The lead of a gang: starts its ranks under torchrun and sends them orders.
 
 `Frame` and `Channel` are the messages between the lead and rank 0, which broadcasts them to the
-other ranks; `Gang` is one set of ranks, `Gangs` all sets of a worker. The module is also the entry
-point that wraps torchrun, so that ranks end with the worker.
+other ranks; `Gang` is one set of ranks, `Gangs` all sets of a worker. `MemberRanks` are those on
+another worker's devices (lending.py). The module is also the entry point that wraps torchrun, so
+that ranks end with the worker.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import psutil
 import structlog
 import torch
 from safetensors.torch import load, save
@@ -34,9 +36,20 @@ from services.trainer.learning.samples import Row
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import pack_rows, unpack_rows
 from troupe.devices import find_devices
-from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, from_status
-from troupe.rpc.addresses import split_address
+from troupe.rpc import (
+    NO_RETRY,
+    Aborted,
+    ClientSettings,
+    DeadlineExceeded,
+    FailedPrecondition,
+    TroupeError,
+    from_status,
+    new_id,
+)
+from troupe.rpc.addresses import join_address, split_address
+from troupe.rpc.channel import connect_sync
 from troupe.scratch import Scratch
+from troupe.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = structlog.get_logger("troupe.gang")
 
@@ -44,8 +57,12 @@ _VARIABLE = "TROUPE_GANG_TERMS"
 _LENGTH_BYTES = 8
 _POLL_SECONDS = 0.2
 # Seconds between SIGTERM and SIGKILL.
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
+# How long another worker may take to end earlier ranks and start those of a gang.
+_LEND_SECONDS = 30.0
+# Deadline of the call that holds them; a gang that is older is lost, and formed again.
+_LENT_SECONDS = 30 * 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +78,8 @@ class RankSettings:
     timeout_seconds: float
     log_level: str
     log_format: str
+    # The host's data directory; paths in orders are below it.
+    data_dir: str = ""
 
     @classmethod
     def of(cls, settings: TrainerSettings, ranks_here: int, channel: str) -> RankSettings:
@@ -73,6 +92,13 @@ class RankSettings:
             timeout_seconds=settings.gang_timeout_seconds,
             log_level=settings.log_level,
             log_format=settings.log_format,
+            data_dir=str(settings.data_dir.resolve()),
+        )
+
+    def timed(self, start_seconds: float, timeout_seconds: float) -> RankSettings:
+        """The same with the deadlines of a gang that another worker leads."""
+        return dataclasses.replace(
+            self, start_seconds=start_seconds, timeout_seconds=timeout_seconds
         )
 
     def environment(self) -> dict[str, str]:
@@ -154,22 +180,93 @@ def decode_rows(described: Sequence[dict[str, Any]], data: bytes) -> list[Row]:
     return unpack_rows(load(data), described)
 
 
+@dataclasses.dataclass(frozen=True)
+class GangHosts:
+    """The workers besides the leader that a gang runs on, as the orchestrator chose them."""
+
+    # "host:port" of each, in the order of ranks.
+    members: tuple[str, ...] = ()
+    # When it chose them, in nanoseconds since 1970.
+    formed: int = 0
+
+    @classmethod
+    def of(cls, message: trainer_pb2.GangHosts) -> GangHosts:
+        """The hosts in a request."""
+        return cls(tuple(message.members), message.formed)
+
+
+ALONE = GangHosts()
+
+
+class MemberRanks:
+    """Ranks of a gang on the devices of another worker, from this object until `close`."""
+
+    def __init__(
+        self, address: str, request: trainer_pb2.HostRanksRequest, client: ClientSettings
+    ) -> None:
+        """Ask the worker at `address` to start them."""
+        self.address = address
+        # Why they have ended.
+        self.problem = ""
+        self._started, self._ended = threading.Event(), threading.Event()
+        self._channel = connect_sync(address, client)
+        stub = trainer_pb2_grpc.TrainerStub(self._channel)
+        self._call: Any = stub.HostRanks(request, timeout=_LENT_SECONDS)
+        threading.Thread(target=self._follow, name=f"ranks-{address}", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether they have ended, or the worker was lost."""
+        return self._ended.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until they were started; returns whether they were."""
+        return self._started.wait(seconds) and not self.ended
+
+    def close(self) -> None:
+        """Have the worker end them."""
+        self._call.cancel()
+        self._channel.close()
+
+    def _follow(self) -> None:
+        try:
+            for _ in self._call:
+                self._started.set()
+            self.problem = "its worker ended them"
+        except TroupeError as error:
+            self.problem = str(error)
+        finally:
+            self._ended.set()
+            self._started.set()
+
+
 class Gang:
     """Ranks under torchrun, from `Gang(...)` to `close`.
 
-    The ranks are children of this process, through torchrun, and end when it does. Several threads
-    may give orders, which are serialized: one policy is suspended while another computes.
+    The ranks are children of this process, through torchrun, and end when it does; those on other
+    workers end with its calls there. Several threads may give orders, which are serialized: one
+    policy is suspended while another computes.
     """
 
-    def __init__(self, settings: TrainerSettings, size: int, given_up: threading.Event) -> None:
-        """Start `size` ranks and wait until all have joined.
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        size: int,
+        given_up: threading.Event,
+        hosts: GangHosts = ALONE,
+        key: str = "",
+    ) -> None:
+        """Start `size` ranks, as many on each of the `hosts` as here, and wait until all have
+        joined. `key`: "JOB/POLICY" that they are started for.
 
         Waits at most `TROUPE_GANG_START_SECONDS`, and stops waiting once `given_up` is set. Raises
         DeadlineExceeded of kind "gang_incomplete", or Aborted of kind "gang_lost".
         """
         self.size = size
         self._settings, self._given_up = settings, given_up
-        self._ranks_here = size // settings.gang_nodes
+        self._nodes = len(hosts.members) + 1 if hosts.members else settings.gang_nodes
+        self._ranks_here = size // self._nodes
+        self._members: list[MemberRanks] = []
         self._scratch = Scratch("troupe-gang-")
         self.directory = self._scratch.path
         self._channel: Channel | None = None
@@ -181,7 +278,17 @@ class Gang:
                 path = self.directory / "lead"
                 listener.bind(str(path))
                 listener.listen(1)
-                self._agent = self._launch(RankSettings.of(settings, self._ranks_here, str(path)))
+                terms = RankSettings.of(settings, self._ranks_here, str(path))
+                host, port = self._endpoint(hosts)
+                self._borrow(hosts, key, join_address(host, port))
+                self._agent = launch(
+                    terms,
+                    ranks=self._ranks_here,
+                    nodes=self._nodes,
+                    node=0,
+                    address=host,
+                    port=port,
+                )
                 self._gather(listener)
         except BaseException:
             self.close(orderly=False)
@@ -245,6 +352,8 @@ class Gang:
                     log.error("ranks did not end, they are killed")
                     self._agent.kill()  # torchrun, and with it its ranks
                     self._agent.wait()
+            for member in self._members:
+                member.close()
             if channel is not None:
                 channel.close()
             self._scratch.close()
@@ -254,11 +363,15 @@ class Gang:
         if self._agent is not None:
             self._agent.send_signal(signal.SIGTERM)
 
-    def _launch(self, terms: RankSettings) -> subprocess.Popen[bytes]:
+    def _endpoint(self, hosts: GangHosts) -> tuple[str, int]:
+        """Host and port at which the ranks meet."""
+        if hosts.members:
+            # At whatever address the others reach this host; ranks listen on all of them.
+            return split_address(self._settings.address)[0], free_port("")
         endpoint = self._settings.gang_endpoint
         host, port = split_address(endpoint)
         try:
-            number = int(port) or free_port(host)
+            return host, int(port) or free_port(host)
         except (OSError, ValueError) as error:
             raise FailedPrecondition(
                 f"ranks of a gang cannot meet at {endpoint}: {error}",
@@ -267,14 +380,32 @@ class Gang:
                 value=endpoint,
                 remedy='Set TROUPE_GANG_ENDPOINT to "host:port" with an address of this host.',
             ) from error
-        return launch(
-            terms,
-            ranks=self._ranks_here,
-            nodes=self._settings.gang_nodes,
-            node=0,
-            address=host,
-            port=number,
-        )
+
+    def _borrow(self, hosts: GangHosts, key: str, endpoint: str) -> None:
+        """Have the other workers start their ranks, which then wait for those here."""
+        settings = self._settings
+        job_id, _, policy = key.partition("/")
+        for node, address in enumerate(hosts.members, 1):
+            request = trainer_pb2.HostRanksRequest(
+                request_id=new_id("ranks"),
+                job_id=job_id,
+                policy=policy,
+                leader=settings.worker_id,
+                formed=hosts.formed,
+                endpoint=endpoint,
+                ranks=self._ranks_here,
+                nodes=self._nodes,
+                node=node,
+                start_seconds=settings.gang_start_seconds,
+                timeout_seconds=settings.gang_timeout_seconds,
+            )
+            client = settings.client(retry=NO_RETRY)
+            self._members.append(MemberRanks(address, request, client))
+        until = time.monotonic() + _LEND_SECONDS
+        for member in self._members:
+            if not member.wait(max(0.0, until - time.monotonic())):
+                member.problem = member.problem or f"it did not answer in {_LEND_SECONDS:g} s"
+                raise self._loss(f"{member.address} did not start its ranks")
 
     def _gather(self, listener: socket.socket) -> None:
         """Wait until rank 0 reports that all ranks have joined."""
@@ -302,15 +433,16 @@ class Gang:
                 return
             came = frame.header["came"]
             log.info("gang gathers", came=came, ranks=self.size)
-        nodes = self._settings.gang_nodes
+        nodes = self._nodes
         hosts = f"; they start once all {nodes} hosts are there" if nodes > 1 and not came else ""
         raise DeadlineExceeded(
             f"{came} of {self.size} ranks of a gang came within {seconds:g} s{hosts}",
             kind="gang_incomplete",
             field="gang_start_seconds",
             value=seconds,
-            remedy="Look into the logs of the ranks that did not come; with several hosts, run "
-            "`python -m services.trainer.gang` on each of the others.",
+            remedy="Look into the logs of the ranks that did not come. Ranks reach each other at "
+            "ports of their choice: all have to be open between the hosts of a gang. Hosts that "
+            "were given TROUPE_GANG_NODES run `python -m services.trainer.gang`, each of them.",
         )
 
     def _answer(self, name: str, stop: threading.Event | None) -> Frame:
@@ -332,23 +464,25 @@ class Gang:
                 raise EOFError
 
     def _over(self) -> bool:
-        """Whether torchrun has ended, or the gang was given up."""
+        """Whether torchrun has ended, here or on another worker, or the gang was given up."""
         there = self._agent is not None and self._agent.poll() is None
-        return not there or self._given_up.is_set()
+        lost = any(member.ended for member in self._members)
+        return not there or lost or self._given_up.is_set()
 
     def _ended(self) -> bool:
-        """Wait up to `_GRACE_SECONDS` for the end of torchrun; returns whether it has ended."""
+        """Wait up to `GRACE_SECONDS` for the end of torchrun; returns whether it has ended."""
         if self._agent is None:
             return True
         try:
-            self._agent.wait(_GRACE_SECONDS)
+            self._agent.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             return False
         return True
 
     def _loss(self, what: str) -> Aborted:
+        others = [f"; {one.address}: {one.problem}" for one in self._members if one.problem]
         return Aborted(
-            f"a gang of {self.size} ranks was lost: {what}",
+            f"a gang of {self.size} ranks was lost: {what}{''.join(others)}",
             kind="gang_lost",
             remedy="The step begins again from the last committed state, nothing was counted; the "
             "worker's log says which rank ended and why.",
@@ -369,7 +503,7 @@ def launch(
         "master-port": port,
         "max-restarts": 0,
         "monitor-interval": 0.1,
-        "shutdown-timeout": int(_GRACE_SECONDS) - 2,
+        "shutdown-timeout": int(GRACE_SECONDS) - 2,
     }
     options = [f"--{name}={value}" for name, value in arguments.items()]
     environment = {
@@ -379,6 +513,9 @@ def launch(
         # Every host has the same number of ranks, so they need not be exchanged.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }
+    if nodes > 1 and (interface := interface_towards(address)) is not None:
+        # Gloo would listen at the address of the host's name, which may be loopback.
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     if len(find_devices()) >= ranks:
         # Each rank sees one device of this process's and no other.
         options.append("--virtual-local-rank")
@@ -392,36 +529,65 @@ def free_port(host: str) -> int:
         return int(server.getsockname()[1])
 
 
+def interface_towards(host: str) -> str | None:
+    """The network interface over which this host reaches `host`; None if that is unknown."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own for one in addresses):
+            return name
+    return None
+
+
 def ranks_here(settings: TrainerSettings) -> int:
-    """The number of ranks that this host has devices for."""
+    """The number of ranks that this worker has devices for."""
     if settings.gang_ranks:
         return settings.gang_ranks
+    if devices := find_devices():
+        return len(devices)
     if choose_device(settings.trainer_device).type == "cuda":
         return torch.cuda.device_count()
     return len(os.sched_getaffinity(0))
 
 
-class Gangs:
-    """The gangs of a worker, by size. Thread-safe.
+# What distinguishes the gangs of a worker: number of ranks, and the members besides it.
+GangKind: TypeAlias = tuple[int, tuple[str, ...]]
 
-    A gang is started on demand, and ended when another one needs its devices.
+
+class Gangs:
+    """The gangs of a worker, by size and hosts. Thread-safe.
+
+    A gang is started on demand, and ended when another one needs its devices; one that has other
+    workers' devices, with its last policy.
     """
 
     def __init__(self, settings: TrainerSettings) -> None:
         self._settings = settings
-        self._gangs: dict[int, Gang] = {}
+        self._gangs: dict[GangKind, Gang] = {}
         # Keys of the policies that each gang holds.
-        self._keys: dict[int, set[str]] = {}
+        self._keys: dict[GangKind, set[str]] = {}
         self._given_up = threading.Event()
         # Lock of both tables; not held while ranks carry out orders.
         self._lock = threading.Lock()
 
-    def check(self, policy: str, size: int) -> None:
-        """Check that this worker can lead a gang of `size` ranks.
+    def below_data_dir(self, directory: Path) -> str:
+        """The path of a directory in orders: below each rank's own data directory."""
+        root, path = self._settings.data_dir.resolve(), directory.resolve()
+        return str(path.relative_to(root) if path.is_relative_to(root) else path)
+
+    def check(self, policy: str, size: int, hosts: GangHosts = ALONE) -> None:
+        """Check that this worker can lead a gang of `size` ranks over `hosts`.
 
         Raises FailedPrecondition of kind "gang_too_large" or "gang_uneven".
         """
         field, nodes = f"policies.{policy}.trainer.gang", self._settings.gang_nodes
+        if hosts.members:
+            nodes = len(hosts.members) + 1
         most = ranks_here(self._settings) * nodes
         if size > most:
             raise FailedPrecondition(
@@ -433,7 +599,7 @@ class Gangs:
                 remedy="Ask for a smaller gang, or give the worker more devices "
                 "(TROUPE_GANG_RANKS, TROUPE_GANG_NODES).",
             )
-        if nodes > 1 and size != most:
+        if size % nodes or (size != most and nodes > 1 and not hosts.members):
             raise FailedPrecondition(
                 f"a gang over {nodes} hosts takes all of their {most} ranks",
                 kind="gang_uneven",
@@ -442,24 +608,30 @@ class Gangs:
                 remedy=f"Ask for {most}, or for 1.",
             )
 
-    def of(self, size: int, key: str) -> Gang:
-        """The gang of this size, started if necessary, to hold a policy. Raises as `Gang`."""
+    def of(self, size: int, key: str, hosts: GangHosts = ALONE) -> Gang:
+        """The gang of this size on these hosts, started if necessary, to hold a policy. Raises as
+        `Gang`."""
         with self._lock:
-            gang = self._gangs.get(size)
+            kind = (size, hosts.members)
+            gang = self._gangs.get(kind)
             if gang is None or gang.lost:
                 # End gangs without policies, to free their devices.
-                for other in [n for n, keys in self._keys.items() if n != size and not keys]:
+                for other in [one for one, keys in self._keys.items() if one != kind and not keys]:
                     self._end(other)
-                self._keys[size] = set()
-                gang = self._gangs[size] = Gang(self._settings, size, self._given_up)
-            self._keys[size].add(key)
+                self._keys[kind] = set()
+                gang = self._gangs[kind] = Gang(self._settings, size, self._given_up, hosts, key)
+            self._keys[kind].add(key)
             return gang
 
     def forget(self, gang: Gang, key: str) -> None:
-        """Remove a policy from its ranks, which stay for the next policy."""
+        """Remove a policy from its ranks, which stay for the next policy if all are here."""
         with self._lock:
-            if self._gangs.get(gang.size) is gang:
-                self._keys[gang.size].discard(key)
+            kind = next((one for one, known in self._gangs.items() if known is gang), None)
+            if kind is not None:
+                self._keys[kind].discard(key)
+                if kind[1] and not self._keys[kind]:
+                    self._end(kind)
+                    return
         with contextlib.suppress(Aborted):  # the ranks have ended already
             gang.order("close", key=key)
 
@@ -473,12 +645,12 @@ class Gangs:
     def close(self) -> None:
         """End all ranks."""
         with self._lock:
-            for size in list(self._gangs):
-                self._end(size)
+            for kind in list(self._gangs):
+                self._end(kind)
 
-    def _end(self, size: int) -> None:
-        self._keys.pop(size, None)
-        if gang := self._gangs.pop(size, None):
+    def _end(self, kind: GangKind) -> None:
+        self._keys.pop(kind, None)
+        if gang := self._gangs.pop(kind, None):
             gang.close()
 
 

@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 import json
 import os
+import secrets
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,12 +78,21 @@ class GangGroup(RankGroup):
     """The rank group of a gang, with collective operations over gloo."""
 
     def __init__(
-        self, mesh: DeviceMesh, control: dist.ProcessGroup, asked_to_stop: Callable[[], bool]
+        self,
+        mesh: DeviceMesh,
+        control: dist.ProcessGroup,
+        asked_to_stop: Callable[[], bool],
+        data_dir: Path,
     ) -> None:
-        """`mesh`: one device of each rank. `asked_to_stop`: whether the lead gave up the step."""
+        """`mesh`: one device of each rank. `asked_to_stop`: whether the lead gave up the step.
+
+        `data_dir`: this host's data directory.
+        """
         self.mesh, self.control = mesh, control
         self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
         self._asked_to_stop = asked_to_stop
+        # Whether the hosts of all ranks share the data directory of rank 0's.
+        self.shares_disk = self._shares_disk(data_dir)
 
     def share(self, rows: Sequence[Row]) -> list[int]:
         """The indices of the rows that this rank computes."""
@@ -135,6 +146,22 @@ class GangGroup(RankGroup):
         if problem is not None:
             raise problem
         return made[0]
+
+    def _shares_disk(self, data_dir: Path) -> bool:
+        if int(os.environ["LOCAL_WORLD_SIZE"]) == self.size:
+            return True
+        mark: Path | None = None
+        if self.rank == 0:
+            data_dir.mkdir(parents=True, exist_ok=True)
+            mark = data_dir / f".gang-{secrets.token_hex(8)}"
+            mark.touch()
+        try:
+            named = self.broadcast(None if mark is None else Frame({"mark": mark.name}))
+            there = (data_dir / named.header["mark"]).exists()
+            return all(json.loads(one) for one in self.gather(json.dumps(there).encode()))
+        finally:
+            if mark is not None:
+                mark.unlink(missing_ok=True)
 
     # Bytes between ranks.
 

@@ -21,12 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from services.trainer.gang.gang import Gangs, encode_rows
+from services.trainer.gang.gang import ALONE, Frame, GangHosts, Gangs, encode_rows
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.sharded_state import (
+    described,
     empty_state,
+    file_checksum,
     owner_of,
     read_shards,
+    scatter_state,
     split,
     whole,
     write_shards,
@@ -48,12 +51,14 @@ from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.format import CheckpointFormat, Conversion, Read
 from troupe.checkpoints.writing import safetensors_file
 from troupe.job import JobSpec
-from troupe.rpc import DataLoss, ResourceExhausted
+from troupe.rpc import DataLoss, ResourceExhausted, from_status, to_status
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.deferred import Layout
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.workflow.shipped import opened
 
+# File of a state that rank 0 writes for all.
+_WHOLE = "whole.safetensors"
 # Dtype and shape by name.
 Described = Mapping[str, tuple[str, Sequence[int]]]
 
@@ -169,21 +174,55 @@ class RankLearner(Learner):
         return self._group.one_per_host(make)
 
     def save(self, directory: Path) -> dict[str, str]:
-        """Write this rank's part of the training state; checksums of its files.
+        """Write this rank's part of the training state; checksums of its files. Where hosts share
+        no disk, rank 0 writes all of it on the lead's.
 
         Raises ResourceExhausted of kind "storage_full" on all ranks.
         """
+        if not self._group.shares_disk:
+            return self._save_whole(directory / _WHOLE if self._group.rank == 0 else None)
         with reported(directory, "training state"):
             return write_shards(directory, self.weights() | self.moments(), self._group.control)
+
+    def _save_whole(self, path: Path | None) -> dict[str, str]:
+        outcome = None
+        try:
+            gather(self.weights() | self.moments(), path)
+        except ResourceExhausted as error:
+            outcome = Frame({"full": True}, to_status(error).SerializeToString())
+        if path is not None and outcome is None:
+            outcome = Frame({"full": False})
+        outcome = self._group.broadcast(outcome)
+        if outcome.header["full"]:
+            raise from_status(outcome.body)
+        return {} if path is None else {path.name: file_checksum(path)}
+
+    def _read(self, directory: Path, *, moments: bool = True) -> Tensors:
+        """This rank's shards of the state in `directory`, which is that of the lead's host."""
+        group, own = self._group, self.weights()
+        there = group.shares_disk or group.rank == 0
+        known = described(directory) if there else {}
+        if not group.shares_disk:
+            said = {name: (list(size), dtype_name(dtype)) for name, (size, dtype) in known.items()}
+            frame = group.broadcast(Frame({"tensors": said}) if there else None)
+            known = {
+                name: (torch.Size(size), dtype_of(dtype))
+                for name, (size, dtype) in frame.header["tensors"].items()
+            }
+        room = empty_state(known, own)
+        room = room if moments else split(room)[0]
+        if group.shares_disk:
+            read_shards(directory, room, group.control)
+        else:
+            scatter_state(directory if there else None, room, group.control)
+        return room
 
     def load(self, directory: Path) -> None:
         """Load the state that a gang of any size or a single device wrote.
 
         Raises ValueError for another model's state.
         """
-        room = empty_state(directory, self.weights())
-        read_shards(directory, room, self._group.control)
-        self.restore(*split(room))
+        self.restore(*split(self._read(directory)))
 
     def receive(self, tensors: Described, path: Path | None) -> None:
         """Load the state from a file that only rank 0 can read; all ranks get its description."""
@@ -191,9 +230,7 @@ class RankLearner(Learner):
 
     def load_reference(self, directory: Path) -> None:
         """Keep a frozen model with the weights in `directory` for the divergence."""
-        room, _ = split(empty_state(directory, self.weights()))
-        read_shards(directory, room, self._group.control)
-        self.set_reference(room)
+        self.set_reference(self._read(directory, moments=False))
 
     def suspend(self, path: Path | None) -> dict[str, Any]:
         """Write the state for `resume`, also in the middle of a step; returns its plain values."""
@@ -285,22 +322,35 @@ class GangLearner:
     base = None
 
     def __init__(
-        self, gangs: Gangs, key: str, spec: JobSpec, policy: str, options: Mapping[str, Any]
+        self,
+        gangs: Gangs,
+        key: str,
+        spec: JobSpec,
+        policy: str,
+        options: Mapping[str, Any],
+        hosts: GangHosts = ALONE,
     ) -> None:
-        """`key`: id of the policy among those of a gang; `options`: those of `Learner`."""
+        """`key`: id of the policy among those of a gang; `options`: those of `Learner`; `hosts`:
+        where ranks run, also of later gangs."""
         self._gangs, self._key = gangs, key
         self._job, self._policy, self._options = spec, policy, dict(options)
         self._size = spec.policies[policy].trainer.gang
         self._reference: Path | None = None
         # Whether the loss needs log-probs of the first version that samples do not bring.
         self.needs_reference = spec.needs_reference
-        gangs.check(policy, self._size)
+        self._hosts = hosts
+        gangs.check(policy, self._size, hosts)
         self._open()
 
     @property
     def lost(self) -> bool:
         """Whether the ranks have ended, so that the state is lost."""
         return self._gang.lost
+
+    def move_to(self, hosts: GangHosts) -> None:
+        """Have the next ranks run on these hosts; the policy was removed from the earlier ones."""
+        self._gangs.check(self._policy, self._size, hosts)
+        self._hosts = hosts
 
     @property
     def model(self) -> Any:
@@ -315,7 +365,7 @@ class GangLearner:
     def load_reference(self, directory: Path) -> None:
         """Keep a frozen model with the weights of a state in `directory` for the divergence."""
         self._reference = directory  # kept, as another gang has to read it again
-        self._order("reference", directory=str(directory))
+        self._order("reference", directory=self._gangs.below_data_dir(directory))
 
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
         """Parse the samples of a claim for `accumulate`. Raises as `parse_rows`."""
@@ -360,14 +410,15 @@ class GangLearner:
 
     def save(self, directory: Path) -> dict[str, str]:
         """Have every rank write its part of weights and moments; the files' checksums."""
-        files: dict[str, str] = self._order("save", directory=str(directory)).header["files"]
+        where = self._gangs.below_data_dir(directory)
+        files: dict[str, str] = self._order("save", directory=where).header["files"]
         return files
 
     def load(self, directory: Path) -> None:
         """Have every rank read its part of what `save` or a single device has written."""
         self._revive()
         try:
-            self._order("load", directory=str(directory))
+            self._order("load", directory=self._gangs.below_data_dir(directory))
         except ValueError as error:
             raise DataLoss(
                 f"training state {directory} is not of this model: {error}",
@@ -400,7 +451,7 @@ class GangLearner:
 
     def _open(self) -> None:
         self._left = False
-        self._gang = self._gangs.of(self._size, self._key)
+        self._gang = self._gangs.of(self._size, self._key, self._hosts)
         code = opened(self._job.code.sha256) if self._job.code else None
         try:
             answer = self._order(

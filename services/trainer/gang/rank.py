@@ -47,10 +47,11 @@ class Rank:
         mesh: DeviceMesh,
         control: dist.ProcessGroup,
         channel: Channel | None,
+        data_dir: Path,
     ) -> None:
         """`channel`: the connection to the lead on rank 0; None on other ranks."""
-        self._device, self._channel = device, channel
-        self._group = GangGroup(mesh, control, self._asked_to_stop)
+        self._device, self._channel, self._data_dir = device, channel, data_dir
+        self._group = GangGroup(mesh, control, self._asked_to_stop, data_dir)
         self._members: dict[str, RankLearner] = {}
 
     def serve(self, idle_seconds: float) -> None:
@@ -119,13 +120,13 @@ class Rank:
             case "discard":
                 member.discard()
             case "save":
-                files = member.save(Path(header["directory"]))
+                files = member.save(self._data_dir / header["directory"])
                 everyone = self._group.gather(json.dumps(files).encode())
                 return {"files": {k: v for one in everyone for k, v in json.loads(one).items()}}
             case "load":
-                member.load(Path(header["directory"]))
+                member.load(self._data_dir / header["directory"])
             case "reference":
-                member.load_reference(Path(header["directory"]))
+                member.load_reference(self._data_dir / header["directory"])
             case "receive":
                 member.receive(header["tensors"], path)
             case "gather":
@@ -207,7 +208,7 @@ def main() -> None:
     leads = os.environ["RANK"] == "0"
     channel = Channel.to(Path(terms.channel)) if leads else None
     device, mesh, control = join_ranks(terms, channel)
-    rank = Rank(device, mesh, control, channel)
+    rank = Rank(device, mesh, control, channel, Path(terms.data_dir))
     if channel is not None:
         channel.send(Frame({"ready": True}))
     rank.serve(min(_IDLE_SECONDS, terms.timeout_seconds / 3))

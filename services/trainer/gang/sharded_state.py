@@ -2,7 +2,8 @@
 
 Uses torch.distributed.checkpoint in its safetensors layout: one file per rank, whose header says
 which part of each tensor it has; nothing is pickled. Tensor names are those of a single device's
-state (state/training_state.py), so either can read what the other wrote.
+state (state/training_state.py), so either can read what the other wrote. Where the hosts of a gang
+share no disk, rank 0 writes and reads whole tensors for all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.learning.optimizer import NAMES as GENERATORS
 from services.trainer.learning.optimizer import Moments
@@ -95,13 +96,42 @@ def split(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Moments]:
     )
 
 
-def empty_state(directory: Path, weights: Mapping[str, torch.Tensor]) -> Tensors:
-    """Empty tensors for weights and moments in `directory`, laid out as `weights`.
+def read_one(directory: Path, name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Read one whole tensor in `directory`, in this process alone."""
+    into = {name: torch.empty(size, dtype=dtype)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load_state(into, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+    return into[name]
+
+
+def scatter_state(directory: Path | None, room: Tensors, control: dist.ProcessGroup) -> None:
+    """Fill `room` (`empty_state`) with the tensors that rank 0, which has a `directory`, reads.
+
+    All ranks must call it. One whole tensor at a time is in memory.
+    """
+    for name, tensor in sorted(room.items()):
+        if directory is None:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype)
+        else:
+            full = read_one(directory, name, tensor.shape, tensor.dtype)
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            room[name] = distribute_tensor(full.to(mesh.device_type), mesh, tensor.placements)
+        else:
+            dist.broadcast(full, 0, control)
+            room[name] = full
+
+
+def empty_state(
+    known: Mapping[str, tuple[torch.Size, torch.dtype]], weights: Mapping[str, torch.Tensor]
+) -> Tensors:
+    """Empty tensors for weights and moments as `described`, laid out as `weights`.
 
     Raises ValueError for those of another model.
     """
     room: Tensors = {}
-    for name, (size, dtype) in described(directory).items():
+    for name, (size, dtype) in known.items():
         if name in GENERATORS:
             continue
         owner = owner_of(name, size, weights)

@@ -1,0 +1,117 @@
+"""Gangs over several trainer workers: who leads, who lends, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster, job_yaml
+from tests.support.fake_trainer import FakeTrainer, TrainerScript
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+
+SUCCEEDED = pb.JOB_STATE_SUCCEEDED
+
+
+@pytest.fixture
+async def house(empty_redis: str, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A started cluster with a rollout worker and no trainer."""
+    cluster = Cluster(empty_redis, tmp_path)
+    cluster.settings = cluster.settings.model_copy(update={"gang_wait_seconds": 0.5})
+    await cluster.open()
+    await cluster.add_rollout()
+    yield cluster
+    await cluster.close()
+
+
+def job(gang: int, **over: object) -> str:
+    return job_yaml(policies=("alice",), **{"policies.alice.trainer.gang": gang}, **over)
+
+
+async def audited(cluster: Cluster, job_id: str) -> None:
+    audit = await cluster.store.AuditTables(es.AuditTablesRequest(job_id=job_id))
+    assert list(audit.violations) == []
+    assert {one.trained for one in audit.policies} == {8}
+
+
+async def leader_of(trainers: list[FakeTrainer]) -> FakeTrainer:
+    """The worker on which the policy trains."""
+    async with asyncio.timeout(20):
+        while not (found := [one for one in trainers if "alice" in one.computing]):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    (leader,) = found
+    return leader
+
+
+async def test_a_member_that_is_lost_is_replaced_and_its_gang_is_led_on(house: Cluster) -> None:
+    script = TrainerScript(ranks=1, seconds=1.0)
+    trainers = [await house.add_trainer(script) for _ in range(2)]
+    job_id = await house.submit(job(2))
+    leader = await leader_of(trainers)
+    (member,) = [one for one in trainers if one is not leader]
+    (bind,) = leader.binds
+    assert list(bind.hosts.members) == [member.settings.address]
+    assert bind.hosts.formed
+    assert not member.binds
+
+    await member.down()
+    # One device is no gang of two: the job waits, although it would be refused as a new one.
+    waiting = await house.until(job_id, lambda one: "waits for devices" in one.activity)
+    assert "its gang has 2" in waiting.activity
+    assert leader.calls["Release"] == 1
+    await asyncio.sleep(1.0)
+    assert (await house.job(job_id)).state == pb.JOB_STATE_RUNNING
+    third = await house.add_trainer(script)
+    ended = await house.wait(job_id, seconds=30)
+    assert ended.state == SUCCEEDED, ended.problem
+    binds = [*leader.binds[1:], *third.binds]
+    assert {address for one in binds for address in one.hosts.members} <= {
+        leader.settings.address,
+        third.settings.address,
+    }
+    assert all(one.hosts.formed > bind.hosts.formed for one in binds)
+    await audited(house, job_id)
+
+
+async def test_a_leader_that_is_lost_is_replaced(house: Cluster) -> None:
+    script = TrainerScript(ranks=2, seconds=0.5)
+    trainers = [await house.add_trainer(script) for _ in range(3)]
+    job_id = await house.submit(job(4))
+    leader = await leader_of(trainers)
+    await leader.down()
+    ended = await house.wait(job_id, seconds=30)
+    assert ended.state == SUCCEEDED, ended.problem
+    late = [one for trainer in trainers if trainer is not leader for one in trainer.binds]
+    left = {one.settings.address for one in trainers if one is not leader}
+    assert late
+    assert all(set(one.hosts.members) < left for one in late)
+    await audited(house, job_id)
+
+
+async def test_a_gang_larger_than_all_trainers_together_is_refused(house: Cluster) -> None:
+    for _ in range(3):
+        await house.add_trainer(TrainerScript(ranks=2))
+    ended = await house.wait(await house.submit(job(8)), seconds=15)
+    assert ended.state == pb.JOB_STATE_FAILED
+    assert ended.problem.kind == "gang_too_large"
+    assert ended.problem.field == "policies.alice.trainer.gang"
+    assert ended.problem.value == "8"
+    assert "has 6" in ended.problem.message
+    assert ended.problem.remedy
+    assert not any(one.binds for one in house.trainers)
+
+
+async def test_an_orchestrator_that_starts_again_leaves_a_gang_where_it_is(house: Cluster) -> None:
+    script = TrainerScript(ranks=1, seconds=1.0)
+    trainers = [await house.add_trainer(script) for _ in range(3)]
+    job_id = await house.submit(job(2))
+    leader = await leader_of(trainers)
+    await house.stop_orchestrator()
+    await house.start_orchestrator()
+    ended = await house.wait(job_id, seconds=30)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert [one for one in trainers if one.binds] == [leader]
+    await audited(house, job_id)
