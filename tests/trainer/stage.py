@@ -66,7 +66,7 @@ class Trainer:
             version=version,
             oldest_version=oldest_version,
         )
-        return [event async for event in self.stub.RunStep(request, timeout=60)]
+        return [event async for event in self.stub.RunStep(request, timeout=240)]
 
     async def run(
         self, step: int, version: int, policy: str = "solver", oldest_version: int | None = None
