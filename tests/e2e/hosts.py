@@ -191,7 +191,7 @@ def apart(directory: Path, redis_url: str, *, network: bool = False) -> Iterator
         hosts.close()
 
 
-def mayseparate() -> bool:
+def may_separate() -> bool:
     """Whether network namespaces can be made here."""
     if os.geteuid() != 0:
         return False
