@@ -134,6 +134,7 @@ _BEHIND: Final = frozenset(
         "own_reward",
         "earned",
         "final_reward",
+        "demonstration",
     }
 )
 _BEHIND_BYTES: Final = 256

@@ -141,6 +141,7 @@ class _JobCode:
 
     workflow: Workflow | None = None
     queries: QuerySource | None = None
+    demonstrations: QuerySource | None = None
     roles: Mapping[str, Role] = field(default_factory=dict)
     languages: Mapping[str, Language] = field(default_factory=dict)
     arena: Arena | None = None
@@ -284,6 +285,7 @@ class Preparation:
             spec=spec,
             workflow=play.workflow,
             queries=play.queries,
+            demonstrations=play.demonstrations,
             arena=play.arena,
             functions=functions,
             policies=policies,
@@ -303,24 +305,28 @@ class Preparation:
         """The job's code. Raises `InvalidArgument` naming the field at fault."""
         if spec.environment is not None:
             return await asyncio.to_thread(_open_arena, spec, self._threads)
-        assert spec.workflow is not None, "language models play one"
-        assert spec.tasks is not None, "language models play them"
         languages: dict[str, Language] = {}
         for name, policy in spec.policies.items():
             languages[name] = await asyncio.to_thread(
                 load_language, policy.language_model, f"policies.{name}.model"
             )
         roles = {name: role_of(spec, name, languages) for name in spec.agents}
-        evaluations = {name: one.tasks for name, one in spec.evaluations.items()}
-        queries = QuerySource(spec.tasks, spec.seed, token_counter(spec, languages), evaluations)
+        workflow, queries, demonstrations = None, None, None
+        count_tokens = token_counter(spec, languages)
         try:
-            workflow = await asyncio.to_thread(load_workflow, spec.workflow)
-            await queries.load("train")
-            for name in spec.evaluation_sets:
-                await queries.load("held_out", name)
+            if spec.supervised is not None:
+                demonstrations = QuerySource(spec.supervised.tasks, spec.seed, count_tokens)
+                await demonstrations.load("train")
+            if spec.workflow is not None and spec.tasks is not None:
+                evaluations = {name: one.tasks for name, one in spec.evaluations.items()}
+                queries = QuerySource(spec.tasks, spec.seed, count_tokens, evaluations)
+                workflow = await asyncio.to_thread(load_workflow, spec.workflow)
+                await queries.load("train")
+                for name in spec.evaluation_sets:
+                    await queries.load("held_out", name)
         except WorkflowError as error:
             raise as_invalid_argument(error) from error
-        return _JobCode(workflow, queries, roles, languages)
+        return _JobCode(workflow, queries, demonstrations, roles, languages)
 
     def _engines(
         self, job_id: str, name: str, spec: JobSpec, arena: Arena | None

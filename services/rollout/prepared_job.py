@@ -142,7 +142,9 @@ class PreparedJob:
     spec: JobSpec
     workflow: Workflow | None
     queries: QuerySource | None
-    """None, like `workflow`, where networks play in `arena`."""
+    """None, like `workflow`, where networks play in `arena` or nobody plays."""
+    demonstrations: QuerySource | None
+    """The rows of `supervised`."""
     arena: Arena | None
     functions: JobFunctions
     policies: Mapping[str, ServedPolicy]

@@ -166,6 +166,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             engines=job.statuses(self._worker_id),
             resolved=self._preparation.resolved(parse_spec(request.spec_json), job),
         )
+        if job.demonstrations is not None:
+            response.notes.extend(job.demonstrations.notes)
         if job.queries is not None:
             response.notes.extend(job.queries.notes)
             for name in job.spec.evaluation_sets:

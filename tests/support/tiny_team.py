@@ -78,6 +78,18 @@ class Tasks:
         return {"question": self._letters[index % len(self._letters)] + "?"}
 
 
+class Demonstrations(Tasks):
+    """The same questions with the right answers, for the two agents by turns."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        agent = ("solver", "checker")[index % 2]
+        return {
+            "prompt": super().__getitem__(index)["question"],
+            "completion": "aaaa",
+            "agent": agent,
+        }
+
+
 def share_of_a(text: str) -> float:
     """How much of an answer is the letter a: the reward, in [0, 1]."""
     return text.count("a") / max(1, len(text))

@@ -86,6 +86,7 @@ def grpo_loss_sum(
     kl_coefficient: float = 0.0,
     entropy: torch.Tensor | None = None,
     entropy_coefficient: float = 0.0,
+    demonstrated: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The summed loss sum_t w_t (policy_t + beta KL_t - c H_t), a scalar; the caller divides by N.
 
@@ -97,7 +98,8 @@ def grpo_loss_sum(
     under `gspo`, and has a gradient of exactly zero even if its log-probs are not finite. N counts
     it nevertheless, so that N does not depend on the weights. `truncated` scales the policy term
     only. `old_logprobs`: those of the weights that the step began with, if the loss is relative to
-    them.
+    them. `demonstrated`: bool, tokens that were given, not generated: their loss is -log pi(a_t),
+    and nothing else.
 
     Raises ValueError for `truncated` with another loss than `ppo_clip` and no `old_logprobs`: the
     other losses use rho_t already.
@@ -117,6 +119,8 @@ def grpo_loss_sum(
     )
     factors = None if correction is None else correction(given)
     kept = kept_by(correction, factors, logprobs) & (weights != 0)
+    if demonstrated is not None:
+        kept = kept & ~demonstrated
 
     def of_kept(values: torch.Tensor) -> torch.Tensor:
         # Selected before anything is computed: the gradient of zero times infinity is NaN.
@@ -144,7 +148,10 @@ def grpo_loss_sum(
         total = total + kl_coefficient * k3_kl(tokens.logprobs, of_kept(reference_logprobs))
     if entropy is not None and entropy_coefficient > 0:
         total = total - entropy_coefficient * of_kept(entropy)
-    return (of_kept(total) * weights).sum()
+    total = of_kept(total)
+    if demonstrated is not None:
+        total = torch.where(demonstrated, -logprobs, total)
+    return (total * weights).sum()
 
 
 def kept_by(

@@ -43,6 +43,9 @@ class TokenStatistics:
     has_reference: bool = False
     # Tokens whose divergence from a teacher is known, and its sum.
     taught: int = 0
+    # Tokens that were given, and the sum of their negative log-probs.
+    demonstrated: int = 0
+    demonstrated_nll: torch.Tensor | float = 0.0
     teacher_kl: torch.Tensor | float = 0.0
     # The correction's name; `own` for a user's.
     corrected: str = "none"
@@ -68,8 +71,22 @@ class TokenStatistics:
         old_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
         teacher_divergence: torch.Tensor | None = None,
+        demonstrated: torch.Tensor | None = None,
     ) -> None:
         """Add T tokens; `loss_sum` is a scalar, the rest are [T], as passed to `grpo_loss_sum`."""
+        if demonstrated is not None:
+            # Of these nothing but their loss means anything.
+            self.demonstrated += int(demonstrated.sum())
+            nll = -logprobs[demonstrated].sum(dtype=torch.float64)
+            self.demonstrated_nll = self.demonstrated_nll + nll
+            others = ~demonstrated
+            logprobs, behaviour_logprobs, advantages, entropy = (
+                one[others] for one in (logprobs, behaviour_logprobs, advantages, entropy)
+            )
+            sequences, old_logprobs, reference_logprobs, teacher_divergence = (
+                None if one is None else one[others]
+                for one in (sequences, old_logprobs, reference_logprobs, teacher_divergence)
+            )
         if logprobs.numel() == 0:
             return
         ratio = importance_ratio(logprobs, behaviour_logprobs)
@@ -137,9 +154,14 @@ class TokenStatistics:
 
     def metrics(self) -> dict[str, float]:
         """The metrics: means over all tokens added."""
+        supervised = {}
+        if self.demonstrated:
+            supervised["supervised/loss"] = float(self.demonstrated_nll) / self.demonstrated
+            if not self.tokens:
+                return supervised
         n = max(self.tokens, 1)
         squares = float(self.ratio_squares)
-        metrics = {
+        metrics = supervised | {
             "importance_sampling_ratio/min": float(self.ratio_min) if self.tokens else 0.0,
             "importance_sampling_ratio/mean": float(self.ratio) / n,
             "importance_sampling_ratio/max": float(self.ratio_max),

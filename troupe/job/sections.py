@@ -25,6 +25,7 @@ from troupe.job.section import (
     Rate,
     Seconds,
     Section,
+    Steps,
     StepsOrNone,
     Tokens,
     TokensOrNone,
@@ -157,6 +158,33 @@ class CodeSpec(Section):
             if not name or "\0" in name or name.startswith("/") or ".." in parts:
                 raise ValueError(f"{name!r} does not name files below `root`; leave out '..'")
         return [name.rstrip("/") for name in names]
+
+
+class SupervisedSpec(Section):
+    """Supervised fine-tuning (SFT): the job's first steps learn from demonstrations, by the
+    cross-entropy of the assistant's tokens, in the same trainer. Reinforcement learning follows."""
+
+    tasks: TasksSpec
+    """Demonstrations, one a row of the split "train": `messages` (a conversation), or `prompt` and
+    `completion` (texts, or messages); and `agent`, where several learn."""
+    steps: Steps
+    """Supervised steps, of those in `pipeline.steps`. As many: the job only does this, and without
+    evaluations needs no `workflow` and no `tasks`."""
+    rows_per_step: int = Field(default=0, ge=0, le=MAX_QUERIES)
+    """Demonstrations per step; 0: `queries_per_step` times `group_size`."""
+    agent: str | None = None
+    """The agent whose policy learns rows without `agent`. Default: the only agent."""
+    turns: Literal["all", "last"] = "all"
+    """Which of the assistant's messages in `messages` are learned; each is a sample."""
+    template: bool = True
+    """Texts in `prompt` and `completion` are a user's message and the reply, in the tokenizer's
+    chat template; false: they are joined as they are."""
+    max_tokens: TokensOrNone = 0
+    """Longer samples are cut off at the end, and left out if the prompt alone is as long; 0: the
+    model's positions."""
+    lr: Rate | None = None
+    """Learning rate of these steps, with the schedule of the policy's `optimizer` over them.
+    Default: the policy's."""
 
 
 class PipelineSpec(Section):

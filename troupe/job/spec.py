@@ -35,6 +35,7 @@ from troupe.job.sections import (
     LoggingSpec,
     PipelineSpec,
     RoutingSpec,
+    SupervisedSpec,
 )
 
 
@@ -53,6 +54,8 @@ class JobSpec(Section):
     code: CodeSpec | None = None
     """Files of the job's own code that are sent with it. Default: its modules are importable
     wherever workers run."""
+    supervised: SupervisedSpec | None = None
+    """Steps that learn from demonstrations, before the others or alone. Default: none."""
     environment: EnvironmentSpec | None = None
     """Environment of networks, instead of `workflow` and `tasks`."""
     agents: dict[str, AgentSpec] = Field(min_length=1, max_length=MAX_AGENTS)
@@ -422,6 +425,51 @@ class JobSpec(Section):
                 "teaches with these, too; not with `algorithm.distillation`"
             )
         return self
+
+    @model_validator(mode="after")
+    def _supervised(self) -> Self:
+        spec = self.supervised
+        if spec is None:
+            return self
+        for field, given, why in (
+            ("environment", self.environment is not None, "networks learn no conversations"),
+            ("population", self.population is not None, "learners would meet no one"),
+            (
+                "pipeline.dynamic_sampling",
+                self.pipeline.dynamic_sampling,
+                "it would drop demonstrations, whose rewards are equal",
+            ),
+            (
+                "algorithm.kl_coefficient",
+                self.algorithm.kl_coefficient > 0 and not self.supervised_only,
+                "it would measure from the weights before the demonstrations; train them in a job "
+                "of their own, and begin with its checkpoint",
+            ),
+        ):
+            if given:
+                raise ValueError(f"{field}: not with `supervised`; {why}")
+        if spec.steps > self.pipeline.steps:
+            raise ValueError(
+                f"supervised.steps: {spec.steps} are more than pipeline.steps, which counts them"
+            )
+        trained = [n for n, a in self.agents.items() if self.policies[a.policy].trainable]
+        if spec.agent is not None and spec.agent not in trained:
+            raise ValueError(
+                f"supervised.agent: '{spec.agent}' is no agent of a trained policy; there are "
+                + ", ".join(trained)
+            )
+        return self
+
+    @property
+    def supervised_only(self) -> bool:
+        """Whether no trajectory is played: all steps are supervised, and nothing is evaluated."""
+        spec = self.supervised
+        every = spec is not None and spec.steps >= self.pipeline.steps
+        return every and not self.evaluation_sets
+
+    def is_supervised(self, step: int) -> bool:
+        """Whether the step, counted from 0, learns from demonstrations."""
+        return self.supervised is not None and step < self.supervised.steps
 
     def teachers_of(self, policy: str) -> tuple[str, ...]:
         """The teachers that the trainer of a policy holds (`distillation.divergence: full`)."""

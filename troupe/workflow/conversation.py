@@ -61,6 +61,20 @@ class ChatTokenizer:
 
         return self._cached((messages, rendering), compute)
 
+    def reply_ids(
+        self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN
+    ) -> tuple[int, ...]:
+        """Ids of the last message, the assistant's, as a reply to `first_ids` of the others: what
+        the template shows of it up to the end of the turn, or its content and the end token."""
+        before = self._render(messages[:-1], rendering)
+        whole = self._render(messages, rendering, prompt=False)
+        end = "" if self.end_id is None else self._decode([self.end_id])
+        text = messages[-1][1] + end
+        if whole.startswith(before):
+            text = whole[len(before) :]
+            text = text[: text.rindex(end) + len(end)] if end and end in text else text + end
+        return self.encode(text)
+
     def suffix_ids(
         self,
         messages: tuple[AnyMessage, ...],
@@ -132,7 +146,9 @@ class ChatTokenizer:
         )
         return decoded
 
-    def _render(self, messages: Sequence[AnyMessage], rendering: Rendering) -> str:
+    def _render(
+        self, messages: Sequence[AnyMessage], rendering: Rendering, *, prompt: bool = True
+    ) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ChatTemplateError(
                 "the tokenizer has no chat template",
@@ -144,7 +160,7 @@ class ChatTokenizer:
                 [as_template_takes(message) for message in messages],
                 tools=json.loads(rendering.tools) if rendering.tools else None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=prompt,
                 **(json.loads(rendering.options) if rendering.options else {}),
             )
         except Exception as error:  # templates raise errors of their own

@@ -48,10 +48,15 @@ class StepQueries:
         self._cursor = cursor
         self._store = job.shared.experience
         self.step = step
-        pipeline = job.spec.pipeline
+        pipeline, supervised = job.spec.pipeline, job.spec.supervised
         self.wanted = pipeline.queries_per_step
+        self.group_size = pipeline.group_size
         self.spare = pipeline.over_sampling
         self.redundant = pipeline.redundant_trajectories
+        if supervised is not None and job.spec.is_supervised(step):
+            # Queries are demonstrations: each is one trajectory, which nobody plays.
+            self.wanted = supervised.rows_per_step or self.wanted * self.group_size
+            self.group_size, self.spare, self.redundant = 1, 0, 0
         self.max_refills = (pipeline.max_refills or self.wanted) if pipeline.dynamic_sampling else 0
         self.held = bool(self.spare or self.max_refills)
         # The step in the queries' ids. In mode async a query may end in a later step.
@@ -68,7 +73,7 @@ class StepQueries:
     @property
     def trajectories(self) -> int:
         """How many trajectories the queries in it have."""
-        return len(self.plans) * (self._job.spec.pipeline.group_size + self.redundant)
+        return len(self.plans) * (self.group_size + self.redundant)
 
     async def open(
         self, found: es.GetStepResponse, versions: Mapping[str, int], fresh: int
@@ -94,7 +99,7 @@ class StepQueries:
                 step=self.step,
                 versions=self.versions,
                 query_ids=self.plans,
-                group_size=self._job.spec.pipeline.group_size,
+                group_size=self.group_size,
                 held_open=self.held,
                 cursor=self._cursor.at,
                 redundant=self.redundant,
@@ -179,7 +184,7 @@ class StepQueries:
         plans = admission.plan_queries(
             indexes,
             job_seed=spec.seed,
-            group_size=spec.pipeline.group_size + self.redundant,
+            group_size=self.group_size + self.redundant,
             step=self._named_step,
         )
         return list(plans)

@@ -47,6 +47,7 @@ from services.orchestrator.placement.trainer_scheduler import TableWatch
 from services.orchestrator.state.trajectories import as_event
 from troupe.rpc import DeadlineExceeded, TroupeError
 from troupe.scheduling import admission
+from troupe.states import SUPERVISED
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import rollout_pb2 as ro
@@ -346,7 +347,8 @@ class StepRollout:
         await add_in_parts(self._context.dispatch, self.batch, groups)
 
     def _tickets(self, plan: admission.QueryPlan) -> list[ro.Ticket]:
-        tickets = train_tickets(plan, self.queries.ended)
+        supervised = self._context.job.spec.is_supervised(self.queries.step)
+        tickets = train_tickets(plan, self.queries.ended, supervised=supervised)
         if (population := self._context.population) is not None:
             cast, learners = population.slots.cast_of(plan.index)
             for ticket in tickets:
@@ -440,13 +442,16 @@ class StepRollout:
         }
 
 
-def train_tickets(query: admission.QueryPlan, ended: Collection[str]) -> list[ro.Ticket]:
-    """Tickets for the trajectories of a query that have not ended."""
+def train_tickets(
+    query: admission.QueryPlan, ended: Collection[str], *, supervised: bool = False
+) -> list[ro.Ticket]:
+    """Tickets for the trajectories of a query that have not ended; `supervised`: it is a row of
+    demonstrations."""
     return [
         ro.Ticket(
             query_id=query.query_id,
             trajectory_id=trajectory_id,
-            split="train",
+            split=SUPERVISED if supervised else "train",
             index=query.index,
             seed=seed,
             purpose=ro.Ticket.PURPOSE_TRAIN,
@@ -576,6 +581,8 @@ class StepWindow:
         job = self._context.job
         if not job.spec.pipeline.early_start or self._closing or step >= self._until:
             return
+        if job.spec.is_supervised(step):
+            return  # there is nothing to set up
         limit = job.spec.limits.max_concurrent_trajectories
         plans = StepQueries(job, step, self._cursor).next_plans(most=limit)
         groups = [train_tickets(plan, ()) for plan in plans]

@@ -11,13 +11,14 @@ import structlog
 
 from services.rollout.prepared_job import PreparedJob
 from services.rollout.trajectories.concurrency import EarlyStartGate
+from services.rollout.trajectories.demonstrated import DemonstratedTrajectory
 from services.rollout.trajectories.records import TrajectoryLog
 from services.rollout.trajectories.trajectory import RunningTrajectory
 from troupe.endpoint.server import EndpointServer
 from troupe.outcomes import described
 from troupe.protobuf_wire import repeated
 from troupe.rpc.errors import Internal, TroupeError, Unavailable
-from troupe.states import TRAJECTORY, is_terminal
+from troupe.states import SUPERVISED, TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow.shipped import opened, using
@@ -122,7 +123,7 @@ class Runner:
         self, key: tuple[str, str], job: PreparedJob, step: int, ticket: rollout.Ticket, ahead: bool
     ) -> _Running:
         running = _Running(EarlyStartGate(ahead))
-        trajectory = _trajectory_class(job)(
+        trajectory = _trajectory_class(job, ticket)(
             job, ticket, step, self._store, running.publish, self._endpoints, running.early_start
         )
         running.task = asyncio.create_task(
@@ -255,7 +256,9 @@ class _Running:
             listener.deliver(update)
 
 
-def _trajectory_class(job: PreparedJob) -> type[RunningTrajectory]:
+def _trajectory_class(job: PreparedJob, ticket: rollout.Ticket) -> type[RunningTrajectory]:
+    if ticket.split == SUPERVISED:
+        return DemonstratedTrajectory
     if job.arena is None:
         return RunningTrajectory
     # Imported here: torch takes seconds to import, and is imported already where there is an arena.

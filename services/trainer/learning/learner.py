@@ -98,6 +98,8 @@ class BatchSummary:
     """Accumulator of a step's sample metrics."""
 
     samples: int = 0
+    # Samples that are no demonstrations: rewards, advantages and versions are theirs.
+    played: int = 0
     tokens: int = 0
     response_tokens: int = 0
     # Response tokens of samples with advantage zero.
@@ -118,6 +120,9 @@ class BatchSummary:
             self.samples += 1
             self.tokens += len(row.ids)
             self.response_tokens += row.response_length
+            if row.demonstration:
+                continue
+            self.played += 1
             self.idle_tokens += row.response_length if advantage == 0.0 else 0
             self.reward += row.reward
             self.reward_squares += row.reward * row.reward
@@ -129,15 +134,19 @@ class BatchSummary:
 
     def metrics(self, version: int) -> dict[str, float]:
         """The step's sample metrics; `version`: the one that the step starts from."""
-        n = self.samples
-        if n == 0:
+        if self.samples == 0:
             return {"samples": 0.0, "tokens": 0.0}
-        mean = self.reward / n
-        return {
-            "samples": float(n),
+        found = {
+            "samples": float(self.samples),
             "tokens": float(self.tokens),
             "response_tokens": float(self.response_tokens),
-            "response_length/mean": self.response_tokens / n,
+            "response_length/mean": self.response_tokens / self.samples,
+        }
+        n = self.played
+        if n == 0:
+            return found
+        mean = self.reward / n
+        return found | {
             "reward/mean": mean,
             "reward/std": math.sqrt(max(0.0, self.reward_squares / n - mean * mean)),
             "advantage/abs_mean": self.advantage / n,
@@ -236,7 +245,7 @@ class Accumulation:
             self.advantages.measure(held)
         groups = GroupBuffer()
         units = sorted([*groups.add(held), *groups.rest()], key=lambda unit: content_key(unit[0]))
-        found = [self._measured(unit, stop) for unit in units]
+        found = [batch for unit in units for batch in self._measured(unit, stop)]
         if self._job.algorithm.old_logprobs == "recomputed":
             found = [self._with_old_logprobs(batch, stop) for batch in found]
         return [batch for batch in found if any(response_lengths(batch.rows))]
@@ -252,10 +261,25 @@ class Accumulation:
             self._add(rows, stop)
 
     def _add(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
-        self.backward(self._measured(rows, stop), stop)
+        for batch in self._measured(rows, stop):
+            self.backward(batch, stop)
 
-    def _measured(self, rows: Sequence[Row], stop: threading.Event | None) -> TrainingBatch:
-        """Compute the advantages of rows, and add the rows to the step's metrics."""
+    def _measured(self, rows: Sequence[Row], stop: threading.Event | None) -> list[TrainingBatch]:
+        """Compute the advantages of rows, and add the rows to the step's metrics.
+
+        Demonstrations are a batch of their own; their loss has the weight one.
+        """
+        given = [row for row in rows if row.demonstration]
+        played = [row for row in rows if not row.demonstration]
+        batches = [self._estimated(played, stop)] if played else []
+        if given:
+            batches.append(TrainingBatch(given, torch.ones(len(given), dtype=torch.float64)))
+        for batch in batches:
+            self.sums.summary.add(batch.rows, batch.advantages.numpy())
+            self.sums.broken = self.sums.broken or _not_finite(batch.rows, batch.advantages)
+        return batches
+
+    def _estimated(self, rows: Sequence[Row], stop: threading.Event | None) -> TrainingBatch:
         if self._critic is None:
             try:
                 batch = self.advantages.estimate(rows)
@@ -267,8 +291,6 @@ class Accumulation:
                 batch = self._critic.estimate(rows, stop)
         if self._job.algorithm.distillation is not None and batch.rows:
             batch = self._taught(batch, self._job.algorithm.distillation)
-        self.sums.summary.add(batch.rows, batch.advantages.numpy())
-        self.sums.broken = self.sums.broken or _not_finite(batch.rows, batch.advantages)
         return batch
 
     def _taught(self, batch: TrainingBatch, spec: DistillationSpec) -> TrainingBatch:
@@ -304,7 +326,7 @@ class Accumulation:
                 sums.broken = self._passes.backward(some, advantages, sums.tokens, stop)
                 if self._passes.fault is not None:
                     self._note(self._passes.fault)
-            if not sums.broken and self._critic is not None:
+            if not sums.broken and self._critic is not None and batch.values is not None:
                 sums.broken = self._critic.backward(batch, stop)
         if self._job.pipeline.deterministic:
             problem = self._gradients.accumulate_exact()
@@ -629,6 +651,12 @@ class Learner:
         norm = self._gradients.finish(sums.normalizer, optimizer.max_grad_norm)
         if not math.isfinite(norm):
             return f"the norm of the gradient is {norm}"
+        supervised = self._job.supervised
+        if supervised is not None and version < supervised.steps:
+            optimizer = optimizer.model_copy(update={"lr": supervised.lr or optimizer.lr})
+            steps = supervised.steps
+        elif supervised is not None:
+            version, steps = version - supervised.steps, steps - supervised.steps
         rate = learning_rate(optimizer, version, steps)
         made = {"grad_norm": norm, "lr": rate}
         if self._critic is not None:

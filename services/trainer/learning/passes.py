@@ -61,6 +61,8 @@ class TokenColumns:
     reference: torch.Tensor | None = None
     # [T] recomputed log-probs under the weights that the step began with (pi_old), if any.
     old: torch.Tensor | None = None
+    # bool [T] whether the token was given, not generated; None: none was.
+    demonstrated: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -89,7 +91,9 @@ class TokenColumns:
             found = [values for row in rows if (values := getattr(row, name)) is not None]
             if len(found) == len(rows):
                 columns[name] = torch.from_numpy(np.concatenate(found))
+        given = torch.tensor([row.demonstration for row in rows])
         return cls(
+            demonstrated=torch.repeat_interleave(given, sizes).to(device) if given.any() else None,
             sequences=torch.repeat_interleave(torch.arange(len(rows)), sizes).to(device),
             **{name: column.to(device, dtype) for name, column in columns.items()},
         )
@@ -334,7 +338,7 @@ class Passes:
 
     def is_taught(self, row: Row) -> bool:
         """Whether the row's loss has a divergence from a teacher, also without an advantage."""
-        return row.agent in self._teacher_of
+        return not row.demonstration and row.agent in self._teacher_of
 
     def backward(
         self,
@@ -352,7 +356,7 @@ class Passes:
         mine = self._ranks.share(rows)
         rows, advantages = [rows[i] for i in mine], advantages[mine]
         # Rows with one teacher go together. In a gang all ranks pass through all of them.
-        teachers = [self._teacher_of.get(row.agent, "") for row in rows]
+        teachers = [self._teacher_of[row.agent] if self.is_taught(row) else "" for row in rows]
         every = {"", *self._teachers} if self._ranks.size > 1 else set(teachers)
         for teacher in sorted(every):
             some = [i for i, one in enumerate(teachers) if one == teacher]
@@ -471,6 +475,7 @@ class Passes:
                     some.advantages,
                     some.weights,
                     sequences=some.sequences,
+                    demonstrated=some.demonstrated,
                     old_logprobs=old if recomputed else None,
                     reference_logprobs=some.reference,
                     kl_coefficient=algorithm.kl_coefficient,
@@ -497,6 +502,7 @@ class Passes:
             "advantages": own.advantages,
             "entropy": scores.entropy,
             "sequences": own.sequences,
+            "demonstrated": own.demonstrated,
             "old_logprobs": old if recomputed else None,
             "reference_logprobs": own.reference,
             "teacher_divergence": scores.divergence,

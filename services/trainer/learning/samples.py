@@ -65,6 +65,8 @@ class Row:
     final: float | None = None
     # int64 [n]: prompts and responses of the other agents, for a critic that observes the team.
     context: Ints | None = None
+    # Whether the response was given, not generated: its loss is cross-entropy.
+    demonstration: bool = False
     # Added by the trainer. float64 [response_len]: advantages, where they differ by token.
     advantages: np.ndarray[Any, np.dtype[np.float64]] | None = None
     # Added by the trainer. [response_len]: log-probs under the weights that the step began with.
@@ -180,6 +182,7 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
         earned=sample.earned if sample.HasField("earned") else None,
         final=sample.final_reward if sample.HasField("final_reward") else None,
         context=None if context is None else context.astype(np.int64, copy=False),
+        demonstration=sample.demonstration,
     )
 
 

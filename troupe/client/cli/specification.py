@@ -270,8 +270,11 @@ def _entrypoints(job: JobSpec) -> Iterator[tuple[str, str]]:
     """(field, entrypoint) of the code that a job names; not what is built in or deployed."""
     if job.workflow is not None:
         yield "workflow", job.workflow
-    if job.tasks is not None:
-        every = {"tasks": job.tasks, **{f"tasks.mix.{n}": t for n, t in job.tasks.mix.items()}}
+    shown = None if job.supervised is None else job.supervised.tasks
+    for section, given in (("tasks", job.tasks), ("supervised.tasks", shown)):
+        if given is None:
+            continue
+        every = {section: given, **{f"{section}.mix.{n}": t for n, t in given.mixed.items()}}
         for field, tasks in every.items():
             if tasks.source:
                 yield f"{field}.source", tasks.source

@@ -1,0 +1,1 @@
+"""Supervised steps, then reinforcement learning: rows.py makes demonstrations for job.yaml."""

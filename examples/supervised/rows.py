@@ -1,0 +1,25 @@
+"""Demonstrations for the example team: right answers for both agents, as rows of conversations."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from examples.reasoning_team.prompts import criticise, propose
+from examples.reasoning_team.tasks import Tasks
+
+
+class Rows:
+    """Row i is a question with its answer: of the solver where i is even, else of the checker."""
+
+    def __init__(self, split: Literal["train"], size: int = 100_000) -> None:
+        self._tasks, self._size = Tasks(split, seed=1_000_000), size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        query = self._tasks[index // 2]
+        question, answer = query["question"], query["answer"].lower()
+        prompt = criticise(question, answer) if index % 2 else propose(question)
+        agent = "checker" if index % 2 else "solver"
+        return {"messages": [*prompt, {"role": "assistant", "content": answer}], "agent": agent}

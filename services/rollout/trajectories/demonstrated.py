@@ -1,0 +1,70 @@
+"""`DemonstratedTrajectory`: a row of demonstrations that goes the way of a trajectory.
+
+Nothing is played or generated: the row's replies become samples of the store, so that supervised
+steps are opened, claimed, trained and committed as all others are (exactly once, in gangs, with
+checkpoints).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from services.rollout.trajectories.clock import TrajectoryClock
+from services.rollout.trajectories.trajectory import RunningTrajectory
+from troupe.data.demonstrations import Demonstration, demonstrations_of
+from troupe.tensors import to_proto
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store
+
+FINISHED: Final = "demonstration"
+
+
+class DemonstratedTrajectory(RunningTrajectory):
+    """Reads its row, and ends with a sample for each reply that is learned."""
+
+    async def _attempt(self, clock: TrajectoryClock, number: int) -> list[Any]:
+        job = self._job
+        spec = job.spec.supervised
+        assert spec is not None, "its tickets are of supervised steps"
+        assert job.demonstrations is not None, "loaded with the job"
+        row = await job.demonstrations.get("train", self._ticket.index)
+        learners = {n: role for n, role in job.roles.items() if role.policy in job.trained}
+        positions = [job.policies[role.policy].language.positions for role in learners.values()]
+        bounds = [one for one in (spec.max_tokens, *positions) if one]
+        found = demonstrations_of(
+            row,
+            learners,
+            agent=spec.agent,
+            turns=spec.turns,
+            template=spec.template,
+            max_tokens=min(bounds, default=0),
+        )
+        self._move(pb.TRAJECTORY_STATE_SCORING)
+        self._emit(self._event())
+        self._metrics = {
+            "demonstrations": float(len(found)),
+            "demonstrations_truncated": float(sum(one.truncated for one in found)),
+        }
+        return [self._sample(one) for one in found]
+
+    def _sample(self, one: Demonstration) -> store.Sample:
+        ticket = self._ticket
+        return store.Sample(
+            sample_id=f"{ticket.query_id}_{one.turn}_{ticket.trajectory_id}",
+            policy=self._job.roles[one.agent].policy,
+            query_id=ticket.query_id,
+            trajectory_id=ticket.trajectory_id,
+            agent=one.agent,
+            turn=one.turn,
+            # Alone in its group: nothing is compared.
+            group_id=f"{ticket.query_id}/{one.agent}/{one.turn}",
+            prompt_ids=to_proto(np.array(one.prompt_ids, np.int32)),
+            response_ids=to_proto(np.array(one.response_ids, np.int32)),
+            logprobs=to_proto(np.zeros(len(one.response_ids), np.float32)),
+            reward=0.0,
+            finish_reason=FINISHED,
+            temperature=1.0,
+            demonstration=True,
+        )
