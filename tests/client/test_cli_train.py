@@ -220,8 +220,8 @@ def test_a_failed_job_is_one_line_and_status_1(standing: Project) -> None:
 
 def test_a_cluster_that_runs_is_used_and_left_running(standing: Project, run_here: Run) -> None:
     standing.rename_job("team")
-    process = standing.start("train", "job.yaml", "--job-id", "mine", "--set", "pipeline.steps=60")
-    out = read_until(process, r"^step 1/60")
+    process = standing.start("train", "job.yaml", "--job-id", "mine", "--set", "pipeline.steps=500")
+    out = read_until(process, r"^step 1/500")
     assert "using the cluster that runs in" in out
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=PATIENCE)
