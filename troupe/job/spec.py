@@ -580,7 +580,8 @@ class JobSpec(Section):
         if (pools := self.pools) is not None:
             agents.update(pools.seats[policy])
         own = (self.agents[name].sampling.max_new_tokens for name in agents)
-        return self.algorithm.constant_tokens or max(own)
+        # A teacher may have no agent; it has no loss either.
+        return self.algorithm.constant_tokens or max(own, default=1)
 
     @cached_property
     def pools(self) -> Pools | None:

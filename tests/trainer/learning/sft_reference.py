@@ -1,7 +1,7 @@
 """Losses of TRL's SFTTrainer; test_supervised.py runs it with a Python that has TRL.
 
 `python sft_reference.py MODEL ROWS OUT`: MODEL a checkpoint with tokenizer, ROWS a JSON list of
-{input_ids, completion_mask}, in batches of 4; OUT gets the loss of every step, a JSON list.
+{input_ids, labels}, in batches of 4; OUT gets the loss of every step, a JSON list.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def main(model: str, rows: str, out: str) -> None:
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        completion_only_loss=True,
         dataset_kwargs={"skip_prepare_dataset": True},
         disable_tqdm=True,
     )

@@ -229,5 +229,8 @@ def test_teachers_are_needed_by_no_agent(tokenizer: Path) -> None:
     values = spec_of(tokenizer).model_dump()
     for name in ("wise", "wiser"):
         del values["agents"][name]
-    assert JobSpec.model_validate(values).teachers_of("solver") == ("wise", "wiser")
-    assert JobSpec.model_validate(values).teachers_of("wise") == ()
+    spec = JobSpec.model_validate(values)
+    assert spec.teachers_of("solver") == ("wise", "wiser")
+    assert spec.teachers_of("wise") == ()
+    # A worker binds it, too, to publish its weights.
+    assert Learner(load_model("wise", spec.policies["wise"], 0), spec, "wise").published()

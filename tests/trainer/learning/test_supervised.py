@@ -192,7 +192,7 @@ def test_the_losses_are_those_of_trl(tokenizer: Path, tmp_path: Path) -> None:
     data = [
         {
             "input_ids": row.ids.tolist(),
-            "completion_mask": [0] * row.prompt_length + [1] * row.response_length,
+            "labels": [-100] * row.prompt_length + row.ids[row.prompt_length :].tolist(),
         }
         for row in rows
     ]
