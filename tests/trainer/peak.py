@@ -1,7 +1,8 @@
 """The peak of a learner's memory while it computes, by part, as torch's tracker measures it.
 
-Run as a module it is one rank of a gang: `python -m tests.trainer.peak CASE.json` with torchrun's
-variables; rank 0 prints the peak as JSON.
+Run as a module, `python -m tests.trainer.peak CASE.json`, it prints the peak as JSON: of one
+device, or, with torchrun's variables, of a gang's rank 0. It needs a process of its own: the
+tracker hooks every module of the process, those of engines in other threads included.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def peak(learner: Learner, passes: int) -> dict[str, int]:
     return {str(getattr(kind, "value", kind)): size for kind, size in found.items()}
 
 
-def peak_alone(values: dict[str, Any]) -> dict[str, int]:
+def _alone(values: dict[str, Any]) -> dict[str, int]:
     """The peak of a learner on one device."""
     spec = JobSpec.model_validate(values)
     policy = spec.policies["solver"]
@@ -130,9 +131,13 @@ def peak_alone(values: dict[str, Any]) -> dict[str, int]:
 
 
 def main() -> None:
-    """One rank of a gang."""
-    spec = JobSpec.model_validate_json(Path(sys.argv[1]).read_text())
+    """One device, or one rank of a gang."""
+    values = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
+    if "RANK" not in os.environ:
+        print(json.dumps(_alone(values)))
+        return
+    spec = JobSpec.model_validate(values)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     control = dist.new_group(backend="gloo")

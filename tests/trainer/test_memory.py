@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.ports import free_port
-from tests.trainer.peak import case, peak_alone
+from tests.trainer.peak import case
 from troupe.job import JobSpec
 from troupe.job.sizing import read_shape, setup_of
 from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
@@ -57,10 +57,21 @@ def compare(name: str, measured: dict[str, int], model: RankMemory) -> None:
     assert 0 <= off <= ERROR
 
 
-def test_a_step_needs_what_the_model_says() -> None:
+def peak_alone(values: dict[str, Any], directory: Path) -> dict[str, int]:
+    """The peak of a learner on one device, in a process of its own."""
+    path = directory / "case.json"
+    path.write_text(json.dumps(values))
+    command = [sys.executable, "-m", "tests.trainer.peak", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_step_needs_what_the_model_says(tmp_path: Path) -> None:
     """Total, weights, gradients and moments of one micro-batch and its step."""
     values = ONE_DEVICE["checkpointing"]
-    measured, model = peak_alone(values), predicted(values)
+    measured, model = peak_alone(values, tmp_path), predicted(values)
     compare("checkpointing", measured, model)
     assert measured["Parameter"] == model.weights
     assert measured["Gradient"] == model.gradients
@@ -69,9 +80,9 @@ def test_a_step_needs_what_the_model_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(ONE_DEVICE) - {"checkpointing"}))
-def test_every_way_to_train_needs_what_the_model_says(name: str) -> None:
+def test_every_way_to_train_needs_what_the_model_says(name: str, tmp_path: Path) -> None:
     """Adapters, critics, references, exact sums, other types, shapes and mixtures."""
-    compare(name, peak_alone(ONE_DEVICE[name]), predicted(ONE_DEVICE[name]))
+    compare(name, peak_alone(ONE_DEVICE[name], tmp_path), predicted(ONE_DEVICE[name]))
 
 
 @pytest.mark.slow
