@@ -270,7 +270,7 @@ def test_a_puzzle_that_is_none_is_refused(sets: dict[str, Any], said: str) -> No
         open_tasks(spec, "train", 0)
 
 
-@settings(max_examples=30)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     weights=st.lists(st.floats(0.01, 100), min_size=4, max_size=4),

@@ -32,6 +32,7 @@ async def values_of(handle: Any) -> dict[int, dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 async def test_supervised_steps_come_first_and_rl_goes_on_from_them(cluster: Standing) -> None:
     text = cluster.yaml(
         "tests.support.tiny_team:play",

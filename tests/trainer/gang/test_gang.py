@@ -124,6 +124,7 @@ def test_a_gang_that_cannot_be_is_refused() -> None:
         Gangs(hosts).check("solver", 2)
 
 
+@pytest.mark.slow
 def test_a_gang_learns_from_sharded_teachers_as_one_device_does(
     tokenizer: Path, gangs: Gangs
 ) -> None:
