@@ -192,8 +192,8 @@ class Preparation:
         return with_defaults(spec, self._gpu, embedded=on_gpu)
 
     def resolved(self, given: JobSpec, job: PreparedJob) -> list[pb.ResolvedSetting]:
-        """What became, in a job of this worker, of settings that the job as `given` may leave open,
-        and who decided."""
+        """Resolved settings that the job as `given` may leave open: value on this worker, and who
+        decided."""
         found: list[pb.ResolvedSetting] = []
 
         def add(field: str, asked: object, value: object, source: str) -> None:

@@ -184,12 +184,12 @@ class PreparedJob:
                 remedy=f"Known: {', '.join(sorted(self.policies))}.",
             ) from None
 
-    async def sleep(self, names: Iterable[str], drain_seconds: float) -> None:
+    async def sleep(self, names: Iterable[str]) -> None:
         """Take the engines of these policies off their devices. Raises `InvalidArgument` for an
         unknown policy, and the error of an engine that keeps its memory."""
         policies = [self.policy(name) for name in names]
         await self.moves.settled()
-        await wait_for_all(policy.sleep(drain_seconds) for policy in policies)
+        await wait_for_all(policy.sleep() for policy in policies)
 
     async def wake(self, names: Iterable[str]) -> None:
         """Bring the engines of these policies back to their devices and targets. Raises

@@ -18,7 +18,6 @@ from services.chassis.heartbeat import Heartbeat, given_devices
 from services.chassis.model_files import ModelFiles
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
-from services.rollout.engines.base import DRAIN_SECONDS
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import DeviceSpeed, SamplingParams
 from services.rollout.engines.server_process import EngineDevices
@@ -233,19 +232,15 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self, request: pb.SleepEnginesRequest, context: Any
     ) -> pb.SleepEnginesResponse:
         """Take engines of a job off their devices."""
-        job = self._jobs.get(request.job_id)
-        await job.sleep(request.policies, DRAIN_SECONDS)
+        await self._jobs.get(request.job_id).sleep(request.policies)
         return pb.SleepEnginesResponse()
 
     async def WakeEngines(
         self, request: pb.WakeEnginesRequest, context: Any
     ) -> pb.WakeEnginesResponse:
         """Bring engines of a job back to their devices and targets."""
-        job = self._jobs.get(request.job_id)
-        await job.wake(request.policies)
-        for name in request.policies:
-            self._runner.policy_updated(job.job_id, name)
-        return pb.WakeEnginesResponse(engines=job.statuses(self._worker_id))
+        await self._jobs.get(request.job_id).wake(request.policies)
+        return pb.WakeEnginesResponse()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """One response of a policy to messages or token ids."""

@@ -103,7 +103,7 @@ def make_learner(
 def resolved_settings(
     policy: str, spec: JobSpec, settings: TrainerSettings, device: torch.device
 ) -> list[pb.ResolvedSetting]:
-    """What becomes on this device of settings of a policy that the job may leave open, and who
+    """Resolved settings of a policy that the job may leave open: value on this device, and who
     decided. Blocking: reads the model's configuration."""
     source = spec.policies[policy]
     if source.model is None or source.simulated is not None:

@@ -28,7 +28,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """What an advantage is given: n samples of one policy. A sample's advantage may depend on its
+    """Arguments of an advantage: n samples of one policy. A sample's advantage may depend on its
     own entries only, since micro-batches are cut as samples come; its group's rewards, and the
     statistics of its step, are among them."""
 

@@ -49,7 +49,7 @@ class DataError(WorkflowError):
 
 @dataclass(frozen=True)
 class RowsReport:
-    """What became of the rows of a data set."""
+    """Counts and examples of kept and dropped rows of a data set."""
 
     source: str
     """The data set and its split."""

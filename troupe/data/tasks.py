@@ -37,9 +37,9 @@ class TaskSplit:
         self._length = length
         self._shuffled = shuffled
         self.source = source
-        """What the items come from, for messages."""
+        """Name of the items' source, for messages."""
         self.notes: list[str] = []
-        """What became of the rows of a data set."""
+        """Texts for the user: rows of a data set that were kept and dropped."""
 
     def __len__(self) -> int:
         return self._length

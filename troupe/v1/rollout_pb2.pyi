@@ -626,17 +626,12 @@ Global___WakeEnginesRequest: _TypeAlias = WakeEnginesRequest  # noqa: Y015
 class WakeEnginesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENGINES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
     def __init__(
         self,
-        *,
-        engines: _abc.Iterable[Global___EngineStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

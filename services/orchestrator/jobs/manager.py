@@ -38,7 +38,6 @@ _LONGEST_LIST: Final = 2000
 # Seconds between pings of a Redis that is away.
 _RETRY_SECONDS: Final = 2.0
 _RESUMABLE: Final = (pb.JOB_STATE_PAUSED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED)
-_ROLLOUT: Final = orch.WORKER_KIND_ROLLOUT
 _RUNS: Final = (pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING)
 
 
@@ -236,7 +235,8 @@ class Jobs:
     def _check_turns(self, job_id: str, spec: JobSpec) -> None:
         """Raises `FailedPrecondition` if this job and one that runs would be on the same devices,
         of which one of them takes turns with its own trainers only."""
-        if not any(one.beat.devices for one in self._shared.workers.usable(_ROLLOUT)):
+        workers = self._shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+        if not any(one.beat.devices for one in workers):
             return
         others = [
             other

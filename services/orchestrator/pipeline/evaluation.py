@@ -37,7 +37,7 @@ NO_TURNS_REMEDY: Final = (
 
 
 class EvaluationRunner:
-    """One evaluation after `step` steps, of the same held-out queries each time.
+    """Evaluation after `step` steps, of the same held-out queries each time.
 
     Its samples are neither stored nor trained on.
     """
@@ -155,7 +155,7 @@ class SolvedQueries:
 
 
 def success_of(event: ro.TrajectoryEvent, name: str | None) -> float:
-    """What says whether a completed trajectory solved its query (`success` of an evaluation);
+    """Rule by which a completed trajectory has solved its query (`success` of an evaluation);
     minus infinity where it has no such value."""
     rewards = dict(event.rewards)
     if name is None:

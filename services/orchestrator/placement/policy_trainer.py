@@ -142,7 +142,7 @@ class PolicyTrainer:
 
     @property
     def shortage(self) -> str:
-        """What it waits for while the trainers that are up form too small gangs; else empty."""
+        """Text that says which gang is waited for while trainers form smaller ones; else empty."""
         few = self._lease.shortage
         what = (
             "" if few is None else f"its gang has {few.ranks}, the trainers form one of {few.most}"

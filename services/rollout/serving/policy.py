@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import structlog
 
@@ -20,7 +20,6 @@ from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow.languages import Language
 
 log = structlog.get_logger(__name__)
-T = TypeVar("T")
 
 # Drain time at a release. Trajectories have ended before: only Generate calls are in flight.
 _RELEASE_SECONDS = 2.0
@@ -187,29 +186,27 @@ class ServedPolicy:
                 self._target.rolling = False
                 self.router.wake()
 
-    async def sleep(self, drain_seconds: float) -> None:
+    async def sleep(self) -> None:
         """Take the engines off their devices until `wake`. Repeatable.
 
         Raises the error of an engine that keeps its memory; the others sleep then.
         """
         async with self._updating:
-            await wait_for_all(keeper.sleep(drain_seconds) for keeper in self._keepers.values())
+            await wait_for_all(keeper.sleep() for keeper in self._keepers.values())
 
-    async def wake(self) -> float:
-        """Bring the engines back to their devices and to the target; returns exposed seconds,
-        summed. Repeatable.
+    async def wake(self) -> None:
+        """Bring the engines back to their devices and to the target. Repeatable.
 
         An engine that fails is left to its keeper if another one serves; if none does, the error is
         raised.
         """
         async with self._updating:
             try:
-                return sum(await wait_for_all(keeper.wake() for keeper in self._keepers.values()))
+                await wait_for_all(keeper.wake() for keeper in self._keepers.values())
             except TroupeError as error:
                 if not any(keeper.serves_target for keeper in self._keepers.values()):
                     raise
                 log.error("an engine did not wake", policy=self.name, error=str(error))
-                return 0.0
             finally:
                 self.router.wake()
 
@@ -305,13 +302,11 @@ class ServedPolicy:
             keeper.nudge()
 
 
-async def wait_for_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all parts, which run at once; the first error once all have ended."""
-    results = await asyncio.gather(*work, return_exceptions=True)
-    for result in results:
+async def wait_for_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all parts at once; raises the first error once all have ended."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
-    return cast(list[T], results)
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[float]]) -> None:

@@ -110,7 +110,7 @@ class EngineKeeper:
         self._on_change()
         return exposed
 
-    async def sleep(self, drain_seconds: float) -> None:
+    async def sleep(self) -> None:
         """Take the engine off its devices until `wake`; one that is down stays down. Repeatable.
 
         Raises what `Engine.sleep` raises: then the engine has not left its devices.
@@ -119,13 +119,13 @@ class EngineKeeper:
             if self._retired:
                 return
             if not self.is_down:
-                await self.engine.sleep(drain_seconds=drain_seconds)
+                await self.engine.sleep()
             self._off_device = True
 
-    async def wake(self) -> float:
+    async def wake(self) -> None:
         """Bring the engine back to its devices and to the policy's target. Repeatable.
 
-        Returns the seconds in which the update kept it from serving. Raises as `reach_target` does.
+        Raises as `reach_target` does.
         """
         async with self._lock:
             self._off_device = False
@@ -137,7 +137,7 @@ class EngineKeeper:
                     raise self._start_timed_out("wake") from error
                 except EngineDied as error:  # it is started anew
                     log.warning("an engine died asleep", reason=error.message)
-        return await self.reach_target()
+        await self.reach_target()
 
     async def check_target(self) -> None:
         """Raise `WeightsRefused` when the target cannot fit the engine's model; changes nothing."""

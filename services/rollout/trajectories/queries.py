@@ -52,7 +52,7 @@ class QuerySource:
 
     @property
     def notes(self) -> list[str]:
-        """What became of the rows of data sets, for the user."""
+        """Texts for the user: rows of data sets that were kept and dropped."""
         return [note for _, split in sorted(self._splits.items()) for note in split.notes]
 
     async def load(self, split: str, evaluation: str = "") -> int:

@@ -212,7 +212,7 @@ class Teaching:
 
     @torch.no_grad()
     def teacher(self, batch: PackedBatch) -> Teacher:
-        """Its hidden states and output layer, for `linear_loss`."""
+        """Hidden states and output layer of the model, for `linear_loss`."""
         found: list[Teacher] = []
 
         def head(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
