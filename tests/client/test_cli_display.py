@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from troupe.client import Activity, Job, JobState, MetricsLogged, Notice, StateChanged
+from troupe.client.cli.display import LiveDisplay, PlainDisplay, Progress, print_summary, scores
 from troupe.client.cli.options import change, duration, number, size, sparkline
-from troupe.client.cli.train import LiveDisplay, PlainDisplay, Progress, print_summary, scores
 from troupe.job import parse_job
 from troupe.rpc import FailedPrecondition, Internal
 

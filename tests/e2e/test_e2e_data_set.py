@@ -13,8 +13,8 @@ from examples.data_set import tiny
 from tests.e2e.conftest import House
 from troupe.checkpoints.retention import versions_of_all
 from troupe.client import Notice
+from troupe.client.cli.display import print_summary
 from troupe.client.cli.jobs import only_evaluated
-from troupe.client.cli.train import print_summary
 
 JOB = Path(tiny.__file__).with_name("job.yaml")
 

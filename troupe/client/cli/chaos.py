@@ -18,8 +18,7 @@ from rich.table import Table
 
 from troupe.client.aio import data_directory
 from troupe.client.cli import options
-from troupe.client.cli.failures import FAILED
-from troupe.client.cli.interrupts import Interrupted, Interrupts
+from troupe.client.cli.failures import FAILED, Interrupted, Interrupts
 from troupe.client.cli.options import duration, make_table
 from troupe.client.cli.specification import load_with
 

@@ -1,17 +1,24 @@
-"""Exceptions of a command as lines on stderr and an exit status."""
+"""How a command ends: its errors as lines on stderr and an exit status; signals during it."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, Self, TypeVar
 
 import typer
 
 from troupe.job import JobSpecError
 from troupe.rpc.addresses import without_secrets
 from troupe.rpc.errors import AlreadyExists, InvalidArgument, NotFound, TroupeError
+
+T = TypeVar("T")
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK_VARIABLE = "TROUPE_TRACEBACK"
@@ -71,3 +78,63 @@ def _usage(error: BaseException) -> list[str]:
 
 def _line(text: str) -> str:
     return "error: " + without_secrets(" ".join(text.split()))
+
+
+# Each interrupts the work in progress: the first can end it in order, the second at once.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """Raised by `Interrupts.guard` when a signal came before the work was done."""
+
+
+class Interrupts:
+    """Handles SIGINT, SIGTERM and SIGHUP of this process; a context manager (main thread only).
+
+    A signal cancels the work that `guard` awaits; between guards it is kept for the next one.
+    """
+
+    def __init__(self) -> None:
+        """Handlers are installed by `__enter__`."""
+        self.signal: signal.Signals | None = None
+        self._pending = asyncio.Event()
+
+    @property
+    def status(self) -> int:
+        """The exit status by the shell's convention: 130 after Ctrl-C."""
+        return 128 + (self.signal or signal.SIGINT)
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, or `Interrupted` when a signal comes first.
+
+        `work` is cancelled then, and awaited, so that its clean-up is done.
+        """
+        task = asyncio.ensure_future(work)
+        waiting = asyncio.ensure_future(self._pending.wait())
+        try:
+            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            self._pending.clear()
+            raise Interrupted
+        finally:
+            waiting.cancel()
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._received, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+    def _received(self, number: signal.Signals) -> None:
+        self.signal = self.signal or number
+        self._pending.set()

@@ -26,17 +26,11 @@ from troupe.checkpoints.retention import copy_checkpoint, none_such, versions_of
 from troupe.checkpoints.verifying import Lineage
 from troupe.client.aio import AsyncClient, data_directory
 from troupe.client.cli import options
+from troupe.client.cli.display import Progress, follow, make_display, print_summary
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.options import call, duration, make_table, score
 from troupe.client.cli.specification import apply_assignments
-from troupe.client.cli.train import (
-    Progress,
-    TrainPlan,
-    follow,
-    make_display,
-    print_summary,
-    run,
-)
+from troupe.client.cli.train import TrainPlan, run
 from troupe.client.records import Audit, Job, JobState
 from troupe.job.loading import job_of, load_text
 from troupe.rpc.errors import InvalidArgument, TroupeError

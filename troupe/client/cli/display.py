@@ -1,0 +1,485 @@
+"""A job on a terminal: its progress while it runs, its scores and places when it has ended."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import PurePath
+from typing import TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from troupe.client.cli.options import change, duration, make_table, number, score, sparkline
+from troupe.client.handle import AsyncJobHandle
+from troupe.client.records import (
+    Activity,
+    Checkpoint,
+    Event,
+    Job,
+    JobState,
+    MetricsLogged,
+    Notice,
+    StateChanged,
+)
+
+# Steps over which the pace is averaged for the estimated time left.
+_PACE_STEPS = 5
+# What metrics of evaluations begin with: that of the section `evaluation`, and named ones.
+EVALUATION = "evaluation/"
+EVALUATIONS = "evaluations/"
+
+
+@dataclass(frozen=True)
+class PolicyLine:
+    """The newest metrics of one policy, for a line of the display."""
+
+    name: str
+    version: int
+    # Whether the newest step updated it; None: the step has no metric about that.
+    updated: bool | None
+    loss: float | None
+    grad_norm: float | None
+    kl: float | None
+    entropy: float | None
+
+
+class Progress:
+    """State of a job for display, built from its events, which `apply` takes in order."""
+
+    def __init__(self, job: Job) -> None:
+        """Starts from the job's record as it was before the first event."""
+        spec = job.spec
+        self.job_id = job.id
+        self.mode = job.mode
+        self.total_steps = job.total_steps
+        self.agents = list(spec.get("agents", {}))
+        self.policies = [
+            name for name, policy in spec.get("policies", {}).items() if policy["trainable"]
+        ]
+        self.state = job.state
+        self.step = 0
+        self.activity = ""
+        self.activity_done: tuple[float, float] = (0.0, 0.0)
+        self.metrics: dict[str, float] = {}
+        # Metrics of the newest step alone: a missing value must not be one of an earlier step.
+        self.newest: Mapping[str, float] = {}
+        self.rewards: defaultdict[str, list[float]] = defaultdict(list)
+        self.before: dict[str, float] = {}
+        self.evaluation: dict[str, float] = {}
+        self.problem = job.problem
+        # Counted from the events, so that a replay shows the versions of its time.
+        self._versions = dict.fromkeys(self.policies, 0)
+        self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
+        self._last_step_at: float | None = None
+
+    def apply(self, event: Event) -> None:
+        """Update the state with one event."""
+        match event:
+            case StateChanged():
+                self.state = event.state
+                self.problem = event.problem
+                if event.state != JobState.RUNNING:
+                    # Time spent paused or starting must not count as that of a step.
+                    self._last_step_at = None
+                if event.state.ended:
+                    self.activity = ""
+            case MetricsLogged():
+                self._add_metrics(event)
+            case Activity():
+                self.activity = event.text
+                self.activity_done = (event.done, event.total)
+                self.total_steps = event.total_steps or self.total_steps
+            case Notice():
+                pass
+
+    def _add_metrics(self, event: MetricsLogged) -> None:
+        self.metrics.update(event.values)
+        if is_step(event):
+            self.newest = event.values
+        evaluation = evaluation_of(event)
+        if evaluation:
+            self.before = evaluation | self.before
+            self.evaluation = self.evaluation | evaluation
+        if not is_step(event):
+            return
+        self.step = max(self.step, event.step)
+        for policy in self.policies:
+            self._versions[policy] += _updates(event.values, policy)
+        for agent in self.agents:
+            value = event.values.get(f"reward/{agent}/mean")
+            if value is not None:
+                self.rewards[agent].append(value)
+        at = event.at.timestamp()
+        seconds = event.values.get("step/seconds")
+        if seconds is None and self._last_step_at is not None:
+            seconds = at - self._last_step_at
+        if seconds is not None:
+            self._pace.append(seconds)
+        self._last_step_at = at
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Generated tokens per second in the newest step."""
+        return self.newest.get("rollout/tokens_per_second")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated seconds until the job ends, by the pace of the newest steps; None: unknown."""
+        if not self._pace or self.state.ended:
+            return None
+        return sum(self._pace) / len(self._pace) * max(0, self.total_steps - self.step)
+
+    def reward(self, agent: str) -> float | None:
+        """The agent's mean reward in the newest step."""
+        return self.newest.get(f"reward/{agent}/mean")
+
+    def policy(self, name: str) -> PolicyLine:
+        """The newest metrics of a policy; None each where the newest step did not update it."""
+        known = f"{name}/skipped" in self.newest
+        updated = _updates(self.newest, name) if known else None
+
+        def get(metric: str) -> float | None:
+            return None if updated is False else self.metrics.get(f"{name}/{metric}")
+
+        return PolicyLine(
+            name=name,
+            version=self._versions[name],
+            updated=updated,
+            loss=get("loss/policy"),
+            grad_norm=get("grad_norm"),
+            kl=get("kl"),
+            entropy=get("entropy"),
+        )
+
+
+def _updates(values: Mapping[str, float], policy: str) -> bool:
+    """Whether a step with these metrics updated the policy."""
+    return values.get(f"{policy}/skipped") == 0 and values.get(f"{policy}/samples", 0) > 0
+
+
+def is_step(event: MetricsLogged) -> bool:
+    """Whether the metrics are those of a training step (and not of an evaluation alone)."""
+    return any(not name.startswith((EVALUATION, EVALUATIONS)) for name in event.values)
+
+
+def evaluation_of(event: MetricsLogged) -> dict[str, float]:
+    """Held-out scores among the metrics: the team's and each agent's, pass@k and maj@k, by name;
+    those of a named evaluation as `<evaluation>/<name>`."""
+    scores: dict[str, float] = {}
+    for metric, value in sorted(event.values.items()):
+        if metric.startswith(EVALUATIONS):
+            label, _, name = metric.removeprefix(EVALUATIONS).partition("/")
+            label += "/"
+        elif metric.startswith(EVALUATION):
+            label, name = "", metric.removeprefix(EVALUATION)
+        else:
+            continue
+        parts = name.split("/")
+        if name.startswith(("pass@", "maj@")) and len(parts) == 1:
+            scores[label + name] = value
+        elif parts[0] == "reward" and len(parts) == 3:
+            scores[label + parts[1]] = value
+        elif parts == ["team", "mean"]:
+            scores[f"{label}team"] = value
+    return scores
+
+
+_STATE_STYLE = {
+    "running": "bold green",
+    "succeeded": "bold green",
+    "failed": "bold red",
+    "cancelled": "bold yellow",
+    "paused": "bold yellow",
+    "pausing": "yellow",
+    "cancelling": "yellow",
+}
+_SEVERITY_STYLE = {"info": "dim", "warning": "yellow", "error": "red"}
+
+
+class LiveDisplay:
+    """A live table on a terminal, below the lines of notices. A context manager."""
+
+    def __init__(self, console: Console) -> None:
+        """`console` must be a terminal."""
+        self._console = console
+        self._live = Live(
+            console=console, refresh_per_second=4, transient=False, vertical_overflow="ellipsis"
+        )
+        self._ascii = not (console.encoding or "").lower().startswith("utf")
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.__exit__(None, None, None)
+
+    def say(self, text: str) -> None:
+        """Print one line above the live table."""
+        self._console.print(escape(text), style="dim", highlight=False)
+
+    def show(self, progress: Progress, event: Event) -> None:
+        """Redraw `progress`, to which `event` has been applied."""
+        match event:
+            case Notice():
+                style = _SEVERITY_STYLE[event.severity]
+                self._console.print(escape(event.text), style=style, highlight=False)
+            case StateChanged() if event.problem is not None:
+                self._console.print(escape(str(event.problem)), style="red", highlight=False)
+        self._live.update(self.picture(progress))
+
+    def picture(self, progress: Progress) -> RenderableType:
+        """The tables of agents and policies with the current activity."""
+        parts: list[RenderableType] = [self._header(progress), self._agents(progress)]
+        if progress.policies:
+            parts.append(self._policies(progress))
+        parts.append(_activity(progress))
+        return Group(*parts)
+
+    def _header(self, progress: Progress) -> RenderableType:
+        line = Text.assemble(
+            (progress.job_id, "bold"),
+            "  ",
+            (str(progress.state), _STATE_STYLE.get(progress.state, "cyan")),
+            f"  {progress.mode}  step {progress.step}/{progress.total_steps}",
+            f"  eta {duration(progress.seconds_left)}",
+            # Small networks generate no tokens.
+            f"  {number(progress.tokens_per_second)} tok/s" if progress.tokens_per_second else "",
+        )
+        grid = Table.grid(padding=(0, 0))
+        grid.add_row(line)
+        grid.add_row(ProgressBar(total=max(1, progress.total_steps), completed=progress.step))
+        return grid
+
+    def _agents(self, progress: Progress) -> RenderableType:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("agent")
+        table.add_column("reward", justify="right")
+        table.add_column("held out", justify="right")
+        table.add_column("training reward per step", min_width=24)
+        for agent in progress.agents:
+            values = progress.rewards.get(agent, [])
+            table.add_row(
+                escape(agent),
+                score(progress.reward(agent)),
+                score(progress.evaluation.get(agent)),
+                Text(sparkline(values, ascii_only=self._ascii), style="cyan"),
+            )
+        if "team" in progress.evaluation or "team/mean" in progress.metrics:
+            team, held_out = progress.newest.get("team/mean"), progress.evaluation.get("team")
+            table.add_row(Text("team", style="italic"), score(team), score(held_out), "")
+        return table
+
+    def _policies(self, progress: Progress) -> RenderableType:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in ("policy", "version", "loss", "grad norm", "kl", "entropy"):
+            table.add_column(column, justify="left" if column == "policy" else "right")
+        for name in progress.policies:
+            policy = progress.policy(name)
+            table.add_row(
+                escape(name),
+                str(policy.version),
+                "no update" if policy.updated is False else number(policy.loss),
+                number(policy.grad_norm),
+                number(policy.kl),
+                number(policy.entropy),
+            )
+        return table
+
+
+def _activity(progress: Progress) -> RenderableType:
+    done, total = progress.activity_done
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    if not progress.activity or total <= 0:
+        grid.add_row(Text(progress.activity, style="dim"))
+    else:
+        bar = ProgressBar(total=total, completed=done, width=24)
+        grid.add_row(bar, Text(progress.activity, style="dim"))
+    return grid
+
+
+class PlainDisplay:
+    """Prints a line per event, where the output is no terminal. A context manager."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """`stream` is flushed after each line, for `tee` and CI logs."""
+        self._stream = stream
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        print(text, file=self._stream, flush=True)
+
+    def show(self, progress: Progress, event: Event) -> None:
+        """Print a line about `event`, which has been applied to `progress`; none for activities."""
+        match event:
+            case StateChanged():
+                why = f": {event.problem}" if event.problem else ""
+                self.say(f"job {progress.job_id} is {event.state}{why}")
+            case Notice():
+                self.say(f"{event.severity}: {event.text}")
+            case MetricsLogged() if is_step(event):
+                self.say(self._step_line(progress))
+            case MetricsLogged():
+                scores = " ".join(f"{k} {score(v)}" for k, v in evaluation_of(event).items())
+                self.say(f"evaluation after {event.step} steps | {scores}")
+
+    def _step_line(self, progress: Progress) -> str:
+        parts = [f"step {progress.step}/{progress.total_steps}"]
+        rewards = [
+            f"{agent} {score(value)}"
+            for agent in progress.agents
+            if (value := progress.reward(agent)) is not None
+        ]
+        if "team/mean" in progress.newest:
+            rewards.append(f"team {score(progress.newest['team/mean'])}")
+        if rewards:
+            parts.append("reward " + " ".join(rewards))
+        for name in progress.policies:
+            policy = progress.policy(name)
+            numbers = f"loss {number(policy.loss)} grad {number(policy.grad_norm)}"
+            if policy.updated is False:
+                numbers = "no update"
+            parts.append(f"{name} v{policy.version} {numbers}")
+        if progress.tokens_per_second:  # small networks generate no tokens
+            parts.append(f"{number(progress.tokens_per_second)} tok/s")
+        parts.append(f"eta {duration(progress.seconds_left)}")
+        return " | ".join(parts)
+
+
+Display = LiveDisplay | PlainDisplay
+
+
+def make_display(console: Console) -> Display:
+    """The live display on a terminal, else the plain one."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveDisplay(console)
+    return PlainDisplay(sys.stdout)
+
+
+async def follow(
+    handle: AsyncJobHandle,
+    progress: Progress,
+    display: Display,
+    since: datetime | None = None,
+) -> None:
+    """Show the job until it has ended; events before `since` are applied but not shown."""
+    async for event in handle.watch():
+        progress.apply(event)
+        if since is None or event.at >= since:
+            display.show(progress, event)
+
+
+_TRAINING = "training reward"
+_NO_EVALUATION = (
+    "Of the first and the last step; what was not trained on is scored where the job has "
+    "evaluation.queries."
+)
+
+
+def print_summary(
+    console: Console,
+    job: Job,
+    checkpoints: list[Checkpoint],
+    progress: Progress | None = None,
+    panel: str = "",
+) -> None:
+    """Print the scores of a job and where its files are. `panel`: how to open the panel."""
+    console.print()
+    took = ""
+    if job.started_at and job.ended_at:
+        took = f" in {duration((job.ended_at - job.started_at).total_seconds())}"
+    console.print(
+        f"[bold]{escape(job.id)}[/bold] {job.state}{took} after {job.step} of "
+        f"{job.total_steps} steps",
+        highlight=False,
+    )
+    if job.problem is not None and job.state == JobState.SUCCEEDED:
+        console.print(
+            f"[bold yellow]nothing was learned[/bold yellow]: {escape(str(job.problem))}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    title, rows = scores(job, progress)
+    if rows and not job.total_steps:
+        table = make_table((title,), ("score", "95 % interval"))
+        for name, value, _ in rows:
+            table.add_row(escape(name), score(value), interval_of(job, name))
+        console.print(table)
+    elif rows:
+        table = make_table((title,), ("before", "after", "change"))
+        for name, before, after in rows:
+            table.add_row(
+                escape(name),
+                score(before),
+                f"{score(after)} {interval_of(job, name)}".rstrip(),
+                change(before, after),
+            )
+        console.print(table)
+        if title == _TRAINING:
+            console.print(_NO_EVALUATION, highlight=False, soft_wrap=True)
+    for name, place in places(job, checkpoints, panel):
+        # soft_wrap: a path with a line break cannot be copied.
+        console.print(f"{name:<12} {escape(place)}", highlight=False, soft_wrap=True)
+
+
+def interval_of(job: Job, name: str) -> str:
+    """The newest 95 % interval of a score, where it has one."""
+    for prefix in (EVALUATION, EVALUATIONS):
+        bounds = [job.metrics.get(f"{prefix}{name}/{end}") for end in ("low", "high")]
+        if None not in bounds:
+            return " to ".join(map(score, bounds))
+    return ""
+
+
+def scores(
+    job: Job, progress: Progress | None
+) -> tuple[str, list[tuple[str, float | None, float | None]]]:
+    """Title and rows (name, before, after) of the table of scores.
+
+    Held-out evaluation where the job has one, else the training rewards of the first and the last
+    step.
+    """
+    names = [n for n in {**job.before, **job.after} if "trajectories/" not in n]
+    if names:
+        # Named evaluations one after another, in each of them rewards last.
+        names.sort(key=lambda n: (n.partition("reward/")[0].rpartition("/")[0], "reward/" in n, n))
+        return "held out", [(n, job.before.get(n), job.after.get(n)) for n in names]
+    if progress is None:
+        return "", []
+    rewards = {agent: values for agent, values in progress.rewards.items() if values}
+    return _TRAINING, [(a, v[0], v[-1]) for a, v in rewards.items()]
+
+
+def places(job: Job, checkpoints: list[Checkpoint], panel: str) -> list[tuple[str, str]]:
+    """(name, path or command) of the metrics, logs and checkpoints of a job."""
+    found: list[tuple[str, str]] = []
+    if job.directory:
+        directory = PurePath(job.directory)
+        found.append(("metrics", str(directory / "metrics.jsonl")))
+        if job.spec.get("logging", {}).get("tensorboard"):
+            found.append(("tensorboard", f"tensorboard --logdir {directory / 'tensorboard'}"))
+    newest: dict[str, Checkpoint] = {}
+    for checkpoint in checkpoints:
+        known = newest.get(checkpoint.policy)
+        if known is None or known.version < checkpoint.version:
+            newest[checkpoint.policy] = checkpoint
+    for index, policy in enumerate(sorted(newest)):
+        found.append(("checkpoints" if index == 0 else "", newest[policy].path))
+    if panel:
+        found.append(("panel", panel))
+    return found
