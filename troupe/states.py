@@ -12,8 +12,8 @@ from troupe.v1 import common_pb2 as pb
 
 # Metric of a completed trajectory that opened an endpoint, was rewarded, and made no turn.
 UNUSED_ENDPOINT: Final = "endpoint_unused"
-# The split of tickets whose queries are demonstrations (`supervised`).
-SUPERVISED: Final = "supervised"
+# The split of tickets whose queries are rows to learn from (`supervised`, `preferences`).
+OFFLINE: Final = "offline"
 # By state: the states that may follow it.
 Table = Mapping[int, frozenset[int]]
 

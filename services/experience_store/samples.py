@@ -135,6 +135,7 @@ _BEHIND: Final = frozenset(
         "earned",
         "final_reward",
         "demonstration",
+        "preference",
     }
 )
 _BEHIND_BYTES: Final = 256

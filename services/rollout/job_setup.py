@@ -314,8 +314,8 @@ class Preparation:
         workflow, queries, demonstrations = None, None, None
         count_tokens = token_counter(spec, languages)
         try:
-            if spec.supervised is not None:
-                demonstrations = QuerySource(spec.supervised.tasks, spec.seed, count_tokens)
+            if spec.offline is not None:
+                demonstrations = QuerySource(spec.offline.tasks, spec.seed, count_tokens)
                 await demonstrations.load("train")
             if spec.workflow is not None and spec.tasks is not None:
                 evaluations = {name: one.tasks for name, one in spec.evaluations.items()}

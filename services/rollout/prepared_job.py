@@ -144,7 +144,7 @@ class PreparedJob:
     queries: QuerySource | None
     """None, like `workflow`, where networks play in `arena` or nobody plays."""
     demonstrations: QuerySource | None
-    """The rows of `supervised`."""
+    """The rows of `supervised` or `preferences`."""
     arena: Arena | None
     functions: JobFunctions
     policies: Mapping[str, ServedPolicy]

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from examples.preferences.pairs import Pairs
 from examples.supervised.rows import Rows
 from tests.workflow.stage import END, THINKING, make_chat
 from troupe.client.cli.specification import try_imports
-from troupe.data.demonstrations import Demonstration, demonstrations_of
+from troupe.data.demonstrations import Demonstration, demonstrations_of, preferences_of
 from troupe.job import load_job
 from troupe.workflow import Role, Sampling, WorkflowError
 
@@ -133,3 +134,76 @@ def test_the_rows_of_the_example_can_be_learned() -> None:
         (one,) = demonstrations_of(rows[index], who)
         assert one.agent == ("solver", "checker")[index % 2]
         assert one.response_ids[-1] == who["solver"].tokenizer.end_id
+
+
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": "hi", "chosen": "hello", "rejected": "go away"},
+    {
+        "prompt": HELLO[:1],
+        "chosen": HELLO[1:],
+        "rejected": [{"role": "assistant", "content": "go away"}],
+    },
+    {
+        "chosen": HELLO,
+        "rejected": [HELLO[0], {"role": "assistant", "content": "go away"}],
+        "agent": "solver",
+    },
+]
+
+
+@pytest.mark.parametrize("row", PAIRS)
+def test_all_forms_of_a_pair_say_the_same(row: dict[str, Any]) -> None:
+    who = roles("solver")
+    found = preferences_of(row, who)
+    (prompt, good), (same, bad) = texts(found, who)
+    assert prompt == same
+    assert (good, bad) == (f"hello{END}", f"go away{END}")
+    assert [(one.chosen, one.turn) for one in found] == [(True, 0), (False, 1)]
+
+
+def test_of_a_pair_all_replies_of_a_completion_count_and_of_a_conversation_the_last() -> None:
+    who = roles("solver")
+    row = {"prompt": MORE[:1], "chosen": MORE[1:], "rejected": "no"}
+    assert [one.chosen for one in preferences_of(row, who)] == [True, True, False]
+    whole = preferences_of({"chosen": MORE, "rejected": HELLO}, who)
+    assert [reply for _, reply in texts(whole, who)] == [f"so long{END}", f"hello{END}"]
+
+
+def test_a_pair_is_cut_off_or_left_out_as_a_whole() -> None:
+    who = roles("solver")
+    row = {"prompt": "hi", "chosen": "hello", "rejected": "no"}
+    whole = preferences_of(row, who)
+    prompt, longest = len(whole[0].prompt_ids), len(whole[0].response_ids)
+    cut = preferences_of(row, who, max_tokens=prompt + longest - 1)
+    assert [one.truncated for one in cut] == [True, False]
+    assert preferences_of(row, who, max_tokens=prompt) == []
+    # A side of which nothing is left takes the other with it.
+    longer = {"chosen": MORE, "rejected": HELLO}
+    assert preferences_of(longer, who, max_tokens=prompt + longest) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "hi", "chosen": "a"}, "has the fields prompt, chosen"),
+        ({"chosen": "a", "rejected": "b"}, "without a `prompt`, `chosen` must be a list"),
+        ({"prompt": HELLO[:1], "chosen": HELLO[1:], "rejected": HELLO[:1]}, "of `rejected`, "),
+        ({"prompt": "hi", "chosen": "a", "rejected": "b", "agent": "nobody"}, "'nobody' learns"),
+    ],
+)
+def test_a_pair_that_cannot_be_learned_says_why(row: dict[str, Any], why: str) -> None:
+    with pytest.raises(WorkflowError, match=why) as refused:
+        preferences_of(row, roles("solver"))
+    assert (refused.value.kind, refused.value.field) == ("bad_preference", "preferences.tasks")
+
+
+def test_the_pairs_of_the_example_can_be_learned() -> None:
+    spec = load_job(Path(__file__).parents[2] / "examples/preferences/job.yaml")
+    assert spec.preferences is not None
+    assert "preferences.tasks.source" in try_imports(spec)
+    who, pairs = roles("solver", "checker"), Pairs("train")
+    for index in (0, 1, 7):
+        good, bad = preferences_of(pairs[index], who)
+        assert good.agent == bad.agent == ("solver", "checker")[index % 2]
+        assert good.prompt_ids == bad.prompt_ids
+        assert good.response_ids != bad.response_ids

@@ -1,4 +1,4 @@
-"""Supervised steps through the whole product: alone, and before reinforcement learning."""
+"""Steps that learn from rows through the whole product: alone, and before RL."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from troupe.cluster.state import running_state
 
 pytestmark = pytest.mark.timeout(400)
 SHOWN = {"source": "tests.support.tiny_team:Demonstrations"}
+PAIRS = {"source": "tests.support.tiny_team:Pairs"}
 
 
 @pytest.fixture(scope="module")
@@ -89,4 +90,44 @@ async def test_a_job_of_demonstrations_alone_goes_on_after_its_services_die(
         audit = await handle.audit()
     assert [steps[n]["solver/samples"] for n in range(1, 9)] == [4.0] * 8
     assert steps[8]["solver/supervised/loss"] < steps[1]["solver/supervised/loss"]
+    assert audit.passed, audit
+
+
+@pytest.mark.slow
+async def test_preferences_are_learned_although_services_die_and_rl_goes_on_from_them(
+    cluster: Standing,
+) -> None:
+    preferences = {"tasks": PAIRS, "steps": 8, "rows_per_step": 8, "lr": 0.01, "beta": 0.5}
+    text = cluster.yaml(
+        "tests.support.tiny_team:play",
+        **{
+            "pipeline.steps": 9,
+            "pipeline.mode": "sync",
+            # Also pairs whose sides are claimed apart.
+            "pipeline.micro_batch_samples": 3,
+            "preferences": preferences,
+        },
+    )
+    async with cluster.client() as client:
+        handle = await client.submit(text)
+        await until(handle, lambda one: one.step >= 2)
+        state = running_state(cluster.data_dir)
+        assert state is not None
+        for service in state.services:
+            if service.name.startswith(("trainer", "rollout")):
+                cluster.kill(service.name)
+        end = await ended(handle)
+        assert end.job.state == JobState.SUCCEEDED, end.job.problem
+        steps = await values_of(handle)
+        audit = await handle.audit()
+    for policy in ("solver", "checker"):
+        # Four rows of two replies each.
+        assert [steps[n][f"{policy}/samples"] for n in range(1, 9)] == [8.0] * 8
+        losses = [steps[n][f"{policy}/preference/loss"] for n in range(1, 9)]
+        # The reference is the first version, also in the trainers that began anew.
+        assert losses[0] == pytest.approx(0.6931, abs=1e-3)
+        assert losses[-1] < 0.5 * losses[0]
+        assert steps[8][f"{policy}/preference/accuracy"] == 1
+        assert f"{policy}/reward/mean" in steps[9]
+        assert f"{policy}/preference/loss" not in steps[9]
     assert audit.passed, audit

@@ -90,6 +90,18 @@ class Demonstrations(Tasks):
         }
 
 
+class Pairs(Tasks):
+    """The same questions with a right and a wrong answer, for the two agents by turns."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "prompt": super().__getitem__(index)["question"],
+            "chosen": "aaaa",
+            "rejected": "bdfh"[index % 4] * 3,
+            "agent": ("solver", "checker")[index % 2],
+        }
+
+
 def share_of_a(text: str) -> float:
     """How much of an answer is the letter a: the reward, in [0, 1]."""
     return text.count("a") / max(1, len(text))

@@ -14,7 +14,7 @@ proximal and mu the behaviour policy; Fu et al. 2025 (AReaL), section 5.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -32,6 +32,7 @@ from troupe.algorithms.objectives import (
     Tokens,
     bounded_exp,
     ppo_clip,
+    where_weighed,
 )
 
 Normalize = Literal["token", "sequence", "constant"]
@@ -98,8 +99,8 @@ def grpo_loss_sum(
     under `gspo`, and has a gradient of exactly zero even if its log-probs are not finite. N counts
     it nevertheless, so that N does not depend on the weights. `truncated` scales the policy term
     only. `old_logprobs`: those of the weights that the step began with, if the loss is relative to
-    them. `demonstrated`: bool, tokens that were given, not generated: their loss is -log pi(a_t),
-    and nothing else.
+    them. `demonstrated`: bool, tokens that were given, not generated: their loss is
+    -A_t log pi(a_t), and nothing else; A_t is one, or comes from `preference_weights`.
 
     Raises ValueError for `truncated` with another loss than `ppo_clip` and no `old_logprobs`: the
     other losses use rho_t already.
@@ -150,8 +151,64 @@ def grpo_loss_sum(
         total = total - entropy_coefficient * of_kept(entropy)
     total = of_kept(total)
     if demonstrated is not None:
-        total = torch.where(demonstrated, -logprobs, total)
+        shown = -advantages * where_weighed(logprobs, advantages)
+        total = torch.where(demonstrated, shown, total)
     return (total * weights).sum()
+
+
+@dataclass(frozen=True)
+class PreferenceWeights:
+    """What p pairs of n replies add to the loss, and how; float64."""
+
+    # [n]: minus the derivative of the summed loss by a reply's log pi(y); replies that lack the
+    # other side of their pair have zero.
+    weights: torch.Tensor
+    # [p]: of complete pairs.
+    losses: torch.Tensor
+    # [p]: the implicit rewards beta log(pi/pi_ref) of both sides.
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+
+
+def preference_weights(
+    log_ratios: torch.Tensor,
+    lengths: torch.Tensor,
+    pairs: torch.Tensor,
+    chosen: torch.Tensor,
+    *,
+    loss: Literal["dpo", "ipo"],
+    beta: float,
+) -> PreferenceWeights:
+    """The losses of pairs of replies, and the weights by which they reach log pi.
+
+    A pair's loss is a function of one number, the margin m, which a pass without gradients gives:
+    its gradient is then that of sum_y -w_y log pi(y), with constants w_y, so that the two sides
+    need not be in one pass. All arguments are [n]: `log_ratios` log(pi/pi_ref) of each reply,
+    `lengths` its tokens, `pairs` (int64) the number of its pair, `chosen` (bool) its side, which
+    may have several replies. The losses are in the docstring of `PreferencesSpec.loss`.
+    """
+    count = int(pairs.max()) + 1 if len(pairs) else 0
+    sides = 2 * pairs + chosen.long()
+
+    def by_side(values: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros(2 * count, dtype=torch.float64)
+        return zeros.index_add(0, sides, values.to(torch.float64)).reshape(count, 2)
+
+    totals, tokens = by_side(log_ratios), by_side(lengths)
+    whole = (by_side(torch.ones_like(lengths)) > 0).all(1)
+    divisors = tokens.clamp(min=1) if loss == "ipo" else torch.ones_like(tokens)
+    means = totals / divisors
+    margins = means[:, 1] - means[:, 0]
+    if loss == "ipo":
+        gaps = margins - 1 / (2 * beta)
+        losses, slopes = gaps.square(), 2 * gaps
+    else:
+        losses = -torch.nn.functional.logsigmoid(beta * margins)
+        slopes = -beta * torch.sigmoid(-beta * margins)
+    slopes = torch.where(whole, slopes, torch.zeros_like(slopes))
+    signed = slopes[:, None] * torch.tensor([1.0, -1.0], dtype=torch.float64) / divisors
+    rewards = beta * totals[whole]
+    return PreferenceWeights(signed.reshape(-1)[sides], losses[whole], rewards[:, 1], rewards[:, 0])
 
 
 def kept_by(

@@ -1,8 +1,11 @@
-"""Demonstrations (supervised fine-tuning): rows of conversations or texts as prompts and responses.
+"""Demonstrations: rows of conversations or texts as prompts and responses that are learned.
 
 A row is a mapping: `messages`, a conversation as in OpenAI's chat, of which every message of the
 assistant is learned, or the last one; or `prompt` and `completion`, two texts or two lists of
 messages. `tools` (JSON schemas) are shown by the chat template. `agent` names who learns the row.
+
+A preference is a row with two of these: `prompt`, `chosen` and `rejected`; or `chosen` and
+`rejected`, conversations whose last messages are compared.
 
 A response is what the agent's policy should generate after the prompt: the text that the chat
 template shows for the message up to the end of the turn, and the end-of-sequence token.
@@ -11,29 +14,32 @@ template shows for the message up to the end of the turn, and the end-of-sequenc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 from troupe.workflow.agent import Role
 from troupe.workflow.conversation import PLAIN, ChatTokenizer
 from troupe.workflow.errors import WorkflowError
 from troupe.workflow.messages import Rendering, parse_messages, parse_tools
 
-_REMEDY = (
-    "A row has `messages`, or `prompt` and `completion`: see docs/training.md, `Supervised "
-    "fine-tuning`."
+_KIND: Final = "bad_demonstration"
+_REMEDY: Final = (
+    "A row has `messages`, or `prompt` and `completion`; a pair `prompt`, `chosen` and `rejected`, "
+    "or the latter two: see docs/training.md, `Supervised fine-tuning` and `Preferences`."
 )
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One reply that is learned; `truncated`: its end was cut off."""
+    """One reply that is learned; `truncated`: its end was cut off. `chosen`: whether it is of the
+    side of a pair that was preferred; None: of no pair."""
 
     agent: str
     turn: int
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     truncated: bool = False
+    chosen: bool | None = None
 
 
 def demonstrations_of(
@@ -78,6 +84,47 @@ def demonstrations_of(
         for turn, (ids, reply) in enumerate(found)
         if not max_tokens or len(ids) < max_tokens
     ]
+
+
+def preferences_of(
+    row: Mapping[str, Any],
+    roles: Mapping[str, Role],
+    *,
+    agent: str | None = None,
+    template: bool = True,
+    max_tokens: int = 0,
+) -> list[Demonstration]:
+    """The replies of a pair, those that were preferred first; none if a side's prompt alone has
+    `max_tokens` tokens.
+
+    Arguments and errors as `demonstrations_of`, the kind is "bad_preference".
+    """
+    shared = {name: row[name] for name in ("agent", "tools") if row.get(name) is not None}
+    prompt, found = row.get("prompt"), list[Demonstration]()
+    for side in ("chosen", "rejected"):
+        if (given := row.get(side)) is None:
+            raise _bad_pair(f"it has the fields {', '.join(map(str, row)) or '(none)'}")
+        if prompt is None and isinstance(given, str):
+            raise _bad_pair(f"without a `prompt`, `{side}` must be a list of messages")
+        whole = {"messages": given} if prompt is None else {"prompt": prompt, "completion": given}
+        try:
+            replies = demonstrations_of(
+                {**shared, **whole},
+                roles,
+                agent=agent,
+                turns="last" if prompt is None else "all",
+                template=template,
+                max_tokens=max_tokens,
+            )
+        except WorkflowError as error:
+            if error.kind != _KIND:
+                raise
+            raise _bad_pair(f"of `{side}`, {error.message}") from error
+        if not replies:
+            return []
+        begin, chosen = len(found), side == "chosen"
+        found += [replace(one, turn=begin + n, chosen=chosen) for n, one in enumerate(replies)]
+    return found
 
 
 _Pair = tuple[tuple[int, ...], tuple[int, ...]]
@@ -131,7 +178,16 @@ def _role(row: Mapping[str, Any], roles: Mapping[str, Role], agent: str | None) 
 def _bad(message: str) -> WorkflowError:
     return WorkflowError(
         f"a demonstration cannot be learned: {message}",
-        kind="bad_demonstration",
+        kind=_KIND,
         field="supervised.tasks",
+        remedy=_REMEDY,
+    )
+
+
+def _bad_pair(message: str) -> WorkflowError:
+    return WorkflowError(
+        f"a preference cannot be learned: {message}",
+        kind="bad_preference",
+        field="preferences.tasks",
         remedy=_REMEDY,
     )

@@ -58,7 +58,7 @@ def check(job: JobSpec) -> None:
                 "`environment`, or give the policy a `model`"
             )
         for name in ("workflow", "tasks"):
-            if getattr(job, name) is None and not job.supervised_only:
+            if getattr(job, name) is None and not job.offline_only:
                 raise ValueError(f"{name}: is missing; language models play a workflow on tasks")
         return
     for name, policy in job.policies.items():

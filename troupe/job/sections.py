@@ -160,31 +160,56 @@ class CodeSpec(Section):
         return [name.rstrip("/") for name in names]
 
 
-class SupervisedSpec(Section):
-    """Supervised fine-tuning (SFT): the job's first steps learn from demonstrations, by the
-    cross-entropy of the assistant's tokens, in the same trainer. Reinforcement learning follows."""
+class OfflineSpec(Section):
+    """Steps that learn from rows of a data set, which nobody plays, before reinforcement learning
+    or alone."""
 
     tasks: TasksSpec
-    """Demonstrations, one a row of the split "train": `messages` (a conversation), or `prompt` and
-    `completion` (texts, or messages); and `agent`, where several learn."""
+    """The rows, of the split "train"."""
     steps: Steps
-    """Supervised steps, of those in `pipeline.steps`. As many: the job only does this, and without
-    evaluations needs no `workflow` and no `tasks`."""
+    """Steps of this kind, of those in `pipeline.steps`. As many: the job only does this, and
+    without evaluations needs no `workflow` and no `tasks`."""
     rows_per_step: int = Field(default=0, ge=0, le=MAX_QUERIES)
-    """Demonstrations per step; 0: `queries_per_step` times `group_size`."""
+    """Rows per step; 0: `queries_per_step` times `group_size`."""
     agent: str | None = None
     """The agent whose policy learns rows without `agent`. Default: the only agent."""
-    turns: Literal["all", "last"] = "all"
-    """Which of the assistant's messages in `messages` are learned; each is a sample."""
     template: bool = True
-    """Texts in `prompt` and `completion` are a user's message and the reply, in the tokenizer's
-    chat template; false: they are joined as they are."""
+    """Texts in rows are a user's message and the replies, in the tokenizer's chat template; false:
+    they are joined as they are."""
     max_tokens: TokensOrNone = 0
     """Longer samples are cut off at the end, and left out if the prompt alone is as long; 0: the
     model's positions."""
     lr: Rate | None = None
     """Learning rate of these steps, with the schedule of the policy's `optimizer` over them.
     Default: the policy's."""
+
+
+class SupervisedSpec(OfflineSpec):
+    """Supervised fine-tuning (SFT): the job's first steps learn from demonstrations, by the
+    cross-entropy of the assistant's tokens, in the same trainer. Reinforcement learning follows."""
+
+    tasks: TasksSpec
+    """Demonstrations, one a row of the split "train": `messages` (a conversation), or `prompt` and
+    `completion` (texts, or messages); and `agent`, where several learn."""
+    turns: Literal["all", "last"] = "all"
+    """Which of the assistant's messages in `messages` are learned; each is a sample."""
+
+
+class PreferencesSpec(OfflineSpec):
+    """Direct preference optimization: the job's first steps learn from pairs of replies of which
+    one was preferred, in the same trainer. Reinforcement learning follows. The reference is the
+    policy's first version."""
+
+    tasks: TasksSpec
+    """Pairs, one a row of the split "train": `prompt`, `chosen` and `rejected` (texts, or
+    messages), or `chosen` and `rejected` (whole conversations); and `agent`, where several
+    learn."""
+    loss: Literal["dpo", "ipo"] = "dpo"
+    """With m the log-ratio log pi/pi_ref of the preferred reply less that of the other: `dpo`,
+    -log sigmoid(`beta` m) (Rafailov et al. 2023, equation 7); `ipo`, (m - 1/(2 `beta`))^2, the
+    log-ratios averaged over a reply's tokens (Azar et al. 2024, equation 17)."""
+    beta: float = Field(default=0.1, gt=0, le=MAX_COEFFICIENT)
+    """How strongly the reference holds the policy; `ipo`: tau."""
 
 
 class PipelineSpec(Section):

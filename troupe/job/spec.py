@@ -33,7 +33,9 @@ from troupe.job.sections import (
     EvaluationSpec,
     LimitsSpec,
     LoggingSpec,
+    OfflineSpec,
     PipelineSpec,
+    PreferencesSpec,
     RoutingSpec,
     SupervisedSpec,
 )
@@ -56,6 +58,9 @@ class JobSpec(Section):
     wherever workers run."""
     supervised: SupervisedSpec | None = None
     """Steps that learn from demonstrations, before the others or alone. Default: none."""
+    preferences: PreferencesSpec | None = None
+    """Steps that learn from pairs of replies (DPO, IPO), before the others or alone. Default:
+    none."""
     environment: EnvironmentSpec | None = None
     """Environment of networks, instead of `workflow` and `tasks`."""
     agents: dict[str, AgentSpec] = Field(min_length=1, max_length=MAX_AGENTS)
@@ -427,49 +432,61 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _supervised(self) -> Self:
-        spec = self.supervised
+    def _offline(self) -> Self:
+        spec = self.offline
         if spec is None:
             return self
+        section = "supervised" if spec is self.supervised else "preferences"
         for field, given, why in (
             ("environment", self.environment is not None, "networks learn no conversations"),
             ("population", self.population is not None, "learners would meet no one"),
             (
                 "pipeline.dynamic_sampling",
                 self.pipeline.dynamic_sampling,
-                "it would drop demonstrations, whose rewards are equal",
+                "it would drop rows, whose rewards say nothing",
             ),
             (
                 "algorithm.kl_coefficient",
-                self.algorithm.kl_coefficient > 0 and not self.supervised_only,
-                "it would measure from the weights before the demonstrations; train them in a job "
-                "of their own, and begin with its checkpoint",
+                self.algorithm.kl_coefficient > 0 and not self.offline_only,
+                "it would measure from the weights before these steps; make them in a job of "
+                "their own, and begin with its checkpoint",
+            ),
+            (
+                "supervised",
+                self.supervised is not None and self.preferences is not None,
+                "their reference would be the weights before the demonstrations; learn these in "
+                "a job of their own, and begin with its checkpoint",
             ),
         ):
             if given:
-                raise ValueError(f"{field}: not with `supervised`; {why}")
+                raise ValueError(f"{field}: not with `{section}`; {why}")
         if spec.steps > self.pipeline.steps:
             raise ValueError(
-                f"supervised.steps: {spec.steps} are more than pipeline.steps, which counts them"
+                f"{section}.steps: {spec.steps} are more than pipeline.steps, which counts them"
             )
         trained = [n for n, a in self.agents.items() if self.policies[a.policy].trainable]
         if spec.agent is not None and spec.agent not in trained:
             raise ValueError(
-                f"supervised.agent: '{spec.agent}' is no agent of a trained policy; there are "
+                f"{section}.agent: '{spec.agent}' is no agent of a trained policy; there are "
                 + ", ".join(trained)
             )
         return self
 
     @property
-    def supervised_only(self) -> bool:
-        """Whether no trajectory is played: all steps are supervised, and nothing is evaluated."""
-        spec = self.supervised
+    def offline(self) -> OfflineSpec | None:
+        """The section of the steps that learn from rows; None: all are reinforcement learning."""
+        return self.preferences or self.supervised
+
+    @property
+    def offline_only(self) -> bool:
+        """Whether no trajectory is played: all steps learn from rows, and nothing is evaluated."""
+        spec = self.offline
         every = spec is not None and spec.steps >= self.pipeline.steps
         return every and not self.evaluation_sets
 
-    def is_supervised(self, step: int) -> bool:
-        """Whether the step, counted from 0, learns from demonstrations."""
-        return self.supervised is not None and step < self.supervised.steps
+    def is_offline(self, step: int) -> bool:
+        """Whether the step, counted from 0, learns from rows."""
+        return self.offline is not None and step < self.offline.steps
 
     def teachers_of(self, policy: str) -> tuple[str, ...]:
         """The teachers that the trainer of a policy holds (`distillation.divergence: full`)."""
@@ -570,9 +587,10 @@ class JobSpec(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss needs log-probs of the first version that samples do not bring."""
+        """Whether a loss needs log-probs of the first version that samples do not bring."""
         brought = REFERENCE_COLUMN in self.pipeline.required_columns
-        return self.algorithm.kl_coefficient > 0 and not brought
+        penalised = self.algorithm.kl_coefficient > 0 and not brought
+        return penalised or self.preferences is not None
 
     def constant_tokens(self, policy: str) -> int:
         """Divisor of `normalize: constant` per sequence of a policy, in tokens."""

@@ -92,6 +92,7 @@ class Sample(_message.Message):
     EARNED_FIELD_NUMBER: _builtins.int
     FINAL_REWARD_FIELD_NUMBER: _builtins.int
     DEMONSTRATION_FIELD_NUMBER: _builtins.int
+    PREFERENCE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """{query}_{turn}_{trajectory}"""
     policy: _builtins.str
@@ -126,6 +127,10 @@ class Sample(_message.Message):
     demonstration: _builtins.bool
     """The response was given (supervised fine-tuning), not generated: its loss is cross-entropy, and
     reward and log-probs mean nothing.
+    """
+    preference: _builtins.bool
+    """A demonstration that is one side of a pair, which is its group: `reward` is 1 for the side that
+    was preferred, 0 for the other.
     """
     @_builtins.property
     def prompt_ids(self) -> _common_pb2.Tensor:
@@ -170,10 +175,11 @@ class Sample(_message.Message):
         earned: _builtins.float | None = ...,
         final_reward: _builtins.float | None = ...,
         demonstration: _builtins.bool = ...,
+        preference: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "earned", b"earned", "final_reward", b"final_reward", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "demonstration", b"demonstration", "earned", b"earned", "final_reward", b"final_reward", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "own_reward", b"own_reward", "policy", b"policy", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "demonstration", b"demonstration", "earned", b"earned", "final_reward", b"final_reward", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "own_reward", b"own_reward", "policy", b"policy", "preference", b"preference", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__earned: _TypeAlias = _typing.Literal["earned"]  # noqa: Y015
     _WhichOneofArgType__earned: _TypeAlias = _typing.Literal["_earned", b"_earned"]  # noqa: Y015

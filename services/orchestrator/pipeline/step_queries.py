@@ -48,14 +48,14 @@ class StepQueries:
         self._cursor = cursor
         self._store = job.shared.experience
         self.step = step
-        pipeline, supervised = job.spec.pipeline, job.spec.supervised
+        pipeline, offline = job.spec.pipeline, job.spec.offline
         self.wanted = pipeline.queries_per_step
         self.group_size = pipeline.group_size
         self.spare = pipeline.over_sampling
         self.redundant = pipeline.redundant_trajectories
-        if supervised is not None and job.spec.is_supervised(step):
-            # Queries are demonstrations: each is one trajectory, which nobody plays.
-            self.wanted = supervised.rows_per_step or self.wanted * self.group_size
+        if offline is not None and job.spec.is_offline(step):
+            # Queries are rows to learn from: each is one trajectory, which nobody plays.
+            self.wanted = offline.rows_per_step or self.wanted * self.group_size
             self.group_size, self.spare, self.redundant = 1, 0, 0
         self.max_refills = (pipeline.max_refills or self.wanted) if pipeline.dynamic_sampling else 0
         self.held = bool(self.spare or self.max_refills)

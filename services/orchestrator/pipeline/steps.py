@@ -47,7 +47,7 @@ from services.orchestrator.placement.trainer_scheduler import TableWatch
 from services.orchestrator.state.trajectories import as_event
 from troupe.rpc import DeadlineExceeded, TroupeError
 from troupe.scheduling import admission
-from troupe.states import SUPERVISED
+from troupe.states import OFFLINE
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import rollout_pb2 as ro
@@ -347,8 +347,8 @@ class StepRollout:
         await add_in_parts(self._context.dispatch, self.batch, groups)
 
     def _tickets(self, plan: admission.QueryPlan) -> list[ro.Ticket]:
-        supervised = self._context.job.spec.is_supervised(self.queries.step)
-        tickets = train_tickets(plan, self.queries.ended, supervised=supervised)
+        offline = self._context.job.spec.is_offline(self.queries.step)
+        tickets = train_tickets(plan, self.queries.ended, offline=offline)
         if (population := self._context.population) is not None:
             cast, learners = population.slots.cast_of(plan.index)
             for ticket in tickets:
@@ -443,15 +443,15 @@ class StepRollout:
 
 
 def train_tickets(
-    query: admission.QueryPlan, ended: Collection[str], *, supervised: bool = False
+    query: admission.QueryPlan, ended: Collection[str], *, offline: bool = False
 ) -> list[ro.Ticket]:
-    """Tickets for the trajectories of a query that have not ended; `supervised`: it is a row of
-    demonstrations."""
+    """Tickets for the trajectories of a query that have not ended; `offline`: it is a row to learn
+    from."""
     return [
         ro.Ticket(
             query_id=query.query_id,
             trajectory_id=trajectory_id,
-            split=SUPERVISED if supervised else "train",
+            split=OFFLINE if offline else "train",
             index=query.index,
             seed=seed,
             purpose=ro.Ticket.PURPOSE_TRAIN,
@@ -581,7 +581,7 @@ class StepWindow:
         job = self._context.job
         if not job.spec.pipeline.early_start or self._closing or step >= self._until:
             return
-        if job.spec.is_supervised(step):
+        if job.spec.is_offline(step):
             return  # there is nothing to set up
         limit = job.spec.limits.max_concurrent_trajectories
         plans = StepQueries(job, step, self._cursor).next_plans(most=limit)

@@ -1,19 +1,21 @@
-"""`DemonstratedTrajectory`: a row of demonstrations that goes the way of a trajectory.
+"""`DemonstratedTrajectory`: a row of demonstrations, or a pair, that goes the way of a trajectory.
 
-Nothing is played or generated: the row's replies become samples of the store, so that supervised
-steps are opened, claimed, trained and committed as all others are (exactly once, in gangs, with
-checkpoints).
+Nothing is played or generated: the row's replies become samples of the store, so that steps that
+learn from rows are opened, claimed, trained and committed as all others are (exactly once, in
+gangs, with checkpoints).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from services.rollout.trajectories.clock import TrajectoryClock
 from services.rollout.trajectories.trajectory import RunningTrajectory
-from troupe.data.demonstrations import Demonstration, demonstrations_of
+from troupe.data.demonstrations import Demonstration, demonstrations_of, preferences_of
+from troupe.job.sections import SupervisedSpec
 from troupe.tensors import to_proto
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store
@@ -26,18 +28,20 @@ class DemonstratedTrajectory(RunningTrajectory):
 
     async def _attempt(self, clock: TrajectoryClock, number: int) -> list[Any]:
         job = self._job
-        spec = job.spec.supervised
-        assert spec is not None, "its tickets are of supervised steps"
+        spec = job.spec.offline
+        assert spec is not None, "its tickets are of steps that learn from rows"
         assert job.demonstrations is not None, "loaded with the job"
         row = await job.demonstrations.get("train", self._ticket.index)
         learners = {n: role for n, role in job.roles.items() if role.policy in job.trained}
         positions = [job.policies[role.policy].language.positions for role in learners.values()]
         bounds = [one for one in (spec.max_tokens, *positions) if one]
-        found = demonstrations_of(
+        render = preferences_of
+        if isinstance(spec, SupervisedSpec):
+            render = partial(demonstrations_of, turns=spec.turns)
+        found = render(
             row,
             learners,
             agent=spec.agent,
-            turns=spec.turns,
             template=spec.template,
             max_tokens=min(bounds, default=0),
         )
@@ -50,7 +54,7 @@ class DemonstratedTrajectory(RunningTrajectory):
         return [self._sample(one) for one in found]
 
     def _sample(self, one: Demonstration) -> store.Sample:
-        ticket = self._ticket
+        ticket, alone = self._ticket, one.chosen is None
         return store.Sample(
             sample_id=f"{ticket.query_id}_{one.turn}_{ticket.trajectory_id}",
             policy=self._job.roles[one.agent].policy,
@@ -58,13 +62,14 @@ class DemonstratedTrajectory(RunningTrajectory):
             trajectory_id=ticket.trajectory_id,
             agent=one.agent,
             turn=one.turn,
-            # Alone in its group: nothing is compared.
-            group_id=f"{ticket.query_id}/{one.agent}/{one.turn}",
+            # Alone in its group, as nothing is compared; of a pair both sides.
+            group_id=f"{ticket.query_id}/{one.agent}/" + (f"{one.turn}" if alone else "pair"),
             prompt_ids=to_proto(np.array(one.prompt_ids, np.int32)),
             response_ids=to_proto(np.array(one.response_ids, np.int32)),
             logprobs=to_proto(np.zeros(len(one.response_ids), np.float32)),
-            reward=0.0,
+            reward=float(one.chosen or False),
             finish_reason=FINISHED,
             temperature=1.0,
             demonstration=True,
+            preference=not alone,
         )

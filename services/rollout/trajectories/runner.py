@@ -18,7 +18,7 @@ from troupe.endpoint.server import EndpointServer
 from troupe.outcomes import described
 from troupe.protobuf_wire import repeated
 from troupe.rpc.errors import Internal, TroupeError, Unavailable
-from troupe.states import SUPERVISED, TRAJECTORY, is_terminal
+from troupe.states import OFFLINE, TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow.shipped import opened, using
@@ -257,7 +257,7 @@ class _Running:
 
 
 def _trajectory_class(job: PreparedJob, ticket: rollout.Ticket) -> type[RunningTrajectory]:
-    if ticket.split == SUPERVISED:
+    if ticket.split == OFFLINE:
         return DemonstratedTrajectory
     if job.arena is None:
         return RunningTrajectory

@@ -102,6 +102,11 @@ class GangGroup(RankGroup):
         """Iterate over `batches`, as often as the rank with the most batches."""
         return GangBatches(batches, stop, self._asked_to_stop, self.control)
 
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks of `values`, [n] on the CPU."""
+        dist.all_reduce(values, group=self.control)
+        return values
+
     def merged(self, sums: S) -> S:
         """Merge the fields of a dataclass over ranks: numbers are added, `*_min` and `*_max` are
         minimum and maximum, flags are true if any is; of others the first that is not the default.

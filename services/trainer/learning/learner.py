@@ -35,11 +35,13 @@ from services.trainer.learning.optimizer import (
 from services.trainer.learning.passes import Passes
 from services.trainer.learning.ranks import ELSEWHERE, RankGroup
 from services.trainer.learning.samples import (
+    GroupBuffer,
     Load,
     Row,
     TrainingBatch,
     by_token,
     columns_of,
+    content_key,
     parse_rows,
     response_lengths,
     taught_logprobs,
@@ -47,7 +49,7 @@ from services.trainer.learning.samples import (
 from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
 from troupe.adapters.merge import Tensors
-from troupe.algorithms.losses import normalizer
+from troupe.algorithms.losses import PreferenceWeights, normalizer, preference_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.experience import samples_digest
@@ -55,42 +57,6 @@ from troupe.job import JobSpec
 from troupe.job.algorithm import DistillationSpec
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.workflow.errors import EntrypointError, as_invalid_argument
-
-
-def content_key(row: Row) -> tuple[Any, ...]:
-    """A sort key of a row's content; rows with equal keys are interchangeable."""
-    prompt = row.ids[: row.prompt_length].astype(">i8").tobytes()
-    response = row.ids[row.prompt_length :].astype(">i8").tobytes()
-    tail = (row.behaviour.tobytes(), row.reward, row.temperature)
-    return (row.trajectory, row.agent, prompt, response, *tail)
-
-
-class GroupBuffer:
-    """Buffer that holds rows back until all rows of their group have arrived."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, list[Row]] = {}
-
-    def add(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Add `rows`; returns the groups that are now complete, each in order of content."""
-        complete = []
-        for row in rows:
-            members = self._waiting.setdefault(row.group, [])
-            members.append(row)
-            if len(members) >= len(row.group_rewards):
-                complete.append(sorted(self._waiting.pop(row.group), key=content_key))
-        return complete
-
-    @property
-    def waiting(self) -> list[Row]:
-        """The rows of incomplete groups."""
-        return [row for members in self._waiting.values() for row in members]
-
-    def rest(self) -> list[list[Row]]:
-        """Empty the buffer; returns its incomplete groups, each in order of content."""
-        left = [sorted(members, key=content_key) for members in self._waiting.values()]
-        self._waiting.clear()
-        return left
 
 
 @dataclass
@@ -111,6 +77,13 @@ class BatchSummary:
     oldest: int | None = None
     # Samples that an earlier step has trained.
     reused: int = 0
+    # Complete pairs of preferences, and sums over them: losses, how many are ranked as preferred,
+    # implicit rewards of both sides.
+    pairs: int = 0
+    pair_loss: float = 0.0
+    pairs_ranked: int = 0
+    chosen_reward: float = 0.0
+    rejected_reward: float = 0.0
     # `samples_digest` of the sample ids; the store compares it with that of the claimed samples.
     digest: int = 0
 
@@ -132,6 +105,14 @@ class BatchSummary:
             self.reused += int(row.uses > 0)
         self.digest = (self.digest + samples_digest(row.sample_id for row in rows)) % (1 << 64)
 
+    def add_pairs(self, found: PreferenceWeights) -> None:
+        """Add p pairs of preferences."""
+        self.pairs += len(found.losses)
+        self.pair_loss += float(found.losses.sum())
+        self.pairs_ranked += int((found.chosen > found.rejected).sum())
+        self.chosen_reward += float(found.chosen.sum())
+        self.rejected_reward += float(found.rejected.sum())
+
     def metrics(self, version: int) -> dict[str, float]:
         """The step's sample metrics; `version`: the one that the step starts from."""
         if self.samples == 0:
@@ -142,6 +123,14 @@ class BatchSummary:
             "response_tokens": float(self.response_tokens),
             "response_length/mean": self.response_tokens / self.samples,
         }
+        if p := self.pairs:
+            found |= {
+                "preference/loss": self.pair_loss / p,
+                "preference/accuracy": self.pairs_ranked / p,
+                "preference/chosen_reward": self.chosen_reward / p,
+                "preference/rejected_reward": self.rejected_reward / p,
+                "preference/margin": (self.chosen_reward - self.rejected_reward) / p,
+            }
         n = self.played
         if n == 0:
             return found
@@ -258,7 +247,11 @@ class Accumulation:
             if rows := [row for unit in self.sums.groups.add(rows) for row in unit]:
                 self._add(rows, stop)
         else:
-            self._add(rows, stop)
+            # Both sides of a pair are needed.
+            paired = self.sums.groups.add([row for row in rows if row.preference])
+            whole = [row for unit in paired for row in unit]
+            if rows := [*(row for row in rows if not row.preference), *whole]:
+                self._add(rows, stop)
 
     def _add(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
         for batch in self._measured(rows, stop):
@@ -267,13 +260,18 @@ class Accumulation:
     def _measured(self, rows: Sequence[Row], stop: threading.Event | None) -> list[TrainingBatch]:
         """Compute the advantages of rows, and add the rows to the step's metrics.
 
-        Demonstrations are a batch of their own; their loss has the weight one.
+        Demonstrations are a batch of their own; their loss has the weight one. So are those of
+        pairs, whose weights come with their passes (`_weighed`).
         """
-        given = [row for row in rows if row.demonstration]
+        given = [row for row in rows if row.demonstration and not row.preference]
+        paired = [row for row in rows if row.preference]
         played = [row for row in rows if not row.demonstration]
         batches = [self._estimated(played, stop)] if played else []
-        if given:
-            batches.append(TrainingBatch(given, torch.ones(len(given), dtype=torch.float64)))
+        batches += [
+            TrainingBatch(some, torch.ones(len(some), dtype=torch.float64))
+            for some in (given, paired)
+            if some
+        ]
         for batch in batches:
             self.sums.summary.add(batch.rows, batch.advantages.numpy())
             self.sums.broken = self.sums.broken or _not_finite(batch.rows, batch.advantages)
@@ -316,14 +314,19 @@ class Accumulation:
         Raises `Stopped` between passes.
         """
         sums, algorithm = self.sums, self._job.algorithm
-        lengths = response_lengths(batch.rows)
-        sums.normalizer += normalizer(lengths, algorithm.normalize, self._constant)
+        statistics = sums.tokens
+        if batch.rows and batch.rows[0].preference:
+            # Cross-entropy and ratios of these tokens mean nothing.
+            batch, statistics = self._weighed(batch, stop), TokenStatistics()
+        else:
+            lengths = response_lengths(batch.rows)
+            sums.normalizer += normalizer(lengths, algorithm.normalize, self._constant)
         chosen = self._with_gradient(batch)
         with self._reproducibly():
             if not sums.broken and chosen:
                 some = [batch.rows[i] for i in chosen]
                 advantages = batch.advantages[chosen]
-                sums.broken = self._passes.backward(some, advantages, sums.tokens, stop)
+                sums.broken = self._passes.backward(some, advantages, statistics, stop)
                 if self._passes.fault is not None:
                     self._note(self._passes.fault)
             if not sums.broken and self._critic is not None and batch.values is not None:
@@ -333,6 +336,30 @@ class Accumulation:
             if self._critic is not None:
                 problem = self._critic.gradients.accumulate_exact() or problem
             sums.broken = sums.broken or problem
+
+    def _weighed(self, batch: TrainingBatch, stop: threading.Event | None) -> TrainingBatch:
+        """`batch`, of pairs, with the weights of its replies' log-probs as advantages; adds the
+        pairs to the normalizer and to the metrics. Raises `Stopped`."""
+        sums, spec, rows = self.sums, self._job.preferences, batch.rows
+        assert spec is not None, "its samples are pairs"
+        if sums.broken:
+            return batch
+        with self._reproducibly():
+            log_ratios = self._passes.log_ratios(rows, stop)
+        numbers = {group: n for n, group in enumerate(dict.fromkeys(row.group for row in rows))}
+        found = preference_weights(
+            log_ratios,
+            torch.tensor(response_lengths(rows)),
+            torch.tensor([numbers[row.group] for row in rows]),
+            torch.tensor([row.reward > 0 for row in rows]),
+            loss=spec.loss,
+            beta=spec.beta,
+        )
+        sums.normalizer += len(found.losses)
+        sums.summary.add_pairs(found)
+        if not torch.isfinite(found.losses).all():
+            sums.broken = "the loss of a pair of preferences is not finite"
+        return replace(batch, advantages=found.weights)
 
     def _note(self, fault: FunctionFault) -> None:
         """Break the step off, because of a user's function."""
@@ -618,8 +645,9 @@ class Learner:
         why = BrokenStep(reason, sums.fault)
         if reason:  # on all ranks
             why = self._ranks.merged(why)
-        metrics = sums.summary.metrics(version) | sums.tokens.metrics()
-        metrics |= self._step.advantages.metrics()
+        metrics = sums.summary.metrics(version) | self._step.advantages.metrics()
+        if sums.tokens.tokens or not sums.summary.pairs:
+            metrics |= sums.tokens.metrics()
         if self._critic is not None:
             metrics |= self._critic.metrics()
         if sums.tokens.tokens:
@@ -651,12 +679,12 @@ class Learner:
         norm = self._gradients.finish(sums.normalizer, optimizer.max_grad_norm)
         if not math.isfinite(norm):
             return f"the norm of the gradient is {norm}"
-        supervised = self._job.supervised
-        if supervised is not None and version < supervised.steps:
-            optimizer = optimizer.model_copy(update={"lr": supervised.lr or optimizer.lr})
-            steps = supervised.steps
-        elif supervised is not None:
-            version, steps = version - supervised.steps, steps - supervised.steps
+        offline = self._job.offline
+        if offline is not None and version < offline.steps:
+            optimizer = optimizer.model_copy(update={"lr": offline.lr or optimizer.lr})
+            steps = offline.steps
+        elif offline is not None:
+            version, steps = version - offline.steps, steps - offline.steps
         rate = learning_rate(optimizer, version, steps)
         made = {"grad_norm": norm, "lr": rate}
         if self._critic is not None:

@@ -78,13 +78,14 @@ class TokenColumns:
 
         `advantages`: float64 [n], for rows that do not carry advantages by token.
         """
-        lengths = response_lengths(rows)
+        lengths, paired = response_lengths(rows), any(row.preference for row in rows)
         sizes = torch.tensor(lengths)
         temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64)
         columns = {
             "behaviour": torch.from_numpy(np.concatenate([row.behaviour for row in rows])),
             "advantages": torch.repeat_interleave(advantages, sizes),
-            "weights": token_weights(lengths, normalize),
+            # A pair's loss is a mean over pairs, whatever that of other losses is.
+            "weights": token_weights(lengths, "token" if paired else normalize),
             "temperatures": torch.repeat_interleave(temperatures, sizes)[:, None],
         }
         for name in ("advantages", "reference", "old"):
@@ -261,6 +262,8 @@ class Passes:
         own = defaults_of(gpu_memory(model.device))
         configure_model(policy, model.module, self._policy.trainer, own)
         self._reference: Forward | None = None
+        # Whether the loss has a divergence from the reference.
+        self._penalised = spec.algorithm.kl_coefficient > 0
         # By name of the teacher: its model, and the agents that it teaches.
         self._teachers: dict[str, Forward] = {}
         distillation = spec.algorithm.distillation
@@ -531,11 +534,9 @@ class Passes:
 
     def _empty_pass(self, teacher: str) -> None:
         """Take part in a pass without rows, for another rank that has one more batch."""
-        ids = torch.zeros((1, 1), dtype=torch.int64, device=self._model.device)
-        zero = torch.zeros(1, dtype=torch.int64, device=self._model.device)
-        batch = PackedBatch(ids, zero, zero, zero, spans=(1,))
+        batch = self._empty_batch()
         temperatures = torch.ones((1, 1), dtype=self._model.dtype, device=self._model.device)
-        if self._own_model.reference is not None:
+        if self._penalised and self._own_model.reference is not None:
             with self._autocast():
                 self._own_model.reference.scores(batch, temperatures)
         with self._autocast():
@@ -548,6 +549,39 @@ class Passes:
                 ),
             )
         torch.autograd.backward(loss)
+
+    def _empty_batch(self) -> PackedBatch:
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=self._model.device)
+        zero = torch.zeros(1, dtype=torch.int64, device=self._model.device)
+        return PackedBatch(ids, zero, zero, zero, spans=(1,))
+
+    def log_ratios(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
+        """log(pi/pi_ref) of each row's response, summed over its tokens; float64 [n], on the CPU.
+
+        Without gradients. In a gang every rank gets all rows, computes its share and has the result
+        of all. Raises `Stopped`.
+        """
+        reference = self._own_model.reference
+        assert reference is not None, "the job needs a reference"
+        mine = self._ranks.share(rows)
+        own = [rows[i] for i in mine]
+        owners = torch.repeat_interleave(
+            torch.tensor(mine, dtype=torch.int64),
+            torch.tensor(response_lengths(own), dtype=torch.int64),
+        )
+        found = torch.zeros(len(rows), dtype=torch.float64)
+        for batch in self._ranks.batches(plan(own, self._budget, **self._layout), stop):
+            here = self._empty_batch() if batch is None else batch.to(self._model.device)
+            shape = (len(here.targets), 1)
+            temperatures = torch.ones(shape, dtype=self._model.dtype, device=self._model.device)
+            with self._autocast():
+                scores, theirs = (
+                    one.scores(here, temperatures).logprobs for one in (self._forward, reference)
+                )
+            if batch is not None:
+                gaps = (scores - theirs).to("cpu", torch.float64)
+                found.index_add_(0, owners[here.order.cpu()], gaps)
+        return self._ranks.summed(found)
 
     def logprobs(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
         """Log-probs of all response tokens under the current weights, [T]. Raises `Stopped`."""
@@ -574,7 +608,9 @@ class Passes:
     def _reference_logprobs(
         self, model: _ThreadModel, batch: PackedBatch, own: TokenColumns
     ) -> torch.Tensor | None:
-        if model.reference is None or (own.reference is not None and self._ranks.size == 1):
+        if not self._penalised or model.reference is None:
+            return own.reference
+        if own.reference is not None and self._ranks.size == 1:
             return own.reference
         with self._autocast():
             found = model.reference.scores(batch, own.temperatures).logprobs

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Sequence
 from typing import Final, Self, TypeVar
 
+import torch
+
 from services.trainer.learning.packing import PackedBatch
 from services.trainer.learning.samples import Row
 
@@ -61,6 +63,10 @@ class RankGroup:
     def batches(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> RankBatches:
         """Make an iterator over `batches`, which contain this rank's rows."""
         return RankBatches(batches, stop)
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks of `values`, [n] on the CPU."""
+        return values
 
     def merged(self, sums: S) -> S:
         """The fields of `sums` (a dataclass) added up over all ranks."""

@@ -67,6 +67,8 @@ class Row:
     context: Ints | None = None
     # Whether the response was given, not generated: its loss is cross-entropy.
     demonstration: bool = False
+    # A demonstration of a pair, which is its group; the preferred side has reward 1, the other 0.
+    preference: bool = False
     # Added by the trainer. float64 [response_len]: advantages, where they differ by token.
     advantages: np.ndarray[Any, np.dtype[np.float64]] | None = None
     # Added by the trainer. [response_len]: log-probs under the weights that the step began with.
@@ -93,6 +95,42 @@ class TrainingBatch:
     # From a critic, on its device: [T] V(s_t), and [T] the returns R_t that it is fitted to.
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+
+
+def content_key(row: Row) -> tuple[Any, ...]:
+    """A sort key of a row's content; rows with equal keys are interchangeable."""
+    prompt = row.ids[: row.prompt_length].astype(">i8").tobytes()
+    response = row.ids[row.prompt_length :].astype(">i8").tobytes()
+    tail = (row.behaviour.tobytes(), row.reward, row.temperature)
+    return (row.trajectory, row.agent, prompt, response, *tail)
+
+
+class GroupBuffer:
+    """Buffer that holds rows back until all rows of their group have arrived."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[Row]] = {}
+
+    def add(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Add `rows`; returns the groups that are now complete, each in order of content."""
+        complete = []
+        for row in rows:
+            members = self._waiting.setdefault(row.group, [])
+            members.append(row)
+            if len(members) >= len(row.group_rewards):
+                complete.append(sorted(self._waiting.pop(row.group), key=content_key))
+        return complete
+
+    @property
+    def waiting(self) -> list[Row]:
+        """The rows of incomplete groups."""
+        return [row for members in self._waiting.values() for row in members]
+
+    def rest(self) -> list[list[Row]]:
+        """Empty the buffer; returns its incomplete groups, each in order of content."""
+        left = [sorted(members, key=content_key) for members in self._waiting.values()]
+        self._waiting.clear()
+        return left
 
 
 def columns_of(algorithm: AlgorithmSpec) -> frozenset[str]:
@@ -183,6 +221,7 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
         final=sample.final_reward if sample.HasField("final_reward") else None,
         context=None if context is None else context.astype(np.int64, copy=False),
         demonstration=sample.demonstration,
+        preference=sample.preference,
     )
 
 

@@ -26,6 +26,7 @@ from services.trainer.state.training_state import Frontier, StateStore, Training
 from tests.support.training import make_rollout, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from tests.trainer.learning.test_learner import make_rows
+from tests.trainer.learning.test_preferences import pairs_of
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -150,6 +151,36 @@ def test_a_gang_learns_from_sharded_teachers_as_one_device_does(
     )
     # Rounding of layer norms to float32, which differs between packings.
     assert_close(gang, one, tolerance=1e-6)
+    gang.release()
+
+
+@pytest.mark.slow
+def test_a_gang_learns_preferences_as_one_device_does(
+    tokenizer: Path, tmp_path: Path, gangs: Gangs
+) -> None:
+    """Also where one rank has the chosen replies, another the rejected ones, or none at all."""
+    spec = gang_spec(
+        tokenizer,
+        preferences={"tasks": {"source": "nowhere:rows"}, "steps": 4},
+        optimizer={"lr": 1e-2, "eps": 1e-3, "max_grad_norm": 1e9},
+    )
+    gang, one = together(gangs, spec), alone(spec)
+    store = StateStore(tmp_path, "job", "solver")
+    first = store.save(TrainingState(0, "a" * 32, one.weights(), one.moments(), {}, Frontier()))
+    gang.load_reference(first)
+    one.set_reference(store.load(0).weights)
+    for step in range(3):
+        rows = pairs_of(step, 4)
+        for learner in (gang, one):
+            learner.accumulate(rows[:1])
+            learner.accumulate(rows[1:2])
+            learner.accumulate(rows[2:])
+        ours, theirs = gang.apply(step), one.apply(step)
+        assert (ours.applied, ours.digest) == (theirs.applied, theirs.digest), ours.reason
+        for name in ("preference/loss", "preference/accuracy", "preference/margin", "grad_norm"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-6), name
+    assert theirs.metrics["preference/loss"] < 0.7
+    assert_close(gang, one, 1e-8)
     gang.release()
 
 

@@ -153,7 +153,7 @@ def test_a_job_of_demonstrations_alone_needs_no_workflow(tokenizer: Path) -> Non
     shown = {"tasks": {"source": "nowhere:rows"}, "steps": 10}
     values = make_spec(tokenizer, supervised=shown).model_dump()
     values |= {"workflow": None, "tasks": None}
-    assert JobSpec.model_validate(values).supervised_only
+    assert JobSpec.model_validate(values).offline_only
     values["supervised"]["steps"] = 9
     with pytest.raises(ValueError, match="workflow: is missing"):
         JobSpec.model_validate(values)

@@ -25,6 +25,7 @@ from troupe.devices import parse_devices
 from troupe.functions.sources import collect
 from troupe.job import JobSpec, JobSpecError, load_job
 from troupe.job.compatibility import advice
+from troupe.job.data import TasksSpec
 from troupe.job.functions import READY
 from troupe.job.loading import FieldProblem, job_of, load_text, read_mapping, tags_of
 from troupe.rpc.errors import TroupeError
@@ -270,8 +271,10 @@ def _entrypoints(job: JobSpec) -> Iterator[tuple[str, str]]:
     """(field, entrypoint) of the code that a job names; not what is built in or deployed."""
     if job.workflow is not None:
         yield "workflow", job.workflow
-    shown = None if job.supervised is None else job.supervised.tasks
-    for section, given in (("tasks", job.tasks), ("supervised.tasks", shown)):
+    tasks: dict[str, TasksSpec | None] = {"tasks": job.tasks}
+    for name, rows in (("supervised", job.supervised), ("preferences", job.preferences)):
+        tasks[f"{name}.tasks"] = None if rows is None else rows.tasks
+    for section, given in tasks.items():
         if given is None:
             continue
         every = {section: given, **{f"{section}.mix.{n}": t for n, t in given.mixed.items()}}

@@ -1,0 +1,1 @@
+"""Preferences (DPO), then reinforcement learning: pairs.py makes pairs for job.yaml."""
