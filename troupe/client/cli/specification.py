@@ -271,10 +271,10 @@ def _entrypoints(job: JobSpec) -> Iterator[tuple[str, str]]:
     """(field, entrypoint) of the code that a job names; not what is built in or deployed."""
     if job.workflow is not None:
         yield "workflow", job.workflow
-    tasks: dict[str, TasksSpec | None] = {"tasks": job.tasks}
+    sources: dict[str, TasksSpec | None] = {"tasks": job.tasks}
     for name, rows in (("supervised", job.supervised), ("preferences", job.preferences)):
-        tasks[f"{name}.tasks"] = None if rows is None else rows.tasks
-    for section, given in tasks.items():
+        sources[f"{name}.tasks"] = None if rows is None else rows.tasks
+    for section, given in sources.items():
         if given is None:
             continue
         every = {section: given, **{f"{section}.mix.{n}": t for n, t in given.mixed.items()}}
