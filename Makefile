@@ -27,7 +27,7 @@ $(STAMP): deploy/requirements/dev.txt pyproject.toml
 	@touch $@
 
 demo: setup ## train the example team on this machine and show before and after
-	$(BIN)/python -m examples.reasoning_team.demo
+	$(BIN)/troupe demo
 
 # Most tests wait for processes more than they compute: two at a time halve the wait.
 TEST_WORKERS ?= 2

@@ -31,7 +31,7 @@ from troupe.client.cli.specification import apply_assignments
 from troupe.cluster import ClusterSettings, EmbeddedCluster
 from troupe.job import JobSpec, parse_job
 
-JOB = Path("examples/reasoning_team/job.yaml")
+JOB = Path("troupe/demo/job.yaml")
 SAMPLE_SECONDS = 1.0
 
 
@@ -53,7 +53,7 @@ def prepare(seed: int, data_dir: Path, changes: list[str]) -> tuple[JobSpec, flo
     """Warm-start the models of `seed`; returns the job that trains them and the seconds taken."""
     models = data_dir / "models" / f"seed-{seed}"
     started = time.monotonic()
-    warm_start = [sys.executable, "-m", "examples.reasoning_team.warm_start"]
+    warm_start = [sys.executable, "-m", "troupe.demo.warm_start"]
     subprocess.run(
         [*warm_start, "--out", str(models), "--seed", str(seed)], check=True, stdout=sys.stderr
     )

@@ -28,12 +28,10 @@ from rich.table import Table
 
 from benchmarks.command import finish, options_of, scratch
 from benchmarks.end_to_end.troupe_side import cluster
-from examples.reasoning_team.models import make_model
-from examples.reasoning_team.prompts import propose
-from examples.reasoning_team.supervised import Row, train_step
-from examples.reasoning_team.tasks import Tasks, score
-from examples.reasoning_team.tokenizer import make_tokenizer
 from troupe.client import AsyncClient, MetricsLogged
+from troupe.demo.models import AnswerToLearn, make_model, make_tokenizer, train_step
+from troupe.demo.tasks import TeamTasks, score
+from troupe.demo.workflow import propose
 from troupe.job import JobSpec
 from troupe.workflow import Agents, Query, Tools
 
@@ -75,10 +73,10 @@ def make_policy(directory: Path, steps: int, seed: int) -> Path:
     tokenizer = make_tokenizer()
     model = make_model("solver", tokenizer, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
-    tasks, draw = Tasks("train", seed + 1_000_000), random.Random(seed)
+    tasks, draw = TeamTasks("train", seed + 1_000_000), random.Random(seed)
     for step in range(steps):
         queries = [tasks[draw.randrange(1 << 20)] for _ in range(48)]
-        rows = [Row(propose(one["question"]), one["answer"].lower()) for one in queries]
+        rows = [AnswerToLearn(propose(one["question"]), one["answer"].lower()) for one in queries]
         warm = min(1.0, (step + 1) / 20) * (1.0 - 0.9 * step / steps)
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * warm
@@ -108,7 +106,7 @@ def job(student: Path, teacher: Path, work: Work, rate: float, way: dict[str, An
         {
             "name": "distillation",
             "workflow": "benchmarks.distillation:solve",
-            "tasks": {"source": "examples.reasoning_team.tasks:Tasks"},
+            "tasks": {"source": "troupe.demo.tasks:TeamTasks"},
             "agents": {
                 "student": {
                     "policy": "student",

@@ -107,7 +107,7 @@ def test_a_tokenizer_that_is_there_is_used(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_the_examples_play(run: Run, job: str, groups: list[int]) -> None:
-    path = f"examples/reasoning_team/{job}.yaml"
+    path = f"troupe/demo/{job}.yaml"
     status, out, _ = run("workflow", "try", path, "--queries", "1", "--json")
     assert status == 0
     record = json.loads(out)

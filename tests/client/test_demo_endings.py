@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from examples.reasoning_team.endings import ending_in_a_line
-from examples.reasoning_team.warm_start import Settings, WarmStart
 from tests.support.training import tiny_config
 from tests.trainer.stage import fill_up
+from troupe.demo import ending_in_a_line
+from troupe.demo.warm_start import Settings, WarmStart
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

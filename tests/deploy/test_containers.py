@@ -56,8 +56,8 @@ VALUES: Final[Values] = {
 }
 # What `models` holds: the example's architectures with random weights.
 MAKE_MODELS: Final = """
-from examples.reasoning_team.models import make_model
-from examples.reasoning_team.tokenizer import make_tokenizer
+from troupe.demo.models import make_model
+from troupe.demo.models import make_tokenizer
 tokenizer = make_tokenizer()
 for name in ("solver", "checker"):
     make_model(name, tokenizer, 0).save_pretrained(f"/models/{name}")
@@ -268,7 +268,7 @@ def release(images: Docker, tmp_path: Path) -> Iterator[Kubelet]:
 def test_a_release_trains_through_the_panel_although_pods_die(
     release: Kubelet, tmp_path: Path
 ) -> None:
-    spec = yaml.safe_load((ROOT / "examples/reasoning_team/job.yaml").read_text())
+    spec = yaml.safe_load((ROOT / "troupe/demo/job.yaml").read_text())
     for name, policy in spec["policies"].items():
         policy["model"]["path"] = f"/models/{name}"
         policy["engine"] = {"kind": "embedded", "max_running": 16, "max_context": 128}
@@ -347,7 +347,7 @@ def compose(
 
 def test_the_example_is_trained_through_the_panel(compose: Callable[..., str]) -> None:
     compose("run", "--rm", "models")
-    spec = yaml.safe_load((ROOT / "examples/reasoning_team/job.yaml").read_text())
+    spec = yaml.safe_load((ROOT / "troupe/demo/job.yaml").read_text())
     for name, policy in spec["policies"].items():
         place: str = compose.models  # type: ignore[attr-defined]
         policy["model"]["path"] = f"{place}/reasoning_team/{name}"

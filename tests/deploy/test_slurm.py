@@ -22,7 +22,7 @@ from tests.support.tiny_team import job, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = os.environ.get("TROUPE_SLURM_TOOL")
-JOB = "examples/reasoning_team/job.yaml"
+JOB = "troupe/demo/job.yaml"
 
 
 def troupe(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

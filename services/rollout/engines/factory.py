@@ -14,6 +14,7 @@ from typing import Final
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.server_process import EngineDevices
 from troupe.job import PolicySpec
+from troupe.rpc import FailedPrecondition
 
 # Import paths, since engines import torch and transformers, which takes seconds, and the testbed is
 # no part of the product.
@@ -46,7 +47,19 @@ def make_engine(
     `device`: "auto", "cpu" or "cuda", where an embedded engine computes.
     """
     kind = "simulated" if policy_spec.simulated is not None else policy_spec.engine.kind
-    engine_class: Callable[..., ServingEngine] = pkgutil.resolve_name(ENGINES[kind])
+    engine_class: Callable[..., ServingEngine]
+    try:
+        engine_class = pkgutil.resolve_name(ENGINES[kind])
+    except ModuleNotFoundError as error:
+        if kind != "simulated":
+            raise
+        raise FailedPrecondition(
+            "the simulated engine is in Troupe's repository, not in what pip installs",
+            kind="package_missing",
+            field=f"policies.{policy_name}.simulated",
+            value="...",
+            remedy="Start the cluster in a checkout of the repository, at its root.",
+        ) from error
     options = {
         "threads": threads,
         "replica": replica,

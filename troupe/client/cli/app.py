@@ -47,6 +47,8 @@ from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.probes import ServiceReport, inspect
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, require_running, running_state, sign_in_link
+from troupe.demo.command import demo
+from troupe.demo.command import examples as examples_app
 from troupe.rpc import TroupeError
 from troupe.rpc.errors import FailedPrecondition, Internal, InvalidArgument
 from troupe.yaml_input import read_value
@@ -527,6 +529,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("demo")(demo)
 app.command("train")(train)
 app.command("evaluate")(evaluate)
 app.command("up")(up)
@@ -544,6 +547,7 @@ app.command("export")(export)
 app.add_typer(specification, name="job")
 app.add_typer(environment_app, name="environment")
 app.add_typer(workflow, name="workflow")
+app.add_typer(examples_app, name="examples")
 app.command("chaos")(chaos)
 
 

@@ -21,6 +21,8 @@ from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED, Interrupted, Interrupts
 from troupe.client.cli.options import duration, make_table
 from troupe.client.cli.specification import load_with
+from troupe.rpc.errors import FailedPrecondition
+from troupe.workflow.loading import add_working_directory
 
 if TYPE_CHECKING:
     from testbed.chaos import ChaosPlan, ChaosReport
@@ -61,7 +63,16 @@ def chaos(
 
     Exit status 1 when a sample was lost or trained twice, or when the weights differ.
     """
-    from testbed.chaos import ChaosPlan, parse_kinds
+    add_working_directory()
+    try:
+        from testbed.chaos import ChaosPlan, parse_kinds
+    except ModuleNotFoundError as error:
+        raise FailedPrecondition(
+            f"the package {error.name} is not here: the chaos harness is in Troupe's repository, "
+            "not in what pip installs",
+            kind="package_missing",
+            remedy="Run it in a checkout of the repository, at its root.",
+        ) from error
 
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     plan = ChaosPlan(

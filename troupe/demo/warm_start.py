@@ -1,4 +1,4 @@
-"""Supervised warm-start of both policies: `python -m examples.reasoning_team.warm_start --out DIR`.
+"""Supervised warm-start of both policies: `python -m troupe.demo.warm_start --out DIR`.
 
 No pretrained model of this size exists, so the format - answer, critique, second answer - is taught
 from generated conversations. It stops as soon as the team solves some of every dataset: what is
@@ -22,13 +22,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from examples.reasoning_team.endings import ending_in_a_line
-from examples.reasoning_team.models import make_model
-from examples.reasoning_team.prompts import criticise, propose, revise
-from examples.reasoning_team.supervised import Row, answer_all, train_step
-from examples.reasoning_team.tasks import TASKS, Tasks, score
-from examples.reasoning_team.tokenizer import make_tokenizer
 from troupe.checkpoints.retention import remove
+from troupe.demo import ending_in_a_line
+from troupe.demo.models import AnswerToLearn, answer_all, make_model, make_tokenizer, train_step
+from troupe.demo.tasks import TASKS, TeamTasks, score
+from troupe.demo.workflow import criticise, propose, revise
 from troupe.disks import system_error
 
 # Raised when a change here makes other models of the same settings: a cached DIR is made anew.
@@ -72,27 +70,27 @@ class WarmStart:
         self._rates = rates
         self._draw = random.Random(settings.seed)
         seed = settings.seed + 1_000_000  # other questions than RL draws first
-        self._train = [Tasks("train", seed, only=[number]) for number in range(len(TASKS))]
+        self._train = [TeamTasks("train", seed, only=[number]) for number in range(len(TASKS))]
         self._drawn = [0] * len(TASKS)
         self._weights = [1.0] * len(TASKS)
-        dev = Tasks("dev", settings.seed)
+        dev = TeamTasks("dev", settings.seed)
         self._dev = [dev[i] for i in range(settings.dev_queries)]
         self.steps = 0
 
     def step(self) -> None:
         """One supervised step of each model."""
-        rows: dict[str, list[Row]] = {"solver": [], "checker": []}
+        rows: dict[str, list[AnswerToLearn]] = {"solver": [], "checker": []}
         for _ in range(self.settings.batch):
             number = self._draw.choices(range(len(TASKS)), self._weights)[0]
             query = self._train[number][self._drawn[number]]
             self._drawn[number] += 1
             question, answer = query["question"], query["answer"].lower()
             proposal = self._maybe_corrupt(answer)
-            rows["solver"].append(Row(propose(question), answer))
+            rows["solver"].append(AnswerToLearn(propose(question), answer))
             if self._draw.random() < 0.8:
                 critique = self._maybe_corrupt(answer)
-                rows["solver"].append(Row(revise(question, proposal, critique), answer))
-            rows["checker"].append(Row(criticise(question, proposal), answer))
+                rows["solver"].append(AnswerToLearn(revise(question, proposal, critique), answer))
+            rows["checker"].append(AnswerToLearn(criticise(question, proposal), answer))
         warmup = min(1.0, (self.steps + 1) / 20)
         for name, model in self.models.items():
             optimizer = self._optimizers[name]

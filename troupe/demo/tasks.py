@@ -97,7 +97,7 @@ def split_of(question: str) -> Split:
     return "dev" if digest < _HELD_OUT + _DEV else "train"
 
 
-class Tasks:
+class TeamTasks:
     """Queries of one split; index i is of dataset i modulo their number.
 
     Each is {"dataset", "question", "answer", "entry"}: `entry` is what reasoning_gym's own scorer

