@@ -9,6 +9,7 @@ import pytest
 from tests.support.cluster import Cluster, job_yaml
 from troupe.algorithms.scores import interval
 from troupe.checkpoints.retention import prune, versions_of_all
+from troupe.client import AsyncClient
 from troupe.job import JobSpecError, parse_job
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -174,3 +175,28 @@ def test_what_cannot_be_evaluated_is_refused_at_submit(
     with pytest.raises(JobSpecError, match=said) as refused:
         parse_job(job_yaml(**over))
     assert refused.value.problems[0].field == field
+
+
+async def test_conversations_of_before_and_after_are_kept_whatever_follows(
+    cluster: Cluster,
+) -> None:
+    """Of sixteen trajectories six are kept, and those of the first four queries."""
+    await cluster.stop_orchestrator()
+    cluster.settings = cluster.settings.model_copy(update={"recent_trajectories": 6})
+    await cluster.start_orchestrator()
+    sets = {"gsm8k": {"queries": 8, "samples": 2, "every": 1}, "one": {"queries": 1}}
+    job_id = await cluster.submit(job_yaml(evaluations=sets, pipeline__steps=2))
+    job = await cluster.wait(job_id, seconds=60)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+
+    async with AsyncClient(cluster.settings.address) as client:
+        pairs = await client.job(job_id).before_and_after()
+        listed = [one.id for one in await client.job(job_id).trajectories(None)]
+    assert [(before.id, after.id) for before, after in pairs] == [
+        ("gsm8k-h0-e0-t0", "gsm8k-h0-e2-t0"),
+        ("one-h0-e0-t0", "one-h0-e2-t0"),
+        ("gsm8k-h1-e0-t0", "gsm8k-h1-e2-t0"),
+        ("gsm8k-h2-e0-t0", "gsm8k-h2-e2-t0"),
+    ]
+    assert all(one.conversation and one.evaluation for pair in pairs for one in pair)
+    assert len(listed) == len(set(listed)), "no trajectory is kept twice"

@@ -183,8 +183,9 @@ class AsyncJobHandle:
         )
         return [MetricsRow.of(row) for row in reply.rows]
 
-    async def trajectories(self, limit: int = _PAGE) -> list[Trajectory]:
-        """The newest `limit` trajectories, without their conversations."""
+    async def trajectories(self, limit: int | None = _PAGE) -> list[Trajectory]:
+        """The newest `limit` trajectories (None: all that are kept), without their
+        conversations."""
 
         async def fetch(size: int, token: str) -> tuple[list[Trajectory], str]:
             reply = await self._stub.ListTrajectories(
@@ -201,6 +202,28 @@ class AsyncJobHandle:
         )
         turns = tuple(Turn.of(turn) for turn in reply.turns)
         return Trajectory.of(reply.summary, conversation=turns)
+
+    async def before_and_after(self, limit: int = 4) -> list[tuple[Trajectory, Trajectory]]:
+        """Trajectories of the first evaluation and of the newest one, each pair of one held-out
+        query, with their conversations: of the first queries of each evaluation, at most `limit`.
+        """
+        listed = [one for one in await self.trajectories(None) if one.evaluation]
+        first = {one.query_id: one for one in reversed(listed) if one.step == 0}
+        pairs = []
+        for query_id, before in sorted(first.items(), key=lambda item: _by_number(item[0])):
+            # Listed newest first; seeds are those of equal numbers.
+            number = before.id.rpartition("-")[2]
+            later = (
+                one.id
+                for one in listed
+                if one.step and one.query_id == query_id and one.id.endswith(f"-{number}")
+            )
+            if (after := next(later, None)) is not None:
+                pairs.append((before.id, after))
+        return [
+            (await self.trajectory(before), await self.trajectory(after))
+            for before, after in pairs[:limit]
+        ]
 
     async def population(self) -> Population:
         """Pools, payoffs, meta-strategies and ratings of a job with a `population` section."""
@@ -301,6 +324,12 @@ class AsyncJobHandle:
         )
         reply = await self._stub.GeneratePolicy(request, timeout=timeout)
         return Generation.of(reply.result)
+
+
+def _by_number(query_id: str) -> tuple[int, str]:
+    """Sorts the held-out queries of all evaluations by their numbers: `h7`, `gsm8k-h7`."""
+    evaluation, _, number = query_id.rpartition("h")
+    return int(number), evaluation
 
 
 def read_spec(spec: Spec) -> JobSpec:

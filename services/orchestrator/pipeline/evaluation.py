@@ -27,6 +27,8 @@ from troupe.scheduling import admission
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 
+# So many queries of each evaluation have their first trajectory kept, to be compared over steps.
+COMPARED: Final = 4
 # What the bounds of a metric's confidence interval are named after it.
 BOUNDS: Final = ("/low", "/high")
 
@@ -60,7 +62,10 @@ class EvaluationRunner:
         self._total = self._queries * self._spec.samples
         self.tally = Tally(job.spec.agents, {})
         self._solved = SolvedQueries(self._spec)
-        self._recent = job.shared.trajectories.buffer(job.job_id, step, "evaluate")
+        trajectories = job.shared.trajectories
+        self._recent = trajectories.buffer(job.job_id, step, "evaluate")
+        self._compared = trajectories.buffer(job.job_id, step, "after" if step else "before")
+        self._compared_ids: frozenset[str] = frozenset()
 
     async def run(self) -> tuple[dict[str, float], dict[str, float]]:
         """The evaluation's metrics, and those of them by which evaluations are compared."""
@@ -74,6 +79,7 @@ class EvaluationRunner:
             samples=self._spec.samples,
             name=self._set,
         )
+        self._compared_ids = frozenset(query.trajectory_ids[0] for query in plan[:COMPARED])
         deadline = Deadline(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
         batch = TicketBatch(self._step, deadline, self._on_end)
         groups = (evaluation_tickets(query, self._set) for query in plan)
@@ -81,6 +87,7 @@ class EvaluationRunner:
             await run_batch(self._dispatch, batch, groups, self._show_progress())
         finally:
             await self._recent.flush()
+            await self._compared.flush()
         await report_failures(self._job, self._name, self.tally, self._total)
         solved = await asyncio.to_thread(self._solved.values)
         values = self.tally.values(time.monotonic() - began) | solved
@@ -95,7 +102,8 @@ class EvaluationRunner:
     def _on_end(self, event: ro.TrajectoryEvent) -> None:
         self.tally.add(event)
         self._solved.add(event)
-        self._recent.add(event)
+        compared = event.trajectory_id in self._compared_ids
+        (self._compared if compared else self._recent).add(event)
         check_failures(self._job, self._name, self.tally, self._total)
 
     async def _show_progress(self) -> None:

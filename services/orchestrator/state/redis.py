@@ -19,8 +19,9 @@ _TIMEOUT: Final = 10.0
 INDEX: Final = f"{_PREFIX}:jobs"
 # Set: ids of jobs of which hosts may hold published weights.
 STATES: Final = f"{_PREFIX}:jobs:states"
-# Kept apart, so that training does not push evaluations and matches out.
-TRAJECTORY_KINDS: Final = ("train", "evaluate", "match")
+# Kept apart, so that training does not push evaluations and matches out, nor later evaluations
+# what the first one ("before") and the newest ones ("after") are compared by.
+TRAJECTORY_KINDS: Final = ("train", "evaluate", "match", "before", "after")
 
 
 class StateUnavailable(Unavailable):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePath
@@ -18,7 +18,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from troupe.client.cli.options import change, duration, make_table, number, score, sparkline
+from troupe.client.cli.options import (
+    change,
+    duration,
+    make_table,
+    number,
+    score,
+    shortened,
+    sparkline,
+)
 from troupe.client.handle import AsyncJobHandle
 from troupe.client.records import (
     Activity,
@@ -29,6 +37,7 @@ from troupe.client.records import (
     MetricsLogged,
     Notice,
     StateChanged,
+    Trajectory,
 )
 
 # Steps over which the pace is averaged for the estimated time left.
@@ -435,6 +444,28 @@ def print_summary(
     for name, place in places(job, checkpoints, panel):
         # soft_wrap: a path with a line break cannot be copied.
         console.print(f"{name:<12} {escape(place)}", highlight=False, soft_wrap=True)
+
+
+def print_conversations(console: Console, pairs: Sequence[tuple[Trajectory, Trajectory]]) -> None:
+    """Print conversations about held-out queries, those before training beside those after it."""
+    for before, after in pairs:
+        asked = next((text for role, text in before.conversation[0].messages if role == "user"), "")
+        table = Table(
+            title=Text(shortened(asked), style="bold"), title_justify="left", box=box.SIMPLE_HEAD
+        )
+        for one in (before, after):
+            table.add_column(f"after {one.step} steps" if one.step else "before", ratio=1)
+        table.add_row(_conversation(before), _conversation(after))
+        console.print(table)
+
+
+def _conversation(trajectory: Trajectory) -> Text:
+    text = Text()
+    for turn in trajectory.conversation:
+        text.append(f"{turn.agent}: ", style="cyan")
+        text.append(f"{shortened(turn.response.strip())}\n")
+    rewards = "  ".join(f"{name} {score(value)}" for name, value in trajectory.rewards.items())
+    return text.append(rewards or trajectory.reason or trajectory.state, style="dim")
 
 
 def interval_of(job: Job, name: str) -> str:

@@ -23,6 +23,8 @@ T = TypeVar("T")
 # A person waits: long enough for a restart of the orchestrator, not for a mistyped address.
 _RETRY = RetryPolicy(max_attempts=7)
 
+# Characters of a message that is shown in part.
+_SHOWN = 600
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-~=+*#"
 
@@ -208,3 +210,8 @@ def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = Fa
     if high - low < 1e-9:
         return bars[0] * len(shown)
     return "".join(bars[round((v - low) / (high - low) * (len(bars) - 1))] for v in shown)
+
+
+def shortened(text: str) -> str:
+    """The beginning of a long text, with its length."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"

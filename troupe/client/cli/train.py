@@ -15,7 +15,14 @@ from rich.console import Console
 
 from troupe.client.aio import AsyncClient, check_address, settings_for
 from troupe.client.cli import options
-from troupe.client.cli.display import Display, Progress, follow, make_display, print_summary
+from troupe.client.cli.display import (
+    Display,
+    Progress,
+    follow,
+    make_display,
+    print_conversations,
+    print_summary,
+)
 from troupe.client.cli.failures import FAILED, Interrupted, Interrupts
 from troupe.client.cli.specification import load_with
 from troupe.client.handle import AsyncJobHandle
@@ -31,6 +38,9 @@ from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, running_state, sign_in_link
 from troupe.job import JobSpec
 from troupe.rpc.errors import InvalidArgument, TroupeError
+
+# Held-out queries whose conversations are shown as they were before training and after it.
+_CONVERSATIONS = 2
 
 
 @dataclass(frozen=True)
@@ -225,11 +235,13 @@ class _Training:
             await self._leave(handle)
             return lambda: self._print_how_to_resume(handle.id)
         job, checkpoints = await handle.info(), await handle.checkpoints()
+        pairs = await handle.before_and_after(_CONVERSATIONS)
         panel = self._session.panel
         if self._session.own is not None:
             panel = f"troupe up --data-dir {self._plan.settings.data_dir}"
 
         def conclude() -> int:
+            print_conversations(self._console, pairs)
             print_summary(self._console, job, checkpoints, progress, panel)
             return _verdict(job)
 

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
-from troupe.client.cli.options import score
+from troupe.client.cli.options import score, shortened
 from troupe.outcomes import described
 from troupe.rpc.errors import InvalidArgument
 from troupe.user_code import call_contained, interruptible
@@ -26,8 +26,6 @@ from troupe.workflow.trying.policies import EchoPolicy, Policy, RandomPolicy, Sc
 from troupe.workflow.trying.rehearsal import Rehearsal, Rehearsed, explain, groups_of
 from troupe.workflow.trying.setting import Setting, open_setting
 from troupe.yaml_input import UnreadableText, read_file, read_json_object, read_text
-
-_SHOWN: Final = 600
 
 app = typer.Typer(help="Write workflows.", no_args_is_help=True)
 
@@ -252,7 +250,7 @@ def print_rehearsed(console: Console, one: Rehearsed) -> None:
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
-    say(f"\n{one.trajectory_id}  {_short(repr(dict(one.query.data)))}", "bold")
+    say(f"\n{one.trajectory_id}  {shortened(repr(dict(one.query.data)))}", "bold")
     samples = {} if one.played is None else {id(r.turn): r for r in one.played.samples}
     for turn in one.turns:
         assert turn.reply is not None
@@ -320,8 +318,4 @@ def print_totals(
 
 
 def _block(text: str) -> str:
-    return "\n".join(f"    {line}" for line in _short(text).splitlines() or [""])
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
+    return "\n".join(f"    {line}" for line in shortened(text).splitlines() or [""])
