@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any, Literal
 
-from examples.reasoning_team.prompts import criticise, propose
-from examples.reasoning_team.tasks import Tasks
+from troupe.demo.tasks import TeamTasks
+from troupe.demo.workflow import criticise, propose
 
 
 class Pairs:
@@ -14,7 +14,7 @@ class Pairs:
     checker."""
 
     def __init__(self, split: Literal["train"], size: int = 100_000) -> None:
-        self._tasks, self._size = Tasks(split, seed=1_000_000), size
+        self._tasks, self._size = TeamTasks(split, seed=1_000_000), size
 
     def __len__(self) -> int:
         return self._size

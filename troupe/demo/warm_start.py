@@ -206,9 +206,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--mean", type=float, default=Settings.mean, help="success at which it stops (0.45)"
+    )
     args = parser.parse_args()
     with ending_in_a_line():
-        warm_start(args.out, Settings(seed=args.seed))
+        warm_start(args.out, Settings(seed=args.seed, mean=args.mean))
 
 
 if __name__ == "__main__":

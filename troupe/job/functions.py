@@ -36,6 +36,7 @@ from troupe.job.section import (
     check_entrypoint,
     check_json,
     check_pattern,
+    expand_home,
 )
 
 ArgumentPath = Annotated[str, Field(pattern=rf"^{ARGUMENT.pattern}$")]
@@ -226,6 +227,30 @@ class JudgeArguments(Section):
         return self
 
 
+class RewardModelArguments(Section):
+    """`reward_model`: the score of a sequence classification model with one output."""
+
+    model: str = Field(min_length=1)
+    """Directory or hub id, as `AutoModelForSequenceClassification` loads it; its tokenizer has a
+    chat template. Paths are those of the hosts that run rewards."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Commit, branch or tag on the hub. Default: its newest."""
+    squash: bool = False
+    """Take the sigmoid of the score, which is from 0 to 1."""
+    max_tokens: TokensOrNone = 0
+    """Longest conversation that is read, by its last tokens; 0: all of it."""
+    agent: str = ""
+    """Whose last reply is scored, and who gets the reward. Default: the last reply of the
+    trajectory, for all agents."""
+    weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
+    """Factor of the score, which has no bounds."""
+
+    @field_validator("model")
+    @classmethod
+    def _home(cls, value: str) -> str:
+        return expand_home(value) or ""
+
+
 _LIBRARY: Final = "troupe.functions.library"
 READY: Final[Mapping[str, tuple[str, type[Section]]]] = {
     "math": (f"{_LIBRARY}.mathematics:math", MathArguments),
@@ -237,6 +262,7 @@ READY: Final[Mapping[str, tuple[str, type[Section]]]] = {
     "tests": (f"{_LIBRARY}.answers:passes_tests", TestsArguments),
     "reasoning_gym": (f"{_LIBRARY}.answers:solves_puzzle", PuzzleArguments),
     "judge": (f"{_LIBRARY}.judge:judge", JudgeArguments),
+    "reward_model": (f"{_LIBRARY}.reward_model:reward_model", RewardModelArguments),
 }
 """Rewards that are ready to use by name: entrypoint, and the section of their arguments."""
 # Arguments that name a field of the query.
@@ -261,6 +287,7 @@ class FunctionSpec(Section):
             "tests",
             "reasoning_gym",
             "judge",
+            "reward_model",
         ]
         | None
     ) = None
