@@ -24,7 +24,9 @@ TEMPLATE = (
 )
 
 
-def make_model(directory: Path, *, hidden: int = 32, layers: int = 1, seed: int = 0) -> Path:
+def make_model(
+    directory: Path, *, hidden: int = 32, layers: int = 1, seed: int = 0, positions: int = 256
+) -> Path:
     """Save a random Qwen3 with a character tokenizer under `directory`."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -54,7 +56,7 @@ def make_model(directory: Path, *, hidden: int = 32, layers: int = 1, seed: int 
             num_attention_heads=2,
             num_key_value_heads=2,
             head_dim=16,
-            max_position_embeddings=256,
+            max_position_embeddings=positions,
             tie_word_embeddings=True,
             eos_token_id=vocab[END],
             pad_token_id=vocab["<|pad|>"],

@@ -13,6 +13,7 @@ import numpy as np
 
 from troupe.data.rows import CountTokens, DataError, DataRows, load_rows
 from troupe.job.data import TasksSpec
+from troupe.workflow.environments.adapters.verifiers import VerifiersTasks
 from troupe.workflow.loading import Tasks, load_tasks
 
 if TYPE_CHECKING:
@@ -85,6 +86,15 @@ def open_tasks(
         items, length = load_tasks(spec.source, split, spec.args, f"{field}.source")
         return TaskSplit(items, length, spec.source)
     training = split == TRAIN
+    if spec.verifiers is not None:
+        fraction = spec.held_out if isinstance(spec.held_out, float) else None
+        own_tasks = VerifiersTasks(
+            spec.verifiers, split, held_out=fraction, whole=whole, field=field
+        )
+        order = f"{seed if training else 0}/{split}"
+        shuffled = spec.shuffle and not own_tasks.endless
+        source = f"verifiers:{spec.verifiers.environment}"
+        return TaskSplit(own_tasks, len(own_tasks), source, order if shuffled else None)
     own = spec.held_out if isinstance(spec.held_out, str) and not training else None
     rows = load_rows(spec, field, split=own, count_tokens=count_tokens)
     notes = [str(rows.report)]
@@ -154,11 +164,7 @@ def _open_mix(
     spec: TasksSpec, split: str, seed: int, *, field: str, count_tokens: CountTokens | None
 ) -> TaskSplit:
     training = split == TRAIN
-    chosen = {
-        name: one
-        for name, one in spec.mixed.items()
-        if training or one.source or one.held_out is not None
-    }
+    chosen = {name: one for name, one in spec.mixed.items() if training or one.evaluated}
     if not chosen:
         raise DataError(
             "none of them holds out queries for evaluations",

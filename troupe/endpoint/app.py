@@ -360,7 +360,7 @@ async def _answer(
     keep_alive: float,
 ) -> Response:
     """The response, or a stream. Its turns are cancelled when the client disconnects."""
-    pending = _Pending(request, turns)
+    pending = _Pending(request, _noted(turns, request.headers.get("x-session-id", "")))
     streams = bool(asked.stream)
     handed_over = False
     try:
@@ -378,6 +378,14 @@ async def _answer(
     finally:
         if not handed_over:
             pending.close()
+
+
+async def _noted(turns: Turns, session: str) -> list[Reply]:
+    """The replies, with the name that the client gives their conversation."""
+    replies = await turns
+    for reply in replies:
+        reply.session = session
+    return replies
 
 
 async def _stream(pending: _Pending, answer: ApiAnswer, keep_alive: float) -> AsyncIterator[str]:

@@ -7,7 +7,14 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from troupe.job.section import Section, Tokens, check_entrypoint, check_json, expand_home
+from troupe.job.section import (
+    Seconds,
+    Section,
+    Tokens,
+    check_entrypoint,
+    check_json,
+    expand_home,
+)
 
 # Endings of names of local files, and the reader of the `datasets` library for each.
 READERS: Final = {
@@ -78,17 +85,58 @@ class RowsSpec(Section):
         return self
 
 
+class VerifiersSpec(Section):
+    """An environment of the `verifiers` library (docs/environments.md): its tasks, what happens in
+    an episode, and its rewards. The job needs no `workflow`."""
+
+    environment: str = Field(pattern=r"^[\w@./-]+$", max_length=256)
+    """Id of an installed environment or taskset (`wordle`, `owner/name`), or its module."""
+    args: dict[str, Any] = {}
+    """verifiers 0.4: the library's own `[env]` block, `{taskset: {...}, ROLE: {max_turns: 8}}`;
+    `id` pairs the taskset with another environment. verifiers 0.1: arguments of
+    `load_environment`."""
+    held_out_args: dict[str, Any] | None = None
+    """What replaces `args` for evaluations, section by section. Default: nothing; see
+    `held_out`."""
+    python: str | None = Field(default=None, min_length=1, max_length=4096)
+    """Interpreter of the environment in which `verifiers` is installed, on rollout workers.
+    Default: the worker's own."""
+    roles: dict[FieldName, FieldName] = Field(default={}, max_length=256)
+    """The job's agent by role of the environment. Default: the agent of that name; a single role
+    is the job's single agent."""
+    weights: dict[FieldName, float] = Field(default={}, max_length=256)
+    """Weights of rewards and metrics by name, instead of the environment's own. 0: only a
+    metric."""
+    processes: int = Field(default=2, ge=1, le=1024)
+    """Processes per rollout worker at most; each plays many episodes at once."""
+    start_seconds: Seconds = 300
+    """Time limit of loading the environment."""
+    episode_seconds: Seconds = 600
+    """Time limit of an episode, its scoring included."""
+
+    _json = field_validator("args", "held_out_args")(check_json)
+
+    @field_validator("python")
+    @classmethod
+    def _home(cls, value: str | None) -> str | None:
+        return expand_home(value)
+
+
 class TasksSpec(RowsSpec):
-    """Where queries come from: `source`, a class of yours, or `dataset`, rows of a data set."""
+    """Where queries come from: `source`, a class of yours; `dataset`, rows of a data set; or
+    `verifiers`, an environment of that library."""
 
     source: str = ""
     """`package.module:attribute`: called with `split=` ("train" or "held_out") and `args`;
     returns an object with `__len__` and `__getitem__(index) -> dict` (JSON values)."""
     args: dict[str, Any] = {}
     """Keyword arguments of `source`."""
+    verifiers: VerifiersSpec | None = None
+    """An environment of the `verifiers` library."""
     held_out: str | Annotated[float, Field(gt=0, lt=1)] | None = None
     """`dataset`: what evaluations ask. A split of the data set; another file, where `dataset` is
-    one; or the fraction of the rows that is set aside (0.05), the same for every seed."""
+    one; or the fraction of the rows that is set aside (0.05), the same for every seed. `verifiers`:
+    the fraction of its tasks. Default of an environment that has tasks for evaluations: these."""
 
     _json = field_validator("args")(check_json)
 
@@ -107,16 +155,34 @@ class TasksSpec(RowsSpec):
         """The sources of which these tasks are a mixture; none of a single source."""
         return {}
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether this part of a mixture has queries for evaluations."""
+        aside = self.verifiers is not None and self.verifiers.held_out_args is not None
+        return bool(self.source) or self.held_out is not None or aside
+
+    @property
+    def every(self) -> Mapping[str, TasksSpec]:
+        """By name the sources that these tasks are a mixture of; a single one has no name."""
+        return self.mixed or {"": self}
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if sum(map(bool, (self.source, self.dataset, self.mixed))) != 1:
+        if sum(map(bool, (self.source, self.dataset, self.verifiers, self.mixed))) != 1:
             raise ValueError(
-                "give exactly one of `source` (a class of yours) and `dataset` (rows of a data "
-                "set), or a `mix` of several"
+                "give exactly one of `source` (a class of yours), `dataset` (rows of a data set) "
+                "and `verifiers` (an environment of that library), or a `mix` of several"
+            )
+        if isinstance(self.held_out, str) and self.verifiers is not None:
+            raise ValueError(
+                "held_out: an environment has no splits by name; give a fraction (0.05) of its "
+                "tasks, or `verifiers.held_out_args`"
             )
         if not self.dataset:
             # Compared with the defaults: between services they are written out.
-            for name in sorted(TasksSpec.model_fields.keys() - {"source", "args"}):
+            own = {"source", "args", "verifiers"}
+            own |= {"held_out", "shuffle"} if self.verifiers is not None else set()
+            for name in sorted(TasksSpec.model_fields.keys() - own):
                 if getattr(self, name) != TasksSpec.model_fields[name].default:
                     raise ValueError(f"`{name}` is of a `dataset`, and there is none; remove it")
         if self.args and not self.source:
@@ -143,7 +209,7 @@ class MixedTasksSpec(TasksSpec):
 
 class JobTasksSpec(TasksSpec):
     """Where a job's queries come from: `source`, a class of yours; `dataset`, rows of a data set;
-    or a `mix` of these."""
+    `verifiers`, an environment of that library; or a `mix` of these."""
 
     mix: dict[FieldName, MixedTasksSpec] = Field(default={}, max_length=256)
     """Several sources by name, in proportion to their weights. Evaluations ask the held-out queries
@@ -156,6 +222,5 @@ class JobTasksSpec(TasksSpec):
 
     @property
     def holds_out(self) -> bool:
-        """Whether there are queries for evaluations."""
-        every = self.mix.values() if self.mix else [self]
-        return any(one.source or one.held_out is not None for one in every)
+        """Whether there are queries for evaluations, as far as the job says."""
+        return any(one.evaluated for one in self.every.values()) or self.verifiers is not None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Defaults of jobs with an environment: fragments take equally long and are not compared.
 PIPELINE = {"mode": "sync", "group_size": 1}
+# Of jobs whose tasks are those of environments of the `verifiers` library.
+VERIFIERS_WORKFLOW = "troupe.workflow.environments.adapters.verifiers:play"
 # Paradigms that need the joint actions of all agents of a policy.
 _TEAMS = ("vdn", "qmix", "maddpg")
 
@@ -39,12 +41,37 @@ class EnvironmentSpec(Section):
 
 
 def with_defaults(job: Any) -> Any:
-    """The unvalidated job, with the pipeline defaults of jobs that have an environment."""
+    """The unvalidated job, with the pipeline defaults of jobs that have an environment, and the
+    workflow of those whose tasks are all of the `verifiers` library."""
     if isinstance(job, dict) and job.get("environment") is not None:
         pipeline = job.get("pipeline")
         if isinstance(pipeline, dict):
             return {**job, "pipeline": {**PIPELINE, **pipeline}}
+    if isinstance(job, dict) and job.get("workflow") is None:
+        tasks = job.get("tasks")
+        tasks = tasks.model_dump() if isinstance(tasks, Section) else tasks
+        if isinstance(tasks, dict):
+            mix = tasks.get("mix")
+            parts = list(mix.values()) if isinstance(mix, dict) and mix else [tasks]
+            if all(isinstance(one, dict) and one.get("verifiers") for one in parts):
+                return {**job, "workflow": VERIFIERS_WORKFLOW}
     return job
+
+
+def check_roles(job: JobSpec) -> None:
+    """Raise ValueError, naming the field, for a role of an environment of the `verifiers` library
+    that is given to no agent of the job."""
+    given = {"tasks": job.tasks}
+    given |= {f"evaluations.{name}.tasks": one.tasks for name, one in job.evaluations.items()}
+    for section, tasks in given.items():
+        for name, one in ({} if tasks is None else tasks.every).items():
+            field = f"{section}.mix.{name}" if name else section
+            for role, agent in (one.verifiers.roles if one.verifiers else {}).items():
+                if agent not in job.agents:
+                    raise ValueError(
+                        f"{field}.verifiers.roles.{role}: '{agent}' is no agent of the job; known: "
+                        + ", ".join(sorted(job.agents))
+                    )
 
 
 def check(job: JobSpec) -> None:

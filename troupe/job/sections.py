@@ -183,6 +183,16 @@ class OfflineSpec(Section):
     """Learning rate of these steps, with the schedule of the policy's `optimizer` over them.
     Default: the policy's."""
 
+    @field_validator("tasks")
+    @classmethod
+    def _demonstrated(cls, tasks: TasksSpec) -> TasksSpec:
+        if tasks.verifiers is not None:
+            raise ValueError(
+                "`verifiers` is an environment, whose tasks demonstrate nothing; give a `dataset` "
+                "or a `source`"
+            )
+        return tasks
+
 
 class SupervisedSpec(OfflineSpec):
     """Supervised fine-tuning (SFT): the job's first steps learn from demonstrations, by the

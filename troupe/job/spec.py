@@ -11,7 +11,13 @@ from pydantic import Field, field_validator, model_validator
 from troupe.job.algorithm import REFERENCE_COLUMN, AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.data import JobTasksSpec
-from troupe.job.environment import EnvironmentSpec, check, check_pools, with_defaults
+from troupe.job.environment import (
+    EnvironmentSpec,
+    check,
+    check_pools,
+    check_roles,
+    with_defaults,
+)
 from troupe.job.functions import FunctionSpec, ToolSpec
 from troupe.job.policy import PolicySpec, server_of
 from troupe.job.population import Pools, PopulationSpec, check_population
@@ -50,7 +56,7 @@ class JobSpec(Section):
     """Root of all randomness of the job."""
     workflow: str | None = None
     """`package.module:attribute`: an async function of (query, agents, tools). Needed by
-    language models."""
+    language models, but where all tasks are `verifiers`: they bring their own."""
     tasks: JobTasksSpec | None = None
     """Source of queries. Needed by language models."""
     code: CodeSpec | None = None
@@ -141,6 +147,7 @@ class JobSpec(Section):
                 if not re.fullmatch(NAME, name):
                     raise ValueError(f"'{name}': names are lower-case letters, digits, '-' and '_'")
         check(self)
+        check_roles(self)
         holders: dict[str, str] = {}
         for name, policy in self.policies.items():
             for url in policy.engine.urls:

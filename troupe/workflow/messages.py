@@ -231,6 +231,7 @@ class Reply:
         "logprobs",
         "prompt_ids",
         "reasoning_content",
+        "session",
         "text",
         "token_ids",
         "tool_calls",
@@ -270,6 +271,9 @@ class Reply:
         """Calls of offered tools."""
         self.unmet: tuple[str, ...] = ()
         """Fields of an endpoint's request that the reply violates (`response_format`, ...)."""
+        self.session = ""
+        """Of an endpoint's request: its header `X-Session-ID`, by which a client with several
+        conversations says which one it is."""
         self._siblings: tuple[weakref.ref[Reply], ...] = ()
         self.columns = Columns(f"{agent}[{turn}]", len(token_ids))
         """User-defined columns of this turn's sample: `reply.columns[name] = value`."""

@@ -121,7 +121,8 @@ class QuerySource:
         where = f"{split}[{index}] of {tasks.source}"
         field = f"evaluations.{name}." if name else ""
         spec = self._specs[name]
-        field += "tasks.source" if spec.source else "tasks.mix" if spec.mixed else "tasks.dataset"
+        kinds = {"source": spec.source, "mix": spec.mixed, "verifiers": spec.verifiers}
+        field += f"tasks.{next((kind for kind, given in kinds.items() if given), 'dataset')}"
         try:
             item = tasks[index]
             # A copy: a mapping of user code may raise whenever it is read.

@@ -60,6 +60,11 @@ FATAL: Final = frozenset(
     {
         "chat_template",
         "entrypoint",
+        "environment_key_missing",
+        "environment_not_installed",
+        "environment_refused",
+        "environment_role",
+        "environment_unsupported",
         "reward_bad_type",
         "reward_missing",
         "reward_not_importable",

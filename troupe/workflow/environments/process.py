@@ -32,7 +32,7 @@ _TAIL_BYTES: Final = 2048
 # How long a killed process group may take to end.
 _REAP_SECONDS: Final = 10.0
 
-_THREADS: Final = dict.fromkeys(
+THREADS: Final = dict.fromkeys(
     (
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",
@@ -59,7 +59,7 @@ class EnvironmentProcess:
         code = shipped.current()
         environment = {
             **os.environ,
-            **_THREADS,
+            **THREADS,
             # The child can import whatever this process can, and first what the job ships.
             "PYTHONPATH": os.pathsep.join(
                 path or os.getcwd() for path in (*([str(code.folder)] if code else []), *sys.path)
@@ -145,14 +145,14 @@ class EnvironmentProcess:
         process = self._process
         if process is None or self._reaping is not None:
             return
-        _kill_group(process.pid)
+        kill_group(process.pid)
         self._reaping = asyncio.create_task(self._reap(process))
 
     def abandon(self) -> None:
         """Kill and reap the process when the event loop that it was started in has ended."""
         process, self._process = self._process, None
         if process is not None:
-            _kill_group(process.pid)
+            kill_group(process.pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, 0)
 
@@ -178,7 +178,7 @@ class EnvironmentProcess:
             await asyncio.wait_for(process.wait(), 1.0)
         if self._draining is not None:  # to have the end of stderr
             await asyncio.wait({self._draining}, timeout=1.0)
-        how = _how_it_died(process.returncode)
+        how = how_it_died(process.returncode)
         last = self._tail.decode(errors="replace").strip().splitlines()[-1:]
         return self._fault("died", f"died during {what}: {how}" + "".join(f"; {s}" for s in last))
 
@@ -204,7 +204,7 @@ class EnvironmentProcess:
 _LIMITS: Final = {"open": "start_seconds", "reset": "reset_seconds", "step": "step_seconds"}
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
     """Kill a process and its descendants, also those in other sessions."""
     started: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
@@ -216,7 +216,7 @@ def _kill_group(pid: int) -> None:
             process.kill()
 
 
-def _how_it_died(status: int | None) -> str:
+def how_it_died(status: int | None) -> str:
     if status is not None and status < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-status).name}"

@@ -1,0 +1,340 @@
+"""Child processes that hold an environment of the `verifiers` library, and the pool of them.
+
+Their program is verifiers_host.py, run by the interpreter that the job names. Requests and answers
+pass by threads, so that tasks are read from any thread and episodes awaited in any event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from troupe.job.data import VerifiersSpec
+from troupe.user_code import call_in_thread
+from troupe.workflow import shipped
+from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
+from troupe.workflow.environments.host import COUNTERS
+from troupe.workflow.environments.process import THREADS, how_it_died, kill_group
+from troupe.workflow.errors import EntrypointError, TurnError
+
+_HOST: Final = Path(__file__).with_name("verifiers_host.py")
+# Of one answer: the data of a task, or what an episode came to.
+_MOST_BYTES: Final = 64 << 20
+_TAIL_BYTES: Final = 4096
+# A cancelled episode that goes on for longer has a process that hangs.
+_CANCEL_SECONDS: Final = 10.0
+# Loading an environment again may cost minutes, an idle process costs memory.
+_IDLE_SECONDS: Final = 300.0
+# Episodes of one process before another one is started.
+_EPISODES: Final = 64
+# Variables that mean another environment, or that are none of its business.
+_NOT_PASSED: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
+
+
+class VerifiersProcess:
+    """A child process with one environment; answers many requests at once."""
+
+    def __init__(self, spec: VerifiersSpec, field: str) -> None:
+        """`field`: of the job, for errors."""
+        self._spec, self._field = spec, field
+        self.name = f"verifiers:{spec.environment}"
+        self.roles: Sequence[str] = ()
+        self.fixed_roles: Sequence[str] = ()
+        """Roles that a model of their own plays, as `args` say."""
+        self.version = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._pending: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._tail = b""
+        self._draining: threading.Thread | None = None
+        self._idle: threading.Timer | None = None
+        self.alive = False
+        self.playing = 0
+        """Number of its episodes."""
+
+    def start(self) -> None:
+        """Start the process and load the environment. Blocking. Raises `EntrypointError` for what
+        the job has to mend, else `EnvironmentFault`."""
+        python = self._spec.python or sys.executable
+        try:
+            process = subprocess.Popen(
+                # -P: the folder of the program, which has a `verifiers.py`, is not on the path.
+                [python, "-P", str(_HOST)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_environment_of(python, own=self._spec.python is None),
+                start_new_session=True,
+            )
+        except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+            raise EntrypointError(
+                f"there is no interpreter to run here: {error}",
+                kind="environment_not_installed",
+                field=f"{self._field}.python",
+                value=python,
+                remedy="Make the environment at this path on every host with rollout workers.",
+            ) from error
+        except OSError as error:
+            raise self._fault("not_started", f"did not start: {error}") from error
+        self._process, self.alive = process, True
+        COUNTERS.count("starts", self.name)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._draining = _in_thread(self._drain, process.stderr)
+        _in_thread(self._write, process.stdin)
+        _in_thread(self._read, process.stdout)
+        request = {"environment": self._spec.environment, "args": self._spec.args}
+        opened = self.call("open", request, self._spec.start_seconds)
+        self.version = opened["version"]
+        self.roles, self.fixed_roles = opened["roles"], opened["fixed_roles"]
+        self._rest()
+
+    def call(self, op: str, request: Mapping[str, Any], seconds: float) -> Any:
+        """The answer to a request. Blocking; the process is killed after `seconds`. Raises as
+        `start`."""
+        _, answer = self._send(op, request)
+        try:
+            return answer.result(seconds)
+        except FutureTimeout:
+            self.kill()
+            COUNTERS.count("kills", self.name)
+            raise self._fault(
+                "deadline",
+                f"did not end its {op} within {seconds:g} s and was killed",
+                f"Allow more `{self._field}.start_seconds`, or mend what it waits for.",
+            ) from None
+
+    async def play(
+        self, task: Mapping[str, Any], endpoints: Mapping[str, Mapping[str, str]]
+    ) -> list[dict[str, Any]]:
+        """The traces of an episode; `endpoints`: address by role. Raises `TurnError` where a model
+        call failed, else as `start`. When it ends otherwise, its episode is cancelled."""
+        if self._idle is not None:
+            self._idle.cancel()
+        self.playing += 1
+        number, answer = self._send("play", {"task": task, "endpoints": endpoints})
+        try:
+            async with asyncio.timeout(self._spec.episode_seconds):
+                traces: list[dict[str, Any]] = (await asyncio.wrap_future(answer))["traces"]
+                return traces
+        except TimeoutError:
+            COUNTERS.count("kills", self.name)
+            raise self._fault(
+                "deadline",
+                f"did not end an episode within {self._spec.episode_seconds:g} s",
+                f"Allow more `{self._field}.episode_seconds`, or mend what it waits for.",
+            ) from None
+        finally:
+            if not answer.done():
+                self._cancel(number, answer)
+            self.playing -= 1
+            self._rest()
+
+    def kill(self) -> None:
+        """Kill the process and all that it started; what is asked of it fails. Repeatable."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            kill_group(process.pid)
+        self._requests.put(None)
+
+    def _cancel(self, number: int, answer: Future[Any]) -> None:
+        """End an episode; the whole process, if it does not."""
+        self._send("cancel", {"of": number})
+
+        def hangs() -> None:
+            if not answer.done():
+                self.kill()
+
+        _timer(_CANCEL_SECONDS, hangs).start()
+
+    def _rest(self) -> None:
+        """End the process when it has long had nothing to do."""
+        if self.playing or not self.alive:
+            return
+
+        def still() -> None:
+            if not self.playing:
+                self.kill()
+
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = _timer(_IDLE_SECONDS, still)
+        self._idle.start()
+
+    def _send(self, op: str, request: Mapping[str, Any]) -> tuple[int, Future[Any]]:
+        number = next(self._numbers)
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # whoever awaits it may be cancelled, it cannot
+        line = json.dumps({"id": number, "op": op, **request}).encode() + b"\n"
+        with self._lock:
+            if self.alive:
+                self._pending[number] = answer
+                self._requests.put(line)
+                return number, answer
+        answer.set_exception(self._died())
+        return number, answer
+
+    def _write(self, pipe: BinaryIO) -> None:
+        with contextlib.suppress(OSError), pipe:
+            while (line := self._requests.get()) is not None:
+                pipe.write(line)
+                pipe.flush()
+
+    def _read(self, pipe: BinaryIO) -> None:
+        with pipe:
+            while (line := pipe.readline(_MOST_BYTES)).endswith(b"\n"):
+                try:
+                    answer = json.loads(line)
+                    pending = self._pending.pop(answer["id"])
+                except (ValueError, LookupError, TypeError):
+                    break  # something else wrote to the pipe
+                if error := answer.get("error"):
+                    pending.set_exception(self._error(error))
+                else:
+                    pending.set_result(answer["ok"])
+        self.kill()
+        assert self._process is not None
+        self._process.wait()
+        if self._draining is not None:
+            self._draining.join(1.0)  # to have the end of stderr
+        with self._lock:
+            self.alive = False
+            left, self._pending = self._pending, {}
+        for answer in left.values():
+            answer.set_exception(self._died())
+
+    def _drain(self, pipe: BinaryIO) -> None:
+        with pipe:
+            while chunk := os.read(pipe.fileno(), 1 << 16):
+                self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+
+    def _died(self) -> EnvironmentFault:
+        how = how_it_died(self._process.returncode if self._process is not None else None)
+        last = self._tail.decode(errors="replace").strip().splitlines()[-1:]
+        return self._fault("died", f"ended: {how}" + "".join(f"; {line}" for line in last))
+
+    def _fault(
+        self, reason: FaultReason, message: str, remedy: str | None = None, trace: str = ""
+    ) -> EnvironmentFault:
+        return EnvironmentFault(
+            f"environment {self.name} {message}",
+            reason=reason,
+            environment=self.name,
+            remedy=remedy,
+            traceback=trace or (self._tail.decode(errors="replace") if reason == "died" else ""),
+        )
+
+    def _error(self, given: Mapping[str, Any]) -> Exception:
+        """The error of an answer."""
+        kind, message = given["kind"], given["message"]
+        if kind.startswith("environment_"):
+            return EntrypointError(
+                message,
+                kind=kind,
+                field=f"{self._field}.{given['field']}",
+                value=self._spec.environment,
+                remedy=given["remedy"],
+            )
+        if kind == "model":
+            return TurnError(f"environment {self.name} got no reply: {message}")
+        reason: FaultReason = "deadline" if kind == "deadline" else "raised"
+        return self._fault(reason, f"failed: {message}", trace=given.get("traceback", ""))
+
+
+class VerifiersPool:
+    """The processes of one environment on this worker; at most `spec.processes`."""
+
+    def __init__(self, spec: VerifiersSpec, field: str) -> None:
+        self._spec, self._field = spec, field
+        self._processes: list[VerifiersProcess] = []
+        self._starting = threading.Lock()
+
+    def opened(self, episodes: int = sys.maxsize) -> VerifiersProcess:
+        """The process with the fewest episodes, if those are below `episodes` or no other may be
+        started; else a new one. Blocking. Raises as `VerifiersProcess.start`."""
+        with self._starting:
+            if (found := self._free(episodes)) is not None:
+                return found
+            started = VerifiersProcess(self._spec, self._field)
+            try:
+                started.start()
+            except BaseException:
+                started.kill()
+                raise
+            self._processes.append(started)
+            return started
+
+    async def for_episode(self) -> VerifiersProcess:
+        """The process that plays the next episode. Raises as `opened`."""
+        return self._free(_EPISODES) or await call_in_thread(self.opened, _EPISODES)
+
+    def close(self) -> None:
+        """Kill the processes. Repeatable."""
+        for process in self._processes:
+            process.kill()
+
+    def _free(self, episodes: int) -> VerifiersProcess | None:
+        self._processes = [one for one in self._processes if one.alive]
+        least = min(self._processes, key=lambda one: one.playing, default=None)
+        full = len(self._processes) >= self._spec.processes
+        return least if least is not None and (full or least.playing < episodes) else None
+
+
+_pools: dict[str, VerifiersPool] = {}
+
+
+def pool_of(spec: VerifiersSpec, field: str = "tasks.verifiers") -> VerifiersPool:
+    """The pool of an environment, for the code that the current job ships."""
+    code = shipped.current()
+    same = spec.model_dump(include={"environment", "args", "python", "processes"})
+    key = json.dumps([same, code.package if code else ""], sort_keys=True)
+    return _pools.setdefault(key, VerifiersPool(spec, field))
+
+
+def close_pools() -> None:
+    """Kill the processes of all environments. Repeatable."""
+    for pool in _pools.values():
+        pool.close()
+
+
+def _environment_of(python: str, *, own: bool) -> dict[str, str]:
+    """The variables of a child process. `own`: it has this process's interpreter, and so finds the
+    modules that this process finds."""
+    code = shipped.current()
+    passed = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _NOT_PASSED and not name.startswith("TROUPE_")
+    }
+    path = [str(code.folder)] if code else []
+    path += [one or os.getcwd() for one in sys.path] if own else [os.getcwd()]
+    # Programs that an environment starts, as `uv`, are those beside its interpreter.
+    programs = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
+    return {**passed, **THREADS, "PYTHONPATH": os.pathsep.join(path), "PATH": programs}
+
+
+def _in_thread(call: Any, pipe: Any) -> threading.Thread:
+    thread = threading.Thread(target=call, args=(pipe,), daemon=True, name="verifiers")
+    thread.start()
+    return thread
+
+
+def _timer(seconds: float, call: Any) -> threading.Timer:
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    return timer
