@@ -101,6 +101,16 @@ async def test_thoughts_are_apart_and_a_call_in_them_is_none() -> None:
         assert shown["content"] == "ok"
 
 
+async def test_a_client_names_its_conversations() -> None:
+    async with served("ok") as one:
+        await one.post()
+        one.http.headers["X-Session-ID"] = "second"
+        await one.post()
+        await one.post(stream=True)
+        named = [turn.reply and turn.reply.session for turn in one.agents.turns]
+        assert named == ["", "second", "second"]
+
+
 async def test_a_stream_brings_thoughts_text_and_each_call_by_itself() -> None:
     text = f"{THOUGHT}So.{calls(a=1, b=2)}{calls(a=3, b=4)}"
     async with served(text) as one:

@@ -13,6 +13,7 @@ from troupe.job.section import Section, check_json
 from troupe.job.sections import AgentSpec, RoutingSpec
 
 if TYPE_CHECKING:
+    from troupe.job.data import TasksSpec
     from troupe.job.population import Pools
     from troupe.job.spec import JobSpec
 
@@ -61,7 +62,7 @@ def with_defaults(job: Any) -> Any:
 def check_roles(job: JobSpec) -> None:
     """Raise ValueError, naming the field, for a role of an environment of the `verifiers` library
     that is given to no agent of the job."""
-    given = {"tasks": job.tasks}
+    given: dict[str, TasksSpec | None] = {"tasks": job.tasks}
     given |= {f"evaluations.{name}.tasks": one.tasks for name, one in job.evaluations.items()}
     for section, tasks in given.items():
         for name, one in ({} if tasks is None else tasks.every).items():
