@@ -18,7 +18,6 @@ from tests.support.verifiers_python import RUBRICS, TASKSETS, verifiers_python
 from troupe.client import Notice
 
 POLICY = {
-    "trainer": {"device": "cpu"},
     "optimizer": {"lr": 1e-3},
     "engine": {"max_running": 16, "max_context": 4096},
 }

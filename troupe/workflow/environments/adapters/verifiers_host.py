@@ -29,6 +29,7 @@ import types
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, BinaryIO, Final
 
 Object = dict[str, Any]
@@ -89,7 +90,7 @@ class RubricEnvironment:
         self.roles = [SINGLE_ROLE]
         self.fixed_roles: list[str] = []
         # One for all episodes: making one costs a tenth of a second.
-        self._http = httpx.AsyncClient(
+        self._http: Any = httpx.AsyncClient(
             timeout=None,
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
@@ -138,8 +139,8 @@ class RubricEnvironment:
         )
         error = rollout.get("error")
         if error and error["error"] not in _OF_POLICY:
-            kind = "model" if "ModelError" in error["error_chain_repr"] else "environment"
-            raise EpisodeFailed(kind, error["error_chain_str"] or error["error"])
+            chain = error["error_chain_repr"]
+            raise EpisodeFailed("model" if "ModelError" in chain else "environment", chain)
         metrics = dict(rollout.get("metrics") or {})
         return [
             {
@@ -154,8 +155,8 @@ class RubricEnvironment:
     def _rewards(self, metrics: Object) -> dict[str, list[float]]:
         """By reward function its score and weight, as far as the rubric names its functions."""
         rubric = self._env.rubric
-        names = getattr(rubric, "_get_reward_func_names", list)()
-        weights = getattr(rubric, "_get_reward_weights", list)()
+        names: list[str] = getattr(rubric, "_get_reward_func_names", list)()
+        weights: list[float] = getattr(rubric, "_get_reward_weights", list)()
         weighed: dict[str, float] = {}
         for name, weight in zip(names, weights, strict=False):
             weighed[name] = weighed.get(name, 0.0) + float(weight)
@@ -307,7 +308,8 @@ def _serve_through_endpoints() -> None:
         """Relays the requests of a role to its endpoint."""
 
         def __init__(self, config: Any) -> None:
-            self.base_url, self.api_key, self.headers = config.base_url, "troupe", {}
+            self.base_url, self.api_key = config.base_url, "troupe"
+            self.headers: dict[str, str] = {}
             self.client = shared
 
         async def close(self) -> None:
@@ -497,7 +499,7 @@ class VerifiersHost:
                 if request["op"] == "play":
                     task = asyncio.create_task(self._answer(number, self._play(request)))
                     self._playing[number] = task
-                    task.add_done_callback(lambda _, number=number: self._playing.pop(number))
+                    task.add_done_callback(partial(self._forget, number))
                 elif request["op"] == "cancel":
                     if (playing := self._playing.get(request["of"])) is not None:
                         playing.cancel()
@@ -506,6 +508,9 @@ class VerifiersHost:
                     await self._answer(number, self._carry_out(request))
             for playing in list(self._playing.values()):
                 playing.cancel()
+
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        del self._playing[number]
 
     async def _carry_out(self, request: Object) -> Object:
         if request["op"] == "open":

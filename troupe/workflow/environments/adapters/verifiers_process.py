@@ -281,7 +281,9 @@ class VerifiersPool:
 
     async def for_episode(self) -> VerifiersProcess:
         """The process that plays the next episode. Raises as `opened`."""
-        return self._free(_EPISODES) or await call_in_thread(self.opened, _EPISODES)
+        if (found := self._free(_EPISODES)) is not None:
+            return found
+        return await call_in_thread(self.opened, _EPISODES)
 
     def close(self) -> None:
         """Kill the processes. Repeatable."""
@@ -301,7 +303,7 @@ _pools: dict[str, VerifiersPool] = {}
 def pool_of(spec: VerifiersSpec, field: str = "tasks.verifiers") -> VerifiersPool:
     """The pool of an environment, for the code that the current job ships."""
     code = shipped.current()
-    same = spec.model_dump(include={"environment", "args", "python", "processes"})
+    same = spec.model_dump(exclude={"held_out_args", "roles", "weights"})
     key = json.dumps([same, code.package if code else ""], sort_keys=True)
     return _pools.setdefault(key, VerifiersPool(spec, field))
 
