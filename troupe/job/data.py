@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from troupe.job.section import (
+    MAX_COEFFICIENT,
     Seconds,
     Section,
     Tokens,
@@ -25,6 +26,7 @@ READERS: Final = {
     ".tsv": "csv",
 }
 FieldName = Annotated[str, Field(min_length=1, max_length=256)]
+Weight = Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)]
 
 
 def reader_of(source: str) -> str | None:
@@ -104,7 +106,7 @@ class VerifiersSpec(Section):
     roles: dict[FieldName, FieldName] = Field(default={}, max_length=256)
     """The job's agent by role of the environment. Default: the agent of that name; a single role
     is the job's single agent."""
-    weights: dict[FieldName, float] = Field(default={}, max_length=256)
+    weights: dict[FieldName, Weight] = Field(default={}, max_length=256)
     """Weights of rewards and metrics by name, instead of the environment's own. 0: only a
     metric."""
     processes: int = Field(default=2, ge=1, le=1024)
