@@ -66,6 +66,7 @@ def create_app(
     app.include_router(jobs_api.samples)
     app.include_router(functions_api.router)
     app.include_router(jobs_api.populations)
+    app.include_router(jobs_api.specifications)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
     @app.get("/", include_in_schema=False)

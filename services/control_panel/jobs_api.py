@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
@@ -15,6 +17,8 @@ from services.control_panel.access import JSON_TYPE, YAML_TYPES
 from services.control_panel.calls import upstream
 from services.control_panel.events import EVENT_STREAM, job_events
 from troupe.client.conversion import numbers_by_word, to_json
+from troupe.job import JobSpec, JobSpecError, parse_job
+from troupe.job.compatibility import advice
 from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.ids import check_event_id, new_id
 from troupe.v1 import common_pb2
@@ -30,6 +34,7 @@ _SAMPLE_STATES = numbers_by_word(common_pb2.SampleState.DESCRIPTOR)
 router = APIRouter(prefix="/api/jobs", tags=["jobs"])
 samples = APIRouter(prefix="/api/jobs", tags=["samples"])
 populations = APIRouter(prefix="/api/jobs", tags=["populations"])
+specifications = APIRouter(prefix="/api/specification", tags=["jobs"])
 
 
 def _specification_body(*, required: bool) -> dict[str, Any]:
@@ -200,10 +205,30 @@ async def list_trajectories(
     job_id: JobId,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
+    text: Annotated[str, Query(description="In a message or a reply.")] = "",
+    agent: Annotated[str, Query(description="In which this agent acts.")] = "",
+    reason: Annotated[str, Query(description="In the reason of its end.")] = "",
+    from_step: Annotated[int | None, Query(ge=0, lt=2**63)] = None,
+    to_step: Annotated[int | None, Query(ge=0, lt=2**63)] = None,
+    min_reward: Annotated[
+        float | None, Query(allow_inf_nan=False, description="Of `agent`; else team or mean.")
+    ] = None,
+    max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
 ) -> dict[str, Any]:
-    """Recent trajectories, newest first."""
+    """Recent trajectories, newest first; those that fit all that is given."""
     reply = await upstream(request).stub.ListTrajectories(
-        pb.ListTrajectoriesRequest(job_id=job_id, page_size=limit, page_token=page)
+        pb.ListTrajectoriesRequest(
+            job_id=job_id,
+            page_size=limit,
+            page_token=page,
+            text=text,
+            agent=agent,
+            reason=reason,
+            from_step=from_step,
+            to_step=to_step,
+            min_reward=min_reward,
+            max_reward=max_reward,
+        )
     )
     return {
         "trajectories": [to_json(item) for item in reply.trajectories],
@@ -212,12 +237,22 @@ async def list_trajectories(
 
 
 @router.get("/{job_id}/trajectories/{trajectory_id}")
-async def get_trajectory(request: Request, job_id: JobId, trajectory_id: str) -> dict[str, Any]:
+async def get_trajectory(
+    request: Request,
+    job_id: JobId,
+    trajectory_id: str,
+    tokens: Annotated[bool, Query(description="With the tokens of its turns, if kept.")] = False,
+) -> dict[str, Any]:
     """One trajectory with the conversation between its agents."""
     reply = await upstream(request).stub.GetTrajectory(
-        pb.GetTrajectoryRequest(job_id=job_id, trajectory_id=trajectory_id)
+        pb.GetTrajectoryRequest(job_id=job_id, trajectory_id=trajectory_id, tokens=tokens)
     )
-    return to_json(reply)
+    found = to_json(reply)
+    for turn in found["turns"]:
+        for name in ("logprobs", "advantages", "ratios") if turn["tokens"] else ():
+            # They were 32 bits wide; 16 digits each would be most of the answer.
+            turn["tokens"][name] = [float(f"{value:.6g}") for value in turn["tokens"][name]]
+    return found
 
 
 class GenerateBody(BaseModel):
@@ -278,6 +313,27 @@ async def _specification(request: Request) -> str:
         raise InvalidArgument(
             f"the body is not UTF-8: {error}", field="body", remedy="Send the job's YAML as text."
         ) from error
+
+
+@specifications.get("/schema")
+async def job_schema() -> dict[str, Any]:
+    """The JSON schema of a job's specification, for editors."""
+    return JobSpec.model_json_schema()
+
+
+@specifications.post("/check", openapi_extra=_specification_body(required=True))
+async def check_specification(request: Request) -> views.CheckedSpecification:
+    """What is wrong with a specification, and what in it is without effect. Nothing is submitted,
+    and none of its code is imported."""
+    text = await _specification(request)
+    try:
+        spec = await asyncio.to_thread(parse_job, text)
+    except JobSpecError as error:
+        problems = [views.FieldFault(**asdict(one)) for one in error.problems]
+        return views.CheckedSpecification(problems=problems, advice=[], summary="")
+    trained = ", ".join(spec.trained_policies) or "nothing"
+    summary = f"{len(spec.agents)} agents, trains {trained}, {spec.pipeline.steps} steps"
+    return views.CheckedSpecification(problems=[], advice=advice(spec), summary=summary)
 
 
 @samples.get("/{job_id}/tables")

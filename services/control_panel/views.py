@@ -75,6 +75,29 @@ class MetricsRowView(View):
     values: dict[str, float]
 
 
+class FieldFault(View):
+    """One fault of a job's specification."""
+
+    field: str
+    """Path of the field, `policies.solver.lora.rank`."""
+    value: str
+    """Its value, shortened; empty where it has none."""
+    message: str
+    remedy: str
+    """How to mend it."""
+
+
+class CheckedSpecification(View):
+    """What was found in a job's specification."""
+
+    problems: list[FieldFault]
+    """None in a valid one; of a very faulty one the first twenty."""
+    advice: list[str]
+    """Settings of a valid one that have no effect."""
+    summary: str
+    """What a valid one is; empty otherwise."""
+
+
 class Generated(View):
     """A reply of a policy."""
 

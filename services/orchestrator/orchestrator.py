@@ -87,7 +87,9 @@ class Orchestrator:
             store=store,
             weight_versions=WeightVersions(self._redis),
             log=log,
-            trajectories=RecentTrajectories(self._redis, settings.recent_trajectories),
+            trajectories=RecentTrajectories(
+                self._redis, settings.recent_trajectories, settings.recent_tokens
+            ),
             populations=PopulationStore(self._redis, store),
             workers=workers,
             nodes=NodeRegistry(settings),

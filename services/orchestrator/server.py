@@ -20,6 +20,7 @@ from services.orchestrator.populations.state import no_population
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.state.job_store import StoredJob
 from services.orchestrator.state.records import TERMINAL, JobRecord
+from services.orchestrator.state.trajectories import TrajectoryFilter
 from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -244,7 +245,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         await self._record(request)
         size = _page_size(request)
         page, token = await self._at.shared.trajectories.page(
-            request.job_id, size, request.page_token
+            request.job_id, size, request.page_token, TrajectoryFilter(request)
         )
         return orch.ListTrajectoriesResponse(trajectories=page, next_page_token=token)
 
@@ -252,7 +253,9 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         self, request: orch.GetTrajectoryRequest, context: Any
     ) -> orch.GetTrajectoryResponse:
         await self._record(request)
-        return await self._at.shared.trajectories.get(request.job_id, request.trajectory_id)
+        return await self._at.shared.trajectories.get(
+            request.job_id, request.trajectory_id, tokens=request.tokens
+        )
 
     async def GetPopulation(
         self, request: orch.GetPopulationRequest, context: Any
@@ -351,6 +354,13 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
     async def ReadCode(self, request: orch.ReadCodeRequest, context: Any) -> orch.ReadCodeResponse:
         source = await self._at.functions.catalogue.source(request.sha256)
         return orch.ReadCodeResponse(files=source.files)
+
+    async def ReportTrainedTokens(
+        self, request: orch.ReportTrainedTokensRequest, context: Any
+    ) -> orch.ReportTrainedTokensResponse:
+        await self._record(request)
+        await self._at.shared.trajectories.keep_trained(request)
+        return orch.ReportTrainedTokensResponse()
 
     async def _record(self, request: Any) -> JobRecord:
         _check_id(request)

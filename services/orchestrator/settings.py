@@ -29,6 +29,8 @@ class OrchestratorSettings(ServiceSettings):
     """How often followers of a job learn of progress inside a step."""
     recent_trajectories: int = Field(default=200, ge=0)
     """Newest training trajectories kept for inspection, per job; and as many of evaluations."""
+    recent_tokens: int = Field(default=32, ge=0)
+    """Newest trajectories of a job whose tokens are kept, with advantages and ratios."""
     probe_seconds: float = Field(default=1.0, gt=0)
     """How long the health check of another service may take."""
     survival_seconds: float = Field(default=20, gt=0)

@@ -9,6 +9,7 @@ and the testbed's simulated learner have these members, which `PolicyBinding`, `
 - `needs_reference`, `set_reference(weights)`: a frozen first version for the divergence
 - `read(claimed, load)`: parse the samples of a claim
 - `accumulate(rows, stop)`, `complete(stop)`, `apply(version, stop) -> Applied`, `discard()`: a step
+- `kept`: tokens of the step that `apply` made, for people to look at
 - `published()`, `weights()`, `moments()`, `restore(weights, moments)`: a version
 - `suspended()`, `adopt(tensors, values)`, `release()`: leave the device in the middle of a step
 

@@ -25,7 +25,7 @@ from services.trainer.state.training_state import Frontier
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import trainer_pb2
+from troupe.v1 import orchestrator_pb2, trainer_pb2
 
 log = structlog.get_logger("troupe.trainer")
 
@@ -118,6 +118,7 @@ class Attempt:
         outcome = await self._compute.run(
             binding.draw, binding.learner.apply, binding.versions.committed, self._run.stop
         )
+        self._run.kept = binding.learner.kept
         binding.versions.dirty = outcome.applied or outcome.moved
         metrics = dict(outcome.metrics) | gone
         metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
@@ -269,6 +270,8 @@ class StepRun:
         self._make_claims = make_claims
         self.suspending = asyncio.Event()
         self._unfinished: SuspendedStep | None = None
+        # Tokens of the step for people to look at, once it was computed.
+        self.kept: Sequence[orchestrator_pb2.TrainedTurn] = ()
         self.compute = compute
         self.settings = settings
         self.stop = threading.Event()

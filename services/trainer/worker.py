@@ -66,6 +66,8 @@ Key = tuple[str, str]
 T = TypeVar("T")
 # Seconds that ranks may take to end, and then again to be killed.
 _GANG_SECONDS = 8.0
+# Tokens for people to look at are not worth more.
+_REPORT_SECONDS = 10.0
 
 
 class Bindings:
@@ -150,8 +152,10 @@ class PolicySteps:
         self._compute = compute
         self._runs: dict[Key, StepRun] = {}
         self._counting: set[asyncio.Task[None]] = set()
-        # The experience store's stub, for claims and commits; set when the worker starts.
+        # The experience store's stub, for claims and commits, and the orchestrator's, for reports;
+        # set when the worker starts.
         self.store: Any = None
+        self.orchestrator: Any = None
         labels = ["job_id", "policy"]
         self._tokens = telemetry.counter("troupe_trainer_tokens", "Tokens trained.", labels)
         self._busy = telemetry.counter("troupe_trainer_busy_seconds", "Computing.", labels)
@@ -236,7 +240,7 @@ class PolicySteps:
         return StepClaims(self.store, *where, self._settings.trainer_lease_seconds, unfinished)
 
     async def _count(self, binding: PolicyBinding, run: StepRun) -> None:
-        """Wait for the step's commit and add it to the counters."""
+        """Wait for the step's commit, add it to the counters, report tokens that are kept."""
         commit = await run.outcome()
         if commit is None:
             return
@@ -245,6 +249,15 @@ class PolicySteps:
         self._steps.labels(*labels, outcome).inc()
         self._tokens.labels(*labels).inc(commit.metrics.get("tokens", 0.0))
         self._busy.labels(*labels).inc(commit.metrics.get("train/seconds", 0.0))
+        if not run.kept:
+            return
+        report = orchestrator_pb2.ReportTrainedTokensRequest(
+            job_id=binding.job_id, policy=binding.policy, step=run.step, turns=run.kept
+        )
+        try:
+            await self.orchestrator.ReportTrainedTokens(report, timeout=_REPORT_SECONDS)
+        except TroupeError as error:  # training does not depend on what people look at
+            log.warning("tokens not reported", policy=binding.policy, error=str(error))
 
 
 class Swaps:
@@ -444,6 +457,7 @@ class TrainerWorker:
         orchestrator = connect(settings.orchestrator_address, settings.client())
         await self._exit.enter_async_context(orchestrator)
         self._specs.orchestrator = orchestrator_pb2_grpc.OrchestratorStub(orchestrator)
+        self.steps.orchestrator = self._specs.orchestrator
         self._exit.callback(self._specs.close)
         await self.transfer.start()
         self._spawn(self._compute.run(import_transformers))

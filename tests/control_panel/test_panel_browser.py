@@ -2,78 +2,61 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
+import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.control_panel.conftest import SPEC, Panel
+from tests.control_panel.chromium import needs_chromium, opened
+from tests.control_panel.conftest import SPEC, YAML, Panel
 from troupe.v1 import common_pb2 as common
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-CHROMIUM = os.environ.get("TROUPE_CHROMIUM") or shutil.which("chromium")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-PATIENCE_MS = 60_000
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH (apt-get install chromium)")
-async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path: Path) -> None:
-    from playwright.async_api import async_playwright, expect
+async def run_steps(panel: Panel, job_id: str, *steps: int, **more: float) -> None:
+    """Let a job run, with rewards in these steps."""
+    job = panel.orchestrator.jobs[job_id]
+    if job.state == common.JOB_STATE_SUBMITTED:
+        states = common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING
+        await panel.orchestrator.move(job_id, *states)
+    for step in steps:
+        await panel.orchestrator.step(
+            job_id,
+            step,
+            reward__solver__mean=step / 4,
+            reward__checker__mean=step / 8,
+            rollout__tokens_per_second=100.0 * step,
+            **more,
+        )
 
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = await browser.new_page(viewport={"width": 1400, "height": 1300})
-        page.set_default_timeout(PATIENCE_MS)
-        expect.set_options(timeout=PATIENCE_MS)
-        faults: list[str] = []
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        # What the content security policy forbids is said on the console.
-        page.on("console", lambda said: "Security Policy" in said.text and faults.append(said.text))
+
+async def test_a_person_submits_watches_reads_and_pauses(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    async with opened(viewport={"width": 1400, "height": 1300}) as (page, faults):
         await page.goto(panel.url)
 
-        # A specification with a fault: the dialog says which field and what to do.
+        # A specification with a fault: the form says which field and what to do, while one types.
         await page.click("#submit-open")
         await page.fill("#submit-spec", "name: [")
-        await page.click("#submit-send")
-        await expect(page.locator("#submit-problem")).not_to_be_empty()
+        await expect(page.locator("#submit-checked")).to_have_text("1 to mend")
         await page.fill("#submit-spec", SPEC)
+        await expect(page.locator("#submit-checked")).to_contain_text("valid: 2 agents")
         await page.click("#submit-send")
         await expect(page.locator("#job-state")).to_have_text("submitted")
         job_id = next(iter(panel.orchestrator.jobs))
 
         # It runs: reward curves grow live, engines and services show.
-        orchestrator = panel.orchestrator
-        await orchestrator.move(job_id, common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING)
-        for step in range(1, 4):
-            await orchestrator.step(
-                job_id,
-                step,
-                reward__solver__mean=step / 4,
-                reward__checker__mean=step / 8,
-                rollout__tokens_per_second=100.0 * step,
-            )
+        await run_steps(panel, job_id, 1, 2, 3)
         await expect(page.locator("#job-state")).to_have_text("running")
         await expect(page.locator("#chart-reward")).to_have_attribute("data-points", "3")
-        await expect(page.locator("#chart-reward .u-legend")).to_contain_text("checker")
+        await expect(page.locator("#chart-reward .legend")).to_contain_text("checker")
         await expect(page.locator("#live")).to_have_text("live")
+        await page.click("[href='#cluster']")
         await expect(page.locator("#services")).to_contain_text("reward")
-
-        # The conversation of a trajectory.
-        await page.click("[data-trajectory=t1]")
-        await expect(page.locator("#conversation .bubble")).to_have_text("4")
-        await expect(page.locator("#conversation .asked")).to_have_text("2+2")
-        await expect(page.locator("#conversation")).not_to_contain_text("null")
 
         # What functions do, hold, and gain from cores.
         row = page.locator("#functions tbody tr")
@@ -83,7 +66,39 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path:
         await expect(row.locator("svg")).to_have_attribute("aria-label", "4x with 4 cores")
         await expect(page.locator("#functions-pool")).to_contain_text("1 of 2 workers run calls")
 
-        # The population: payoffs, whom the learner meets, who descends from whom, a match to read.
+        # The conversation of a trajectory.
+        await page.click("[href='#conversations']")
+        await page.click("[data-trajectory=t2]")
+        await expect(page.locator("#conversation .bubble")).to_have_text("4")
+        await expect(page.locator("#conversation .asked")).to_contain_text("2+2")
+        await expect(page.locator("#conversation")).not_to_contain_text("null")
+
+        # Numbers of samples are shown for as long as there are any.
+        await expect(page.locator("#samples tbody tr")).to_have_count(1)
+        assert faults == []  # no 404 among them
+        panel.orchestrator.freed = True
+        await expect(page.locator("#samples tbody tr")).to_have_count(0)
+        await expect(page.locator("#samples-store")).to_contain_text("freed. `troupe jobs audit`")
+
+        await page.click("[data-action=pause]")
+        await expect(page.locator("#job-state")).to_have_text("paused")
+        assert {fault.rpartition("/")[2] for fault in faults} == {"tables"}
+
+
+async def test_the_population_of_a_job(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    job = panel.orchestrator.jobs[await panel.submit()]
+    async with opened(viewport={"width": 1400, "height": 1300}) as (page, faults):
+        # Whether there is one is known from the specification: nothing is asked in vain.
+        await page.goto(panel.url)
+        await expect(page.locator("#live")).to_have_text("live")
+        await expect(page.locator("#population-link")).to_be_hidden()
+        job.spec_json = json.dumps(json.loads(job.spec_json) | {"population": {"pools": {}}})
+        await page.reload()
+
+        # Payoffs, whom the learner meets, who descends from whom, a match to read.
+        await page.click("#population-link")
         await expect(page.locator("#population-facts")).to_contain_text("NashConv 0.5")
         met = page.locator("#payoffs tbody tr").nth(1).locator("td")
         await expect(met.first).to_have_text("0.5")
@@ -93,32 +108,200 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path:
         await expect(page.locator("#chart-mixture")).to_have_attribute("data-points", "2")
         await page.click("[data-match=m0x1-t1]")
         await expect(page.locator("#conversation h2")).to_contain_text("t1")
-
-        # Numbers of samples are shown for as long as there are any.
-        await expect(page.locator("#samples tbody tr")).to_have_count(1)
-        orchestrator.freed = True
-        await expect(page.locator("#samples tbody tr")).to_have_count(0)
-        await expect(page.locator("#samples-store")).to_contain_text("freed. `troupe jobs audit`")
-
-        await page.click("[data-action=pause]")
-        await expect(page.locator("#job-state")).to_have_text("paused")
-        await page.screenshot(path=os.environ.get("TROUPE_SCREENSHOT", tmp_path / "panel.png"))
-        assert not faults
-        await browser.close()
+        assert faults == []
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH (apt-get install chromium)")
+async def test_curves_have_gaps_whole_steps_smoothing_and_evaluations(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    job_id = await panel.submit()
+    await run_steps(panel, job_id, 1, 2, big__loss__policy=0.5, big__samples=32)
+    # Nothing to learn from in step 3; the metrics of the job still have the loss of step 2.
+    await run_steps(panel, job_id, 3, big__samples=0)
+    await run_steps(panel, job_id, 4, big__loss__policy=0.25, big__samples=32)
+    for step, score in ((0, 0.25), (2, 0.5), (4, 0.375)):
+        values = {
+            "evaluations__gsm8k__pass@1": score,
+            "evaluations__gsm8k__pass@1__low": score - 0.125,
+            "evaluations__gsm8k__pass@1__high": score + 0.125,
+            "evaluations__gsm8k__version__big": step,
+        }
+        await panel.orchestrator.step(job_id, step, **values)
+    async with opened(viewport={"width": 1400, "height": 1300}) as (page, faults):
+        await page.goto(panel.url)
+        await expect(page.locator("#gaps")).to_have_text("gaps: steps without an update (big 1)")
+        best = page.locator("#evaluations tbody tr.best")
+        await expect(best).to_have_text(re.compile(r"2\s*big@2\s*0\.5 best 0\.38 to 0\.63"))
+
+        # By keyboard: the value of the step without a signal is none.
+        plot = page.locator("#chart-loss .plot")
+        await plot.focus()
+        await plot.press("ArrowLeft")
+        await expect(page.locator("#chart-loss .unseen")).to_have_text("step 3: big \u2013")
+
+        # Smoothing is an average without the bias of its beginning: of two equal values, the value.
+        await page.fill("#smoothing", "0.5")
+        await expect(page.locator("#smoothing-value")).to_have_text("0.50")
+        await page.check("#log-axis")
+        module = "/static/charts.js"
+        smoothed = await page.evaluate(
+            f"import('{module}').then(m => m.smoothed([1, null, 1, 4], 0.5))"
+        )
+        assert smoothed[:3] == [1, None, 1]
+        assert 1 < smoothed[3] < 4
+        # A step that is told again replaces, one that comes late is put into its place.
+        table = await page.evaluate(
+            f"""import('{module}').then(m => {{
+                const table = new m.MetricTable();
+                for (const [step, a] of [[1, 1], [3, 3], [2, 2], [3, 4]]) table.add(step, {{a}});
+                table.add(4, {{b: 1}});
+                return [table.steps, table.column('a'), table.column('b')];
+            }})"""
+        )
+        assert table == [[1, 2, 3, 4], [1, 2, 4, None], [None, None, None, 1]]
+        # Its looks are kept, and its axis has whole steps.
+        await page.reload()
+        await expect(page.locator("#smoothing-value")).to_have_text("0.50")
+        assert faults == []
+
+
+async def test_jobs_are_compared(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    for name, steps in (("one", 10), ("two", 20)):
+        spec = SPEC.replace("steps: 10", f"steps: {steps}")
+        await panel.http.post("/api/jobs", params={"job_id": name}, content=spec, headers=YAML)
+        await run_steps(panel, name, 1, 2, 3)
+    async with opened(viewport={"width": 1400, "height": 1300}) as (page, faults):
+        await page.goto(f"{panel.url}/?job=two#compare")
+        await page.check("#compare-jobs input[value=one]")
+        await page.fill("#compare-metric", "reward/solver/mean")
+        await page.press("#compare-metric", "Enter")
+        await expect(page.locator("#chart-compare .legend")).to_contain_text("one 0.75")
+        await expect(page.locator("#compare-values tbody tr")).to_have_count(2)
+        await expect(page.locator("#compare-differences tbody tr")).to_have_text(
+            "pipeline.steps2010"
+        )
+        # It is an address to send to somebody.
+        await page.reload()
+        await expect(page.locator("#compare-values tbody tr")).to_have_count(2)
+        assert faults == []
+
+
+async def test_tokens_of_a_long_reply_filters_pins_and_export(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    panel.orchestrator.reply_tokens = 32_000
+    job_id = await panel.submit()
+    async with opened(viewport={"width": 1400, "height": 900}) as (page, faults):
+        await page.goto(f"{panel.url}/#conversations")
+        await page.fill("#trajectory-filter [name=text]", "sum 1")
+        await expect(page.locator("#trajectory-list li")).to_have_count(1)
+        await page.select_option("#token-colour", "advantage")
+        await page.click("[data-trajectory=t1]")
+        tokens = page.locator("#conversation .token")
+        await expect(tokens.first).to_have_attribute(
+            "title", "token 0 · logprob -0.5 · advantage -1 · ratio 1.5 · solver@3"
+        )
+        background = "node => node.style.backgroundColor"
+        assert "--low" in await tokens.first.evaluate(background)
+        assert "--high" in await tokens.nth(1).evaluate(background)
+        # Only what is near the view is built, and what was left becomes text again.
+        assert await tokens.count() <= 4_000
+        await page.select_option("#token-colour", "version")
+        await page.evaluate("document.querySelector('#conversation').scrollTop = 1e9")
+        await expect(page.locator("[title*='token 31999 ']")).to_have_attribute(
+            "title", re.compile("solver@4")
+        )
+        assert await tokens.count() <= 4_000
+
+        # A pin is a copy in the browser.
+        await page.click("#pin")
+        await page.fill("#trajectory-filter [name=text]", "nothing like it")
+        await expect(page.locator("#trajectory-list li")).to_have_count(0)
+        await page.reload()
+        await page.click("#pinned-list [data-trajectory=t1]")
+        await expect(page.locator("#pin")).to_have_text("Unpin")
+        async with page.expect_download() as download:
+            await page.keyboard.press("e")
+        path = Path(await (await download.value).path())
+        saved = json.loads(await asyncio.to_thread(path.read_text))
+        assert saved["job"] == job_id
+        assert len(saved["turns"][0]["tokens"]["ratios"]) == 32_000
+        assert faults == []
+
+
+async def test_the_form_completes_and_explains_as_one_types(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    async with opened(viewport={"width": 1400, "height": 900}) as (page, faults):
+        await page.goto(f"{panel.url}/#new")
+        await page.focus("#submit-spec")
+        await expect(page.locator("#field-help")).not_to_contain_text("is explained here")
+        await page.keyboard.type("pipe")
+        await expect(page.locator("#completions li").first).to_contain_text("pipeline")
+        await page.keyboard.press("Enter")
+        await page.keyboard.type("mo")
+        await page.keyboard.press("Tab")
+        await page.keyboard.type("as")
+        await expect(page.locator("#completions li")).to_have_text(["async"])
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#submit-spec")).to_have_value("pipeline:\n  mode: async")
+        await expect(page.locator("#field-path")).to_have_text("pipeline.mode")
+
+        # In flow mappings too; a policy's name is one of those that the job has.
+        text = "policies: {big: {}, small: {}}\nagents: {solver: {policy: "
+        await page.fill("#submit-spec", text)
+        await page.keyboard.press("Control+ ")
+        await expect(page.locator("#completions b")).to_have_text(["big", "small"])
+        await page.keyboard.press("ArrowDown")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#submit-spec")).to_have_value(f"{text}small")
+
+        # A problem leads to its line.
+        await page.fill("#submit-spec", SPEC.replace("steps: 10", "steps: no"))
+        await page.click("#submit-problems button")
+        assert "steps" in await page.evaluate(
+            "(n => n.value.slice(n.selectionStart, n.selectionEnd))"
+            "(document.querySelector('#submit-spec'))"
+        )
+        # A job is a beginning of the next one.
+        await panel.submit()
+        await page.reload()
+        await expect(page.locator("#job-state")).to_have_text("submitted")
+        await page.click("#submit-copy")
+        await expect(page.locator("#submit-checked")).to_contain_text("valid: 2 agents")
+        assert faults == []
+
+
+PLACES = [
+    ("policies:\n  big:\n    ", ["policies", "big"], "", False),
+    ("policies:\n  big:\n    lora: {ra", ["policies", "big", "lora"], "ra", False),
+    ("a: {b: {c: 1}, d: x", ["a", "d"], "x", True),
+    ("a:\n- b: 1\n  c", ["a", "[]"], "c", False),
+    ("a:\n  - b\n  - ", ["a", "[]"], "", False),
+    ("a: [1, {b: ", ["a", "[]", "b"], "", True),
+    ('a: "x: {"\nb: tr', ["b"], "tr", True),
+    ("a: |\n  b: {\n  c\nd: ", ["d"], "", True),
+    ("a:  # {\n  b", ["a"], "b", False),
+    ("a: {\n  b: 1,\n  c: ", ["a", "c"], "", True),
+]
+
+
+async def test_the_form_knows_where_the_cursor_is(panel: Panel) -> None:
+    async with opened() as (page, _):
+        await page.goto(panel.url)
+        for text, path, word, value in PLACES:
+            place = await page.evaluate(
+                "text => import('/static/form.js').then(m => m.readYaml(text))", text
+            )
+            assert (place["path"], place["word"], place["value"]) == (path, word, value), text
+
+
 async def test_the_rest_interface_is_shown_without_other_hosts(panel: Panel) -> None:
-    from playwright.async_api import async_playwright, expect
+    from playwright.async_api import expect
 
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = await browser.new_page()
-        page.set_default_timeout(PATIENCE_MS)
-        expect.set_options(timeout=PATIENCE_MS)
-        faults: list[str] = []
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda said: "Security Policy" in said.text and faults.append(said.text))
+    async with opened() as (page, faults):
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         await page.goto(f"{panel.url}/docs")
@@ -127,4 +310,3 @@ async def test_the_rest_interface_is_shown_without_other_hosts(panel: Panel) -> 
         await expect(submit).to_contain_text("application/yaml")
         assert all(url.startswith(panel.url) for url in asked)
         assert faults == []
-        await browser.close()

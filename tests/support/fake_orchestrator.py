@@ -41,6 +41,8 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         self.files: dict[str, bytes] = {}
         self.wrong_checksum = False
         self.cut_export = False
+        # Tokens of the reply of trajectory t1; 0: none are kept.
+        self.reply_tokens = 0
         # Unary calls to refuse with UNAVAILABLE before answering one.
         self.away = 0
         # Break a watch after so many events, once.
@@ -205,11 +207,13 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         self, request: pb.ListTrajectoriesRequest, context: Any
     ) -> pb.ListTrajectoriesResponse:
         await self._note("ListTrajectories", request, context)
+        fits = [i for i in range(250) if not request.text or request.text == f"sum {i}"]
         first = int(request.page_token or 0)
-        found = range(first, min(first + request.page_size, 250))
+        found = fits[first : first + request.page_size]
+        end = first + len(found)
         return pb.ListTrajectoriesResponse(
             trajectories=[_trajectory(i) for i in found],
-            next_page_token=str(found.stop) if found.stop < 250 else "",
+            next_page_token=str(end) if end < len(fits) else "",
         )
 
     async def GetTrajectory(
@@ -220,6 +224,17 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         reply = pb.GetTrajectoryResponse(summary=_trajectory(number))
         turn = reply.turns.add(agent="solver", policy="solver", turn=0, response="4", reward=0.5)
         turn.messages.add(role="user", content="2+2")
+        if request.tokens and self.reply_tokens and number == 1:
+            count = self.reply_tokens
+            turn.response = "word " * count
+            turn.versions.add(version=3, start=0, end=count // 2)
+            turn.versions.add(version=4, start=count // 2, end=count)
+            turn.response_tokens = count
+            turn.tokens.ids.extend(range(count))
+            turn.tokens.texts.extend(["word "] * count)
+            turn.tokens.logprobs.extend([-0.5] * count)
+            turn.tokens.advantages.extend([0.25 if i % 2 else -1.0 for i in range(count)])
+            turn.tokens.ratios.extend([1.5] * count)
         return reply
 
     async def JoinNode(self, request: pb.JoinNodeRequest, context: Any) -> pb.JoinNodeResponse:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -165,6 +166,27 @@ def plan_evaluation(
         )
         for index in range(queries)
     )
+
+
+# Trajectories of a query, and queries of an evaluation, whose tokens are kept.
+_TOKEN_TRAJECTORIES: Final = 8
+_TOKEN_QUERIES: Final = 4
+_TRAJECTORY_ID: Final = re.compile(r"(?:q(\d+)(?:-s\d+)?|(?:.+-)?h(\d+)-e\d+)-t(\d+)")
+
+
+def keeps_tokens(trajectory_id: str, queries_per_step: int) -> bool:
+    """Whether the tokens of a trajectory are kept for people to look at.
+
+    Of training one query in `queries_per_step`, which is about one a step, and of an evaluation the
+    first queries; of both the first trajectories. Rollout, trainer and orchestrator decide alike,
+    without telling each other. No tokens of trajectories that were planned elsewhere (matches).
+    """
+    found = _TRAJECTORY_ID.fullmatch(trajectory_id)
+    if found is None or int(found[3]) >= _TOKEN_TRAJECTORIES:
+        return False
+    if found[1] is not None:
+        return int(found[1]) % queries_per_step == 0
+    return int(found[2]) < _TOKEN_QUERIES
 
 
 def seed_of(job_seed: int, split: str, index: int, trajectory: int) -> int:

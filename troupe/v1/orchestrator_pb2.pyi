@@ -72,6 +72,83 @@ WORKER_KIND_TRAINER: WorkerKind.ValueType  # 2
 Global___WorkerKind: _TypeAlias = WorkerKind  # noqa: Y015
 
 @_typing.final
+class ReportTrainedTokensRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    policy: _builtins.str
+    step: _builtins.int
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainedTurn]: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        step: _builtins.int = ...,
+        turns: _abc.Iterable[Global___TrainedTurn] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policy", b"policy", "step", b"step", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportTrainedTokensRequest: _TypeAlias = ReportTrainedTokensRequest  # noqa: Y015
+
+@_typing.final
+class ReportTrainedTokensResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportTrainedTokensResponse: _TypeAlias = ReportTrainedTokensResponse  # noqa: Y015
+
+@_typing.final
+class TrainedTurn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
+    RATIOS_FIELD_NUMBER: _builtins.int
+    trajectory_id: _builtins.str
+    turn: _builtins.int
+    """Position among the turns of the trajectory."""
+    @_builtins.property
+    def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As in TurnTokens."""
+
+    @_builtins.property
+    def ratios(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        trajectory_id: _builtins.str = ...,
+        turn: _builtins.int = ...,
+        advantages: _abc.Iterable[_builtins.float] | None = ...,
+        ratios: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "ratios", b"ratios", "trajectory_id", b"trajectory_id", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainedTurn: _TypeAlias = TrainedTurn  # noqa: Y015
+
+@_typing.final
 class ReadCodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1064,26 +1141,68 @@ Global___ListMetricsResponse: _TypeAlias = ListMetricsResponse  # noqa: Y015
 
 @_typing.final
 class ListTrajectoriesRequest(_message.Message):
+    """What is not set selects nothing; what is must all hold."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    TO_STEP_FIELD_NUMBER: _builtins.int
+    MIN_REWARD_FIELD_NUMBER: _builtins.int
+    MAX_REWARD_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     page_size: _builtins.int
     page_token: _builtins.str
+    text: _builtins.str
+    """In a message or a reply, in any case of its letters."""
+    agent: _builtins.str
+    """Took a turn, or was rewarded."""
+    reason: _builtins.str
+    """In the reason of its end."""
+    from_step: _builtins.int
+    to_step: _builtins.int
+    min_reward: _builtins.float
+    """Of the agent, if one is named; else of the team, or the mean over agents."""
+    max_reward: _builtins.float
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        text: _builtins.str = ...,
+        agent: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        from_step: _builtins.int | None = ...,
+        to_step: _builtins.int | None = ...,
+        min_reward: _builtins.float | None = ...,
+        max_reward: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_step", b"_from_step", "_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_to_step", b"_to_step", "from_step", b"from_step", "max_reward", b"max_reward", "min_reward", b"min_reward", "to_step", b"to_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_step", b"_from_step", "_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_to_step", b"_to_step", "agent", b"agent", "from_step", b"from_step", "job_id", b"job_id", "max_reward", b"max_reward", "min_reward", b"min_reward", "page_size", b"page_size", "page_token", b"page_token", "reason", b"reason", "text", b"text", "to_step", b"to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__from_step: _TypeAlias = _typing.Literal["from_step"]  # noqa: Y015
+    _WhichOneofArgType__from_step: _TypeAlias = _typing.Literal["_from_step", b"_from_step"]  # noqa: Y015
+    _WhichOneofReturnType__max_reward: _TypeAlias = _typing.Literal["max_reward"]  # noqa: Y015
+    _WhichOneofArgType__max_reward: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward"]  # noqa: Y015
+    _WhichOneofReturnType__min_reward: _TypeAlias = _typing.Literal["min_reward"]  # noqa: Y015
+    _WhichOneofArgType__min_reward: _TypeAlias = _typing.Literal["_min_reward", b"_min_reward"]  # noqa: Y015
+    _WhichOneofReturnType__to_step: _TypeAlias = _typing.Literal["to_step"]  # noqa: Y015
+    _WhichOneofArgType__to_step: _TypeAlias = _typing.Literal["_to_step", b"_to_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_step) -> _WhichOneofReturnType__from_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reward) -> _WhichOneofReturnType__max_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_reward) -> _WhichOneofReturnType__min_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__to_step) -> _WhichOneofReturnType__to_step | None: ...
 
 Global___ListTrajectoriesRequest: _TypeAlias = ListTrajectoriesRequest  # noqa: Y015
 
@@ -1143,6 +1262,7 @@ class TrajectorySummary(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
+    TOKENS_KEPT_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     query_id: _builtins.str
     step: _builtins.int
@@ -1151,6 +1271,8 @@ class TrajectorySummary(_message.Message):
     turns: _builtins.int
     seconds: _builtins.float
     evaluation: _builtins.bool
+    tokens_kept: _builtins.bool
+    """Its tokens are (or were) kept: `GetTrajectoryRequest.tokens`."""
     @_builtins.property
     def rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -1165,10 +1287,11 @@ class TrajectorySummary(_message.Message):
         turns: _builtins.int = ...,
         seconds: _builtins.float = ...,
         evaluation: _builtins.bool = ...,
+        tokens_kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "state", b"state", "step", b"step", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "state", b"state", "step", b"step", "tokens_kept", b"tokens_kept", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1180,17 +1303,21 @@ class GetTrajectoryRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     trajectory_id: _builtins.str
+    tokens: _builtins.bool
+    """Fill `Turn.tokens`, where they are kept."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         trajectory_id: _builtins.str = ...,
+        tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "tokens", b"tokens", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -170,6 +170,11 @@ class OrchestratorStub:
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ReadCodeRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ReadCodeResponse.FromString,
                 _registered_method=True)
+        self.ReportTrainedTokens = channel.unary_unary(
+                '/troupe.v1.Orchestrator/ReportTrainedTokens',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ReportTrainedTokensRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ReportTrainedTokensResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServicer:
@@ -355,6 +360,14 @@ class OrchestratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportTrainedTokens(self, request, context):
+        """Trainers report what they computed of the tokens of a few trajectories, for GetTrajectory. The
+        same report again changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -492,6 +505,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.ReadCode,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ReadCodeRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ReadCodeResponse.SerializeToString,
+            ),
+            'ReportTrainedTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportTrainedTokens,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ReportTrainedTokensRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ReportTrainedTokensResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1223,6 +1241,33 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/ReadCode',
             troupe_dot_v1_dot_orchestrator__pb2.ReadCodeRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.ReadCodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportTrainedTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/ReportTrainedTokens',
+            troupe_dot_v1_dot_orchestrator__pb2.ReportTrainedTokensRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.ReportTrainedTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

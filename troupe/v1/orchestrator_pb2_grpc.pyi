@@ -79,6 +79,10 @@ class OrchestratorStub:
     """
     ReadCode: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ReadCodeRequest, _orchestrator_pb2.ReadCodeResponse]
     """The files that a job ships (`code:`), for workers; Reward.UploadSource has brought them."""
+    ReportTrainedTokens: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ReportTrainedTokensRequest, _orchestrator_pb2.ReportTrainedTokensResponse]
+    """Trainers report what they computed of the tokens of a few trajectories, for GetTrajectory. The
+    same report again changes nothing.
+    """
 
 @_typing.type_check_only
 class OrchestratorAsyncStub(OrchestratorStub):
@@ -130,6 +134,10 @@ class OrchestratorAsyncStub(OrchestratorStub):
     """
     ReadCode: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ReadCodeRequest, _orchestrator_pb2.ReadCodeResponse]  # type: ignore[assignment]
     """The files that a job ships (`code:`), for workers; Reward.UploadSource has brought them."""
+    ReportTrainedTokens: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ReportTrainedTokensRequest, _orchestrator_pb2.ReportTrainedTokensResponse]  # type: ignore[assignment]
+    """Trainers report what they computed of the tokens of a few trajectories, for GetTrajectory. The
+    same report again changes nothing.
+    """
 
 class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -340,5 +348,15 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ReadCodeResponse, _abc.Awaitable[_orchestrator_pb2.ReadCodeResponse]]:
         """The files that a job ships (`code:`), for workers; Reward.UploadSource has brought them."""
+
+    @_abc_1.abstractmethod
+    def ReportTrainedTokens(
+        self,
+        request: _orchestrator_pb2.ReportTrainedTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.ReportTrainedTokensResponse, _abc.Awaitable[_orchestrator_pb2.ReportTrainedTokensResponse]]:
+        """Trainers report what they computed of the tokens of a few trajectories, for GetTrajectory. The
+        same report again changes nothing.
+        """
 
 def add_OrchestratorServicer_to_server(servicer: OrchestratorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

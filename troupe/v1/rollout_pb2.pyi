@@ -458,6 +458,7 @@ class Turn(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     GENERATE_SECONDS_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     policy: _builtins.str
     turn: _builtins.int
@@ -473,6 +474,10 @@ class Turn(_message.Message):
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]: ...
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionSpan]: ...
+    @_builtins.property
+    def tokens(self) -> Global___TurnTokens:
+        """Of the few trajectories whose tokens are kept for people to look at (`keeps_tokens`)."""
+
     def __init__(
         self,
         *,
@@ -489,16 +494,65 @@ class Turn(_message.Message):
         queue_seconds: _builtins.float = ...,
         generate_seconds: _builtins.float = ...,
         reward: _builtins.float | None = ...,
+        tokens: Global___TurnTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "agent", b"agent", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "generate_seconds", b"generate_seconds", "messages", b"messages", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "response", b"response", "response_tokens", b"response_tokens", "reward", b"reward", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "agent", b"agent", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "generate_seconds", b"generate_seconds", "messages", b"messages", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "response", b"response", "response_tokens", b"response_tokens", "reward", b"reward", "tokens", b"tokens", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___Turn: _TypeAlias = Turn  # noqa: Y015
+
+@_typing.final
+class TurnTokens(_message.Message):
+    """The tokens of a reply, one entry each, in every list that is not empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
+    RATIOS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """A character that several tokens make up is the last one's."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probs under the engine that drew them."""
+
+    @_builtins.property
+    def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As the trainer used them, once it has reported."""
+
+    @_builtins.property
+    def ratios(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The probability under the weights that the gradient was computed with, over the engine's; empty
+        where no gradient was.
+        """
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        advantages: _abc.Iterable[_builtins.float] | None = ...,
+        ratios: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "ids", b"ids", "logprobs", b"logprobs", "ratios", b"ratios", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnTokens: _TypeAlias = TurnTokens  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsRequest(_message.Message):

@@ -25,6 +25,10 @@ PLAIN: Final = Rendering()
 # Placeholder of the last reply while a template is rendered; the new text comes after it.
 _REPLY = "\x02troupe-reply\x03"
 
+# What decoding shows for bytes that are no whole character, and the tokens of the longest one.
+_INCOMPLETE = "\ufffd"
+_LONGEST_CHARACTER = 4
+
 # Token ids kept per policy; a long-lived process must not grow with the number of queries.
 _CACHED_TOKENS = 500_000
 
@@ -39,6 +43,8 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._cache: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
         self._cached_tokens = 0
+        # Texts of single tokens, by id: at most the vocabulary.
+        self._token_texts: dict[int, str] = {}
 
     def first_ids(
         self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN
@@ -137,6 +143,36 @@ class ChatTokenizer:
     def transcript(self, ids: Sequence[int]) -> str:
         """Text of `ids` with special tokens shown."""
         return self._decode(ids)
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token of a reply, special ones shown. A character that several tokens
+        make up is the last one's; together they are the text of all (but for what a tokenizer adds
+        at the beginning)."""
+        found = [self._token_text(one) for one in ids]
+        start = None
+        for i, text in enumerate(found):
+            if _INCOMPLETE not in text:
+                start = None
+                continue
+            start = i if start is None else start
+            whole = self._decode(ids[start : i + 1])
+            found[i] = "" if _INCOMPLETE in whole and i + 1 - start < _LONGEST_CHARACTER else whole
+            if found[i]:
+                start = None
+        return found
+
+    def _token_text(self, token: int) -> str:
+        """The text of a token within a text, where some tokenizers put a space before it."""
+        text = self._token_texts.get(token)
+        if text is None:
+            before = self._anchor
+            text = self._decode([before, token]).removeprefix(self._decode([before]))
+            self._token_texts[token] = text
+        return text
+
+    @cached_property
+    def _anchor(self) -> int:
+        return self.encode("a")[-1]
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         decoded: str = self._tokenizer.decode(

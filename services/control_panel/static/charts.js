@@ -1,58 +1,262 @@
-// Line charts over uPlot: one per element, resized with it, series added as names appear.
-import { colour } from "./dom.js";
+// Metrics by step as columns, and line charts of them over uPlot.
+import { byId, colour, el, number } from "./dom.js";
+
+// The values of a job's metrics: one column per metric over steps that ascend.
+export class MetricTable {
+  constructor() {
+    this.steps = [];
+    this.columns = new Map();
+  }
+
+  // Values of one step. A step that is told again (a resumed job repeats it) replaces its values.
+  add(step, values) {
+    let at = this.steps.length;
+    if (at && step <= this.steps[at - 1]) {
+      at = this.place(step);
+      if (this.steps[at] !== step) {
+        this.steps.splice(at, 0, step);
+        for (const column of this.columns.values()) if (column.length > at) column.splice(at, 0, null);
+      }
+    } else {
+      this.steps.push(step);
+    }
+    for (const [name, value] of Object.entries(values)) {
+      let column = this.columns.get(name);
+      if (!column) this.columns.set(name, (column = []));
+      while (column.length <= at) column.push(null);
+      column[at] = value;
+    }
+  }
+
+  // The first place whose step is not before `step`.
+  place(step) {
+    let [low, high] = [0, this.steps.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.steps[middle] < step) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  // A metric's values, null where a step has none.
+  column(name) {
+    const column = this.columns.get(name) ?? [];
+    while (column.length < this.steps.length) column.push(null);
+    return column;
+  }
+
+  // Series under short names: what the pattern's first group matched.
+  series(pattern) {
+    if (this.known !== this.columns.size) {
+      this.known = this.columns.size;
+      this.found = new Map();
+    }
+    if (!this.found.has(pattern)) {
+      const names = [...this.columns.keys()].filter((name) => pattern.test(name)).sort();
+      this.found.set(pattern, names.map((name) => [name, name.match(pattern)[1] ?? name]));
+    }
+    return this.found.get(pattern).map(([metric, name]) => ({ metric, name, values: this.column(metric) }));
+  }
+}
+
+// How all charts over steps are drawn; kept in the browser.
+const LOOK = "troupe-charts";
+export const look = { smoothing: 0, log: false, ...JSON.parse(localStorage.getItem(LOOK) ?? "{}") };
+const charts = new Set();
+
+// Wires the controls of smoothing and of the logarithmic axis.
+export function chartControls() {
+  const [smoothing, log, shown] = [byId("smoothing"), byId("log-axis"), byId("smoothing-value")];
+  smoothing.value = look.smoothing;
+  log.checked = look.log;
+  const take = () => {
+    look.smoothing = Number(smoothing.value);
+    look.log = log.checked;
+    shown.textContent = look.smoothing ? look.smoothing.toFixed(2) : "off";
+    localStorage.setItem(LOOK, JSON.stringify(look));
+    redrawCharts();
+  };
+  smoothing.addEventListener("input", take);
+  log.addEventListener("change", take);
+  take();
+}
+
+// Draws what hidden charts missed, or all anew after a change of looks.
+export function redrawCharts() {
+  for (const chart of charts) chart.redraw();
+}
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCharts);
+
+// The exponential moving average, without the bias of its beginning; gaps stay gaps.
+export function smoothed(values, weight) {
+  let [sum, share] = [0, 0];
+  return values.map((value) => {
+    if (value === null || value === undefined) return null;
+    sum = weight * sum + (1 - weight) * value;
+    share = weight * share + (1 - weight);
+    return sum / share;
+  });
+}
+
+const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+const MARKED_POINTS = 60;
+
+// Values between two gaps have no line: they are marked.
+function isolated(plot, index, show) {
+  if (show) return null;
+  const values = plot.data[index];
+  const found = [];
+  const [first, last] = plot.series[0].idxs;
+  for (let i = first; i <= last; i += 1) {
+    if (values[i] != null && values[i - 1] == null && values[i + 1] == null) found.push(i);
+  }
+  return found.length ? found : null;
+}
 
 export class Chart {
-  constructor(element, { x = "step", range } = {}) {
-    this.element = element;
-    this.x = x;
-    this.range = range;
-    this.plot = null;
-    this.names = [];
-    new ResizeObserver(() => this.plot?.setSize(this.size())).observe(element);
+  // x: "step" or another whole number, or "time". spans: lines go over steps without a value.
+  constructor(element, { x = "step", range, spans = false } = {}) {
+    Object.assign(this, { element, x, range, spans, plot: null, key: "", xs: [], series: [], hidden: new Set(), zoomed: false });
+    this.title = element.parentElement.querySelector("h2")?.firstChild?.textContent.trim() || "Chart";
+    this.area = el("div", { class: "plot", role: "img", tabindex: "0", onkeydown: (event) => this.onKey(event), ondblclick: () => (this.zoomed = false) });
+    this.legend = el("div", { class: "legend" });
+    this.said = el("p", { class: "unseen", "aria-live": "polite" });
+    element.replaceChildren(this.area, this.legend, this.said);
+    new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.area);
+    charts.add(this);
   }
 
   size() {
-    // The legend stands below the canvas, inside the element.
-    return { width: Math.max(200, this.element.clientWidth), height: Math.max(100, this.element.clientHeight - 30) };
+    return { width: Math.max(120, this.area.clientWidth), height: Math.max(80, this.area.clientHeight) };
   }
 
-  // rows: [{x, values: {name: number}}] in order of x.
-  draw(rows, names) {
-    const data = [rows.map((row) => row.x), ...names.map((name) => rows.map((row) => row.values[name] ?? null))];
-    if (!this.plot || names.join() !== this.names.join()) {
-      this.plot?.destroy();
-      this.names = names;
-      this.plot = new uPlot(this.options(names), data, this.element);
-    } else {
-      this.plot.setData(data);
-    }
-    this.element.dataset.points = String(rows.length);
+  // xs ascend; series: [{name, values, low, high}], low and high being bounds of an interval.
+  draw(xs, series) {
+    this.xs = xs;
+    this.series = series;
+    this.element.dataset.points = String(xs.length);
+    this.redraw();
   }
 
-  options(names) {
+  redraw() {
+    // What is not shown is drawn when it is.
+    if (!this.element.offsetParent) return;
+    const lines = this.lines();
+    const data = [this.xs, ...lines.map((line) => line.values)];
     const style = getComputedStyle(document.documentElement);
+    const key = JSON.stringify([lines.map((line) => [line.name, line.kind]), look.log, style.getPropertyValue("--muted"), this.range]);
+    if (!this.plot || key !== this.key) {
+      this.plot?.destroy();
+      this.key = key;
+      this.drawLegend();
+      this.plot = new uPlot(this.options(lines, style), data, this.area);
+      this.zoomed = false;
+    } else {
+      this.plot.setData(data, !this.zoomed);
+      if (this.zoomed) this.plot.redraw();
+    }
+    this.read(null);
+  }
+
+  // The lines of uPlot: per series the bounds of its interval, the raw values where smoothed, the line.
+  lines() {
+    const over = this.x === "time" ? 0 : look.smoothing;
+    const positive = (values) => (look.log && this.x !== "time" ? values.map((value) => (value > 0 ? value : null)) : values);
+    return this.series.flatMap((one) => {
+      const lines = [];
+      if (one.low) lines.push({ name: one.name, kind: "high", values: positive(one.high) }, { name: one.name, kind: "low", values: positive(one.low) });
+      if (over) lines.push({ name: one.name, kind: "raw", values: positive(one.values) });
+      lines.push({ name: one.name, kind: "line", values: positive(over ? smoothed(one.values, over) : one.values) });
+      return lines;
+    });
+  }
+
+  options(lines, style) {
     const axis = {
       stroke: style.getPropertyValue("--muted"),
       grid: { stroke: style.getPropertyValue("--line"), width: 1 },
       ticks: { show: false },
       font: "11px system-ui",
     };
+    const time = this.x === "time";
+    const across = time ? { ...axis, size: 40 } : { ...axis, size: 30, incrs: WHOLE };
+    const log = look.log && !time && !this.range;
+    const bands = lines.flatMap((line, i) => (line.kind === "high" ? [{ series: [i + 1, i + 2], fill: `${colour(line.name)}26` }] : []));
     return {
       ...this.size(),
-      scales: { x: { time: this.x === "time" }, y: this.range ? { range: this.range } : {} },
-      axes: [axis, { ...axis, size: 52 }],
+      scales: { x: { time }, y: this.range ? { range: this.range } : log ? { distr: 3 } : {} },
+      axes: [across, { ...axis, size: 52 }],
+      bands,
+      legend: { show: false },
       series: [
         { label: this.x },
-        ...names.map((name) => ({
-          label: name,
-          stroke: colour(name),
-          width: 2,
-          spanGaps: true,
-          points: { show: false },
-          value: (_, value) => (value === null ? "–" : value.toPrecision(4)),
+        ...lines.map((line) => ({
+          label: line.name,
+          show: !this.hidden.has(line.name),
+          stroke: line.kind === "line" ? colour(line.name) : line.kind === "raw" ? `${colour(line.name)}50` : "transparent",
+          width: line.kind === "line" ? 2 : 1,
+          spanGaps: this.spans,
+          points: { show: (_, __, first, last) => line.kind === "line" && last - first < MARKED_POINTS, filter: line.kind === "line" ? isolated : undefined, size: 5, fill: colour(line.name) },
         })),
       ],
       cursor: { points: { size: 6 } },
+      hooks: {
+        setCursor: [(plot) => this.read(plot.cursor.idx)],
+        setSelect: [(plot) => (this.zoomed ||= plot.select.width > 0)],
+      },
     };
+  }
+
+  drawLegend() {
+    this.values = new Map();
+    this.legend.replaceChildren(
+      ...this.series.map(({ name }) => {
+        const value = el("span", { class: "value" });
+        this.values.set(name, value);
+        return el("button", { type: "button", "aria-pressed": String(!this.hidden.has(name)), title: "Show or hide", onclick: (event) => this.toggle(name, event.currentTarget) }, el("i", { class: "swatch", "--swatch": colour(name), "aria-hidden": "true" }), name, " ", value);
+      }),
+    );
+  }
+
+  toggle(name, button) {
+    const hide = !this.hidden.has(name);
+    if (hide) this.hidden.add(name);
+    else this.hidden.delete(name);
+    button.setAttribute("aria-pressed", String(!hide));
+    this.plot.series.forEach((one, i) => i && one.label === name && this.plot.setSeries(i, { show: !hide }));
+  }
+
+  // Shows the values at a place of the x axis; null: the newest of each series.
+  read(at) {
+    const place = at === null || at === undefined ? null : at;
+    const said = [];
+    for (const { name, values } of this.series) {
+      let i = place ?? values.length - 1;
+      if (place === null) while (i > 0 && values[i] == null) i -= 1;
+      const text = number(values[i], 4);
+      const node = this.values?.get(name);
+      if (node && node.textContent !== text) node.textContent = text;
+      said.push(`${name} ${text}`);
+    }
+    if (place === null) this.area.setAttribute("aria-label", `${this.title}. ${said.length ? `Newest: ${said.join(", ")}. Arrow keys read values by ${this.x}.` : "No values yet."}`);
+    return said;
+  }
+
+  // Left and right read the values of one step after the other; Escape ends a zoom.
+  onKey(event) {
+    if (!this.plot || !this.xs.length) return;
+    const last = this.xs.length - 1;
+    const now = this.plot.cursor.idx ?? last;
+    const moves = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last };
+    if (event.key === "Escape" && this.zoomed) {
+      this.zoomed = false;
+      this.plot.setData(this.plot.data);
+    } else if (event.key in moves) {
+      event.preventDefault();
+      const to = Math.max(0, Math.min(last, moves[event.key]));
+      this.plot.setCursor({ left: this.plot.valToPos(this.xs[to], "x"), top: 10 });
+      this.said.textContent = `${this.x} ${this.x === "time" ? new Date(this.xs[to] * 1000).toLocaleTimeString() : this.xs[to]}: ${this.read(to).join(", ")}`;
+    }
   }
 }

@@ -1,8 +1,9 @@
 // Wires the page to the REST interface: one stream for the cluster, one for the chosen job.
-import { Chart } from "./charts.js";
-import { drawDevices, drawEngines, drawPolicies, drawServices } from "./cluster.js";
-import { advice, api, apiPage, byId, duration, el, number, toast } from "./dom.js";
-import { drawFunctions } from "./functions.js";
+import { Chart, MetricTable, chartControls, redrawCharts } from "./charts.js";
+import { drawDevices, drawEngines, drawFunctions, drawPolicies, drawServices } from "./cluster.js";
+import { compareJobs, drawEvaluations, drawJobChoice } from "./compare.js";
+import { advice, api, apiPage, byId, changed, duration, el, number, toast } from "./dom.js";
+import { openForm } from "./form.js";
 import { drawPopulation } from "./population.js";
 import { audit, drawSamples } from "./samples.js";
 import { Viewer } from "./trajectories.js";
@@ -10,10 +11,13 @@ import { Viewer } from "./trajectories.js";
 const TERMINAL = ["succeeded", "failed", "cancelled"];
 const QUEUE_POINTS = 240;
 const LOG_LINES = 300;
+const REWARD = /^(?:reward\/)?((?!reward\b|eval\b|staleness\b)[\w-]+)\/mean$/;
+const THROUGHPUT = /^rollout\/(tokens_per_second)$/;
+const LOSS = /^([\w-]+)\/loss\/policy$/;
+const NORM = /^([\w-]+)\/grad_norm$/;
 
 const charts = {
   reward: new Chart(byId("chart-reward")),
-  evaluation: new Chart(byId("chart-evaluation")),
   throughput: new Chart(byId("chart-throughput")),
   queue: new Chart(byId("chart-queue"), { x: "time" }),
   loss: new Chart(byId("chart-loss")),
@@ -22,30 +26,46 @@ const charts = {
 const viewer = new Viewer();
 let chosen = new URLSearchParams(location.search).get("job");
 let stream = null;
-let rows = [];
+// Steps of training and evaluations have tables of their own: neither makes gaps in the other.
+let training = new MetricTable();
+let evaluations = new MetricTable();
 let queue = [];
 let job = null;
+// The chosen job's specification; null until it is known.
+let spec = null;
+
+// --- views ----------------------------------------------------------------------------------
+
+const VIEWS = [...document.querySelectorAll("main")].map((node) => node.dataset.view);
+const view = () => (VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "run");
+
+function showView() {
+  for (const node of document.querySelectorAll("main")) node.hidden = node.dataset.view !== view();
+  for (const link of document.querySelectorAll("#views a")) {
+    if (link.getAttribute("href") === `#${view()}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  redrawCharts();
+  if (view() === "run") drawCharts();
+  refresh();
+  if (view() === "new") openForm();
+}
+addEventListener("hashchange", showView);
+
+// What is not streamed is asked for where it is shown.
+function refresh() {
+  const ignore = () => {};
+  if (view() === "cluster") drawFunctions().catch(ignore);
+  if (view() === "compare") compareJobs().catch((error) => (byId("compare-problem").textContent = error.message));
+  if (!chosen) return;
+  if (view() === "conversations") {
+    viewer.refresh(chosen).catch(ignore);
+    drawSamples(chosen, job?.state === "succeeded").catch(ignore);
+  }
+  if (spec) drawPopulation(chosen, Boolean(spec.population), watchMatch).catch(ignore);
+}
 
 // --- the chosen job -------------------------------------------------------------------------
-
-function names(pattern) {
-  const found = new Set();
-  for (const row of rows) for (const name of Object.keys(row.values)) if (pattern.test(name)) found.add(name);
-  return [...found].sort();
-}
-
-// Series under short names: what the pattern's first group matched.
-function series(pattern) {
-  const full = names(pattern);
-  const short = full.map((name) => name.match(pattern)[1] ?? name);
-  const data = rows
-    .map((row) => ({
-      x: row.step,
-      values: Object.fromEntries(full.map((name, i) => [short[i], row.values[name]]).filter(([, v]) => v !== undefined)),
-    }))
-    .filter((row) => Object.keys(row.values).length);
-  return [data, short];
-}
 
 let drawing = false;
 function drawCharts() {
@@ -53,17 +73,38 @@ function drawCharts() {
   drawing = true;
   requestAnimationFrame(() => {
     drawing = false;
-    charts.reward.draw(...series(/^(?:reward\/)?((?!reward\b|eval\b|staleness\b)[\w-]+)\/mean$/));
-    charts.evaluation.draw(...series(/^evaluations?\/((?:[\w-]+\/)?(?:(?:pass|maj)@\d+|team(?=\/mean)|reward\/[\w-]+(?=\/mean)))(?:\/mean)?$/));
-    charts.throughput.draw(...series(/^rollout\/(tokens_per_second)$/));
-    charts.loss.draw(...series(/^([\w-]+)\/loss\/policy$/));
-    charts.grad.draw(...series(/^([\w-]+)\/grad_norm$/));
+    if (view() !== "run") return;
+    const began = performance.now();
+    charts.reward.draw(training.steps, training.series(REWARD));
+    charts.throughput.draw(training.steps, training.series(THROUGHPUT));
+    charts.loss.draw(training.steps, training.series(LOSS).map(withGaps));
+    charts.grad.draw(training.steps, training.series(NORM).map(withGaps));
+    drawEvaluations(evaluations, spec);
+    drawGaps();
+    performance.measure("troupe-charts", { start: began });
   });
+}
+
+// Whether a policy made no update in the step at a place: its loss is none, not that of before.
+function idle(policy) {
+  const [skipped, samples] = [training.column(`${policy}/skipped`), training.column(`${policy}/samples`)];
+  return (i) => skipped[i] === 1 || samples[i] === 0;
+}
+
+function withGaps(one) {
+  const none = idle(one.name);
+  return { ...one, values: one.values.map((value, i) => (none(i) ? null : value)) };
+}
+
+function drawGaps() {
+  const counts = training.series(LOSS).map(({ name }) => [name, training.steps.filter((_, i) => idle(name)(i)).length]);
+  const told = counts.filter(([, count]) => count).map(([name, count]) => `${name} ${count}`);
+  byId("gaps").textContent = told.length ? `gaps: steps without an update (${told.join(", ")})` : "";
 }
 
 // The newest held-out value of what `before` and `after` call `name`.
 function heldOut(name) {
-  const named = /^(?!reward\/)[^/]+\//.test(name);  // of a named evaluation: gsm8k/pass@1
+  const named = /^(?!reward\/)[^/]+\//.test(name); // of a named evaluation: gsm8k/pass@1
   const mean = /(^|\/)reward\/[^/]+$/.test(name) ? `${name}/mean` : name.replace(/team_success$/, "team/mean");
   const metric = `${named ? "evaluations" : "evaluation"}/${mean}`;
   return job.after[name] ?? job.metrics[metric] ?? job.before[name];
@@ -81,6 +122,7 @@ function drawTiles() {
     const label = `held-out ${name.replace("_", " ")}`;
     tiles.push(now === value ? [label, number(value)] : [label, `${number(value)} → ${number(now)}`, now - value]);
   }
+  if (!changed(byId("tiles"), tiles)) return;
   byId("tiles").replaceChildren(
     ...tiles.map(([label, value, extra]) =>
       el(
@@ -108,7 +150,9 @@ function drawJob() {
   state.textContent = job.state;
   state.className = `pill ${job.state}`;
   byId("activity").textContent = job.problem ? problemText(job.problem) : job.activity;
-  byId("progress-bar").style.width = `${(100 * job.step) / Math.max(1, job.total_steps)}%`;
+  const done = (100 * job.step) / Math.max(1, job.total_steps);
+  byId("progress-bar").style.width = `${done}%`;
+  byId("progress").setAttribute("aria-valuenow", String(Math.round(done)));
   const can = {
     pause: ["submitted", "starting", "running"].includes(job.state),
     resume: ["paused", "failed", "cancelled"].includes(job.state),
@@ -136,16 +180,30 @@ function choose(id) {
   if (stream && chosen === id) return;
   stream?.close();
   chosen = id;
-  rows = [];
+  training = new MetricTable();
+  evaluations = new MetricTable();
   job = null;
+  spec = null;
   byId("log").replaceChildren();
-  byId("conversation").replaceChildren(el("p", { class: "muted" }, "Choose a trajectory to read the conversation between the agents."));
-  history.replaceState(null, "", `?job=${encodeURIComponent(id)}`);
+  const query = new URLSearchParams(location.search);
+  query.set("job", id);
+  history.replaceState(null, "", `?${query}${location.hash}`);
   byId("job-select").value = id;
+  api(`/api/jobs/${encodeURIComponent(id)}`).then((found) => {
+    if (id !== chosen) return;
+    spec = JSON.parse(found.spec);
+    job ??= found;
+    drawJob();
+    drawCharts();
+    refresh();
+  }).catch((error) => toast(error.message));
   stream = new EventSource(`/api/jobs/${encodeURIComponent(id)}/events`);
   const on = (name, handle) => stream.addEventListener(name, (event) => handle(JSON.parse(event.data)));
   on("metrics", (row) => {
-    rows.push(row);
+    const parts = [{}, {}];
+    for (const [name, value] of Object.entries(row.values)) parts[Number(name.startsWith("evaluation"))][name] = value;
+    if (Object.keys(parts[0]).length) training.add(row.step, parts[0]);
+    if (Object.keys(parts[1]).length) evaluations.add(row.step, parts[1]);
     drawCharts();
   });
   on("notice", (notice) => log(notice.text, notice.severity, notice.at));
@@ -156,13 +214,13 @@ function choose(id) {
     log(problem.detail, "error", new Date().toISOString());
     stream.close();
   });
-  viewer.refresh(id).catch(() => {});
-  drawSamples(id).catch(() => {});
-  drawPopulation(id, watchMatch).catch(() => {});
+  viewer.forget(id);
+  drawCharts();
 }
 
 function watchMatch(id) {
-  viewer.open(id).then(() => byId("conversation").scrollIntoView({ behavior: "smooth", block: "center" })).catch((error) => toast(error.message));
+  location.hash = "#conversations";
+  viewer.open(id).catch((error) => toast(error.message));
 }
 
 // --- the cluster ----------------------------------------------------------------------------
@@ -192,9 +250,8 @@ function drawJobs(newest, nextPage) {
   }
   if (!chosen && jobs.length) choose(jobs[0].job_id);
   else if (chosen && !stream) choose(chosen);
-  const found = jobs.find((item) => item.job_id === chosen);
-  if (chosen && !found && !job) api(`/api/jobs/${encodeURIComponent(chosen)}`).then((item) => (job = item)).catch(() => {});
-  job = found ?? job;
+  job = jobs.find((item) => item.job_id === chosen) ?? job;
+  if (view() === "compare") drawJobChoice(jobs, chosen);
 }
 
 function drawQueue(cluster) {
@@ -206,7 +263,8 @@ function drawQueue(cluster) {
   }
   queue.push({ x: Date.now() / 1000, values });
   queue = queue.slice(-QUEUE_POINTS);
-  charts.queue.draw(queue, [...new Set(queue.flatMap((row) => Object.keys(row.values)))]);
+  const names = [...new Set(queue.flatMap((row) => Object.keys(row.values)))];
+  charts.queue.draw(queue.map((row) => row.x), names.map((name) => ({ name, values: queue.map((row) => row.values[name] ?? null) })));
 }
 
 function live(text, on) {
@@ -217,15 +275,19 @@ function live(text, on) {
 
 const cluster = new EventSource("/api/cluster/events");
 cluster.addEventListener("cluster", (event) => {
+  const began = performance.now();
   const data = JSON.parse(event.data);
   live("live", true);
   drawJobs(data.jobs, data.next_page);
-  drawServices(data.cluster);
-  drawDevices(data.cluster);
-  drawEngines(data.cluster.engines, chosen);
+  if (view() === "cluster") {
+    drawServices(data.cluster);
+    drawDevices(data.cluster);
+    drawEngines(data.cluster.engines, chosen);
+  }
   if (job) drawPolicies(job, data.cluster.bindings);
   drawJob();
   drawQueue(data.cluster);
+  performance.measure("troupe-cluster", { start: began });
 });
 cluster.addEventListener("away", (event) => live(JSON.parse(event.data).message, false));
 cluster.onerror = () => {
@@ -233,13 +295,7 @@ cluster.onerror = () => {
   // Refused for lack of a session rather than unreachable: a call returns that problem with its remedy.
   if (cluster.readyState === EventSource.CLOSED) api("/api/cluster").catch((error) => live(error.message, false));
 };
-setInterval(() => drawFunctions().catch(() => {}), 2000);
-setInterval(() => {
-  if (!chosen) return;
-  viewer.refresh(chosen).catch(() => {});
-  drawSamples(chosen).catch(() => {});
-  drawPopulation(chosen, watchMatch).catch(() => {});
-}, 4000);
+setInterval(refresh, 4000);
 
 // --- user input ------------------------------------------------------------------------------
 
@@ -266,16 +322,21 @@ byId("actions").addEventListener("click", async (event) => {
   }
 });
 byId("audit").addEventListener("click", () => chosen && audit(chosen).catch((error) => toast(error.message)));
-byId("submit-open").addEventListener("click", () => byId("submit-dialog").showModal());
-byId("submit-send").addEventListener("click", async (event) => {
-  event.preventDefault();
-  byId("submit-problem").textContent = "";
-  try {
-    const submitted = await api("/api/jobs", { method: "POST", headers: { "content-type": "application/yaml" }, body: byId("submit-spec").value });
-    byId("submit-dialog").close();
-    choose(submitted.job_id);
-    toast(`submitted ${submitted.job_id}`);
-  } catch (error) {
-    byId("submit-problem").textContent = error.message;
+byId("submit-copy").addEventListener("click", () => openForm(spec));
+addEventListener("submitted", (event) => {
+  location.hash = "#run";
+  choose(event.detail);
+  toast(`submitted ${event.detail}`);
+});
+// One key each, where no field is written in.
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, textarea, select")) return;
+  if (/^[1-9]$/.test(event.key)) {
+    const link = [...document.querySelectorAll("#views a:not([hidden])")][Number(event.key) - 1];
+    if (link) link.click();
+  } else if (view() === "conversations") {
+    viewer.onKey(event);
   }
 });
+chartControls();
+showView();

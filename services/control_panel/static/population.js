@@ -4,15 +4,12 @@ import { api, byId, changed, el, number } from "./dom.js";
 
 const chart = new Chart(byId("chart-mixture"), { x: "iteration", range: [0, 1] });
 let shown = null;
-// A job without a population stays without one.
-let none = null;
 
-export async function drawPopulation(job, watch) {
-  if (job !== shown) {
-    shown = job;
-    byId("population").hidden = true;
-  }
-  if (job === none) return;
+// Whether a job has one is known from its specification: nothing is asked of others.
+export async function drawPopulation(job, has, watch) {
+  shown = job;
+  byId("population-link").hidden = !has;
+  if (!has) return;
   const path = `/api/jobs/${encodeURIComponent(job)}`;
   let found, played;
   try {
@@ -20,12 +17,10 @@ export async function drawPopulation(job, watch) {
     played = await api(`${path}/matches?limit=40`);
   } catch (error) {
     if (job !== shown) return;
-    if (error.kind === "no_population") none = job;
     byId("population-facts").textContent = error.message;
     return;
   }
   if (job !== shown) return;
-  byId("population").hidden = false;
   byId("population-facts").textContent = facts(found);
   if (!changed(byId("population"), [job, found, played])) return;
   const ratings = new Map(found.ratings.map((one) => [one.member_id, one]));
@@ -118,20 +113,17 @@ function payoff(found, most, one, other) {
 
 function drawMixtures(found) {
   const several = found.pools.length > 1;
-  const names = new Set();
-  const rows = found.history.map((solved) => {
-    const values = {};
+  const shares = new Map();
+  found.history.forEach((solved, at) => {
     for (const mixture of solved.mixtures) {
       for (const [member, share] of Object.entries(mixture.probabilities)) {
         const name = several ? `${mixture.pool} ${member}` : member;
-        names.add(name);
-        values[name] = share;
+        if (!shares.has(name)) shares.set(name, found.history.map(() => 0));
+        shares.get(name)[at] = share;
       }
     }
-    return { x: solved.iteration, values };
   });
-  for (const row of rows) for (const name of names) row.values[name] ??= 0;
-  chart.draw(rows, [...names]);
+  chart.draw(found.history.map((solved) => solved.iteration), [...shares].map(([name, values]) => ({ name, values })));
 }
 
 function matchRow(match, watch) {

@@ -4,12 +4,14 @@ import { api, byId, colour, duration, el, number } from "./dom.js";
 const mib = (bytes) => `${number(bytes / 2 ** 20)} MiB`;
 let shown = null;
 
-export async function drawSamples(job) {
+// over: the job has ended, and the store has freed its rows.
+export async function drawSamples(job, over) {
   if (job !== shown) {
     shown = job;
     byId("audit-result").textContent = "Was every sample trained once, or dropped with a reason?";
     clear("");
   }
+  if (over) return clear("freed when the job ended; the audit tells what became of them");
   let found;
   try {
     found = await api(`/api/jobs/${encodeURIComponent(job)}/tables`);

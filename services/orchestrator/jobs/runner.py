@@ -46,6 +46,7 @@ from services.orchestrator.state.records import JobRecord
 from services.orchestrator.state.redis import StateUnavailable
 from troupe.job import JobSpec
 from troupe.job.compatibility import advice
+from troupe.job.spec import evaluation_prefix
 from troupe.outcomes import described
 from troupe.rpc import FailedPrecondition, Internal, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
@@ -535,11 +536,15 @@ class JobProgress:
         step = self._record.step
         values: dict[str, float] = {}
         scores: dict[str, float] = {}
+        entries = await self._job.shared.weight_versions.entries(self._job.job_id)
+        versions = {policy: float(one.weights.version) for policy, one in entries.items()}
         for one in names:
             items = self._context.engines.evaluation_items.get(one)
             runner = EvaluationRunner(self._job, self._context.dispatch, step, one, items)
             found, compared = await runner.run()
-            values |= found
+            # What was evaluated: scores are compared over versions.
+            prefix = evaluation_prefix(one)
+            values |= found | {f"{prefix}version/{p}": version for p, version in versions.items()}
             scores |= compared
         await self._keep_best(values)
         record = self._record

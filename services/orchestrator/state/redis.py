@@ -22,6 +22,8 @@ STATES: Final = f"{_PREFIX}:jobs:states"
 # Kept apart, so that training does not push evaluations and matches out, nor later evaluations
 # what the first one ("before") and the newest ones ("after") are compared by.
 TRAJECTORY_KINDS: Final = ("train", "evaluate", "match", "before", "after")
+# What is kept of the tokens of some of them, by rollout and by trainers.
+TOKEN_KINDS: Final = ("tokens", "trained")
 
 
 class StateUnavailable(Unavailable):
@@ -79,7 +81,7 @@ class JobKeys:
             self.population,
             *self.matches,
             self.answers,
-            *(key for kind in TRAJECTORY_KINDS for key in self.trajectories(kind)),
+            *(key for kind in (*TRAJECTORY_KINDS, *TOKEN_KINDS) for key in self.trajectories(kind)),
         ]
 
     def trajectories(self, kind: str) -> tuple[str, str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+from services.orchestrator.pipeline.metrics import TEAM
 from services.orchestrator.state.records import not_a_page
 from services.orchestrator.state.redis import TRAJECTORY_KINDS, JobKeys, RedisAccess
 from troupe.rpc import NotFound
@@ -19,6 +20,8 @@ _COMPRESS_BYTES: Final = 16 * 2**10
 _LARGEST_BYTES: Final = 256 * 2**10
 _CLIP_CHARS: Final = 1000
 _PLAIN, _COMPRESSED = b"p", b"z"
+# Turns of a trajectory whose trained tokens are kept, on average over the newest trajectories.
+_TURNS_WITH_TOKENS: Final = 16
 
 
 def summarize(event: ro.TrajectoryEvent, *, step: int, evaluation: bool) -> orch.TrajectorySummary:
@@ -33,6 +36,7 @@ def summarize(event: ro.TrajectoryEvent, *, step: int, evaluation: bool) -> orch
         turns=len(event.turns),
         seconds=event.seconds,
         evaluation=evaluation,
+        tokens_kept=any(turn.HasField("tokens") for turn in event.turns),
     )
 
 
@@ -68,11 +72,13 @@ def _clip(text: str) -> str:
 
 
 class RecentTrajectories:
-    """Keeps the newest `cap` trajectories per job and kind: training, evaluation, matches."""
+    """Keeps the newest `cap` trajectories per job and kind: training, evaluation, matches; and the
+    tokens of the newest `tokens_cap` of those that came with tokens."""
 
-    def __init__(self, redis: RedisAccess, cap: int) -> None:
+    def __init__(self, redis: RedisAccess, cap: int, tokens_cap: int) -> None:
         self._redis = redis
         self._cap = cap
+        self._tokens_cap = tokens_cap
 
     def buffer(self, job_id: str, step: int, kind: str) -> TrajectoryBuffer:
         """A buffer for the ended trajectories of one step, evaluation or round of matches; `kind`
@@ -84,25 +90,44 @@ class RecentTrajectories:
         if not found:
             return
         # In a thread: compressing long ones takes a while.
+        tokens = await asyncio.to_thread(lambda: [take_tokens(one) for one in found])
         packed = await asyncio.to_thread(lambda: [pack(one) for one in found])
-        args = [
-            part
-            for one, full in zip(found, packed, strict=True)
-            for part in (one.summary.trajectory_id, one.summary.SerializeToString(), full)
+        ids = [one.summary.trajectory_id for one in found]
+        told = [one.summary.SerializeToString() for one in found]
+        await self._keep(job_id, kind, self._cap, zip(ids, told, packed, strict=True))
+        kept = [(one, b"", data) for one, data in zip(ids, tokens, strict=True) if data]
+        await self._keep(job_id, "tokens", self._tokens_cap, kept)
+
+    async def keep_trained(self, request: orch.ReportTrainedTokensRequest) -> None:
+        """Stores what a trainer computed of tokens, whether they have come or not."""
+        kept = [
+            (f"{one.trajectory_id}/{one.turn}", b"", zlib.compress(one.SerializeToString(), 1))
+            for one in request.turns
         ]
-        await self._redis.run_script("keep", JobKeys(job_id).trajectories(kind), [self._cap, *args])
+        cap = self._tokens_cap * _TURNS_WITH_TOKENS
+        await self._keep(request.job_id, "trained", cap, kept)
+
+    async def _keep(
+        self, job_id: str, kind: str, cap: int, found: Iterable[tuple[str, bytes, bytes]]
+    ) -> None:
+        args = [part for one in found for part in one]
+        if args:
+            await self._redis.run_script("keep", JobKeys(job_id).trajectories(kind), [cap, *args])
 
     async def page(
-        self, job_id: str, size: int, token: str
+        self, job_id: str, size: int, token: str, wanted: TrajectoryFilter | None = None
     ) -> tuple[list[orch.TrajectorySummary], str]:
         """Up to `size` summaries, newest first, after the trajectory `token`; the next token."""
         listed: list[orch.TrajectorySummary] = []
+        full: dict[str, str] = {}
         for kind in TRAJECTORY_KINDS:
             order, summaries, _ = JobKeys(job_id).trajectories(kind)
             ids = await self._redis.call("LRANGE", order, 0, -1)
             if ids:
                 found = await self._redis.call("HMGET", summaries, *reversed(ids))
-                listed += [orch.TrajectorySummary.FromString(one) for one in found if one]
+                summaries_ = [orch.TrajectorySummary.FromString(one) for one in found if one]
+                listed += summaries_
+                full |= {one.trajectory_id: kind for one in summaries_}
         # The evaluation after n steps comes before training step n. Sorting is stable.
         listed.sort(key=lambda one: (one.step, not one.evaluation), reverse=True)
         start = 0
@@ -111,9 +136,23 @@ class RecentTrajectories:
             if not at:
                 raise not_a_page(token, "is not (or no longer) a page of this list")
             start = at[0] + 1
-        page = listed[start : start + size]
-        more = start + size < len(listed)
-        return page, page[-1].trajectory_id if page and more else ""
+        if wanted is None or not wanted.given:
+            page = listed[start : start + size]
+            more = start + size < len(listed)
+            return page, page[-1].trajectory_id if page and more else ""
+        page = []
+        for one in listed[start:]:
+            if not wanted.fits(one):
+                continue
+            if wanted.reads:
+                key = JobKeys(job_id).trajectories(full[one.trajectory_id])[2]
+                data = await self._redis.call("HGET", key, one.trajectory_id)
+                if not data or not await asyncio.to_thread(wanted.reads_in, unpack(data)):
+                    continue
+            if len(page) == size:
+                return page, page[-1].trajectory_id
+            page.append(one)
+        return page, ""
 
     async def find(
         self, job_id: str, trajectory_ids: Collection[str]
@@ -125,19 +164,102 @@ class RecentTrajectories:
         found = await self._redis.call("HMGET", full, *trajectory_ids)
         return [unpack(one) for one in found if one]
 
-    async def get(self, job_id: str, trajectory_id: str) -> orch.GetTrajectoryResponse:
-        """One trajectory with its turns. Raises `NotFound`."""
+    async def get(
+        self, job_id: str, trajectory_id: str, *, tokens: bool = False
+    ) -> orch.GetTrajectoryResponse:
+        """One trajectory with its turns; `tokens`: and theirs, if kept. Raises `NotFound`."""
         for kind in TRAJECTORY_KINDS:
             full = JobKeys(job_id).trajectories(kind)[2]
             found = await self._redis.call("HGET", full, trajectory_id)
             if found:
-                return unpack(found)
+                kept = unpack(found)
+                if tokens and kept.summary.tokens_kept:
+                    await self._add_tokens(job_id, kept)
+                return kept
         raise NotFound(
             f"job {job_id} has no such trajectory, or it is older than the newest {self._cap}",
             field="trajectory_id",
             value=trajectory_id,
             remedy="`ListTrajectories` names those that are kept.",
         )
+
+    async def _add_tokens(self, job_id: str, kept: orch.GetTrajectoryResponse) -> None:
+        name, keys = kept.summary.trajectory_id, JobKeys(job_id)
+        data = await self._redis.call("HGET", keys.trajectories("tokens")[2], name)
+        if not data:
+            return
+        places = [f"{name}/{turn.turn}" for turn in kept.turns]
+        reported = await self._redis.call("HMGET", keys.trajectories("trained")[2], *places)
+        brought = {turn.turn: turn.tokens for turn in unpack(data).turns}
+        for turn, report in zip(kept.turns, reported, strict=True):
+            if turn.turn not in brought:
+                continue
+            turn.tokens.CopyFrom(brought[turn.turn])
+            if report:
+                trained = orch.TrainedTurn.FromString(zlib.decompress(report))
+                turn.tokens.advantages.extend(trained.advantages)
+                turn.tokens.ratios.extend(trained.ratios)
+
+
+def take_tokens(full: orch.GetTrajectoryResponse) -> bytes:
+    """The tokens of a trajectory as they are stored, taken out of it; empty where it has none."""
+    found = orch.GetTrajectoryResponse()
+    for turn in full.turns:
+        if turn.HasField("tokens"):
+            found.turns.add(turn=turn.turn, tokens=turn.tokens)
+            turn.ClearField("tokens")
+    return _COMPRESSED + zlib.compress(found.SerializeToString(), 1) if found.turns else b""
+
+
+class TrajectoryFilter:
+    """Which of the kept trajectories a request is for."""
+
+    def __init__(self, request: orch.ListTrajectoriesRequest) -> None:
+        self._request = request
+        self._text = request.text.casefold()
+        bounds = ("from_step", "to_step", "min_reward", "max_reward")
+        self.given = bool(request.text or request.agent or request.reason) or any(
+            request.HasField(name) for name in bounds
+        )
+        # Whether the turns have to be read, since the summary does not tell.
+        self.reads = bool(request.text or request.agent)
+
+    def fits(self, one: orch.TrajectorySummary) -> bool:
+        """Whether a summary has what can be told from it."""
+        request = self._request
+        if request.reason.casefold() not in one.reason.casefold():
+            return False
+        if request.HasField("from_step") and one.step < request.from_step:
+            return False
+        if request.HasField("to_step") and one.step > request.to_step:
+            return False
+        reward = self._reward(one.rewards)
+        for name, sign in (("min_reward", 1), ("max_reward", -1)):
+            if request.HasField(name) and (
+                reward is None or sign * reward < sign * getattr(request, name)
+            ):
+                return False
+        return True
+
+    def reads_in(self, full: orch.GetTrajectoryResponse) -> bool:
+        """Whether a trajectory's turns have the text and the agent."""
+        agent, text = self._request.agent, self._text
+        acts = {turn.agent for turn in full.turns}.union(full.summary.rewards)
+        if agent and agent not in acts:
+            return False
+        return not text or any(
+            text in part.casefold()
+            for turn in full.turns
+            for part in (turn.response, *(message.content for message in turn.messages))
+        )
+
+    def _reward(self, rewards: Mapping[str, float]) -> float | None:
+        """The reward that bounds are for; None: there is none."""
+        if self._request.agent:
+            return rewards.get(self._request.agent)
+        if TEAM in rewards:
+            return rewards[TEAM]
+        return sum(rewards.values()) / len(rewards) if rewards else None
 
 
 def as_event(kept: orch.GetTrajectoryResponse) -> ro.TrajectoryEvent:

@@ -33,6 +33,8 @@ log = structlog.get_logger(__name__)
 State: TypeAlias = pb.TrajectoryState.ValueType
 # Larger columns go through transfer: Redis' memory is not for values that are read once.
 INLINE_BYTES: Final = 256 * 1024
+# Tokens of one trajectory that are kept for people to look at.
+MOST_TOKENS: Final = 65_536
 
 
 @dataclass
@@ -201,9 +203,10 @@ def samples_of(
     return samples
 
 
-def transcript_of(turns: Sequence[TurnRecord]) -> list[rollout.Turn]:
-    """The turns as trajectory events carry them."""
+def transcript_of(turns: Sequence[TurnRecord], *, tokens: bool = False) -> list[rollout.Turn]:
+    """The turns as trajectory events carry them; `tokens`: with their tokens, up to a limit."""
     shown = []
+    left = MOST_TOKENS if tokens else 0
     for turn in turns:
         reply, generation = turn.reply, turn.generation
         if reply is None or generation is None:
@@ -226,6 +229,15 @@ def transcript_of(turns: Sequence[TurnRecord]) -> list[rollout.Turn]:
                 reward=reply.reward,
             )
         )
+        left -= len(generation.token_ids)
+        if left >= 0:
+            shown[-1].tokens.CopyFrom(
+                rollout.TurnTokens(
+                    ids=generation.token_ids,
+                    texts=turn.role.tokenizer.texts(generation.token_ids),
+                    logprobs=generation.logprobs,
+                )
+            )
     return shown
 
 

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -320,6 +320,8 @@ class GangLearner:
 
     # A gang trains all weights, so there is no frozen base.
     base = None
+    # Each rank knows a part of the tokens: none are kept for people to look at.
+    kept: Final = ()
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ from troupe.experience import samples_digest
 from troupe.job import JobSpec
 from troupe.job.algorithm import DistillationSpec
 from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import orchestrator_pb2
 from troupe.workflow.errors import EntrypointError, as_invalid_argument
 
 
@@ -200,6 +201,8 @@ class Accumulation:
         self.sums = StepSums()
         # Whether rows are held back until the step is complete.
         self._holds = self.advantages.needs_whole_step or spec.algorithm.updates > 1
+        # Whether tokens are kept for people to look at: a rank of a gang sees a part of them.
+        self._keeps = passes.alone
 
     def add(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
         """Add the gradient of these rows' summed loss, or hold them back. Raises `Stopped`."""
@@ -274,6 +277,8 @@ class Accumulation:
         ]
         for batch in batches:
             self.sums.summary.add(batch.rows, batch.advantages.numpy())
+            if self._keeps:
+                self._passes.kept.measured(batch)
             self.sums.broken = self.sums.broken or _not_finite(batch.rows, batch.advantages)
         return batches
 
@@ -399,6 +404,7 @@ class Accumulation:
         if self._critic is not None:
             self._critic.discard()
         self.advantages.discard()
+        self._passes.kept.take()
         self.sums = StepSums()
 
     # Suspension.
@@ -594,6 +600,8 @@ class Learner:
             skip_zero_advantages=skip_zero_advantages,
         )
         self._pooled = PooledParameters(self._trained.weights(), self._trained.parameters)
+        # Tokens of the last step that `apply` made, for people to look at (`KeptTokens`).
+        self.kept: list[orchestrator_pb2.TrainedTurn] = []
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
@@ -663,6 +671,7 @@ class Learner:
         metrics["train/seconds"] = seconds
         metrics["train/micro_batches"] = float(sums.micro_batches)
         digest, moved = sums.summary.digest, bool(reason) and sums.updates > 0
+        self.kept = self._passes.kept.take()
         self.discard()
         return Applied(not reason, why.reason, metrics, digest, moved, why.fault)
 

@@ -28,19 +28,23 @@ from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_
 from services.trainer.learning.forward import Forward, Teaching, TrainedModel, costs_of
 from services.trainer.learning.packing import PackedBatch, plan
 from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
-from services.trainer.learning.samples import Row, response_lengths
+from services.trainer.learning.samples import Row, TrainingBatch, response_lengths
 from troupe.algorithms.losses import Normalize, grpo_loss_sum, token_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.job import JobSpec, TrainerSpec
 from troupe.rpc import FailedPrecondition
+from troupe.scheduling.admission import keeps_tokens
 from troupe.scheduling.defaults import CPU, DeviceDefaults, defaults_of
+from troupe.v1 import orchestrator_pb2
 
 log = structlog.get_logger("troupe.trainer")
 _CONFIGURED = "_troupe_configured"
 _CHECKPOINTED = "_troupe_checkpointed"
 # Bytes of the float32 logits of one forward pass, for models that compute them all at once.
 _LOGITS_BYTES = 256 << 20
+# Log-ratios that are kept for people to look at are cut there.
+_MOST_GAP = 50.0
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,52 @@ def _check_compiler(device: torch.device, field: str) -> None:
         )
 
 
+class KeptTokens:
+    """What a step computes of the tokens of a few rows, for people to look at: advantages, and
+    ratios of the probability under the trained weights to the engine's.
+
+    The rows are those of the trajectories that `keeps_tokens` names. It is no part of the training
+    state: a step that was suspended keeps what was computed since, a rank of a gang nothing.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._every = spec.pipeline.queries_per_step
+        self._turns: dict[tuple[str, int], orchestrator_pb2.TrainedTurn] = {}
+
+    def measured(self, batch: TrainingBatch) -> None:
+        """Keep the advantages of rows, also of those that no gradient is computed for."""
+        for row, advantage in zip(batch.rows, batch.advantages.tolist(), strict=True):
+            if not row.demonstration and keeps_tokens(row.trajectory, self._every):
+                given = np.full(row.response_length, advantage)
+                self._turns[row.trajectory, row.turn] = orchestrator_pb2.TrainedTurn(
+                    trajectory_id=row.trajectory,
+                    turn=row.turn,
+                    advantages=given if row.advantages is None else row.advantages,
+                )
+
+    def scored(self, rows: Sequence[Row], order: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Keep the ratios of rows whose log-probs a pass computed: `logprobs` [N] of the response
+        tokens `order` (int64 [N]) of `rows`, row after row. A later pass replaces them."""
+        start = 0
+        for row in rows:
+            kept = self._turns.get((row.trajectory, row.turn))
+            end = start + row.response_length
+            if kept is not None and row.response_length:
+                here = (order >= start) & (order < end)
+                if int(here.sum()) == row.response_length:
+                    ratios = np.empty(row.response_length)
+                    found = logprobs.detach()[here.to(logprobs.device)].double().cpu().numpy()
+                    ratios[order[here].cpu().numpy() - start] = found
+                    gap = np.nan_to_num(ratios - row.behaviour, nan=0.0)
+                    kept.ratios[:] = np.exp(np.clip(gap, -_MOST_GAP, _MOST_GAP))
+            start = end
+
+    def take(self) -> list[orchestrator_pb2.TrainedTurn]:
+        """All that was kept, which is forgotten."""
+        found, self._turns = list(self._turns.values()), {}
+        return found
+
+
 @dataclass(frozen=True)
 class _ThreadModel:
     """The model that one thread uses: the policy's own, or a twin that shares its weights."""
@@ -254,6 +304,7 @@ class Passes:
     ) -> None:
         self._model = model
         self._functions = functions
+        self.kept = KeptTokens(spec)
         # The first fault of a user's loss or correction in the last `backward`.
         self.fault: FunctionFault | None = None
         self._ranks = ranks or RankGroup()
@@ -339,6 +390,11 @@ class Passes:
         for made in ("_own_model", "_thread_models", "_layout"):
             self.__dict__.pop(made, None)
 
+    @property
+    def alone(self) -> bool:
+        """Whether this process computes all rows: there are no other ranks."""
+        return self._ranks.size == 1
+
     def is_taught(self, row: Row) -> bool:
         """Whether the row's loss has a divergence from a teacher, also without an advantage."""
         return not row.demonstration and row.agent in self._teacher_of
@@ -386,6 +442,7 @@ class Passes:
                 self._empty_pass(teacher)
                 continue
             loss, added = self._loss(self._own_model, batch, columns, teacher)
+            self.kept.scored(rows, batch.order, added["logprobs"])
             batches.problem = self._problem(loss)
             # Also for a loss that is not finite, which is discarded: other ranks need this pass.
             torch.autograd.backward(loss)
@@ -437,6 +494,7 @@ class Passes:
         for batch in RankBatches(plan(rows, self._budget, **self._layout), stop):
             assert batch is not None  # there are no other ranks
             loss, added = self._loss(model, batch, columns, teacher)
+            self.kept.scored(rows, batch.order, added["logprobs"])
             if self.fault is None:
                 statistics.append(added)
             if problem := self._problem(loss):

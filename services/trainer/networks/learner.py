@@ -189,6 +189,7 @@ class NetworkLearner:
     lost = False
     needs_reference = False
     base = None
+    kept: Final = ()
 
     def __init__(self, spec: JobSpec, policy: str) -> None:
         """Make the networks for the policy's environment.

@@ -1,0 +1,49 @@
+"""A headless Chromium for tests of the page, which collects what goes wrong in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+CHROMIUM = os.environ.get("TROUPE_CHROMIUM") or shutil.which("chromium")
+PATIENCE_MS = 60_000
+_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on PATH (apt-get install chromium)"
+)
+
+
+@asynccontextmanager
+async def opened(**options: Any) -> AsyncIterator[tuple[Any, list[str]]]:
+    """A page, and the faults found in it: errors of scripts, what the content security policy
+    forbids, answers of status 400 and above. `options`: those of the page."""
+    from playwright.async_api import async_playwright, expect
+
+    expect.set_options(timeout=PATIENCE_MS)
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=_FLAGS)
+        page = await browser.new_page(**options)
+        page.set_default_timeout(PATIENCE_MS)
+        faults: list[str] = []
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda said: "Security Policy" in said.text and faults.append(said.text))
+        page.on(
+            "response",
+            lambda answer: answer.status >= 400 and faults.append(f"{answer.status} {answer.url}"),
+        )
+        yield page, faults
+        await browser.close()
