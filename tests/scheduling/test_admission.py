@@ -1,3 +1,5 @@
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,3 +109,21 @@ def test_failures_are_bounded_by_a_fraction() -> None:
     assert admission.too_many_failed(6, 10, 0.5)
     assert not admission.too_many_failed(10, 10, 1.0)
     assert admission.too_many_failed(1, 10, 0.0)
+
+
+def test_tokens_are_kept_of_one_query_a_step_and_the_first_of_an_evaluation() -> None:
+    def kept(plans: Iterable[admission.QueryPlan]) -> list[str]:
+        return [
+            one
+            for plan in plans
+            for one in plan.trajectory_ids
+            if admission.keeps_tokens(one, queries_per_step=4)
+        ]
+
+    plans = admission.plan_queries(range(8), job_seed=0, group_size=10, step=2)
+    assert kept(plans) == [f"q{q}-s2-t{n}" for q in (0, 4) for n in range(8)]
+    plans = admission.plan_queries([8, 9], job_seed=0, group_size=1, step=None)
+    assert kept(plans) == ["q8-t0"]
+    plans = admission.plan_evaluation(job_seed=0, step=5, queries=9, samples=1, name="a-h1")
+    assert kept(plans) == [f"a-h1-h{q}-e5-t0" for q in range(4)]
+    assert not admission.keeps_tokens("m0x1-t1", 1)

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tests.workflow.stage import CHARACTERS, CHATML, END, THINKING, make_chat
 from troupe.workflow import ChatTemplateError, InvalidMessagesError
-from troupe.workflow.conversation import ConversationMemory
+from troupe.workflow.conversation import ChatTokenizer, ConversationMemory
 from troupe.workflow.messages import parse_messages
+from troupe.workflow.trying.tokenizer import ByteTokenizer
 
 USER = ("user", "what is 3+4?")
 
@@ -157,3 +158,19 @@ def test_the_system_prompt_yields_to_the_conversations_own() -> None:
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "hi"}]
     assert parse_messages(own, "default")[0] == ("system", "mine")
     assert parse_messages("hi", "default") == (("system", "default"), ("user", "hi"))
+
+
+@given(st.text(max_size=30))
+def test_texts_of_tokens_are_the_text_of_all(text: str) -> None:
+    tokenizer = ChatTokenizer(ByteTokenizer())
+    ids = tokenizer.encode(text)
+    texts = tokenizer.texts(ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == tokenizer.transcript(ids)
+
+
+def test_a_character_of_several_tokens_is_the_last_ones() -> None:
+    tokenizer = ChatTokenizer(ByteTokenizer())
+    assert tokenizer.texts(tokenizer.encode("a\u00e9")) == ["a", "", "\u00e9"]
+    # A reply may end in the middle of one.
+    assert tokenizer.texts(tokenizer.encode("\u20ac")[:2]) == ["", ""]

@@ -219,7 +219,8 @@ class KeptTokens:
     def measured(self, batch: TrainingBatch) -> None:
         """Keep the advantages of rows, also of those that no gradient is computed for."""
         for row, advantage in zip(batch.rows, batch.advantages.tolist(), strict=True):
-            if not row.demonstration and keeps_tokens(row.trajectory, self._every):
+            played = not row.demonstration and not row.preference
+            if played and keeps_tokens(row.trajectory, self._every):
                 given = np.full(row.response_length, advantage)
                 self._turns[row.trajectory, row.turn] = orchestrator_pb2.TrainedTurn(
                     trajectory_id=row.trajectory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.support.training import make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from troupe.job import JobSpecError, TrainerSpec, parse_job
 from troupe.rpc import FailedPrecondition
+from troupe.scheduling.admission import keeps_tokens
 from troupe.scheduling.defaults import defaults_of
 
 SHAPE = Shape(groups=4, members=6, prompt=20, response=40)
@@ -164,3 +166,32 @@ def test_a_pass_on_a_cpu_has_the_tokens_that_it_had(tokenizer: Path) -> None:
     learner = learner_of(tokenizer, {})
     assert learner._passes._budget == 1024
     assert not any(isinstance(layer.forward, partial) for layer in learner.model.model.layers)
+
+
+def test_tokens_are_kept_of_few_rows_with_advantages_and_ratios(tokenizer: Path) -> None:
+    learner = learner_of(tokenizer, {})
+    rows = [
+        replace(row, trajectory=f"q{i // 4}-s0-t{i % 4}", turn=i % 3)
+        for i, row in enumerate(random_rows(learner.model, 1, SHAPE))
+    ]
+    every = learner._job.pipeline.queries_per_step
+    wanted = {
+        (row.trajectory, row.turn): row for row in rows if keeps_tokens(row.trajectory, every)
+    }
+    assert 0 < len(wanted) < len(rows) or every == 1
+    now = torch.split(learner._passes.logprobs(rows, None), [row.response_length for row in rows])
+    by_id = {row.sample_id: logprobs for row, logprobs in zip(rows, now, strict=True)}
+    advantages = learner._step.advantages.estimate(rows).advantages.tolist()
+    expected = {row.sample_id: one for row, one in zip(rows, advantages, strict=True)}
+    learner.accumulate(rows)
+    assert learner.apply(0).applied
+    assert {(one.trajectory_id, one.turn) for one in learner.kept} == set(wanted)
+    for one in learner.kept:
+        row = wanted[one.trajectory_id, one.turn]
+        assert list(one.advantages) == pytest.approx(
+            [expected[row.sample_id]] * row.response_length
+        )
+        ratios = (by_id[row.sample_id] - torch.from_numpy(row.behaviour)).exp()
+        assert list(one.ratios) == pytest.approx(ratios.tolist(), rel=1e-4)
+    # The next step begins without them.
+    assert learner._passes.kept.take() == []

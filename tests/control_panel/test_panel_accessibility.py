@@ -1,0 +1,47 @@
+"""Accessibility of every view, by axe-core in Chromium; wide and narrow, light and dark."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.control_panel.chromium import needs_chromium, opened
+from tests.control_panel.conftest import Panel
+from troupe.v1 import common_pb2 as common
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
+
+VIEWS = ["#run", "#conversations", "#compare", "#population", "#cluster", "#new", "docs"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 400])
+async def test_no_view_has_a_serious_finding_or_is_too_wide(
+    panel: Panel, width: int, scheme: str
+) -> None:
+    from axe_playwright_python.async_playwright import Axe
+
+    job_id = await panel.submit()
+    panel.orchestrator.reply_tokens = 100
+    await panel.orchestrator.move(job_id, common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING)
+    for step in (1, 2):
+        values = {"reward__solver__mean": step / 4, "evaluations__gsm8k__pass@1": step / 4}
+        await panel.orchestrator.step(job_id, step, big__loss__policy=0.5, **values)
+    found = []
+    async with opened(viewport={"width": width, "height": 1000}, color_scheme=scheme) as (page, _):
+        for view in VIEWS:
+            await page.goto(f"{panel.url}/{view}")
+            ready = "#calls details" if view == "docs" else "#live.on"
+            await page.wait_for_selector(ready)
+            if view == "#conversations":
+                await page.select_option("#token-colour", "advantage")
+                await page.click("[data-trajectory=t1]")
+                await page.wait_for_selector("#conversation .token")
+            results = await Axe().run(page)
+            for one in results.response["violations"]:
+                if one["impact"] in ("serious", "critical"):
+                    where = [node["target"] for node in one["nodes"]][:3]
+                    found.append((view, one["id"], where))
+            wide = await page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            if wide > 0:
+                found.append((view, f"{wide} px too wide", []))
+    assert found == []
