@@ -1,8 +1,9 @@
 """Directories of models that only some hosts have: copies of them on the hosts that do not.
 
-A job names models by hub id or by path. A path has to exist on the host of one trainer: workers of
-other hosts copy the directory from there into `DATA_DIR/models/`, file by file, each verified by
-its checksum. Nothing of it passes through the orchestrator, which only says where trainers are.
+A job names models by hub id or by path. A path has to exist on one host of the cluster, a worker's
+or the orchestrator's: workers of other hosts copy the directory into `DATA_DIR/models/`, file by
+file, each verified by its checksum. A host serves a few readers at once, originals and copies, so
+that many hosts get a model from each other and not all from the one that has it.
 """
 
 from __future__ import annotations
@@ -10,20 +11,34 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import random
+import shutil
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from services.chassis.folders import files_below, write_folder
+from services.chassis.folders import files_below, read_folder, write_folder
 from services.chassis.settings import ServiceSettings
-from services.chassis.transfer import HostTransfer
 from troupe.job import JobSpec, PolicySpec, no_directory
-from troupe.rpc import NO_RETRY, DeadlineExceeded, NotFound, TroupeError, connect
-from troupe.v1 import trainer_pb2, trainer_pb2_grpc
+from troupe.rpc import (
+    NO_RETRY,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    TroupeError,
+    Unavailable,
+    connect,
+)
+from troupe.v1 import orchestrator_pb2, transfer_pb2, transfer_pb2_grpc
+
+if TYPE_CHECKING:
+    from troupe.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
 
 log = structlog.get_logger("troupe.models")
 
@@ -37,6 +52,10 @@ _PROGRESS_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
 # Characters of a copy's name.
 _NAME_CHARS: Final = 32
+# Hosts that a process sends models to at once: more would share its network, and end together.
+_READERS: Final = 4
+# Seconds after which a host whose sources all serve others asks again.
+_BUSY_SECONDS: Final = 1.0
 
 
 def model_folder(path: str) -> Path:
@@ -49,7 +68,7 @@ def model_folder(path: str) -> Path:
     return root
 
 
-def described_model(path: str) -> trainer_pb2.FindModelResponse:
+def described_model(path: str) -> transfer_pb2.FindModelResponse:
     """Identity and size of the directory `path` of a model. Blocking. Raises `NotFound`."""
     root = model_folder(path)
     digest, size = hashlib.sha256(), 0
@@ -58,101 +77,202 @@ def described_model(path: str) -> trainer_pb2.FindModelResponse:
         size += status.st_size
         name = file.relative_to(root).as_posix()
         digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-    return trainer_pb2.FindModelResponse(digest=digest.hexdigest(), num_bytes=size)
+    return transfer_pb2.FindModelResponse(digest=digest.hexdigest(), num_bytes=size)
+
+
+class ModelServer(transfer_pb2_grpc.HostModelsServicer):
+    """The directories of models of this host, for workers of hosts that lack them."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._copies = settings.data_dir.absolute() / "models"
+        self._readers = 0
+
+    async def FindModel(  # noqa: N802 - as gRPC names it
+        self, request: transfer_pb2.FindModelRequest, context: Any
+    ) -> transfer_pb2.FindModelResponse:
+        """Identify a model directory of this host."""
+        return await asyncio.to_thread(described_model, request.path)
+
+    async def ReadModel(  # noqa: N802 - as gRPC names it
+        self, request: transfer_pb2.ReadModelRequest, context: Any
+    ) -> AsyncIterator[transfer_pb2.ModelChunk]:
+        """Stream the files of a model directory, or of this host's copy of it.
+
+        Raises ResourceExhausted of kind "host_busy" while `_READERS` others read.
+        """
+        root = await asyncio.to_thread(self._with, request.path, request.digest)
+        if self._readers >= _READERS:
+            raise ResourceExhausted(
+                f"this host sends models to {self._readers} others", kind="host_busy"
+            )
+        self._readers += 1
+        try:
+            async for chunk in read_folder(root, transfer_pb2.ModelChunk):
+                yield chunk
+        finally:
+            self._readers -= 1
+
+    def _with(self, path: str, digest: str) -> Path:
+        """The directory with this content. Raises `NotFound`."""
+        copy = self._copies / digest[:_NAME_CHARS]
+        if len(digest) >= _NAME_CHARS and digest.isalnum() and copy.is_dir():
+            return copy
+        root = model_folder(path)
+        if described_model(path).digest != digest:
+            raise NotFound(
+                "is another directory than it was", kind="model_changed", field="path", value=path
+            )
+        return root
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A directory of another host."""
+
+    source: str
+    digest: str
+    num_bytes: int
+    # Who may have it: "host:port" of each.
+    hosts: tuple[str, ...]
 
 
 class ModelFiles:
     """Finds the directories of a job's models on this host, or has them copied to it."""
 
-    def __init__(self, host: HostTransfer, settings: ServiceSettings) -> None:
-        """`host` asks the orchestrator for trainers."""
-        self._host, self._settings = host, settings
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
         self._root = settings.data_dir.absolute() / "models"
 
-    async def localized(self, spec: JobSpec) -> JobSpec:
+    async def localized(self, spec: JobSpec, orchestrator: OrchestratorAsyncStub) -> JobSpec:
         """The job with the paths of copies in place of directories that this host lacks.
 
-        One that no trainer's host has stays as it is: whoever loads it says so. Raises what copying
-        raises: `DataLoss`, `DeadlineExceeded`, OSError.
+        `orchestrator` says where workers are. Raises `InvalidArgument` of kind "model_not_found"
+        for a directory that no host has, and what copying raises: `DataLoss`, `DeadlineExceeded`,
+        OSError. While the orchestrator is away paths stay: whoever loads from them says so.
         """
         if not self._settings.shares_states:
             return spec
-        policies = {name: await self._policy(policy) for name, policy in spec.policies.items()}
+        policies = {
+            name: await self._policy(f"policies.{name}", policy, orchestrator)
+            for name, policy in spec.policies.items()
+        }
         if policies == spec.policies:
             return spec
         return spec.model_copy(update={"policies": policies})
 
-    async def _policy(self, policy: PolicySpec) -> PolicySpec:
+    async def _policy(
+        self, field: str, policy: PolicySpec, orchestrator: OrchestratorAsyncStub
+    ) -> PolicySpec:
         changed: dict[str, Any] = {}
         if (model := policy.model) is not None:
-            found = {name: await self._here(getattr(model, name)) for name in ("path", "tokenizer")}
+            found = {
+                name: await self._here(f"{field}.model.{name}", getattr(model, name), orchestrator)
+                for name in ("path", "tokenizer")
+            }
             changed["model"] = model.model_copy(update=found)
         if policy.lora is not None:
-            path = await self._here(policy.lora.path)
+            path = await self._here(f"{field}.lora.path", policy.lora.path, orchestrator)
             changed["lora"] = policy.lora.model_copy(update={"path": path})
         return policy.model_copy(update=changed)
 
-    async def _here(self, source: str | None) -> str | None:
+    async def _here(
+        self, field: str, source: str | None, orchestrator: OrchestratorAsyncStub
+    ) -> str | None:
         if source is None or not no_directory(source):
             return source
+        request = orchestrator_pb2.LocateStateRequest(key=source)
         try:
-            trainers = (await asyncio.to_thread(self._host.directory, source)).trainers
+            said = await orchestrator.LocateState(request, timeout=_FIND_SECONDS)
         except TroupeError as error:
-            log.warning("nobody says where trainers are", path=source, error=error.message)
+            log.warning("nobody says where workers are", path=source, error=error.message)
             return source
-        for address in trainers:
-            if address == self._settings.address:
-                continue
+        hosts = (*said.trainers, *said.rollouts, self._settings.orchestrator_address)
+        return str(await self._copied(await self._found(field, source, hosts)))
+
+    async def _found(self, field: str, source: str, hosts: tuple[str, ...]) -> _Model:
+        """Who has the directory. Raises `InvalidArgument`."""
+        others = tuple(one for one in dict.fromkeys(hosts) if one != self._settings.address)
+        silent: list[str] = []
+        for address in others:
             async with connect(address, self._settings.client(retry=NO_RETRY)) as channel:
-                trainer: Any = trainer_pb2_grpc.TrainerStub(channel)
+                models: Any = transfer_pb2_grpc.HostModelsStub(channel)
                 try:
-                    request = trainer_pb2.FindModelRequest(path=source)
-                    found = await trainer.FindModel(request, timeout=_FIND_SECONDS)
+                    request = transfer_pb2.FindModelRequest(path=source)
+                    found = await models.FindModel(request, timeout=_FIND_SECONDS)
+                except NotFound:
+                    continue
                 except TroupeError as error:
                     log.info("no model there", path=source, at=address, error=error.message)
+                    silent.append(f"{address} ({error.message})")
                     continue
-                return str(await self._copied(source, found, address, trainer))
-        return source
+                # Originals first with the one that was found, then whoever has a copy.
+                rest = [one for one in others if one != address]
+                return _Model(source, found.digest, found.num_bytes, (address, *rest))
+        unheard = f"; no answer of {', '.join(silent)}" if silent else ""
+        raise InvalidArgument(
+            f"there is no such directory on {self._settings.address}, nor on any of "
+            f"{', '.join(others) or 'no others'}{unheard}",
+            kind="model_not_found",
+            field=field,
+            value=source,
+            remedy="Put the model on one of these hosts (the last is the head), where it can be "
+            "copied from, or name it by its id on the hub.",
+        )
 
-    async def _copied(
-        self, source: str, found: trainer_pb2.FindModelResponse, address: str, trainer: Any
-    ) -> Path:
+    async def _copied(self, model: _Model) -> Path:
         """The copy of a model, made by one process of this host."""
-        target = self._root / found.digest[:_NAME_CHARS]
-        seconds = _LEAST_SECONDS + found.num_bytes / _LEAST_BYTES_PER_SECOND
+        target = self._root / model.digest[:_NAME_CHARS]
+        seconds = _LEAST_SECONDS + model.num_bytes / _LEAST_BYTES_PER_SECOND
         until = time.monotonic() + seconds
         self._root.mkdir(parents=True, exist_ok=True)
         with _lock(self._root / f".{target.name}.lock") as take:
             while not target.is_dir():
                 if time.monotonic() > until:
                     raise DeadlineExceeded(
-                        f"{source} was not copied from {address} within {seconds:.0f} s",
+                        f"{model.source} was not copied from any of {', '.join(model.hosts)} "
+                        f"within {seconds:.0f} s",
                         field="model.path",
-                        value=source,
+                        value=model.source,
                     )
                 if not take():
                     await asyncio.sleep(_POLL_SECONDS)
                     continue
-                if target.is_dir():
-                    break
-                log.info("copying a model", path=source, at=address, num_bytes=found.num_bytes)
-                began = time.monotonic()
-                request = trainer_pb2.ReadModelRequest(path=source)
-                chunks = trainer.ReadModel(request, timeout=until - began)
-                await write_folder(target, _reported(chunks, source, found.num_bytes))
-                seconds = round(time.monotonic() - began, 1)
-                log.info("model copied", path=source, to=str(target), seconds=seconds)
+                if not target.is_dir():
+                    await self._copy(model, target, until)
         return target
 
+    async def _copy(self, model: _Model, target: Path, until: float) -> None:
+        """Copy a model from whoever has it and sends it; returns without if all are busy."""
+        for left in self._root.glob(f".{target.name}.*.tmp"):  # of a process that was killed
+            await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
+        first, *rest = model.hosts
+        # Copies before the original, and not the same ones for all.
+        for address in (*random.sample(rest, len(rest)), first):
+            began = time.monotonic()
+            async with connect(address, self._settings.client(retry=NO_RETRY)) as channel:
+                stub: Any = transfer_pb2_grpc.HostModelsStub(channel)
+                request = transfer_pb2.ReadModelRequest(path=model.source, digest=model.digest)
+                chunks = stub.ReadModel(request, timeout=max(0.0, until - began))
+                try:
+                    await write_folder(target, _reported(chunks, model, address))
+                except (NotFound, ResourceExhausted, Unavailable) as error:
+                    log.debug("no copy from there", at=address, error=error.message)
+                    continue
+            seconds = round(time.monotonic() - began, 1)
+            log.info("model copied", path=model.source, to=str(target), seconds=seconds)
+            return
+        await asyncio.sleep(_BUSY_SECONDS)
 
-async def _reported(chunks: AsyncIterable[Any], source: str, total: int) -> AsyncIterator[Any]:
-    """The chunks, with a line in the log for every `_PROGRESS_SECONDS`."""
-    done, said = 0, time.monotonic()
+
+async def _reported(chunks: AsyncIterable[Any], model: _Model, address: str) -> AsyncIterator[Any]:
+    """The chunks, with a line in the log for the first and for every `_PROGRESS_SECONDS`."""
+    done, said = 0, 0.0
     async for chunk in chunks:
-        done += len(chunk.data)
         if time.monotonic() - said > _PROGRESS_SECONDS:
             said = time.monotonic()
-            log.info("copying a model", path=source, done=done, num_bytes=total)
+            size = model.num_bytes
+            log.info("copying a model", path=model.source, at=address, done=done, num_bytes=size)
+        done += len(chunk.data)
         yield chunk
 
 

@@ -30,15 +30,16 @@ _KEY: Final = re.compile(
 
 
 def locate(key: str, workers: Iterable[WorkerHandle]) -> orch.LocateStateResponse:
-    """Transfer addresses of living workers' hosts and addresses of trainers, those that most likely
-    hold the state `key` first."""
+    """Transfer addresses of living workers' hosts, and addresses of trainers and rollout workers,
+    those that most likely hold the state `key` first."""
     ranked = sorted(
         (worker for worker in workers if worker.alive),
         key=lambda worker: (-_likelihood(key, worker.beat), worker.worker_id),
     )
     owners = dict.fromkeys(w.beat.transfer_address for w in ranked if w.beat.transfer_address)
     trainers = [w.address for w in ranked if w.kind == orch.WORKER_KIND_TRAINER]
-    return orch.LocateStateResponse(owners=owners, trainers=trainers)
+    rollouts = [w.address for w in ranked if w.kind == orch.WORKER_KIND_ROLLOUT]
+    return orch.LocateStateResponse(owners=owners, trainers=trainers, rollouts=rollouts)
 
 
 def _likelihood(key: str, beat: orch.HeartbeatRequest) -> int:

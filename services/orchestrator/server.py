@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import grpc
 
+from services.chassis.model_files import ModelServer
 from services.chassis.telemetry import Telemetry
 from services.orchestrator import cluster
 from services.orchestrator.context import Shared
@@ -25,7 +26,7 @@ from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import orchestrator_pb2_grpc as orch_grpc
-from troupe.v1 import reward_pb2_grpc
+from troupe.v1 import reward_pb2_grpc, transfer_pb2_grpc
 
 _PAGE_SIZE: Final = 50
 _MAX_PAGE_SIZE: Final = 500
@@ -122,13 +123,15 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
 
     name = "troupe.v1.Orchestrator"
 
-    def __init__(self, orchestrator: Orchestrator) -> None:
-        self._at = orchestrator
+    def __init__(self, orchestrator: Orchestrator, models: ModelServer) -> None:
+        """`models`: serves directories of this host."""
+        self._at, self._models = orchestrator, models
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the services with the chassis' server."""
         orch_grpc.add_OrchestratorServicer_to_server(self, server)
         reward_pb2_grpc.add_RewardServicer_to_server(self._at.functions, server)
+        transfer_pb2_grpc.add_HostModelsServicer_to_server(self._models, server)
 
     async def start(self) -> None:
         """Returns once Redis answers and unfinished jobs are continued."""
@@ -385,7 +388,7 @@ def make_service(settings: OrchestratorSettings, telemetry: Telemetry) -> Orches
     orchestrator = Orchestrator(settings)
     wanted = telemetry.gauge("troupe_trainers_wanted", "Trainers that would be of use now.")
     wanted.set_function(lambda: orchestrator.shared.trainer_scheduler.wanted)
-    return OrchestratorService(orchestrator)
+    return OrchestratorService(orchestrator, ModelServer(settings))
 
 
 @contextmanager

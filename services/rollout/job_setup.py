@@ -183,7 +183,7 @@ class Preparation:
 
     async def with_defaults(self, spec: JobSpec) -> JobSpec:
         """The job with this host's models and this worker's defaults; see the function."""
-        spec = await self._models.localized(spec)
+        spec = await self._models.localized(spec, self._orchestrator)
         on_gpu = False
         if self._gpu is not None and self._embedded != "cpu":
             # In a thread: torch takes seconds to import.

@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from services.chassis.heartbeat import Heartbeat, given_devices
-from services.chassis.model_files import ModelFiles
+from services.chassis.model_files import ModelFiles, ModelServer
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.rollout.engines.factory import make_engine
@@ -52,6 +52,7 @@ from troupe.v1 import (
     orchestrator_pb2_grpc,
     reward_pb2_grpc,
     rollout_pb2_grpc,
+    transfer_pb2_grpc,
 )
 from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import WorkflowError
@@ -101,12 +102,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 settings.device_decode_tokens_per_second,
             ),
             settings.threads,
-            ModelFiles(self._transfer, settings),
+            ModelFiles(settings),
             self._sources,
             orchestrator_pb2_grpc.OrchestratorStub(self._orchestrator),
             gpu=min((device.memory for device in self._devices.devices), default=None),
             embedded=settings.rollout_device,
         )
+        self._models = ModelServer(settings)
         self._jobs = JobTable(self._preparation, settings.worker_id)
         self._fixed_port = settings.endpoint_port
         self._endpoints = EndpointServer(
@@ -127,6 +129,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with `server`."""
         rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)
+        transfer_pb2_grpc.add_HostModelsServicer_to_server(self._models, server)
 
     async def start(self) -> None:
         """Start background work and report this worker to the orchestrator."""

@@ -136,10 +136,17 @@ class PolicyBinding:
 
     def _make_learner(self) -> None:
         self._memory = memory_needed(self.policy, self.spec, self._settings, self._device)
-        where = (self.job_id, self.policy)
-        self.versions.of(
-            *make_learner(*where, self.spec, self._settings, self._device, self._gangs, self.hosts)
+        learner, tokenizer = make_learner(
+            self.job_id,
+            self.policy,
+            self.spec,
+            self._settings,
+            self._device,
+            self._gangs,
+            self.hosts,
+            self.spec_json,
         )
+        self.versions.of(learner, tokenizer)
         self.resolved = resolved_settings(self.policy, self.spec, self._settings, self._device)
 
     def move_to(self, hosts: GangHosts) -> None:

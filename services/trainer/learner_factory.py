@@ -61,9 +61,10 @@ def make_learner(
     device: torch.device,
     gangs: Gangs | None,
     hosts: GangHosts = ALONE,
+    submitted: str = "",
 ) -> tuple[AnyLearner, Any]:
     """Make a learner with the policy's first weights, and its tokenizer (None for a network).
-    `hosts`: those of its gang besides this one.
+    `hosts`: those of its gang besides this one; `submitted`: the specification that they read.
 
     Blocking. Raises InvalidArgument for a model or tokenizer that cannot be used,
     FailedPrecondition of kind "gang_too_large" or "gang_uneven".
@@ -97,7 +98,8 @@ def make_learner(
     }
     if gang:
         assert gangs is not None, "a worker has them"
-        return GangLearner(gangs, f"{job_id}/{policy}", spec, policy, options, hosts), tokenizer
+        key = f"{job_id}/{policy}"
+        return GangLearner(gangs, key, spec, policy, options, hosts, submitted), tokenizer
     return Learner(model, spec, policy, device=device, **options), tokenizer
 
 

@@ -10,7 +10,7 @@ import grpc
 
 from services.chassis.folders import read_folder
 from services.chassis.heartbeat import Heartbeat
-from services.chassis.model_files import described_model, model_folder
+from services.chassis.model_files import ModelServer
 from services.chassis.telemetry import Telemetry
 from services.trainer.binding import PolicyBinding
 from services.trainer.gang.gang import GangHosts
@@ -20,7 +20,7 @@ from services.trainer.worker import Key, TrainerWorker
 from troupe.rpc import InvalidArgument, NotFound
 from troupe.rpc.ids import check_name
 from troupe.v1 import trainer_pb2 as pb
-from troupe.v1 import trainer_pb2_grpc
+from troupe.v1 import trainer_pb2_grpc, transfer_pb2_grpc
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServicer):
@@ -31,11 +31,13 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     def __init__(self, settings: TrainerSettings, telemetry: Telemetry) -> None:
         self.worker = TrainerWorker(settings, telemetry)
         self._data_dir = settings.data_dir
+        self._models = ModelServer(settings)
         self._heartbeat = Heartbeat(settings, self.worker.heartbeat)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the servicer."""
+        """Register the servicers."""
         trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)
+        transfer_pb2_grpc.add_HostModelsServicer_to_server(self._models, server)
 
     async def start(self) -> None:
         """Start the worker and its heartbeat."""
@@ -92,18 +94,6 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 remedy="Save it first, with the same worker.",
             )
         async for chunk in read_folder(path, pb.ReadCheckpointResponse):
-            yield chunk
-
-    async def FindModel(self, request: pb.FindModelRequest, context: Any) -> pb.FindModelResponse:
-        """Identify a model directory of this host."""
-        return await asyncio.to_thread(described_model, request.path)
-
-    async def ReadModel(
-        self, request: pb.ReadModelRequest, context: Any
-    ) -> AsyncIterator[pb.ReadCheckpointResponse]:
-        """Stream the files of a model directory of this host."""
-        root = await asyncio.to_thread(model_folder, request.path)
-        async for chunk in read_folder(root, pb.ReadCheckpointResponse):
             yield chunk
 
     async def OfferState(

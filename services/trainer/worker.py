@@ -13,10 +13,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import structlog
-from pydantic import ValidationError
 
 from services.chassis.heartbeat import given_devices
-from services.chassis.model_files import ModelFiles
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.trainer.binding import PolicyBinding
@@ -34,17 +32,15 @@ from services.trainer.gang.gang import ALONE, GangHosts, Gangs, ranks_here
 from services.trainer.gang.lending import LentDevices
 from services.trainer.learning.model import import_transformers
 from services.trainer.settings import TrainerSettings
+from services.trainer.specifications import Specifications
 from services.trainer.state.suspension import ParameterPool, SuspendedStep
 from services.trainer.step import StepRun
 from services.trainer.versions import RemoteStates
 from troupe.devices import find_devices
-from troupe.functions.sources import SourceStore
 from troupe.job import JobSpec
-from troupe.job.loading import explained
 from troupe.rpc import (
     Aborted,
     FailedPrecondition,
-    InvalidArgument,
     NotFound,
     TroupeError,
     connect,
@@ -57,7 +53,6 @@ from troupe.v1 import (
     orchestrator_pb2_grpc,
     trainer_pb2,
 )
-from troupe.workflow.shipped import open_shipped
 
 log = structlog.get_logger("troupe.trainer")
 
@@ -373,58 +368,6 @@ class Swaps:
         log.info(what, job_id=binding.job_id, policy=binding.policy, seconds=round(seconds, 4))
 
 
-def spec_with(policy: str, spec_json: str) -> JobSpec:
-    """Parse the specification and check that it has this policy.
-
-    Raises InvalidArgument, of kind "invalid_spec" if it cannot be parsed.
-    """
-    try:
-        spec = JobSpec.model_validate_json(spec_json)
-    except ValidationError as error:
-        remedy = "Send the validated specification (JobSpec.model_dump_json)."
-        first = explained(error, JobSpec, remedy)[0]
-        raise InvalidArgument(
-            first.message,
-            kind="invalid_spec",
-            field="spec_json" if first.field == "job" else first.field,
-            value=first.value or None,
-            remedy=first.remedy,
-        ) from error
-    if policy not in spec.policies:
-        raise InvalidArgument(
-            f"the job has no policy '{policy}'",
-            field="policy",
-            value=policy,
-            remedy=f"Known: {', '.join(sorted(spec.policies))}.",
-        )
-    return spec
-
-
-class Specifications:
-    """Parses jobs' specifications, has their models copied to this host, and opens the code that
-    jobs ship for it: networks' environment, whose shapes it must know, and functions of users."""
-
-    def __init__(self, models: ModelFiles) -> None:
-        self._models = models
-        self._sources = SourceStore()
-        # The orchestrator's stub; set when the worker starts.
-        self.orchestrator: Any = None
-
-    async def parse(self, policy: str, spec_json: str) -> JobSpec:
-        """The specification of a job with this policy. Raises as `spec_with`, and what
-        `SourceStore.fetch` and `ModelFiles.localized` raise."""
-        spec = await self._models.localized(spec_with(policy, spec_json))
-        imports = spec.environment is not None or spec.algorithm.own_functions
-        if imports and spec.code is not None and spec.code.sha256:
-            folder = await self._sources.fetch(spec.code.sha256, self.orchestrator)
-            await asyncio.to_thread(open_shipped, spec.code.sha256, folder)
-        return spec
-
-    def close(self) -> None:
-        """Remove the files."""
-        self._sources.close()
-
-
 class TrainerWorker:
     """The trainer service without gRPC: policies bound to one device, and their steps."""
 
@@ -434,7 +377,7 @@ class TrainerWorker:
         self._devices = find_devices()
         self._compute = Compute(settings.threads, self._device)
         self.transfer = HostTransfer(settings, telemetry)
-        self._specs = Specifications(ModelFiles(self.transfer, settings))
+        self._specs = Specifications(settings)
         self.remote = RemoteStates(self.transfer, settings)
         self._pool = ParameterPool(self._device)
         self._gangs = Gangs(settings)

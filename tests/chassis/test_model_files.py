@@ -1,66 +1,72 @@
-"""Model directories of a trainer's host, copied to a host that lacks them."""
+"""Model directories of another host, copied to those that lack them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import pytest
 
-from services.chassis.model_files import ModelFiles, described_model
+from services.chassis import model_files
+from services.chassis.model_files import ModelFiles, ModelServer, described_model
 from services.chassis.settings import ServiceSettings
-from services.trainer.server import TrainerService
 from tests.support.tiny_team import job
 from troupe.job import JobSpec, parse_job
-from troupe.rpc import DataLoss, NotFound, Unavailable
-from troupe.v1 import orchestrator_pb2, trainer_pb2, trainer_pb2_grpc
+from troupe.rpc import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from troupe.v1 import orchestrator_pb2, transfer_pb2, transfer_pb2_grpc
 
 # A path that only the other host has: its trainer finds it in a directory of the test.
 ELSEWHERE = "/only/on/the/other/host"
 
 
-class OtherHost(trainer_pb2_grpc.TrainerServicer):
-    """The trainer's own answers about a disk that starts at `disk`."""
+class OtherHost(ModelServer):
+    """The real answers of a host whose disk starts at `disk`."""
 
-    def __init__(self, disk: Path) -> None:
+    def __init__(self, disk: Path, data_dir: Path | None = None) -> None:
+        super().__init__(ServiceSettings(data_dir=data_dir or disk / "data"))
         self.disk, self.reads, self.damaged = disk, 0, False
 
     def _there(self, path: str) -> str:
         return path.replace(ELSEWHERE, str(self.disk))
 
     async def FindModel(
-        self, request: trainer_pb2.FindModelRequest, context: Any
-    ) -> trainer_pb2.FindModelResponse:
+        self, request: transfer_pb2.FindModelRequest, context: Any
+    ) -> transfer_pb2.FindModelResponse:
         request.path = self._there(request.path)
         try:
-            return await TrainerService.FindModel(cast(Any, self), request, context)
+            return await super().FindModel(request, context)
         except NotFound as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, error.message)
             raise
 
     async def ReadModel(
-        self, request: trainer_pb2.ReadModelRequest, context: Any
-    ) -> AsyncIterator[trainer_pb2.ReadCheckpointResponse]:
-        self.reads += 1
+        self, request: transfer_pb2.ReadModelRequest, context: Any
+    ) -> AsyncIterator[transfer_pb2.ModelChunk]:
         request.path = self._there(request.path)
-        async for chunk in TrainerService.ReadModel(cast(Any, self), request, context):
-            if self.damaged:
-                chunk.data = b"x" + chunk.data[1:]
-            yield chunk
-            await asyncio.sleep(0.05)
+        try:
+            async for chunk in super().ReadModel(request, context):
+                self.reads += chunk.path == "config.json"
+                if self.damaged:
+                    chunk.data = b"x" + chunk.data[1:]
+                yield chunk
+                await asyncio.sleep(0.05)
+        except (NotFound, ResourceExhausted) as error:
+            await context.abort(error.code, error.message)
 
 
 class Directory:
-    """What the orchestrator says: where trainers are."""
+    """What the orchestrator says: where workers are."""
 
     def __init__(self, *trainers: str) -> None:
         self.trainers = trainers
 
-    def directory(self, key: str) -> orchestrator_pb2.LocateStateResponse:
+    async def LocateState(
+        self, request: orchestrator_pb2.LocateStateRequest, timeout: float
+    ) -> orchestrator_pb2.LocateStateResponse:
         if not self.trainers:
             raise Unavailable("away")
         return orchestrator_pb2.LocateStateResponse(trainers=self.trainers)
@@ -69,7 +75,7 @@ class Directory:
 @asynccontextmanager
 async def serving(host: OtherHost) -> AsyncIterator[str]:
     server = grpc.aio.server()
-    trainer_pb2_grpc.add_TrainerServicer_to_server(host, server)
+    transfer_pb2_grpc.add_HostModelsServicer_to_server(host, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -78,9 +84,25 @@ async def serving(host: OtherHost) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-def here(tmp_path: Path, *trainers: str, **settings: Any) -> ModelFiles:
-    values = {"data_dir": tmp_path / "here", "transfer_serve": "on", **settings}
-    return ModelFiles(cast(Any, Directory(*trainers)), ServiceSettings(**values))
+class Here:
+    """A process of a host that lacks the models."""
+
+    def __init__(self, data_dir: Path, *trainers: str, **settings: Any) -> None:
+        values = {
+            "data_dir": data_dir,
+            "transfer_serve": "on",
+            "orchestrator_address": "127.0.0.1:9",
+            **settings,
+        }
+        self.files = ModelFiles(ServiceSettings(**values))
+        self._directory = cast(Any, Directory(*trainers))
+
+    async def localized(self, spec: JobSpec) -> JobSpec:
+        return await self.files.localized(spec, self._directory)
+
+
+def here(tmp_path: Path, *trainers: str, **settings: Any) -> Here:
+    return Here(tmp_path / "here", *trainers, **settings)
 
 
 @pytest.fixture
@@ -137,21 +159,72 @@ async def test_tokenizers_and_adapters_are_copied_too(tmp_path: Path, disk: Path
             assert Path(path or "").is_relative_to(tmp_path / "here/models")
 
 
-async def test_what_nobody_has_stays_as_it_is(tmp_path: Path, disk: Path) -> None:
-    host = OtherHost(disk)
-    async with serving(host) as address:
-        missing = team(**{"policies.solver.model.path": f"{ELSEWHERE}/none"})
-        missing = missing.model_copy(update={"policies": {"s": missing.policies["solver"]}})
-        assert await here(tmp_path, address).localized(missing) == missing
+async def test_what_no_host_has_is_an_error_that_names_them(tmp_path: Path, disk: Path) -> None:
+    async with serving(OtherHost(disk)) as address:
         # No directory of a model is served, whoever asks.
         with pytest.raises(NotFound):
             described_model(str(disk / "secrets"))
-        secret = team(**{"policies.solver.model.path": f"{ELSEWHERE}/secrets"})
-        found = await here(tmp_path, address).localized(secret)
-        assert found.policies["solver"] == secret.policies["solver"]
-        # On a single host, and while the orchestrator is away.
+        for name in ("none", "secrets"):
+            missing = team(**{"policies.checker.model.path": f"{ELSEWHERE}/{name}"})
+            with pytest.raises(InvalidArgument) as caught:
+                await here(tmp_path, address).localized(missing)
+            assert caught.value.kind == "model_not_found"
+            assert caught.value.field == "policies.checker.model.path"
+            assert address in caught.value.message
+            assert "no answer of 127.0.0.1:9" in caught.value.message
+            assert "the last is the head" in (caught.value.remedy or "")
+        # On a single host, and while the orchestrator is away, whoever loads it says so.
         assert await here(tmp_path, address, transfer_serve="off").localized(team()) == team()
         assert await here(tmp_path).localized(team()) == team()
+
+
+async def test_a_model_that_only_the_head_has_is_copied_from_there(
+    tmp_path: Path, disk: Path
+) -> None:
+    (tmp_path / "bare").mkdir()
+    async with serving(OtherHost(disk)) as head, serving(OtherHost(tmp_path / "bare")) as trainer:
+        found = await here(tmp_path, trainer, orchestrator_address=head).localized(team())
+        for policy in found.policies.values():
+            path = Path(policy.language_model.path or "")
+            assert path.is_relative_to(tmp_path / "here/models")
+
+
+async def test_many_hosts_copy_from_each_other(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host with the original serves one at a time here: the others wait, or take a copy."""
+    monkeypatch.setattr(model_files, "_READERS", 1)
+    monkeypatch.setattr(model_files, "_BUSY_SECONDS", 0.05)
+    (tmp_path / "bare").mkdir()
+    copies = [OtherHost(tmp_path / "bare", tmp_path / f"n{i}") for i in range(4)]
+    original = OtherHost(disk)
+    async with AsyncExitStack() as running:
+        there = [await running.enter_async_context(serving(one)) for one in (original, *copies)]
+        hosts = [Here(tmp_path / f"n{i}", *there, advertise_address=there[i + 1]) for i in range(4)]
+        # What a process that was killed had begun.
+        left = (
+            tmp_path / "n0/models" / f".{described_model(str(disk / 'solver')).digest[:32]}.1.tmp"
+        )
+        left.mkdir(parents=True)
+        found = await asyncio.gather(*(one.localized(team()) for one in hosts))
+    assert not left.exists()
+    for number, spec in enumerate(found):
+        path = Path(spec.policies["solver"].language_model.path or "")
+        assert path.is_relative_to(tmp_path / f"n{number}/models")
+        weights = "deep/weights.safetensors"
+        assert (path / weights).read_bytes() == (disk / "solver" / weights).read_bytes()
+    assert original.reads < sum(one.reads for one in (original, *copies)) == 8
+
+
+async def test_a_model_that_changes_meanwhile_is_not_taken_for_the_other(disk: Path) -> None:
+    server = ModelServer(ServiceSettings(data_dir=disk / "data"))
+    before = described_model(str(disk / "solver")).digest
+    (disk / "solver/config.json").write_text("{}")
+    for digest in (before, "../solver", ""):
+        request = transfer_pb2.ReadModelRequest(path=str(disk / "solver"), digest=digest)
+        with pytest.raises(NotFound) as caught:
+            await anext(server.ReadModel(request, None))
+        assert caught.value.kind == "model_changed"
 
 
 async def test_a_damaged_copy_is_none(tmp_path: Path, disk: Path) -> None:

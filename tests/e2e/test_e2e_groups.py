@@ -1,5 +1,5 @@
-"""A gang over nodes that share no disk and no network interface: refused, formed, and formed again
-when a host is lost."""
+"""A gang over nodes that share no disk and no network interface, and have neither the job's models
+nor its code: refused, formed, and formed again when a host is lost."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ from troupe.rpc import ClientSettings
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 _PATIENCE = 300.0
+
+LOSS = """
+def gradient(tokens):
+    return -(tokens.logprobs - tokens.old_logprobs).exp() * tokens.advantages
+"""
 
 
 @pytest.fixture
@@ -59,6 +64,7 @@ async def test_a_gang_over_two_nodes_goes_on_with_a_third_when_one_is_lost(
                         host.directory,
                         *node(host, *options),
                         namespace=host.namespace,
+                        hidden=models if host.namespace else None,
                         TROUPE_DEVICES=devices,
                         TROUPE_GANG_TIMEOUT_SECONDS="30",
                     )
@@ -84,7 +90,12 @@ async def test_a_gang_over_two_nodes_goes_on_with_a_third_when_one_is_lost(
             assert refused.problem.kind == "gang_too_large"
             assert "has 2" in refused.problem.message
 
+            # A loss that no node can import, unless the job brings it.
+            (tmp_path / "own").mkdir()
+            (tmp_path / "own/brought_losses.py").write_text(LOSS)
             over = {
+                "algorithm.loss": "brought_losses:gradient",
+                "code": {"include": ["brought_losses.py"], "root": str(tmp_path / "own")},
                 "pipeline.steps": 4,
                 "limits.step_seconds": 900,
                 "policies.solver.trainer": {"gang": 2},
@@ -104,6 +115,9 @@ async def test_a_gang_over_two_nodes_goes_on_with_a_third_when_one_is_lost(
             # Nobody reads another's disk: each host has whole states, its own or copies.
             for host in machines[:2]:
                 assert set(host.directory.rglob("state/solver/v*/whole.*")), host
+                # Only the head has the models.
+                copies = list(host.directory.rglob("models/*/model.safetensors"))
+                assert bool(copies) == bool(host.namespace), host
 
             lose(second)
             third = start(machines[2], "80GB", "--engine-devices", "0", "--trainer-devices", "1")

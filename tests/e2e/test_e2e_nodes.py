@@ -29,14 +29,21 @@ FOUR = "4xH100-80GB"
 
 @contextmanager
 def supervisor(
-    directory: Path, *arguments: str, cwd: Path = ROOT, namespace: str = "", **environment: str
+    directory: Path,
+    *arguments: str,
+    cwd: Path = ROOT,
+    namespace: str = "",
+    hidden: Path | None = None,
+    **environment: str,
 ) -> Iterator[psutil.Popen]:
     """A supervisor in the foreground, in a network namespace if one is named; its output is in
-    `directory`.log."""
+    `directory`.log. `hidden`: a directory that its host does not have."""
+    masked = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
     with Path(f"{directory}.log").open("ab") as log:
         process = psutil.Popen(
             [
                 *(("ip", "netns", "exec", namespace) if namespace else ()),
+                *((*masked, str(hidden)) if hidden else ()),
                 *(sys.executable, "-m", "troupe.client.cli", *arguments),
                 *("--data-dir", str(directory)),
             ],

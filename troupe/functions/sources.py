@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from troupe.rpc import DataLoss, InvalidArgument, NotFound
+from troupe.scratch import Scratch
 from troupe.v1 import orchestrator_pb2, reward_pb2
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class SourceStore:
     def __init__(self, root: Path | None = None) -> None:
         """`root` is made when it is needed; by default a temporary one, removed by `close`."""
         self._root = root
-        self._own = root is None
+        self._own: Scratch | None = None
 
     def put(self, files: Sequence[reward_pb2.SourceFile]) -> str:
         """Keep `files`; returns their hash. Raises `InvalidArgument`."""
@@ -196,13 +197,14 @@ class SourceStore:
 
     def close(self) -> None:
         """Remove the temporary folder."""
-        if self._own and self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
-            self._root = None
+        if self._own is not None:
+            self._own.close()
+            self._own = self._root = None
 
     def _folder(self) -> Path:
         if self._root is None:
-            self._root = Path(tempfile.mkdtemp(prefix="troupe-sources-"))
+            self._own = Scratch("troupe-sources-", Path(tempfile.gettempdir()))
+            self._root = self._own.path
         self._root.mkdir(parents=True, exist_ok=True)
         return self._root
 

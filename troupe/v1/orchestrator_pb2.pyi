@@ -2590,6 +2590,7 @@ class LocateStateResponse(_message.Message):
 
     OWNERS_FIELD_NUMBER: _builtins.int
     TRAINERS_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transfer owners of hosts with living workers, likely holders first; each once."""
@@ -2598,15 +2599,20 @@ class LocateStateResponse(_message.Message):
     def trainers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Living trainer workers, likely holders first: training state may be on their disks."""
 
+    @_builtins.property
+    def rollouts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The other living workers that may have models on their disks."""
+
     def __init__(
         self,
         *,
         owners: _abc.Iterable[_builtins.str] | None = ...,
         trainers: _abc.Iterable[_builtins.str] | None = ...,
+        rollouts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["owners", b"owners", "trainers", b"trainers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owners", b"owners", "rollouts", b"rollouts", "trainers", b"trainers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

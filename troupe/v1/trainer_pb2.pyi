@@ -462,68 +462,6 @@ class SaveCheckpointResponse(_message.Message):
 Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
 
 @_typing.final
-class FindModelRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PATH_FIELD_NUMBER: _builtins.int
-    path: _builtins.str
-    """As the job names it."""
-    def __init__(
-        self,
-        *,
-        path: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FindModelRequest: _TypeAlias = FindModelRequest  # noqa: Y015
-
-@_typing.final
-class FindModelResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DIGEST_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    digest: _builtins.str
-    """Of the files' names, sizes and times."""
-    num_bytes: _builtins.int
-    def __init__(
-        self,
-        *,
-        digest: _builtins.str = ...,
-        num_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_bytes", b"num_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FindModelResponse: _TypeAlias = FindModelResponse  # noqa: Y015
-
-@_typing.final
-class ReadModelRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PATH_FIELD_NUMBER: _builtins.int
-    path: _builtins.str
-    def __init__(
-        self,
-        *,
-        path: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReadModelRequest: _TypeAlias = ReadModelRequest  # noqa: Y015
-
-@_typing.final
 class ReadCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

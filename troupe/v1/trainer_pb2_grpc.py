@@ -54,16 +54,6 @@ class TrainerStub:
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.ReadCheckpointRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_trainer__pb2.ReadCheckpointResponse.FromString,
                 _registered_method=True)
-        self.FindModel = channel.unary_unary(
-                '/troupe.v1.Trainer/FindModel',
-                request_serializer=troupe_dot_v1_dot_trainer__pb2.FindModelRequest.SerializeToString,
-                response_deserializer=troupe_dot_v1_dot_trainer__pb2.FindModelResponse.FromString,
-                _registered_method=True)
-        self.ReadModel = channel.unary_stream(
-                '/troupe.v1.Trainer/ReadModel',
-                request_serializer=troupe_dot_v1_dot_trainer__pb2.ReadModelRequest.SerializeToString,
-                response_deserializer=troupe_dot_v1_dot_trainer__pb2.ReadCheckpointResponse.FromString,
-                _registered_method=True)
         self.OfferState = channel.unary_unary(
                 '/troupe.v1.Trainer/OfferState',
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.OfferStateRequest.SerializeToString,
@@ -153,20 +143,6 @@ class TrainerServicer:
 
     def ReadCheckpoint(self, request, context):
         """Streams the files of a checkpoint that this worker wrote, to an orchestrator on another host.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FindModel(self, request, context):
-        """Whether this host has a model directory, and which.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReadModel(self, request, context):
-        """Streams the files of a model directory, to a worker on a host that does not have it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -284,16 +260,6 @@ def add_TrainerServicer_to_server(servicer, server):
             'ReadCheckpoint': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadCheckpoint,
                     request_deserializer=troupe_dot_v1_dot_trainer__pb2.ReadCheckpointRequest.FromString,
-                    response_serializer=troupe_dot_v1_dot_trainer__pb2.ReadCheckpointResponse.SerializeToString,
-            ),
-            'FindModel': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindModel,
-                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.FindModelRequest.FromString,
-                    response_serializer=troupe_dot_v1_dot_trainer__pb2.FindModelResponse.SerializeToString,
-            ),
-            'ReadModel': grpc.unary_stream_rpc_method_handler(
-                    servicer.ReadModel,
-                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.ReadModelRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_trainer__pb2.ReadCheckpointResponse.SerializeToString,
             ),
             'OfferState': grpc.unary_unary_rpc_method_handler(
@@ -464,60 +430,6 @@ class Trainer:
             target,
             '/troupe.v1.Trainer/ReadCheckpoint',
             troupe_dot_v1_dot_trainer__pb2.ReadCheckpointRequest.SerializeToString,
-            troupe_dot_v1_dot_trainer__pb2.ReadCheckpointResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FindModel(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/troupe.v1.Trainer/FindModel',
-            troupe_dot_v1_dot_trainer__pb2.FindModelRequest.SerializeToString,
-            troupe_dot_v1_dot_trainer__pb2.FindModelResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReadModel(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/troupe.v1.Trainer/ReadModel',
-            troupe_dot_v1_dot_trainer__pb2.ReadModelRequest.SerializeToString,
             troupe_dot_v1_dot_trainer__pb2.ReadCheckpointResponse.FromString,
             options,
             channel_credentials,

@@ -41,10 +41,6 @@ class TrainerStub:
     """Writes a checkpoint that `transformers` loads."""
     ReadCheckpoint: _grpc.UnaryStreamMultiCallable[_trainer_pb2.ReadCheckpointRequest, _trainer_pb2.ReadCheckpointResponse]
     """Streams the files of a checkpoint that this worker wrote, to an orchestrator on another host."""
-    FindModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.FindModelRequest, _trainer_pb2.FindModelResponse]
-    """Whether this host has a model directory, and which."""
-    ReadModel: _grpc.UnaryStreamMultiCallable[_trainer_pb2.ReadModelRequest, _trainer_pb2.ReadCheckpointResponse]
-    """Streams the files of a model directory, to a worker on a host that does not have it."""
     OfferState: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OfferStateRequest, _trainer_pb2.OfferStateResponse]
     """Puts committed training state from this worker's disk into its transfer layer, for a trainer
     on another host. Idempotent.
@@ -98,10 +94,6 @@ class TrainerAsyncStub(TrainerStub):
     """Writes a checkpoint that `transformers` loads."""
     ReadCheckpoint: _aio.UnaryStreamMultiCallable[_trainer_pb2.ReadCheckpointRequest, _trainer_pb2.ReadCheckpointResponse]  # type: ignore[assignment]
     """Streams the files of a checkpoint that this worker wrote, to an orchestrator on another host."""
-    FindModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.FindModelRequest, _trainer_pb2.FindModelResponse]  # type: ignore[assignment]
-    """Whether this host has a model directory, and which."""
-    ReadModel: _aio.UnaryStreamMultiCallable[_trainer_pb2.ReadModelRequest, _trainer_pb2.ReadCheckpointResponse]  # type: ignore[assignment]
-    """Streams the files of a model directory, to a worker on a host that does not have it."""
     OfferState: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OfferStateRequest, _trainer_pb2.OfferStateResponse]  # type: ignore[assignment]
     """Puts committed training state from this worker's disk into its transfer layer, for a trainer
     on another host. Idempotent.
@@ -176,22 +168,6 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ReadCheckpointResponse], _abc.AsyncIterator[_trainer_pb2.ReadCheckpointResponse]]:
         """Streams the files of a checkpoint that this worker wrote, to an orchestrator on another host."""
-
-    @_abc_1.abstractmethod
-    def FindModel(
-        self,
-        request: _trainer_pb2.FindModelRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.FindModelResponse, _abc.Awaitable[_trainer_pb2.FindModelResponse]]:
-        """Whether this host has a model directory, and which."""
-
-    @_abc_1.abstractmethod
-    def ReadModel(
-        self,
-        request: _trainer_pb2.ReadModelRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ReadCheckpointResponse], _abc.AsyncIterator[_trainer_pb2.ReadCheckpointResponse]]:
-        """Streams the files of a model directory, to a worker on a host that does not have it."""
 
     @_abc_1.abstractmethod
     def OfferState(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18troupe/v1/transfer.proto\x12\ttroupe.v1\"U\n\x14\x44\x65scribeStateRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\x0e\n\x06reader\x18\x03 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x04 \x03(\t\"}\n\x15\x44\x65scribeStateResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x0b\n\x03ucx\x18\x02 \x01(\x08\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0f\n\x07machine\x18\x04 \x01(\t\x12\r\n\x05lanes\x18\x05 \x01(\r\x12\x15\n\rmessage_bytes\x18\x06 \x01(\r\"\xaa\x01\n\x10ReadStateRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x04 \x03(\r\x12!\n\x05lanes\x18\x05 \x03(\x0b\x32\x12.troupe.v1.UcxLane\x12/\n\x06wanted\x18\x06 \x01(\x0b\x32\x1f.troupe.v1.DescribeStateRequest\"R\n\x07UcxLane\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0c\x12\x11\n\tfirst_tag\x18\x02 \x01(\x04\x12\x0c\n\x04near\x18\x03 \x01(\x08\x12\x15\n\rmessage_bytes\x18\x04 \x01(\r\"p\n\nStateChunk\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x35\n\x0b\x64\x65scription\x18\x04 \x01(\x0b\x32 .troupe.v1.DescribeStateResponse\"P\n\x11\x46\x65tchStateRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\t\x12\x0e\n\x06owners\x18\x04 \x03(\t\"\xa4\x01\n\x12\x46\x65tchStateResponse\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12;\n\x07retries\x18\x03 \x03(\x0b\x32*.troupe.v1.FetchStateResponse.RetriesEntry\x1a.\n\x0cRetriesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"#\n\x13\x44\x65leteStatesRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\'\n\x14\x44\x65leteStatesResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\r2\xc2\x02\n\rTransferOwner\x12R\n\rDescribeState\x12\x1f.troupe.v1.DescribeStateRequest\x1a .troupe.v1.DescribeStateResponse\x12\x41\n\tReadState\x12\x1b.troupe.v1.ReadStateRequest\x1a\x15.troupe.v1.StateChunk0\x01\x12I\n\nFetchState\x12\x1c.troupe.v1.FetchStateRequest\x1a\x1d.troupe.v1.FetchStateResponse\x12O\n\x0c\x44\x65leteStates\x12\x1e.troupe.v1.DeleteStatesRequest\x1a\x1f.troupe.v1.DeleteStatesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18troupe/v1/transfer.proto\x12\ttroupe.v1\" \n\x10\x46indModelRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"6\n\x11\x46indModelResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\"0\n\x10ReadModelRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"O\n\nModelChunk\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x13\n\x0b\x65nd_of_file\x18\x03 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"U\n\x14\x44\x65scribeStateRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\x0e\n\x06reader\x18\x03 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x04 \x03(\t\"}\n\x15\x44\x65scribeStateResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x0b\n\x03ucx\x18\x02 \x01(\x08\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0f\n\x07machine\x18\x04 \x01(\t\x12\r\n\x05lanes\x18\x05 \x01(\r\x12\x15\n\rmessage_bytes\x18\x06 \x01(\r\"\xaa\x01\n\x10ReadStateRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x04 \x03(\r\x12!\n\x05lanes\x18\x05 \x03(\x0b\x32\x12.troupe.v1.UcxLane\x12/\n\x06wanted\x18\x06 \x01(\x0b\x32\x1f.troupe.v1.DescribeStateRequest\"R\n\x07UcxLane\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0c\x12\x11\n\tfirst_tag\x18\x02 \x01(\x04\x12\x0c\n\x04near\x18\x03 \x01(\x08\x12\x15\n\rmessage_bytes\x18\x04 \x01(\r\"p\n\nStateChunk\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x35\n\x0b\x64\x65scription\x18\x04 \x01(\x0b\x32 .troupe.v1.DescribeStateResponse\"P\n\x11\x46\x65tchStateRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\t\x12\x0e\n\x06owners\x18\x04 \x03(\t\"\xa4\x01\n\x12\x46\x65tchStateResponse\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12;\n\x07retries\x18\x03 \x03(\x0b\x32*.troupe.v1.FetchStateResponse.RetriesEntry\x1a.\n\x0cRetriesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"#\n\x13\x44\x65leteStatesRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\'\n\x14\x44\x65leteStatesResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\r2\xc2\x02\n\rTransferOwner\x12R\n\rDescribeState\x12\x1f.troupe.v1.DescribeStateRequest\x1a .troupe.v1.DescribeStateResponse\x12\x41\n\tReadState\x12\x1b.troupe.v1.ReadStateRequest\x1a\x15.troupe.v1.StateChunk0\x01\x12I\n\nFetchState\x12\x1c.troupe.v1.FetchStateRequest\x1a\x1d.troupe.v1.FetchStateResponse\x12O\n\x0c\x44\x65leteStates\x12\x1e.troupe.v1.DeleteStatesRequest\x1a\x1f.troupe.v1.DeleteStatesResponse2\x97\x01\n\nHostModels\x12\x46\n\tFindModel\x12\x1b.troupe.v1.FindModelRequest\x1a\x1c.troupe.v1.FindModelResponse\x12\x41\n\tReadModel\x12\x1b.troupe.v1.ReadModelRequest\x1a\x15.troupe.v1.ModelChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FETCHSTATERESPONSE_RETRIESENTRY']._loaded_options = None
   _globals['_FETCHSTATERESPONSE_RETRIESENTRY']._serialized_options = b'8\001'
-  _globals['_DESCRIBESTATEREQUEST']._serialized_start=39
-  _globals['_DESCRIBESTATEREQUEST']._serialized_end=124
-  _globals['_DESCRIBESTATERESPONSE']._serialized_start=126
-  _globals['_DESCRIBESTATERESPONSE']._serialized_end=251
-  _globals['_READSTATEREQUEST']._serialized_start=254
-  _globals['_READSTATEREQUEST']._serialized_end=424
-  _globals['_UCXLANE']._serialized_start=426
-  _globals['_UCXLANE']._serialized_end=508
-  _globals['_STATECHUNK']._serialized_start=510
-  _globals['_STATECHUNK']._serialized_end=622
-  _globals['_FETCHSTATEREQUEST']._serialized_start=624
-  _globals['_FETCHSTATEREQUEST']._serialized_end=704
-  _globals['_FETCHSTATERESPONSE']._serialized_start=707
-  _globals['_FETCHSTATERESPONSE']._serialized_end=871
-  _globals['_FETCHSTATERESPONSE_RETRIESENTRY']._serialized_start=825
-  _globals['_FETCHSTATERESPONSE_RETRIESENTRY']._serialized_end=871
-  _globals['_DELETESTATESREQUEST']._serialized_start=873
-  _globals['_DELETESTATESREQUEST']._serialized_end=908
-  _globals['_DELETESTATESRESPONSE']._serialized_start=910
-  _globals['_DELETESTATESRESPONSE']._serialized_end=949
-  _globals['_TRANSFEROWNER']._serialized_start=952
-  _globals['_TRANSFEROWNER']._serialized_end=1274
+  _globals['_FINDMODELREQUEST']._serialized_start=39
+  _globals['_FINDMODELREQUEST']._serialized_end=71
+  _globals['_FINDMODELRESPONSE']._serialized_start=73
+  _globals['_FINDMODELRESPONSE']._serialized_end=127
+  _globals['_READMODELREQUEST']._serialized_start=129
+  _globals['_READMODELREQUEST']._serialized_end=177
+  _globals['_MODELCHUNK']._serialized_start=179
+  _globals['_MODELCHUNK']._serialized_end=258
+  _globals['_DESCRIBESTATEREQUEST']._serialized_start=260
+  _globals['_DESCRIBESTATEREQUEST']._serialized_end=345
+  _globals['_DESCRIBESTATERESPONSE']._serialized_start=347
+  _globals['_DESCRIBESTATERESPONSE']._serialized_end=472
+  _globals['_READSTATEREQUEST']._serialized_start=475
+  _globals['_READSTATEREQUEST']._serialized_end=645
+  _globals['_UCXLANE']._serialized_start=647
+  _globals['_UCXLANE']._serialized_end=729
+  _globals['_STATECHUNK']._serialized_start=731
+  _globals['_STATECHUNK']._serialized_end=843
+  _globals['_FETCHSTATEREQUEST']._serialized_start=845
+  _globals['_FETCHSTATEREQUEST']._serialized_end=925
+  _globals['_FETCHSTATERESPONSE']._serialized_start=928
+  _globals['_FETCHSTATERESPONSE']._serialized_end=1092
+  _globals['_FETCHSTATERESPONSE_RETRIESENTRY']._serialized_start=1046
+  _globals['_FETCHSTATERESPONSE_RETRIESENTRY']._serialized_end=1092
+  _globals['_DELETESTATESREQUEST']._serialized_start=1094
+  _globals['_DELETESTATESREQUEST']._serialized_end=1129
+  _globals['_DELETESTATESRESPONSE']._serialized_start=1131
+  _globals['_DELETESTATESRESPONSE']._serialized_end=1170
+  _globals['_TRANSFEROWNER']._serialized_start=1173
+  _globals['_TRANSFEROWNER']._serialized_end=1495
+  _globals['_HOSTMODELS']._serialized_start=1498
+  _globals['_HOSTMODELS']._serialized_end=1649
 # @@protoc_insertion_point(module_scope)

@@ -229,3 +229,127 @@ class TransferOwner:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class HostModelsStub:
+    """Directories of models, for hosts that lack them. The orchestrator, trainers and rollout workers
+    serve those of their hosts.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.FindModel = channel.unary_unary(
+                '/troupe.v1.HostModels/FindModel',
+                request_serializer=troupe_dot_v1_dot_transfer__pb2.FindModelRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_transfer__pb2.FindModelResponse.FromString,
+                _registered_method=True)
+        self.ReadModel = channel.unary_stream(
+                '/troupe.v1.HostModels/ReadModel',
+                request_serializer=troupe_dot_v1_dot_transfer__pb2.ReadModelRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_transfer__pb2.ModelChunk.FromString,
+                _registered_method=True)
+
+
+class HostModelsServicer:
+    """Directories of models, for hosts that lack them. The orchestrator, trainers and rollout workers
+    serve those of their hosts.
+    """
+
+    def FindModel(self, request, context):
+        """Whether this host has a model directory, and which.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadModel(self, request, context):
+        """Streams the files of a model directory, or of this host's copy of it. Refused while as many
+        others read as the host serves at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_HostModelsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'FindModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindModel,
+                    request_deserializer=troupe_dot_v1_dot_transfer__pb2.FindModelRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_transfer__pb2.FindModelResponse.SerializeToString,
+            ),
+            'ReadModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadModel,
+                    request_deserializer=troupe_dot_v1_dot_transfer__pb2.ReadModelRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_transfer__pb2.ModelChunk.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'troupe.v1.HostModels', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('troupe.v1.HostModels', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class HostModels:
+    """Directories of models, for hosts that lack them. The orchestrator, trainers and rollout workers
+    serve those of their hosts.
+    """
+
+    @staticmethod
+    def FindModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.HostModels/FindModel',
+            troupe_dot_v1_dot_transfer__pb2.FindModelRequest.SerializeToString,
+            troupe_dot_v1_dot_transfer__pb2.FindModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/troupe.v1.HostModels/ReadModel',
+            troupe_dot_v1_dot_transfer__pb2.ReadModelRequest.SerializeToString,
+            troupe_dot_v1_dot_transfer__pb2.ModelChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -92,3 +92,58 @@ class TransferOwnerServicer(metaclass=_abc_1.ABCMeta):
         """Forgets values without a version (columns of samples). A repeated call finds nothing."""
 
 def add_TransferOwnerServicer_to_server(servicer: TransferOwnerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class HostModelsStub:
+    """Directories of models, for hosts that lack them. The orchestrator, trainers and rollout workers
+    serve those of their hosts.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> HostModelsAsyncStub: ...
+    FindModel: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.FindModelRequest, _transfer_pb2.FindModelResponse]
+    """Whether this host has a model directory, and which."""
+    ReadModel: _grpc.UnaryStreamMultiCallable[_transfer_pb2.ReadModelRequest, _transfer_pb2.ModelChunk]
+    """Streams the files of a model directory, or of this host's copy of it. Refused while as many
+    others read as the host serves at once.
+    """
+
+@_typing.type_check_only
+class HostModelsAsyncStub(HostModelsStub):
+    """Directories of models, for hosts that lack them. The orchestrator, trainers and rollout workers
+    serve those of their hosts.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    FindModel: _aio.UnaryUnaryMultiCallable[_transfer_pb2.FindModelRequest, _transfer_pb2.FindModelResponse]  # type: ignore[assignment]
+    """Whether this host has a model directory, and which."""
+    ReadModel: _aio.UnaryStreamMultiCallable[_transfer_pb2.ReadModelRequest, _transfer_pb2.ModelChunk]  # type: ignore[assignment]
+    """Streams the files of a model directory, or of this host's copy of it. Refused while as many
+    others read as the host serves at once.
+    """
+
+class HostModelsServicer(metaclass=_abc_1.ABCMeta):
+    """Directories of models, for hosts that lack them. The orchestrator, trainers and rollout workers
+    serve those of their hosts.
+    """
+
+    @_abc_1.abstractmethod
+    def FindModel(
+        self,
+        request: _transfer_pb2.FindModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_pb2.FindModelResponse, _abc.Awaitable[_transfer_pb2.FindModelResponse]]:
+        """Whether this host has a model directory, and which."""
+
+    @_abc_1.abstractmethod
+    def ReadModel(
+        self,
+        request: _transfer_pb2.ReadModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_transfer_pb2.ModelChunk], _abc.AsyncIterator[_transfer_pb2.ModelChunk]]:
+        """Streams the files of a model directory, or of this host's copy of it. Refused while as many
+        others read as the host serves at once.
+        """
+
+def add_HostModelsServicer_to_server(servicer: HostModelsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

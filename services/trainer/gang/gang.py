@@ -28,8 +28,10 @@ from typing import Any, TypeAlias
 import psutil
 import structlog
 import torch
+from pydantic import SecretStr
 from safetensors.torch import load, save
 
+from services.chassis.settings import ServiceSettings
 from services.trainer.compute import choose_device
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
@@ -76,10 +78,9 @@ class RankSettings:
     threads: int
     start_seconds: float
     timeout_seconds: float
-    log_level: str
-    log_format: str
-    # The host's data directory; paths in orders are below it.
-    data_dir: str = ""
+    # The worker's `ServiceSettings`, without its token. Paths in orders are below its `data_dir`.
+    service: dict[str, Any]
+    token: str = dataclasses.field(default="", repr=False)
 
     @classmethod
     def of(cls, settings: TrainerSettings, ranks_here: int, channel: str) -> RankSettings:
@@ -90,10 +91,18 @@ class RankSettings:
             threads=max(1, settings.threads // ranks_here),
             start_seconds=settings.gang_start_seconds,
             timeout_seconds=settings.gang_timeout_seconds,
-            log_level=settings.log_level,
-            log_format=settings.log_format,
-            data_dir=str(settings.data_dir.resolve()),
+            service={
+                **settings.model_dump(
+                    mode="json", include=set(ServiceSettings.model_fields), exclude={"token"}
+                ),
+                "data_dir": str(settings.data_dir.resolve()),
+            },
+            token=settings.token.get_secret_value() if settings.token else "",
         )
+
+    def settings(self) -> ServiceSettings:
+        """The worker's settings."""
+        return ServiceSettings(**self.service, token=SecretStr(self.token) if self.token else None)
 
     def timed(self, start_seconds: float, timeout_seconds: float) -> RankSettings:
         """The same with the deadlines of a gang that another worker leads."""
@@ -264,8 +273,9 @@ class Gang:
         """
         self.size = size
         self._settings, self._given_up = settings, given_up
-        self._nodes = len(hosts.members) + 1 if hosts.members else settings.gang_nodes
-        self._ranks_here = size // self._nodes
+        self.nodes = len(hosts.members) + 1 if hosts.members else settings.gang_nodes
+        """Hosts that ranks run on."""
+        self._ranks_here = size // self.nodes
         self._members: list[MemberRanks] = []
         self._scratch = Scratch("troupe-gang-")
         self.directory = self._scratch.path
@@ -284,7 +294,7 @@ class Gang:
                 self._agent = launch(
                     terms,
                     ranks=self._ranks_here,
-                    nodes=self._nodes,
+                    nodes=self.nodes,
                     node=0,
                     address=host,
                     port=port,
@@ -394,7 +404,7 @@ class Gang:
                 formed=hosts.formed,
                 endpoint=endpoint,
                 ranks=self._ranks_here,
-                nodes=self._nodes,
+                nodes=self.nodes,
                 node=node,
                 start_seconds=settings.gang_start_seconds,
                 timeout_seconds=settings.gang_timeout_seconds,
@@ -433,7 +443,7 @@ class Gang:
                 return
             came = frame.header["came"]
             log.info("gang gathers", came=came, ranks=self.size)
-        nodes = self._nodes
+        nodes = self.nodes
         hosts = f"; they start once all {nodes} hosts are there" if nodes > 1 and not came else ""
         raise DeadlineExceeded(
             f"{came} of {self.size} ranks of a gang came within {seconds:g} s{hosts}",

@@ -21,6 +21,7 @@ from services.trainer.gang.gang import Frame
 from services.trainer.learning.packing import PackedBatch
 from services.trainer.learning.ranks import ELSEWHERE, RankBatches, RankGroup, S, Stopped
 from services.trainer.learning.samples import Row
+from troupe.rpc import TroupeError, from_status, to_status
 
 T = TypeVar("T")
 
@@ -90,6 +91,11 @@ class GangGroup(RankGroup):
         """
         self.mesh, self.control = mesh, control
         self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
+        places = int(os.environ["LOCAL_WORLD_SIZE"])
+        # Number of the host, the lead's being 0, and of the rank among those there. Not LOCAL_RANK,
+        # which is 0 where torchrun gives each rank a device of its own.
+        self.host, self.local = divmod(self.rank, places)
+        self.hosts = self.size // places
         self._asked_to_stop = asked_to_stop
         # Whether the hosts of all ranks share the data directory of rank 0's.
         self.shares_disk = self._shares_disk(data_dir)
@@ -134,26 +140,28 @@ class GangGroup(RankGroup):
     def one_per_host(self, make: Callable[[], T]) -> T:
         """Call `make` on the ranks of a host one after another, to bound the host's memory.
 
-        Errors are raised once all ranks have called it.
+        Errors are raised once all ranks have called it; a `TroupeError` of one on all of them.
         """
-        places = int(os.environ["LOCAL_WORLD_SIZE"])
-        # Not LOCAL_RANK, which is 0 where torchrun gives each rank a device of its own.
-        local = int(os.environ["RANK"]) % places
         made: list[T] = []
         problem: Exception | None = None
-        for turn in range(places):
-            if turn == local:
+        for turn in range(self.size // self.hosts):
+            if turn == self.local:
                 try:
                     made.append(make())
                 except Exception as error:
                     problem = error
             dist.barrier(self.control)
+        refusal = to_status(problem) if isinstance(problem, TroupeError) else None
+        statuses = self.gather(b"" if refusal is None else refusal.SerializeToString())
         if problem is not None:
             raise problem
+        for status in statuses:
+            if status:
+                raise from_status(status)
         return made[0]
 
     def _shares_disk(self, data_dir: Path) -> bool:
-        if int(os.environ["LOCAL_WORLD_SIZE"]) == self.size:
+        if self.hosts == 1:
             return True
         mark: Path | None = None
         if self.rank == 0:

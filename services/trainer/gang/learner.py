@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -59,6 +60,8 @@ from troupe.workflow.shipped import opened
 
 # File of a state that rank 0 writes for all.
 _WHOLE = "whole.safetensors"
+# Seconds between questions whether all hosts have a job's models and code.
+_PREPARE_SECONDS = 0.2
 # Dtype and shape by name.
 Described = Mapping[str, tuple[str, Sequence[int]]]
 
@@ -331,12 +334,15 @@ class GangLearner:
         policy: str,
         options: Mapping[str, Any],
         hosts: GangHosts = ALONE,
+        submitted: str = "",
     ) -> None:
         """`key`: id of the policy among those of a gang; `options`: those of `Learner`; `hosts`:
-        where ranks run, also of later gangs."""
+        where ranks run, also of later gangs; `submitted`: the specification that other hosts read,
+        where this host's copies have taken the place of models in `spec`."""
         self._gangs, self._key = gangs, key
         self._job, self._policy, self._options = spec, policy, dict(options)
         self._size = spec.policies[policy].trainer.gang
+        self._submitted = submitted or spec.model_dump_json()
         self._reference: Path | None = None
         # Whether the loss needs log-probs of the first version that samples do not bring.
         self.needs_reference = spec.needs_reference
@@ -456,6 +462,8 @@ class GangLearner:
         self._gang = self._gangs.of(self._size, self._key, self._hosts)
         code = opened(self._job.code.sha256) if self._job.code else None
         try:
+            if self._gang.nodes > 1:
+                self._prepare_hosts()
             answer = self._order(
                 "open",
                 spec=self._job.model_dump_json(),
@@ -470,6 +478,14 @@ class GangLearner:
         except BaseException:
             self.release()  # here, since the caller gets no learner that it could release
             raise
+
+    def _prepare_hosts(self) -> None:
+        """Have the other hosts get models and code; orders of other policies come in between."""
+        while True:
+            answer = self._order("prepare", policy=self._policy, spec=self._submitted)
+            if answer.header["ready"]:
+                return
+            time.sleep(_PREPARE_SECONDS)
 
     def _revive(self) -> None:
         """Open the policy on ranks again, if it was released or its ranks have ended."""

@@ -20,13 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from services.chassis import logs
+from services.chassis.settings import ServiceSettings
 from services.trainer.compute import choose_device, give_back_memory
 from services.trainer.gang.gang import Channel, Frame, RankSettings, decode_rows, end_with_parent
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.learner import RankLearner
 from services.trainer.learning.ranks import Stopped
+from services.trainer.specifications import HostSpecification
 from troupe.job import JobSpec
-from troupe.rpc import TroupeError, to_status
+from troupe.rpc import TroupeError, from_status, to_status
 from troupe.workflow.shipped import open_shipped
 
 # Keys of the rendezvous store.
@@ -47,12 +49,16 @@ class Rank:
         mesh: DeviceMesh,
         control: dist.ProcessGroup,
         channel: Channel | None,
-        data_dir: Path,
+        settings: ServiceSettings,
     ) -> None:
-        """`channel`: the connection to the lead on rank 0; None on other ranks."""
-        self._device, self._channel, self._data_dir = device, channel, data_dir
-        self._group = GangGroup(mesh, control, self._asked_to_stop, data_dir)
+        """`channel`: the connection to the lead on rank 0; None on other ranks. `settings`: of this
+        host's worker."""
+        self._device, self._channel, self._settings = device, channel, settings
+        self._data_dir = settings.data_dir
+        self._group = GangGroup(mesh, control, self._asked_to_stop, settings.data_dir)
         self._members: dict[str, RankLearner] = {}
+        # By key of the policy; on the first rank of each host but the lead's.
+        self._specs: dict[str, HostSpecification] = {}
 
     def serve(self, idle_seconds: float) -> None:
         """Carry out orders until the order to leave.
@@ -103,6 +109,8 @@ class Rank:
         """Carry out an order on its policy; returns the header of the answer."""
         header = order.header
         name, key = header["order"], header["key"]
+        if name == "prepare":
+            return {"ready": self._prepare(header)}
         if name in ("open", "close"):
             self._members.pop(key, None)
             give_back_memory()
@@ -139,12 +147,41 @@ class Rank:
                 raise AssertionError(f"there is no order '{name}'")
         return None
 
+    def _prepare(self, header: Mapping[str, Any]) -> bool:
+        """Have each host but the lead's get models and code of a job; whether all have them.
+
+        Repeated until they have: ranks wait for none of it. Raises on all ranks what one host's
+        `HostSpecification` found.
+        """
+        status: dict[str, Any] = {"ready": True}
+        if self._group.local == 0 and self._group.host > 0:
+            key, spec_json = header["key"], header["spec"]
+            mine = self._specs.get(key)
+            if mine is None or mine.spec_json != spec_json:
+                mine = HostSpecification(self._settings, header["policy"], spec_json)
+                self._specs[key] = mine
+            found = mine.found()
+            if isinstance(found, TroupeError):
+                del self._specs[key]  # the next time it is tried again
+                status["problem"] = to_status(found).SerializeToString().hex()
+            status["ready"] = found is not None
+        everyone = [json.loads(one) for one in self._group.gather(json.dumps(status).encode())]
+        for one in everyone:
+            if "problem" in one:
+                raise from_status(bytes.fromhex(one["problem"]))
+        return all(one["ready"] for one in everyone)
+
     def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        spec = JobSpec.model_validate_json(header["spec"])
-        folder = Path(header["code"])
-        # Ranks on other hosts have no such folder; what they import is on their PYTHONPATH.
-        if header["code"] and spec.code is not None and spec.code.sha256 and folder.is_dir():
-            open_shipped(spec.code.sha256, folder)
+        found: Any = (header["spec"], header["code"])
+        if self._group.hosts > 1:
+            if (mine := self._specs.pop(header["key"], None)) is not None:
+                found = mine.found()
+            # As the first rank of this host has them.
+            everyone = self._group.gather(json.dumps(found).encode())
+            found = json.loads(everyone[self._group.rank - self._group.local])
+        spec, folder = JobSpec.model_validate_json(found[0]), found[1]
+        if folder and spec.code is not None and spec.code.sha256:
+            open_shipped(spec.code.sha256, Path(folder))
         member = RankLearner(spec, header["policy"], self._group, self._device, **header["options"])
         self._members[header["key"]] = member
         return {"vocabulary": member.vocabulary, "parameters": member.num_parameters}
@@ -204,11 +241,12 @@ def main() -> None:
     # FSDP warns of outputs that are views: the loss is one, but is never written to.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     name = f"services.trainer.gang.rank{os.environ['RANK']}"
-    logs.configure(name, terms.log_level, terms.log_format)
+    settings = terms.settings()
+    logs.configure(name, settings.log_level, settings.log_format)
     leads = os.environ["RANK"] == "0"
     channel = Channel.to(Path(terms.channel)) if leads else None
     device, mesh, control = join_ranks(terms, channel)
-    rank = Rank(device, mesh, control, channel, Path(terms.data_dir))
+    rank = Rank(device, mesh, control, channel, settings)
     if channel is not None:
         channel.send(Frame({"ready": True}))
     rank.serve(min(_IDLE_SECONDS, terms.timeout_seconds / 3))

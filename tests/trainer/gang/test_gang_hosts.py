@@ -1,0 +1,202 @@
+"""A host of a gang that has neither the job's model nor its code: it gets both, like the lead."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from services.chassis.settings import ServiceSettings
+from services.trainer.gang.gang import Gangs, free_port
+from services.trainer.gang.learner import GangLearner
+from services.trainer.learning.model import load_model
+from services.trainer.settings import TrainerSettings
+from services.trainer.specifications import HostSpecification
+from tests.chassis.test_model_files import ELSEWHERE, OtherHost
+from tests.support.training import save_tokenizer
+from tests.trainer.gang.test_gang import PLAIN, alone, assert_close, gang_spec, rows_of
+from troupe.functions.sources import digest
+from troupe.job import JobSpec
+from troupe.rpc import DataLoss, InvalidArgument, NotFound
+from troupe.v1 import (
+    orchestrator_pb2,
+    orchestrator_pb2_grpc,
+    reward_pb2,
+    transfer_pb2_grpc,
+)
+from troupe.workflow.shipped import open_shipped
+
+CODE = [
+    reward_pb2.SourceFile(
+        path="team_losses.py",
+        content=b"import team_weights\n\n\n"
+        b"def doubled(tokens):\n"
+        b"    return -team_weights.WEIGHT * tokens.logprobs * tokens.advantages\n",
+    ),
+    reward_pb2.SourceFile(path="team_weights.py", content=b"WEIGHT = 2.0\n"),
+]
+
+
+class Head(orchestrator_pb2_grpc.OrchestratorServicer):
+    """The orchestrator's part: it knows of no worker, and has the code that was submitted."""
+
+    def __init__(self) -> None:
+        self.files = CODE
+
+    async def LocateState(
+        self, request: orchestrator_pb2.LocateStateRequest, context: Any
+    ) -> orchestrator_pb2.LocateStateResponse:
+        return orchestrator_pb2.LocateStateResponse()
+
+    async def ReadCode(
+        self, request: orchestrator_pb2.ReadCodeRequest, context: Any
+    ) -> orchestrator_pb2.ReadCodeResponse:
+        if not self.files:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such code")
+        return orchestrator_pb2.ReadCodeResponse(files=self.files)
+
+
+@asynccontextmanager
+async def serving(head: Head, disk: Path) -> AsyncIterator[str]:
+    """The head, whose disk alone has the model."""
+    server = grpc.aio.server()
+    orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(head, server)
+    transfer_pb2_grpc.add_HostModelsServicer_to_server(OtherHost(disk), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """What only the head has: a model with its tokenizer."""
+    tokenizer = save_tokenizer(tmp_path / "disk/solver")
+    own = gang_spec(tokenizer).policies["solver"]
+    load_model("solver", own, 3).save_pretrained(tokenizer)
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def submitted(disk: Path) -> JobSpec:
+    """A job as it is submitted, with a path and a function that no host of trainers has."""
+    return gang_spec(
+        disk / "solver",
+        model={"path": f"{ELSEWHERE}/solver"},
+        algorithm={"loss": "team_losses:doubled"},
+        code={"include": ["team_losses.py", "team_weights.py"], "sha256": digest(CODE)},
+    )
+
+
+async def read(settings: ServiceSettings, spec_json: str) -> Any:
+    """What a host of a gang finds."""
+    host = HostSpecification(settings, "solver", spec_json)
+    async with asyncio.timeout(30):
+        while (found := host.found()) is None:  # noqa: ASYNC110 - a thread's
+            await asyncio.sleep(0.01)
+    return found
+
+
+async def test_a_host_reads_model_and_code_of_a_job(
+    tmp_path: Path, disk: Path, submitted: JobSpec
+) -> None:
+    head = Head()
+    async with serving(head, disk) as address:
+        settings = ServiceSettings(
+            orchestrator_address=address, transfer_serve="on", data_dir=tmp_path / "n1"
+        )
+        spec_json, folder = await read(settings, submitted.model_dump_json())
+        spec = JobSpec.model_validate_json(spec_json)
+        copy = Path(spec.policies["solver"].language_model.path or "")
+        assert copy.is_relative_to(tmp_path / "n1/models")
+        weights = "model.safetensors"
+        assert (copy / weights).read_bytes() == (disk / "solver" / weights).read_bytes()
+        assert sorted(name for name in os.listdir(folder) if name.endswith(".py")) == [
+            "team_losses.py",
+            "team_weights.py",
+        ]
+        # Errors are those of whoever would load it.
+        values = submitted.model_dump()
+        values["policies"]["solver"]["model"]["path"] = f"{ELSEWHERE}/none"
+        missing = await read(settings, JobSpec.model_validate(values).model_dump_json())
+        assert isinstance(missing, InvalidArgument)
+        assert (missing.kind, missing.field) == ("model_not_found", "policies.solver.model.path")
+        values = submitted.model_dump()
+        values["code"]["sha256"] = "0" * 64
+        damaged = await read(settings, JobSpec.model_validate(values).model_dump_json())
+        assert isinstance(damaged, DataLoss)
+
+
+def follower(directory: Path, given: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """The second host of a gang."""
+    environment = {f"TROUPE_{name.upper()}": str(value) for name, value in given.items()}
+    others = {"TROUPE_GANG_NODE": "1", "TROUPE_DATA_DIR": str(directory)}
+    command = [sys.executable, "-m", "services.trainer.gang"]
+    return subprocess.Popen(command, env={**os.environ, **environment, **others})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_gang_trains_where_one_host_had_neither_model_nor_code(
+    tmp_path: Path, disk: Path, submitted: JobSpec
+) -> None:
+    head = Head()
+    async with serving(head, disk) as address:
+        given: dict[str, Any] = {
+            "orchestrator_address": address,
+            "transfer_serve": "on",
+            "gang_endpoint": f"127.0.0.1:{free_port('127.0.0.1')}",
+            "gang_ranks": 1,
+            "gang_nodes": 2,
+            "gang_timeout_seconds": 60.0,
+        }
+        other = follower(tmp_path / "n1", given)
+        settings = TrainerSettings(**given, trainer_device="cpu", data_dir=tmp_path / "n0")
+        gangs = Gangs(settings)
+        try:
+            spec_json, folder = await read(settings, submitted.model_dump_json())
+            open_shipped(digest(CODE), Path(folder))
+            spec = JobSpec.model_validate_json(spec_json)
+            await asyncio.to_thread(_check, gangs, spec, submitted, head)
+            (copy,) = (one for one in (tmp_path / "n1/models").iterdir() if one.is_dir())
+            assert (copy / "model.safetensors").is_file()
+        finally:
+            await asyncio.to_thread(gangs.close)
+            other.terminate()
+            assert await asyncio.to_thread(other.wait, 60) == 0
+
+
+def _check(gangs: Gangs, spec: JobSpec, submitted: JobSpec, head: Head) -> None:
+    def together(submitted: JobSpec) -> GangLearner:
+        options = {"double": True, **PLAIN}
+        json = submitted.model_dump_json()
+        return GangLearner(gangs, "job/solver", spec, "solver", options, submitted=json)
+
+    # What the other host lacks is an error of the job, after which the ranks go on.
+    head.files = []
+    with pytest.raises(NotFound):
+        together(submitted)
+    head.files = CODE
+    values = submitted.model_dump()
+    values["policies"]["solver"]["model"]["path"] = f"{ELSEWHERE}/none"
+    with pytest.raises(InvalidArgument) as missing:
+        together(JobSpec.model_validate(values))
+    assert missing.value.kind == "model_not_found"
+    assert missing.value.field == "policies.solver.model.path"
+
+    gang, one = together(submitted), alone(spec)
+    rows = rows_of(spec, 6, 0)
+    for learner in (gang, one):
+        learner.accumulate(rows)
+        assert learner.apply(0).applied
+    assert_close(gang, one)
