@@ -26,6 +26,8 @@ URL = os.environ.get("EXAMPLE_AGENT_URL", "http://127.0.0.1:8031/")
 # Child processes that run at once on one rollout worker; more trajectories wait.
 AT_ONCE = asyncio.Semaphore(int(os.environ.get("EXAMPLE_AGENT_PROCESSES", "8")))
 SECONDS = 120.0
+# How long a killed process may take to end; what it started outside of its group may hold its pipe.
+END_SECONDS = 10.0
 MOST_BYTES = 1 << 20
 # The child gets no more of the worker's environment: tokens and passwords are none of its business.
 ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
@@ -93,7 +95,11 @@ async def ask_process(request: dict[str, Any]) -> dict[str, Any]:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        # Reads the rest: asyncio reports the end of a process once its pipes have ended, and reads
+        # nothing of a pipe while much of it waits to be taken.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await process.communicate()
     last = printed.decode(errors="replace").strip().rpartition("\n")[2]
     try:
         answer = json.loads(last)

@@ -30,6 +30,7 @@ from services.reward.cgroups import (
 )
 from services.reward.function import RegisteredFunction
 from services.reward.sandboxes.profile import BUBBLEWRAP, SandboxProfile
+from troupe.user_code import close_output
 from troupe.v1 import reward_pb2 as pb
 
 log = structlog.get_logger("troupe.reward")
@@ -482,6 +483,7 @@ class WorkerProcess:
     async def end(self) -> None:
         """Kill the process and wait until it has ended."""
         self.kill()
+        close_output(self._process)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
                 await self._process.wait()

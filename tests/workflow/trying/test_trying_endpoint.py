@@ -182,6 +182,27 @@ async def test_a_child_process_that_hangs_or_talks_for_ever_is_ended(
             await play(example.child, QUERY)
 
 
+async def test_a_child_process_is_ended_while_much_that_it_printed_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio then stops reading the pipe, and does not see its end."""
+    file = tmp_path / "program.py"
+    file.write_text("while True: print('x' * 1000)")
+    monkeypatch.setattr(example, "PYTHON", sys.executable)
+    monkeypatch.setattr(example, "PROGRAM", str(file))
+
+    async def _read(stream: asyncio.StreamReader) -> bytes:
+        async with asyncio.timeout(30):
+            while not stream._paused:  # type: ignore[attr-defined]  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        raise example.AgentFailed("enough")
+
+    monkeypatch.setattr(example, "_read", _read)
+    async with asyncio.timeout(9):
+        with pytest.raises(example.AgentFailed, match="enough"):
+            await example.ask_process({})
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not AUTOGEN, reason="EXAMPLE_AUTOGEN_PYTHON names no interpreter with AutoGen")
 async def test_autogen_runs_in_an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

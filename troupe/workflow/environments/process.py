@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import psutil
 
+from troupe.user_code import close_output
 from troupe.workflow import shipped
 from troupe.workflow.environments.child import (
     HEADER_BYTES,
@@ -162,6 +163,7 @@ class EnvironmentProcess:
             await asyncio.wait({self._reaping})
 
     async def _reap(self, process: asyncio.subprocess.Process) -> None:
+        close_output(process)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _REAP_SECONDS)
         if self._draining is not None:
