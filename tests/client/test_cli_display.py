@@ -52,7 +52,8 @@ def test_progress_follows_rewards_policies_and_time(job: Job) -> None:
     assert progress.evaluation == {"team": 0.2, "solver": 0.1}
     assert progress.seconds_left == pytest.approx(8 * 5.0)
     policy = progress.policy("solver")
-    assert (policy.loss, policy.kl, policy.grad_norm, policy.version) == (1, 0.01, None, 1)
+    # The newest step has none: that of the step before is not shown for it.
+    assert (policy.loss, policy.kl, policy.grad_norm, policy.version) == (None, 0.01, None, 1)
     assert progress.policy("checker").version == 0
 
 
@@ -171,7 +172,13 @@ def test_a_step_without_a_signal_shows_nothing_of_the_step_before(job: Job) -> N
     ):
         progress.apply(event)
         display.show(progress, event)
-    first, second = stream.getvalue().splitlines()
+    flat = {**good, "solver__no_signal": 1, "solver__grad_norm": 0.0, "checker__skipped": 1}
+    progress.apply(event := step(3, 12, **flat))
+    display.show(progress, event)
+    assert "| solver v2 no signal | checker v0 no update |" in stream.getvalue().splitlines()[-1]
+    assert progress.policy("solver").loss is None
+    progress.apply(step(2, 9, solver__skipped=0, solver__samples=0, checker__skipped=1))
+    first, second, _ = stream.getvalue().splitlines()
     assert "solver v1 loss 0.500 grad 2.00" in first
     assert "team 0.500" in first
     assert second == "step 2/10 | solver v1 no update | checker v0 no update | eta 32s"

@@ -3,7 +3,9 @@
 import json
 import math
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from services.orchestrator.jobs.sinks import JsonLines, Sinks
 from services.orchestrator.pipeline.metrics import Tally, commit_metrics, percentile
+from services.orchestrator.pipeline.steps import warn_of
 from tests.support.cluster import job_yaml
 from troupe.job import parse_job
 from troupe.v1 import common_pb2 as pb
@@ -94,7 +97,58 @@ def test_trainers_metrics_come_under_their_policy() -> None:
         num_samples=8,
         metrics={"loss/policy": math.nan, "grad_norm": 2.0},
     )
-    assert commit_metrics([commit]) == {"big/grad_norm": 2.0, "big/samples": 8, "big/skipped": 1}
+    assert commit_metrics([commit]) == {
+        "big/grad_norm": 2.0,
+        "big/samples": 8,
+        "big/skipped": 1,
+        "big/no_signal": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "metrics", "flat"),
+    [
+        (es.STEP_OUTCOME_APPLIED, {"advantage/zero_fraction": 1.0, "grad_norm": 0.0}, True),
+        (es.STEP_OUTCOME_APPLIED, {"advantage/zero_fraction": 0.9, "grad_norm": 0.1}, False),
+        # The divergence from the reference has a gradient all the same.
+        (es.STEP_OUTCOME_APPLIED, {"advantage/zero_fraction": 1.0, "grad_norm": 0.1}, False),
+        # Demonstrations have no advantages.
+        (es.STEP_OUTCOME_APPLIED, {"grad_norm": 0.1}, False),
+        (es.STEP_OUTCOME_SKIPPED, {"advantage/zero_fraction": 1.0, "grad_norm": 0.0}, False),
+    ],
+)
+def test_a_step_whose_advantages_are_all_zero_has_no_signal(
+    outcome: es.StepOutcome.ValueType, metrics: dict[str, float], flat: bool
+) -> None:
+    commit = es.StepCommit(policy="big", outcome=outcome, num_samples=8, metrics=metrics)
+    assert commit_metrics([commit])["big/no_signal"] == flat
+
+
+async def test_the_fifth_step_in_a_row_without_a_signal_says_what_to_do() -> None:
+    warned: list[str] = []
+
+    class Job:
+        complaints: ClassVar[Counter[str]] = Counter()
+
+        async def warn(self, text: str) -> None:
+            warned.append(text)
+
+    def commit(norm: float) -> es.StepCommit:
+        return es.StepCommit(
+            policy="big",
+            outcome=es.STEP_OUTCOME_APPLIED,
+            num_samples=8,
+            metrics={"advantage/zero_fraction": float(not norm), "grad_norm": norm},
+        )
+
+    job: Any = Job()
+    for number, norm in enumerate([0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0], 1):
+        before = len(warned)
+        await warn_of(job, f"step {number}", commit(norm))
+        assert len(warned) - before == (number == 10)
+    assert "big had no signal in 5 steps in a row" in warned[0]
+    for remedy in ("easier tasks", "group_size", "temperature", "dynamic_sampling"):
+        assert remedy in warned[0]
 
 
 @given(st.lists(st.floats(0, 100), min_size=1), st.floats(0, 1))

@@ -83,6 +83,8 @@ export function drawPolicies(job, bindings) {
     const binding = bindings.find((b) => b.job_id === job.job_id && b.policy === policy);
     // The newest metrics there are: after a step without an update, those of an earlier step.
     const idle = job.metrics[`${policy}/skipped`] === 1 || job.metrics[`${policy}/samples`] === 0;
+    // All advantages were zero: a loss is that of an earlier step.
+    const flat = job.metrics[`${policy}/no_signal`] === 1;
     const metric = (name) => number(idle ? null : job.metrics[`${policy}/${name}`]);
     const doing = binding ? trainerOf(binding) : "–";
     return el(
@@ -94,7 +96,7 @@ export function drawPolicies(job, bindings) {
       cell(metric("staleness/mean")),
       cell(metric("entropy")),
       cell(metric("importance_sampling_ratio/max")),
-      cell(idle ? "no update" : metric("loss/policy")),
+      cell(idle ? "no update" : flat ? "no signal" : metric("loss/policy")),
     );
   });
   byId("policies").tBodies[0].replaceChildren(...rows);

@@ -87,8 +87,8 @@ function drawCharts() {
 
 // Whether a policy made no update in the step at a place: its loss is none, not that of before.
 function idle(policy) {
-  const [skipped, samples] = [training.column(`${policy}/skipped`), training.column(`${policy}/samples`)];
-  return (i) => skipped[i] === 1 || samples[i] === 0;
+  const [skipped, samples, flat] = ["skipped", "samples", "no_signal"].map((name) => training.column(`${policy}/${name}`));
+  return (i) => skipped[i] === 1 || samples[i] === 0 || flat[i] === 1;
 }
 
 function withGaps(one) {

@@ -214,6 +214,17 @@ class Tally:
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
+def without_signal(commit: es.StepCommit) -> bool:
+    """Whether nothing was learned in a step with samples: all advantages are zero, as where every
+    trajectory of a group got the same reward, and no other term has a gradient."""
+    return (
+        commit.outcome == es.STEP_OUTCOME_APPLIED
+        and commit.num_samples > 0
+        and commit.metrics.get("advantage/zero_fraction") == 1
+        and commit.metrics.get("grad_norm") == 0
+    )
+
+
 def commit_metrics(commits: Iterable[es.StepCommit]) -> dict[str, float]:
     """The trainers' metrics of a step, `<policy>/<name>`."""
     found: dict[str, float] = {}
@@ -222,6 +233,7 @@ def commit_metrics(commits: Iterable[es.StepCommit]) -> dict[str, float]:
             if math.isfinite(value):
                 found[f"{commit.policy}/{name}"] = value
         found[f"{commit.policy}/samples"] = float(commit.num_samples)
+        found[f"{commit.policy}/no_signal"] = float(without_signal(commit))
         found[f"{commit.policy}/skipped"] = float(commit.outcome == es.STEP_OUTCOME_SKIPPED)
     return found
 

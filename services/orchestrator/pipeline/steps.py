@@ -38,7 +38,13 @@ from services.orchestrator.pipeline.evaluation import (
     report_failures,
     report_unused_endpoints,
 )
-from services.orchestrator.pipeline.metrics import Redundancy, Tally, commit_metrics, staleness
+from services.orchestrator.pipeline.metrics import (
+    Redundancy,
+    Tally,
+    commit_metrics,
+    staleness,
+    without_signal,
+)
 from services.orchestrator.pipeline.step_queries import STALE, SURPLUS, Cursor, StepQueries
 from services.orchestrator.placement.device_turns import DeviceTurns
 from services.orchestrator.placement.engines import Engines
@@ -57,12 +63,38 @@ if TYPE_CHECKING:
 
 # The store pushes changes; this poll is for what it could not push.
 _LOOK_SECONDS: Final = 1.0
+# Steps in a row without a signal after which the user is told what to do.
+_FLAT_STEPS: Final = 5
 # A worker reports a trajectory's end this soon after the store has it, or never.
 _REPORT_GRACE_SECONDS: Final = 10.0
 # To look up missing columns in the store once the step has failed.
 _LOOKUP_SECONDS: Final = 5.0
 # Modes in which training begins with the first micro-batch that is ready.
 _EAGER: Final = frozenset({"micro_batch", "async"})
+
+
+async def warn_of(job: JobContext, step: str, commit: es.StepCommit) -> None:
+    """Tells the user of a step that changed no weights, learned nothing, or lost samples.
+
+    `step`: "step 3".
+    """
+    policy = commit.policy
+    if commit.outcome == es.STEP_OUTCOME_SKIPPED:
+        await job.warn(f"{step}: {policy} skipped its update, its weights stay: {commit.reason}")
+    elif commit.outcome == es.STEP_OUTCOME_EMPTY:
+        await job.warn(f"{step}: there was no sample for {policy}")
+    flat = without_signal(commit)
+    in_a_row = job.complaints[f"no signal/{policy}"] + 1 if flat else 0
+    job.complaints[f"no signal/{policy}"] = in_a_row
+    if in_a_row == _FLAT_STEPS:
+        await job.warn(
+            f"{step}: {policy} had no signal in {in_a_row} steps in a row: all "
+            "trajectories of each query got the same reward. Try easier tasks (or harder ones, "
+            "if all succeed), a larger `pipeline.group_size`, a higher `temperature` of its "
+            "agents' `sampling`, or `pipeline.dynamic_sampling`"
+        )
+    if gone := int(commit.metrics.get("train/values_gone", 0)):
+        await job.warn(f"{step}: {gone} samples of {policy} were dropped: no host has their values")
 
 
 @dataclass(frozen=True)
@@ -201,7 +233,7 @@ class StepRunner:
             commit = await trainer.run_step(self.step, self._deadline)
         # Commit: the version moves.
         await self._job.shared.weight_versions.commit(self._job.job_id, commit)
-        await self._warn_of(commit)
+        await warn_of(self._job, self._name, commit)
         self._commits[policy] = commit
         weights = trainer.weights
         committed, served = self._context.committed, self._context.served
@@ -212,20 +244,6 @@ class StepRunner:
         served[policy] = max(served[policy], self.step + 1)
         # More steps may open.
         self._context.tables.touch()
-
-    async def _warn_of(self, commit: es.StepCommit) -> None:
-        """Tells the user of a step that changed no weights, or lost samples."""
-        policy = commit.policy
-        if commit.outcome == es.STEP_OUTCOME_SKIPPED:
-            await self._job.warn(
-                f"{self._name}: {policy} skipped its update, its weights stay: {commit.reason}"
-            )
-        elif commit.outcome == es.STEP_OUTCOME_EMPTY:
-            await self._job.warn(f"{self._name}: there was no sample for {policy}")
-        if gone := int(commit.metrics.get("train/values_gone", 0)):
-            await self._job.warn(
-                f"{self._name}: {gone} samples of {policy} were dropped: no host has their values"
-            )
 
     @property
     def _total(self) -> int:

@@ -55,10 +55,17 @@ class PolicyLine:
     version: int
     # Whether the newest step updated it; None: the step has no metric about that.
     updated: bool | None
+    # Whether all advantages of the newest step are zero.
+    flat: bool
     loss: float | None
     grad_norm: float | None
     kl: float | None
     entropy: float | None
+
+    @property
+    def without_loss(self) -> str:
+        """Why the newest step has no loss; empty: it has."""
+        return "no update" if self.updated is False else "no signal" if self.flat else ""
 
 
 class Progress:
@@ -157,12 +164,15 @@ class Progress:
         updated = _updates(self.newest, name) if known else None
 
         def get(metric: str) -> float | None:
-            return None if updated is False else self.metrics.get(f"{name}/{metric}")
+            # Not those of an earlier step, where the newest one trained the policy.
+            newest = self.newest if updated else self.metrics
+            return None if updated is False else newest.get(f"{name}/{metric}")
 
         return PolicyLine(
             name=name,
             version=self._versions[name],
             updated=updated,
+            flat=self.newest.get(f"{name}/no_signal") == 1,
             loss=get("loss/policy"),
             grad_norm=get("grad_norm"),
             kl=get("kl"),
@@ -297,7 +307,7 @@ class LiveDisplay:
             table.add_row(
                 escape(name),
                 str(policy.version),
-                "no update" if policy.updated is False else number(policy.loss),
+                policy.without_loss or number(policy.loss),
                 number(policy.grad_norm),
                 number(policy.kl),
                 number(policy.entropy),
@@ -361,8 +371,7 @@ class PlainDisplay:
         for name in progress.policies:
             policy = progress.policy(name)
             numbers = f"loss {number(policy.loss)} grad {number(policy.grad_norm)}"
-            if policy.updated is False:
-                numbers = "no update"
+            numbers = policy.without_loss or numbers
             parts.append(f"{name} v{policy.version} {numbers}")
         if progress.tokens_per_second:  # small networks generate no tokens
             parts.append(f"{number(progress.tokens_per_second)} tok/s")
