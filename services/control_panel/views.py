@@ -34,6 +34,16 @@ class Problem(View):
     """The remedy: how the caller can mend the error."""
 
 
+class SettingView(View):
+    """A setting that the job may leave open."""
+
+    field: str
+    value: str
+    """As a worker resolved it."""
+    source: str
+    """Who decided: `given`, `checkpoint`, or the class of the worker's device."""
+
+
 class JobView(View):
     """A training job."""
 
@@ -64,6 +74,9 @@ class JobView(View):
     ended_at: str | None
     problem: dict[str, Any] | None
     """Why it failed."""
+    resolved: list[SettingView]
+    """What became of settings that the job leaves open; of one field several where workers
+    differ."""
     spec: str
     """The specification as JSON, defaults filled in."""
 

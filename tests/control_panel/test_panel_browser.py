@@ -49,12 +49,21 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel) -> None:
         await expect(page.locator("#job-state")).to_have_text("submitted")
         job_id = next(iter(panel.orchestrator.jobs))
 
+        # Settings that it leaves open show once a worker has decided.
+        await expect(page.locator("#settings")).to_be_hidden()
+        panel.orchestrator.jobs[job_id].resolved.add(
+            field="policies.solver.model.dtype", value="bfloat16", source="checkpoint"
+        )
+
         # It runs: reward curves grow live, engines and services show.
         await run_steps(panel, job_id, 1, 2, 3)
         await expect(page.locator("#job-state")).to_have_text("running")
         await expect(page.locator("#chart-reward")).to_have_attribute("data-points", "3")
         await expect(page.locator("#chart-reward .legend")).to_contain_text("checker")
         await expect(page.locator("#live")).to_have_text("live")
+        await expect(page.locator("#settings tbody")).to_have_text(
+            "policies.solver.model.dtypebfloat16checkpoint"
+        )
         await page.click("[href='#cluster']")
         await expect(page.locator("#services")).to_contain_text("reward")
 

@@ -18,6 +18,9 @@ async def test_a_job_is_submitted_and_steered(panel: Panel) -> None:
     job_id = await panel.submit()
     assert [job["job_id"] for job in (await panel.http.get("/api/jobs")).json()] == [job_id]
     await panel.orchestrator.move(job_id, common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING)
+    setting = {"field": "limits.turn_seconds", "value": "600", "source": "GPU of 80 GB"}
+    panel.orchestrator.jobs[job_id].resolved.add(**setting)
+    assert (await panel.http.get(f"/api/jobs/{job_id}")).json()["resolved"] == [setting]
     paused = await panel.http.post(f"/api/jobs/{job_id}/pause")
     assert paused.json()["state"] == "paused"
     resumed = await panel.http.post(f"/api/jobs/{job_id}/resume")

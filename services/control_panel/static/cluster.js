@@ -78,6 +78,14 @@ function trainerOf(binding) {
   return parts.join(" · ");
 }
 
+// What became of settings that the job leaves open, and who decided.
+export function drawSettings(job) {
+  const section = byId("settings");
+  section.hidden = !job.resolved.length;
+  const rows = job.resolved.map((one) => el("tr", {}, cell(one.field), cell(one.value), cell(one.source)));
+  section.querySelector("tbody").replaceChildren(...rows);
+}
+
 export function drawPolicies(job, bindings) {
   const rows = Object.entries(job.versions).sort().map(([policy, version]) => {
     const binding = bindings.find((b) => b.job_id === job.job_id && b.policy === policy);

@@ -1,6 +1,6 @@
 // Wires the page to the REST interface: one stream for the cluster, one for the chosen job.
 import { Chart, MetricTable, chartControls, redrawCharts } from "./charts.js";
-import { drawDevices, drawEngines, drawFunctions, drawPolicies, drawServices } from "./cluster.js";
+import { drawDevices, drawEngines, drawFunctions, drawPolicies, drawServices, drawSettings } from "./cluster.js";
 import { compareJobs, drawEvaluations, drawJobChoice } from "./compare.js";
 import { advice, api, apiPage, byId, changed, duration, el, number, toast } from "./dom.js";
 import { openForm } from "./form.js";
@@ -284,7 +284,10 @@ cluster.addEventListener("cluster", (event) => {
     drawDevices(data.cluster);
     drawEngines(data.cluster.engines, chosen);
   }
-  if (job) drawPolicies(job, data.cluster.bindings);
+  if (job) {
+    drawPolicies(job, data.cluster.bindings);
+    drawSettings(job);
+  }
   drawJob();
   drawQueue(data.cluster);
   performance.measure("troupe-cluster", { start: began });
