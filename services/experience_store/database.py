@@ -13,7 +13,7 @@ from services.experience_store.pipelining import PipelinedConnections
 from services.experience_store.records import lua_transitions
 from troupe.rpc import RetryPolicy
 
-_JOB_SCRIPTS: Final = ("open_step", "amend_step", "end_trajectory", "rosters")
+_JOB_SCRIPTS: Final = ("open_step", "amend_step", "end_trajectory", "rosters", "read_pools")
 _POLICY_SCRIPTS: Final = (
     "admit",
     "stage",
@@ -32,6 +32,9 @@ _POLICY_SCRIPTS: Final = (
 )
 # What is put between the prelude and scripts that share more than that.
 _BETWEEN: Final = {
+    "open_step": ("tasks",),
+    "amend_step": ("tasks",),
+    "read_pools": ("tasks",),
     "end_trajectory": ("decide",),
     "append_rows": ("carry",),
     "end_trajectories": ("decide", "carry"),

@@ -16,6 +16,7 @@ import xxhash
 
 from services.chassis.redis import KeyName
 from troupe import states
+from troupe.scheduling.curriculum import TaskPool
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -24,6 +25,8 @@ PREFIX: Final = "troupe"
 JOBS: Final = f"{PREFIX}:jobs"
 # Field of staged rows that holds their records (lua/policy.lua); no id looks like it.
 RECORDS: Final = "\t"
+# Items of a hash of success rates (lua/read_pools.lua).
+_RATES: Final = 100
 # Matches the channels of all policies of all jobs.
 CHANNEL_PATTERN: Final = f"{PREFIX}:*:changes"
 
@@ -75,6 +78,27 @@ class JobTableKeys:
     """The value of `tables`, kept after the tables are dropped."""
     rosters = KeyName("rosters")
     """Counts changes of steps' rosters."""
+    curriculum = KeyName("curriculum")
+    """Hash: `counted` steps; `sources`; `next:<source>`, its first item that was never asked
+    (lua/tasks.lua)."""
+
+    def pool(self, source: int, pool: str) -> str:
+        """Sorted set: item of the source -> number of the query that asked it last."""
+        return f"{self.base}:tasks:{source}:{pool}"
+
+    def task_keys(self, stored: Mapping[bytes, bytes]) -> list[str]:
+        """All keys of pools and success rates; `stored`: the hash `curriculum`."""
+        found: list[str] = []
+        for source in range(int(stored.get(b"sources", 0))):
+            found += (self.pool(source, pool) for pool in TaskPool)
+            items = int(stored.get(f"next:{source}".encode(), 0))
+            found += (self.rates(source, block) for block in range(-(-items // _RATES)))
+        return found
+
+    def rates(self, source: int, block: int) -> str:
+        """Hash: item of the source -> solved and ended trajectories, weighted; of 100 items, so
+        that Redis keeps each in some ten bytes."""
+        return f"{self.base}:rates:{source}:{block}"
 
     def step(self, step: int) -> str:
         """Hash: group_size, redundant; versions (JSON); queries, now and as `opened` (JSON);
@@ -327,12 +351,15 @@ class Ending:
     reason: str
     rows: str = ""
     """The number of its rows, `policy=number` joined by commas, which the audit compares."""
+    solved: str = ""
+    """"1" if it solved the task of its query; only where a job has a curriculum."""
     spare: str = ""
     """Redundant trajectories of its query that ended with it; empty for none (written in Lua)."""
 
     def format(self) -> str:
         """The text that Redis holds."""
-        return "\t".join((self.state, self.attempt, self.query, self.reason, self.rows, self.spare))
+        how = (self.state, self.attempt, self.query, self.reason)
+        return "\t".join((*how, self.rows, self.solved, self.spare))
 
     @staticmethod
     def parse(text: str) -> Ending:

@@ -168,6 +168,18 @@ def check_open(request: store_pb.OpenStepRequest, policies: Iterable[str]) -> No
             )
 
 
+def check_task_pools(request: store_pb.ReadTaskPoolsRequest) -> None:
+    """A band and a memory within [0, 1], at least one source."""
+    check_not_negative("before_step", request.before_step)
+    for field, value in (("low", request.low), ("high", request.high), ("memory", request.memory)):
+        if not 0 <= value <= 1:
+            raise InvalidArgument("is not in [0, 1]", field=field, value=value)
+    if not request.wanted:
+        raise InvalidArgument("names no source of tasks", field="wanted")
+    for number in request.wanted:
+        check_not_negative("wanted", number)
+
+
 def check_amend(request: store_pb.AmendStepRequest) -> None:
     """Distinct queries over all three lists, a reason to drop, a later step to carry to."""
     lists = (

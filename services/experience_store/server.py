@@ -268,7 +268,8 @@ def _append_of(request: store_pb.AppendTrajectoryRequest, payloads: Sequence[Pay
     rows = check_append(request, payloads)
     state = pb.TrajectoryState.Name(request.state).removeprefix("TRAJECTORY_STATE_")
     reason = requests.clean_reason(request.reason)
-    ending = Ending(state, request.request_id, request.query_id, reason)
+    solved = "1" if request.solved else ""
+    ending = Ending(state, request.request_id, request.query_id, reason, solved=solved)
     return Append(request.job_id, request.step, request.trajectory_id, ending, rows)
 
 
@@ -534,6 +535,14 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         complete = await self.store.steps.amend(request)
         return store_pb.AmendStepResponse(complete_query_ids=complete)
 
+    async def ReadTaskPools(
+        self, request: store_pb.ReadTaskPoolsRequest, context: Any
+    ) -> store_pb.ReadTaskPoolsResponse:
+        requests.check_common(request)
+        requests.check_task_pools(request)
+        await self.store.tables.get(request.job_id)
+        return await self.store.task_pools.read(request)
+
     async def DescribeTables(
         self, request: store_pb.DescribeTablesRequest, context: Any
     ) -> store_pb.DescribeTablesResponse:
@@ -561,6 +570,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     ) -> store_pb.DropTablesResponse:
         requests.check_common(request)
         await self.store.tables.drop(request.job_id, purge_log=request.purge_log)
+        await self.store.task_pools.free(request.job_id)
         self.store.recent.forget(request.job_id)
         return store_pb.DropTablesResponse()
 

@@ -21,6 +21,7 @@ from services.experience_store.records import Ending, JobTableKeys, PolicyKeys, 
 from services.experience_store.requests import clean_reason
 from services.experience_store.tables import TableRegistry, TableSchema
 from troupe.rpc import FailedPrecondition, Internal
+from troupe.scheduling.curriculum import TaskPool
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
@@ -136,6 +137,8 @@ def _policy_counts(
 # Committed steps whose records are kept, so that a resumed job and a late duplicate find what
 # became of their step. Payloads are freed with the commit.
 KEEP_STEPS: Final = 16
+# Keys of a curriculum that are freed at once: a large job has thousands.
+_TOGETHER: Final = 1000
 
 
 class StepStore:
@@ -402,6 +405,62 @@ class StepStore:
                 ]
             )
         )
+
+
+class TaskPools:
+    """Pools of the tasks of curricula: how often each was solved, and when it was asked last.
+
+    They change with the rosters of steps, in the same scripts (lua/tasks.lua): a task that a query
+    asks leaves its pool, and comes back to that of its success rate when the query's step is
+    counted (lua/read_pools.lua). Steps are counted once and in order, when another one opens.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def read(self, request: store_pb.ReadTaskPoolsRequest) -> store_pb.ReadTaskPoolsResponse:
+        """Count the steps before `before_step` that are not counted yet, and list the pools.
+
+        Raises `FailedPrecondition`: a step was not opened (`step_not_open`), or not all of its
+        trajectories have ended (`step_not_sealed`).
+        """
+        outcome, *rest = await self._database.run(
+            "read_pools",
+            JobTableKeys(request.job_id).base,
+            request.before_step,
+            repr(request.low),
+            repr(request.high),
+            repr(request.memory),
+            *request.wanted,
+        )
+        if outcome == b"missing":
+            raise not_open(request.job_id, int(rest[0]))
+        if outcome == b"unsealed":
+            step, ended, expected = map(int, rest)
+            raise FailedPrecondition(
+                f"step {step} is not over: {ended} of {expected} trajectories have ended",
+                kind="step_not_sealed",
+                field="before_step",
+                value=request.before_step,
+                remedy="Name a step before which every policy has committed all steps.",
+            )
+        response = store_pb.ReadTaskPoolsResponse()
+        for next_new, *pools in rest[0]:
+            source = response.sources.add(next_new=next_new)
+            for pool, (size, items) in zip(TaskPool, pools, strict=True):
+                source.pools[pool].size = size
+                source.pools[pool].items.extend(map(int, items))
+        return response
+
+    async def free(self, job: str) -> None:
+        """Delete the pools and success rates of a job. Repeatable."""
+        keys = JobTableKeys(job)
+        # The hash that says which pools there are goes last.
+        stored = await self._database.call("HGETALL", keys.curriculum)
+        names = [*keys.task_keys(stored), keys.curriculum]
+        for first in range(0, len(names), _TOGETHER):
+            part = names[first : first + _TOGETHER]
+            await self._database.call_each([("UNLINK", name) for name in part])
 
 
 def not_open(job: str, step: int) -> FailedPrecondition:

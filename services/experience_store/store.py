@@ -23,7 +23,7 @@ from services.experience_store.log import Log, StepLedger
 from services.experience_store.notices import CLAIMABLE, COUNTS, Background, Notices
 from services.experience_store.records import JOBS, JobTableKeys, PolicyKeys, SampleRecord
 from services.experience_store.samples import DEFAULT_BYTES, RecentRows, Samples
-from services.experience_store.steps import KEEP_STEPS, StepStatus, StepStore
+from services.experience_store.steps import KEEP_STEPS, StepStatus, StepStore, TaskPools
 from services.experience_store.tables import DAMAGED, TableRegistry, TableSchema
 from services.experience_store.trajectories import Trajectories
 from troupe.rpc import DeadlineExceeded, NotFound, ResourceExhausted, TroupeError, Unavailable
@@ -546,6 +546,7 @@ class Store:
         self.trajectories = Trajectories(
             database, self.tables, self.steps, self.notices, self.recent
         )
+        self.task_pools = TaskPools(database)
         self.samples = Samples(database, self.tables, self.steps, self.notices, self.recent)
         self.claims = Claims(database, self.tables, self.steps, self.samples, self.notices)
         self.audit = LogAuditor(database, self.tables, self.steps, self.log)

@@ -172,6 +172,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             response.notes.extend(job.demonstrations.notes)
         if job.queries is not None:
             response.notes.extend(job.queries.notes)
+            response.task_items.extend(await job.queries.sources())
             for name in job.spec.evaluation_sets:
                 response.evaluation_items[name] = await job.queries.load("held_out", name)
         return response

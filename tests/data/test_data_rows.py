@@ -299,6 +299,20 @@ def test_a_mixture_keeps_its_proportions_and_its_sources_their_passes(
     assert [resumed[resumed.position(index)] for index in range(first, 3000)] == asked[first:]
 
 
+def test_items_of_a_curriculum_are_those_of_the_first_pass() -> None:
+    """Each item of each source has one number, in the order in which it is asked first."""
+    parts = [
+        TaskSplit([{"of": at, "n": n} for n in range(5)], 5, str(at), f"s{at}") for at in range(3)
+    ]
+    mix = TaskMix(parts, [1, 5, 2], "0/train/mix")
+    assert (list(mix.sources), list(parts[0].sources)) == ([5, 5, 5], [5])
+    for source, part in enumerate(parts):
+        own = [mix[mix.position_in(source, item)] for item in range(5)]
+        assert sorted((one["of"], one["n"]) for one in own) == [(source, n) for n in range(5)]
+        assert own == [part[part.position(index)] for index in range(5)]
+        assert own == [part[part.position_in(0, item)] for item in range(5)]
+
+
 def test_a_mixture_holds_out_all_that_its_sources_hold_out(many: str) -> None:
     puzzles = {"source": "troupe.data.reasoning_gym:PuzzleTasks"}
     puzzles |= {"args": {"sets": {"leg_counting": {}}, "size": 10}, "weight": 3}

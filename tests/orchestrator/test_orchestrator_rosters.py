@@ -9,7 +9,7 @@ import pytest
 
 from services.orchestrator.pipeline.step_queries import StepQueries
 from tests.support.cluster import Cluster, job_yaml
-from troupe.scheduling import admission
+from troupe.scheduling.curriculum import number_of
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
@@ -27,7 +27,7 @@ def varied(ticket: ro.Ticket) -> dict[str, float]:
 async def index_sets(cluster: Cluster, job_id: str, steps: int) -> list[list[int]]:
     """What every step consisted of."""
     found = [(await cluster.step(job_id, step)).query_ids for step in range(steps)]
-    return [sorted(admission.index_of(one) for one in ids) for ids in found]
+    return [sorted(number_of(one) for one in ids) for ids in found]
 
 
 async def step_rows(cluster: Cluster, job_id: str) -> list[orch.MetricsLogged]:

@@ -5,13 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.scheduling import admission
+from troupe.scheduling.curriculum import number_of
 
 seeds = st.integers(-(2**63), 2**63 - 1)
 
 
 def plan(seed: int, first: int, count: int, step: int | None) -> tuple[admission.QueryPlan, ...]:
-    indexes = range(first, first + count)
-    return admission.plan_queries(indexes, job_seed=seed, group_size=3, step=step)
+    ids = map(admission.query_id_of, range(first, first + count))
+    return admission.plan_queries(ids, job_seed=seed, group_size=3, step=step)
 
 
 @given(seeds, st.integers(0, 50), st.integers(1, 20), st.none() | st.integers(0, 9))
@@ -19,7 +20,7 @@ def test_queries_can_be_planned_again(seed: int, first: int, count: int, step: i
     planned = plan(seed, first, count, step)
     assert planned == plan(seed, first, count, step)
     assert [one.index for one in planned] == list(range(first, first + count))
-    assert [admission.index_of(one.query_id) for one in planned] == [one.index for one in planned]
+    assert [number_of(one.query_id) for one in planned] == [one.index for one in planned]
     ids = [trajectory for one in planned for trajectory in one.trajectory_ids]
     assert len(set(ids)) == count * 3
     all_seeds = [number for one in planned for number in one.seeds]
@@ -37,7 +38,7 @@ def test_what_a_query_draws_depends_on_no_step(seed: int, index: int, one: int, 
 @pytest.mark.parametrize("name", ["", "q", "h3", "q-1", "q1x"])
 def test_only_training_queries_have_an_index(name: str) -> None:
     with pytest.raises(ValueError, match="was not planned here"):
-        admission.index_of(name)
+        number_of(name)
 
 
 @given(seeds, st.integers(0, 30), st.integers(0, 30), st.integers(0, 20))
@@ -120,10 +121,10 @@ def test_tokens_are_kept_of_one_query_a_step_and_the_first_of_an_evaluation() ->
             if admission.keeps_tokens(one, queries_per_step=4)
         ]
 
-    plans = admission.plan_queries(range(8), job_seed=0, group_size=10, step=2)
+    plans = admission.plan_queries([f"q{n}" for n in range(8)], job_seed=0, group_size=10, step=2)
     assert kept(plans) == [f"q{q}-s2-t{n}" for q in (0, 4) for n in range(8)]
-    plans = admission.plan_queries([8, 9], job_seed=0, group_size=1, step=None)
-    assert kept(plans) == ["q8-t0"]
+    plans = admission.plan_queries(["q8-w0.3", "q9"], job_seed=0, group_size=1, step=None)
+    assert kept(plans) == ["q8-w0.3-t0"], "of a curriculum too"
     plans = admission.plan_evaluation(job_seed=0, step=5, queries=9, samples=1, name="a-h1")
     assert kept(plans) == [f"a-h1-h{q}-e5-t0" for q in range(4)]
     assert not admission.keeps_tokens("m0x1-t1", 1)

@@ -99,6 +99,7 @@ class Stage:
         samples: Sequence[store_pb.Sample] | None = None,
         *,
         attempt: str | None = None,
+        solved: bool = False,
     ) -> bool:
         """End a trajectory COMPLETED; by default with one sample of every policy."""
         if samples is None:
@@ -106,7 +107,9 @@ class Stage:
                 make_sample(query, turn, trajectory, policy=policy, agent=policy)
                 for turn, policy in enumerate(self.policies)
             ]
-        return await self.end(query, trajectory, "COMPLETED", samples, attempt=attempt)
+        return await self.end(
+            query, trajectory, "COMPLETED", samples, attempt=attempt, solved="1" if solved else ""
+        )
 
     async def fail(self, query: str, trajectory: str, reason: str = "deadline: 9 s") -> bool:
         """End a trajectory FAILED."""
@@ -121,9 +124,10 @@ class Stage:
         *,
         reason: str = "",
         attempt: str | None = None,
+        solved: str = "",
     ) -> bool:
         """End a trajectory; whether this ending won."""
-        ending = Ending(state, attempt or new_id("append"), query, reason)
+        ending = Ending(state, attempt or new_id("append"), query, reason, solved=solved)
         rows = [StagedRow.of(sample) for sample in samples]
         append = Append(self.job, self.step, trajectory, ending, rows)
         (result,) = await self.store.trajectories.append_each([append])

@@ -39,6 +39,9 @@ class RolloutScript:
     # What is told of data sets: notes, and by evaluation how many items its tasks have.
     notes: tuple[str, ...] = ()
     items: dict[str, int] = field(default_factory=dict)
+    # Items of each source of the training tasks, and whether a trajectory solves its task.
+    task_items: tuple[int, ...] = ()
+    solved: Callable[[ro.Ticket], bool] = lambda ticket: False
     # How it ended is told so long after the store knows.
     late: Callable[[ro.Ticket], float] = lambda ticket: 0.0
     # A reason: the trajectory fails with it.
@@ -164,7 +167,11 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self.script.on_devices()
         self.versions[request.job_id] = {one.policy: one.version for one in request.weights}
         self.keys.update((one.policy, one.key) for one in request.weights)
-        return ro.PrepareJobResponse(notes=self.script.notes, evaluation_items=self.script.items)
+        return ro.PrepareJobResponse(
+            notes=self.script.notes,
+            evaluation_items=self.script.items,
+            task_items=self.script.task_items,
+        )
 
     async def UpdateWeights(
         self, request: ro.UpdateWeightsRequest, context: Any
@@ -415,6 +422,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                     state=event.state,
                     reason=event.reason,
                     samples=samples,
+                    solved=script.solved(ticket),
                 )
             )
             event.group_complete = ended.group_complete

@@ -1,10 +1,10 @@
-"""Scores of evaluations with several samples per query: pass@k, maj@k, confidence intervals."""
+"""Whether a query is solved; scores of several samples: pass@k, maj@k, confidence intervals."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -12,8 +12,25 @@ from numpy.typing import NDArray
 
 MOST_VOTERS: Final = 64
 """Largest k of maj@k: its cost grows with the cube of k."""
+# The key of the team's reward.
+_TEAM: Final = "team"
 # The 97.5th percentile of the normal distribution: intervals of 95 %.
 _Z: Final = 1.959963984540054
+
+
+def success_of(
+    rewards: Mapping[str, float], metrics: Mapping[str, float], name: str | None
+) -> float:
+    """The value by which a completed trajectory has solved its query; without one minus infinity.
+
+    `rewards`: of agents, and of the team; `metrics` have the scores of reward functions as
+    `rewards.<name>`. `name`: the field `success` of an evaluation or a curriculum.
+    """
+    if name is not None:
+        return rewards.get(name, metrics.get(f"rewards.{name}", -math.inf))
+    if _TEAM in rewards:
+        return rewards[_TEAM]
+    return sum(rewards.values()) / len(rewards) if rewards else -math.inf
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:

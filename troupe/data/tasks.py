@@ -55,6 +55,15 @@ class TaskSplit:
         turn, at = divmod(index, self._length)
         return int(_permutation(f"{self._shuffled}/{turn}", self._length)[at])
 
+    @property
+    def sources(self) -> Sequence[int]:
+        """The number of items of each source, in the order of the job."""
+        return (self._length,)
+
+    def position_in(self, source: int, item: int) -> int:
+        """Which item of the split is item `item` of a source, in the order of its first pass."""
+        return self.position(item)
+
 
 @lru_cache(maxsize=8)
 def _permutation(key: str, length: int) -> NDArray[np.int32]:
@@ -143,6 +152,15 @@ class TaskMix(TaskSplit):
         part = int(order[at])
         before = block * int(self._shares[part]) + int(np.count_nonzero(order[:at] == part))
         return self._starts[part] + self._parts[part].position(before)
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The number of items of each source, in the order of the job."""
+        return [len(part) for part in self._parts]
+
+    def position_in(self, source: int, item: int) -> int:
+        """Which item of the mixture is item `item` of a source, in the order of its first pass."""
+        return self._starts[source] + self._parts[source].position(item)
 
 
 class _Chain:

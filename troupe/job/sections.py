@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -293,7 +293,51 @@ class PipelineSpec(Section):
         return list(dict.fromkeys(names))
 
 
-class EvaluationSpec(Section):
+class SuccessSpec(Section):
+    """What counts as success in a task."""
+
+    success: str | None = Field(default=None, min_length=1, max_length=256)
+    """What says whether a trajectory solves its query: `team`, an agent's reward, or one of
+    `rewards`, by name. Default: `team` where the workflow returns it, else the mean reward of the
+    agents."""
+    threshold: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
+    """The least value of `success` that counts as solved."""
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class CurriculumSpec(SuccessSpec):
+    """Tasks by difficulty: most queries ask tasks that are solved sometimes, few ask those that are
+    failed or solved nearly always. The experience store keeps each task's success rate."""
+
+    band: tuple[Share, Share] = (0.1, 0.9)
+    """Lowest and highest success rate of the tasks that teach."""
+    explore: Share = 0.25
+    """Share of queries that ask tasks which were never asked, while there are any."""
+    replay: Share = 0.1
+    """Share of queries that ask tasks below the band again, longest not asked first."""
+    review: Share = 0.05
+    """Share of queries that ask tasks above the band again, longest not asked first. The remaining
+    queries ask tasks within the band; where one kind is lacking, the next one takes its place."""
+    memory: Share = 0.5
+    """Weight of a task's earlier outcomes each time that it is asked again; 0: only the last ones
+    count, 1: all count alike."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        low, high = self.band
+        if low > high:
+            raise ValueError(f"band: {low:g} is above {high:g}; give the lower rate first")
+        if (total := self.explore + self.replay + self.review) > 1:
+            raise ValueError(
+                f"explore: it, `replay` and `review` are shares of a step, and come to {total:g}; "
+                "lower one of them"
+            )
+        return self
+
+
+class EvaluationSpec(SuccessSpec):
     """Held-out evaluation before, during and after training."""
 
     queries: Queries = 0
@@ -305,12 +349,6 @@ class EvaluationSpec(Section):
     samples: int = Field(default=1, ge=1, le=1024)
     """Trajectories per query. With several, or with `success`, pass@k is reported, for k = 1, 2, 4,
     ... and `samples`."""
-    success: str | None = Field(default=None, min_length=1, max_length=256)
-    """What says whether a trajectory solves its query: `team`, an agent's reward, or one of
-    `rewards`, by name. Default: `team` where the workflow returns it, else the mean reward of the
-    agents."""
-    threshold: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
-    """The least value of `success` that counts as solved."""
     answer_pattern: str | None = Field(default=None, min_length=1, max_length=4096)
     """Regular expression that cuts the answer out of a trajectory's last reply: the first group of
     its last match. With it, or where the workflow sets `query.answer`, maj@k is reported."""

@@ -35,6 +35,7 @@ from troupe.job.sections import (
     AgentSpec,
     CheckpointSpec,
     CodeSpec,
+    CurriculumSpec,
     EvaluationSetSpec,
     EvaluationSpec,
     LimitsSpec,
@@ -59,6 +60,8 @@ class JobSpec(Section):
     language models, but where all tasks are `verifiers`: they bring their own."""
     tasks: JobTasksSpec | None = None
     """Source of queries. Needed by language models."""
+    curriculum: CurriculumSpec | None = None
+    """Choice of tasks by how often they were solved (docs/data.md). Default: all in turn."""
     code: CodeSpec | None = None
     """Files of the job's own code that are sent with it. Default: its modules are importable
     wherever workers run."""
@@ -198,12 +201,7 @@ class JobSpec(Section):
                 )
             if name in ("reward", "trajectories"):
                 raise ValueError(f"{field}: metrics have this name; choose another")
-            known = ("team", *self.agents, *self.rewards)
-            if one.success is not None and one.success not in known:
-                raise ValueError(
-                    f"{field}.success: '{one.success}' is neither an agent nor one of `rewards`; "
-                    f"known: {', '.join(known)}"
-                )
+            self._check_success(field, one.success)
         if not self.pipeline.steps and not self.evaluation_sets:
             raise ValueError(
                 "pipeline.steps: 0 steps train nothing, and the job has no evaluation; set "
@@ -217,6 +215,28 @@ class JobSpec(Section):
                     f"checkpoint.best.metric: `{best.metric}` is of no evaluation of this job; its "
                     f"metrics begin with {', '.join(prefixes) or 'nothing: it has none'}"
                 )
+        return self
+
+    def _check_success(self, field: str, success: str | None) -> None:
+        known = ("team", *self.agents, *self.rewards)
+        if success is not None and success not in known:
+            raise ValueError(
+                f"{field}.success: '{success}' is neither an agent nor one of `rewards`; "
+                f"known: {', '.join(known)}"
+            )
+
+    @model_validator(mode="after")
+    def _curriculum(self) -> Self:
+        if self.curriculum is None:
+            return self
+        self._check_success("curriculum", self.curriculum.success)
+        if self.environment is not None or self.tasks is None:
+            raise ValueError("curriculum: the job has no `tasks` to choose from; leave it out")
+        if self.pipeline.early_start:
+            raise ValueError(
+                "curriculum: not with `pipeline.early_start`, since the tasks of the next step "
+                "depend on how this one went; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from troupe.scheduling.curriculum import TaskChoice, choice_of, number_of
+
 
 @dataclass(frozen=True)
 class RolloutWorker:
@@ -108,41 +110,42 @@ _SEED_BITS: Final = 63
 @dataclass(frozen=True)
 class QueryPlan:
     """One query with the trajectories to run on it. `index` counts over the split without end; the
-    loader of the tasks takes it modulo their number."""
+    loader of the tasks takes it modulo their number. `choice`: what it asks instead, of a
+    curriculum."""
 
     query_id: str
     index: int
     trajectory_ids: tuple[str, ...]
     seeds: tuple[int, ...]
+    choice: TaskChoice | None = None
 
 
 def plan_queries(
-    indexes: Iterable[int], *, job_seed: int, group_size: int, step: int | None
+    query_ids: Iterable[str], *, job_seed: int, group_size: int, step: int | None
 ) -> tuple[QueryPlan, ...]:
-    """The queries at `indexes` of the training split.
+    """The queries of the training split with these ids (`query_id_of`, `TaskChoice.query_id`).
 
     `step` is the step that they belong to; None if they may be carried from step to step: then the
-    trajectory ids do not contain it.
+    trajectory ids do not contain it. Raises ValueError for another id.
     """
     _require(group_size >= 1, "group_size", group_size)
     _require(step is None or step >= 0, "step", step or 0)
     suffix = "" if step is None else f"-s{step}"
     return tuple(
         QueryPlan(
-            query_id=f"q{index}",
-            index=index,
-            trajectory_ids=tuple(f"q{index}{suffix}-t{n}" for n in range(group_size)),
+            query_id=query_id,
+            index=(index := number_of(query_id)),
+            trajectory_ids=tuple(f"{query_id}{suffix}-t{n}" for n in range(group_size)),
             seeds=tuple(seed_of(job_seed, "train", index, n) for n in range(group_size)),
+            choice=choice_of(query_id),
         )
-        for index in indexes
+        for query_id in query_ids
     )
 
 
-def index_of(query_id: str) -> int:
-    """The index in the training split of a query id of `plan_queries`. Raises ValueError."""
-    if not (query_id.startswith("q") and query_id[1:].isdecimal()):
-        raise ValueError(f"query_id = {query_id} was not planned here")
-    return int(query_id[1:])
+def query_id_of(index: int) -> str:
+    """The id of query `index` of a job without a curriculum."""
+    return f"q{index}"
 
 
 def plan_evaluation(
@@ -171,7 +174,9 @@ def plan_evaluation(
 # Trajectories of a query, and queries of an evaluation, whose tokens are kept.
 _TOKEN_TRAJECTORIES: Final = 8
 _TOKEN_QUERIES: Final = 4
-_TRAJECTORY_ID: Final = re.compile(r"(?:q(\d+)(?:-s\d+)?|(?:.+-)?h(\d+)-e\d+)-t(\d+)")
+_TRAJECTORY_ID: Final = re.compile(
+    r"(?:q(\d+)(?:-[a-z]\d+\.\d+)?(?:-s\d+)?|(?:.+-)?h(\d+)-e\d+)-t(\d+)"
+)
 
 
 def keeps_tokens(trajectory_id: str, queries_per_step: int) -> bool:

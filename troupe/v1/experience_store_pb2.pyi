@@ -476,6 +476,7 @@ class AppendTrajectoryRequest(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    SOLVED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     step: _builtins.int
@@ -485,6 +486,8 @@ class AppendTrajectoryRequest(_message.Message):
     """COMPLETED, FAILED or ABORTED."""
     reason: _builtins.str
     """Why it has no rows, when it has none."""
+    solved: _builtins.bool
+    """Of a job with a curriculum: whether it solved its task."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]: ...
     def __init__(
@@ -498,10 +501,11 @@ class AppendTrajectoryRequest(_message.Message):
         state: _common_pb2.TrajectoryState.ValueType = ...,
         reason: _builtins.str = ...,
         samples: _abc.Iterable[Global___Sample] | None = ...,
+        solved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "query_id", b"query_id", "reason", b"reason", "request_id", b"request_id", "samples", b"samples", "state", b"state", "step", b"step", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "query_id", b"query_id", "reason", b"reason", "request_id", b"request_id", "samples", b"samples", "solved", b"solved", "state", b"state", "step", b"step", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1413,6 +1417,151 @@ class GetStepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStepResponse: _TypeAlias = GetStepResponse  # noqa: Y015
+
+@_typing.final
+class ReadTaskPoolsRequest(_message.Message):
+    """A task is item `I` of source `S` of the job's tasks; a query `qN-PS.I` asks it (TaskChoice of
+    troupe.scheduling.curriculum), and the store keeps in which pool it is: N the number of the query
+    that asked it last, P the pool that it was chosen from.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    BEFORE_STEP_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    before_step: _builtins.int
+    """Steps before this one are counted, once each and in order; every policy must have committed
+    them.
+    """
+    low: _builtins.float
+    """The success rates that teach, bounds included."""
+    high: _builtins.float
+    memory: _builtins.float
+    """Weight of what was known of a task when its next outcomes are counted, in [0, 1]."""
+    @_builtins.property
+    def wanted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By source: how many tasks of each pool are listed at most."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        before_step: _builtins.int = ...,
+        low: _builtins.float = ...,
+        high: _builtins.float = ...,
+        memory: _builtins.float = ...,
+        wanted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_step", b"before_step", "high", b"high", "job_id", b"job_id", "low", b"low", "memory", b"memory", "request_id", b"request_id", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadTaskPoolsRequest: _TypeAlias = ReadTaskPoolsRequest  # noqa: Y015
+
+@_typing.final
+class ReadTaskPoolsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskPools]:
+        """By source, in the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        sources: _abc.Iterable[Global___TaskPools] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadTaskPoolsResponse: _TypeAlias = ReadTaskPoolsResponse  # noqa: Y015
+
+@_typing.final
+class TaskPools(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PoolsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___TaskPool: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___TaskPool | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NEXT_NEW_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    next_new: _builtins.int
+    """Items from here on were never asked."""
+    @_builtins.property
+    def pools(self) -> _containers.MessageMap[_builtins.str, Global___TaskPool]:
+        """By letter of the pool."""
+
+    def __init__(
+        self,
+        *,
+        next_new: _builtins.int = ...,
+        pools: _abc.Mapping[_builtins.str, Global___TaskPool] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_new", b"next_new", "pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskPools: _TypeAlias = TaskPools  # noqa: Y015
+
+@_typing.final
+class TaskPool(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ITEMS_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    """Tasks in the pool."""
+    @_builtins.property
+    def items(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Longest not asked first."""
+
+    def __init__(
+        self,
+        *,
+        items: _abc.Iterable[_builtins.int] | None = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskPool: _TypeAlias = TaskPool  # noqa: Y015
 
 @_typing.final
 class QueryStatus(_message.Message):

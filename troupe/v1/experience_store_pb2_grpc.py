@@ -95,6 +95,11 @@ class ExperienceStoreStub:
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.GetStepRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_experience__store__pb2.GetStepResponse.FromString,
                 _registered_method=True)
+        self.ReadTaskPools = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/ReadTaskPools',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.ReadTaskPoolsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.ReadTaskPoolsResponse.FromString,
+                _registered_method=True)
         self.WatchTables = channel.unary_stream(
                 '/troupe.v1.ExperienceStore/WatchTables',
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.WatchTablesRequest.SerializeToString,
@@ -213,6 +218,14 @@ class ExperienceStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadTaskPools(self, request, context):
+        """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
+        the tasks by their success rates. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchTables(self, request, context):
         """Pushes the counts of a job's tables whenever they change.
         """
@@ -317,6 +330,11 @@ def add_ExperienceStoreServicer_to_server(servicer, server):
                     servicer.GetStep,
                     request_deserializer=troupe_dot_v1_dot_experience__store__pb2.GetStepRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_experience__store__pb2.GetStepResponse.SerializeToString,
+            ),
+            'ReadTaskPools': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadTaskPools,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.ReadTaskPoolsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.ReadTaskPoolsResponse.SerializeToString,
             ),
             'WatchTables': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchTables,
@@ -674,6 +692,33 @@ class ExperienceStore:
             '/troupe.v1.ExperienceStore/GetStep',
             troupe_dot_v1_dot_experience__store__pb2.GetStepRequest.SerializeToString,
             troupe_dot_v1_dot_experience__store__pb2.GetStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadTaskPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/ReadTaskPools',
+            troupe_dot_v1_dot_experience__store__pb2.ReadTaskPoolsRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.ReadTaskPoolsResponse.FromString,
             options,
             channel_credentials,
             insecure,

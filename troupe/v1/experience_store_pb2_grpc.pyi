@@ -55,6 +55,10 @@ class ExperienceStoreStub:
     CommitStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]
     """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
     GetStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]
+    ReadTaskPools: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ReadTaskPoolsRequest, _experience_store_pb2.ReadTaskPoolsResponse]
+    """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
+    the tasks by their success rates. Idempotent.
+    """
     WatchTables: _grpc.UnaryStreamMultiCallable[_experience_store_pb2.WatchTablesRequest, _experience_store_pb2.TableStatus]
     """Pushes the counts of a job's tables whenever they change."""
     ListSamples: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ListSamplesRequest, _experience_store_pb2.ListSamplesResponse]
@@ -96,6 +100,10 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     CommitStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]  # type: ignore[assignment]
     """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
     GetStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]  # type: ignore[assignment]
+    ReadTaskPools: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ReadTaskPoolsRequest, _experience_store_pb2.ReadTaskPoolsResponse]  # type: ignore[assignment]
+    """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
+    the tasks by their success rates. Idempotent.
+    """
     WatchTables: _aio.UnaryStreamMultiCallable[_experience_store_pb2.WatchTablesRequest, _experience_store_pb2.TableStatus]  # type: ignore[assignment]
     """Pushes the counts of a job's tables whenever they change."""
     ListSamples: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ListSamplesRequest, _experience_store_pb2.ListSamplesResponse]  # type: ignore[assignment]
@@ -206,6 +214,16 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.GetStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.GetStepResponse, _abc.Awaitable[_experience_store_pb2.GetStepResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ReadTaskPools(
+        self,
+        request: _experience_store_pb2.ReadTaskPoolsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.ReadTaskPoolsResponse, _abc.Awaitable[_experience_store_pb2.ReadTaskPoolsResponse]]:
+        """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
+        the tasks by their success rates. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def WatchTables(

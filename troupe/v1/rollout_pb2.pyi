@@ -80,6 +80,7 @@ class PrepareJobResponse(_message.Message):
     NOTES_FIELD_NUMBER: _builtins.int
     EVALUATION_ITEMS_FIELD_NUMBER: _builtins.int
     RESOLVED_FIELD_NUMBER: _builtins.int
+    TASK_ITEMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
     @_builtins.property
@@ -92,6 +93,10 @@ class PrepareJobResponse(_message.Message):
 
     @_builtins.property
     def resolved(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ResolvedSetting]: ...
+    @_builtins.property
+    def task_items(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By source of the training tasks, in the order of the job: how many items it has."""
+
     def __init__(
         self,
         *,
@@ -99,10 +104,11 @@ class PrepareJobResponse(_message.Message):
         notes: _abc.Iterable[_builtins.str] | None = ...,
         evaluation_items: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         resolved: _abc.Iterable[_common_pb2.ResolvedSetting] | None = ...,
+        task_items: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "evaluation_items", b"evaluation_items", "notes", b"notes", "resolved", b"resolved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "evaluation_items", b"evaluation_items", "notes", b"notes", "resolved", b"resolved", "task_items", b"task_items"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -164,6 +170,7 @@ class Ticket(_message.Message):
     CAST_FIELD_NUMBER: _builtins.int
     LEARNERS_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
     query_id: _builtins.str
     trajectory_id: _builtins.str
     split: _builtins.str
@@ -184,6 +191,10 @@ class Ticket(_message.Message):
     def learners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Trained policies whose turns become rows; empty: all that play."""
 
+    @_builtins.property
+    def task(self) -> Global___TaskRef:
+        """Of a curriculum, instead of `index`: which item of which source, in the order of the first pass."""
+
     def __init__(
         self,
         *,
@@ -196,14 +207,39 @@ class Ticket(_message.Message):
         cast: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         learners: _abc.Iterable[_builtins.str] | None = ...,
         evaluation: _builtins.str = ...,
+        task: Global___TaskRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_task", b"_task", "task", b"task"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_task", b"_task", "cast", b"cast", "evaluation", b"evaluation", "index", b"index", "learners", b"learners", "purpose", b"purpose", "query_id", b"query_id", "seed", b"seed", "split", b"split", "task", b"task", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__task: _TypeAlias = _typing.Literal["task"]  # noqa: Y015
+    _WhichOneofArgType__task: _TypeAlias = _typing.Literal["_task", b"_task"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__task) -> _WhichOneofReturnType__task | None: ...
+
+Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
+
+@_typing.final
+class TaskRef(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    ITEM_FIELD_NUMBER: _builtins.int
+    source: _builtins.int
+    item: _builtins.int
+    def __init__(
+        self,
+        *,
+        source: _builtins.int = ...,
+        item: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cast", b"cast", "evaluation", b"evaluation", "index", b"index", "learners", b"learners", "purpose", b"purpose", "query_id", b"query_id", "seed", b"seed", "split", b"split", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["item", b"item", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
+Global___TaskRef: _TypeAlias = TaskRef  # noqa: Y015
 
 @_typing.final
 class RunQueriesRequest(_message.Message):

@@ -126,13 +126,14 @@ end
 for _, query in ipairs(added) do
   redis.call('HSET', QUERIES, query, 0)
   redis.call('HINCRBY', STEP, 'expected', size)
+  ask(query)
 end
 for _, query in ipairs(dropped) do
   -- The names of trajectories that have not ended are unknown, so each gets a placeholder; a real
   -- name has no tab.
   for number = gone[query] + 1, size do
     redis.call('HSET', ENDED, query .. '\t' .. number,
-      'ABORTED\t\t' .. query .. '\t' .. reason .. '\t\t')
+      'ABORTED\t\t' .. query .. '\t' .. reason .. '\t\t\t')
     redis.call('HINCRBY', STEP, 'ended', 1)
   end
   redis.call('HDEL', QUERIES, query)

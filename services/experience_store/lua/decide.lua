@@ -47,7 +47,7 @@ local function decider(job, step)
       -- real name has no tab.
       for number = size - spare + 1, size do
         redis.call('HSET', endings, query .. '\t' .. number,
-          'ABORTED\t\t' .. query .. '\tredundant\t\t')
+          'ABORTED\t\t' .. query .. '\tredundant\t\t\t')
       end
     end
     redis.call('HSET', endings, trajectory, ending)

@@ -14,6 +14,7 @@ if ARGV[5] == '1' then
 end
 for index = 8, #ARGV do
   redis.call('HSET', QUERIES, ARGV[index], 0)
+  ask(ARGV[index])
 end
 redis.call('ZADD', STEPS, STEP_NUMBER, STEP_NUMBER)
 redis.call('ZADD', LIVE, STEP_NUMBER, STEP_NUMBER)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import defaultdict
 from typing import Final
@@ -11,13 +10,14 @@ from typing import Final
 from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, run_batch
-from services.orchestrator.pipeline.metrics import TEAM, Tally
+from services.orchestrator.pipeline.metrics import Tally
 from troupe.algorithms.scores import (
     MOST_VOTERS,
     interval,
     majority_at_k,
     pass_at_k,
     steps_of_k,
+    success_of,
 )
 from troupe.job.section import MAX_QUERIES, MAX_TRAJECTORIES
 from troupe.job.sections import EvaluationSpec
@@ -130,7 +130,8 @@ class SolvedQueries:
         """Counts an ended trajectory; one that failed has not solved its query."""
         if event.state == pb.TRAJECTORY_STATE_COMPLETED:
             answer = event.answer if event.HasField("answer") else None
-            solved = success_of(event, self._spec.success) >= self._spec.threshold
+            success = success_of(event.rewards, event.metrics, self._spec.success)
+            solved = success >= self._spec.threshold
             self._votes[event.query_id].append((answer, solved))
         elif event.state == pb.TRAJECTORY_STATE_FAILED:
             self._votes[event.query_id].append((None, False))
@@ -160,20 +161,6 @@ class SolvedQueries:
                 **dict(zip((f"{name}{one}" for one in BOUNDS), bounds, strict=True)),
             }
         return values
-
-
-def success_of(event: ro.TrajectoryEvent, name: str | None) -> float:
-    """Rule by which a completed trajectory has solved its query (`success` of an evaluation);
-    minus infinity where it has no such value."""
-    rewards = dict(event.rewards)
-    if name is None:
-        team = rewards.pop(TEAM, None)
-        if team is not None:
-            return team
-        return sum(rewards.values()) / len(rewards) if rewards else -math.inf
-    if name in rewards:
-        return rewards[name]
-    return event.metrics.get(f"rewards.{name}", -math.inf)
 
 
 def evaluation_tickets(query: admission.QueryPlan, name: str) -> list[ro.Ticket]:

@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from services.orchestrator.context import JobContext
+from services.orchestrator.pipeline.curriculum import Curriculum
 from troupe.rpc import new_id
 from troupe.scheduling import admission
+from troupe.scheduling.curriculum import number_of
 from troupe.v1 import experience_store_pb2 as es
 
 # Why a query leaves its step: others were complete first, or it would be too old when trained.
@@ -17,23 +19,30 @@ STALE: Final = "stale"
 
 
 class Cursor:
-    """The next item of the training split that no step of a job has taken.
+    """The number of the next query of the training split that no step of a job has taken.
 
-    The store keeps with every step where the cursor was after it, so that no item is taken twice or
-    left out after a restart.
+    The store keeps with every step where the cursor was after it, so that no number is taken twice
+    or left out after a restart.
     """
 
-    def __init__(self, start: int = 0) -> None:
-        self.at = start
+    def __init__(self, curriculum: Curriculum | None = None) -> None:
+        """`curriculum`: chooses what queries ask; None: the items of the split in their order."""
+        self.at = 0
+        self.curriculum = curriculum
+        # Held from a choice of tasks until the store knows that they are asked.
+        self.lock = asyncio.Lock()
 
-    def take(self, count: int) -> range:
-        """The next `count` items."""
+    async def take(self, count: int, *, offline: bool) -> list[str]:
+        """The ids of the next `count` queries; `offline`: they are rows to learn from."""
         first, self.at = self.at, self.at + count
-        return range(first, self.at)
+        numbers = range(first, self.at)
+        if self.curriculum is None or offline or not count:
+            return [admission.query_id_of(number) for number in numbers]
+        return await self.curriculum.choose(numbers)
 
     def see(self, found: es.GetStepResponse) -> None:
         """Moves past the items of a step that was opened before."""
-        taken = [admission.index_of(query_id) + 1 for query_id in found.query_ids]
+        taken = [number_of(query_id) + 1 for query_id in found.query_ids]
         self.at = max(self.at, found.cursor, *taken)
 
 
@@ -53,7 +62,8 @@ class StepQueries:
         self.group_size = pipeline.group_size
         self.spare = pipeline.over_sampling
         self.redundant = pipeline.redundant_trajectories
-        if offline is not None and job.spec.is_offline(step):
+        self._offline = job.spec.is_offline(step)
+        if offline is not None and self._offline:
             # Queries are rows to learn from: each is one trajectory, which nobody plays.
             self.wanted = offline.rows_per_step or self.wanted * self.group_size
             self.group_size, self.spare, self.redundant = 1, 0, 0
@@ -82,15 +92,20 @@ class StepQueries:
         self.commits = {commit.policy: commit for commit in found.commits}
         if found.open:
             self.versions.update(found.versions)
-            await self._plan([admission.index_of(query_id) for query_id in found.query_ids])
+            await self._plan(found.query_ids)
             self._cursor.see(found)
             self.closed = self.closed or found.closed
-        else:
-            self.versions.update(versions)
-            await self._plan(self._cursor.take(fresh))
-        if self.held and found.open:
-            self.ended = await self._over(found.ended_trajectory_ids)
+            if self.held:
+                self.ended = await self._over(found.ended_trajectory_ids)
+                return
+            await self._open()
             return
+        self.versions.update(versions)
+        async with self._cursor.lock:
+            await self._plan(await self._cursor.take(fresh, offline=self._offline))
+            await self._open()
+
+    async def _open(self) -> None:
         await self._check_epoch()
         response = await self._store.OpenStep(
             es.OpenStepRequest(
@@ -139,8 +154,10 @@ class StepQueries:
 
     async def join(self, count: int) -> list[admission.QueryPlan]:
         """Adds `count` new queries, in the order of the split."""
-        added = await self._plan(self._cursor.take(count))
-        await self._amend(add_query_ids=[plan.query_id for plan in added], cursor=self._cursor.at)
+        async with self._cursor.lock:
+            added = await self._plan(await self._cursor.take(count, offline=self._offline))
+            ids = [plan.query_id for plan in added]
+            await self._amend(add_query_ids=ids, cursor=self._cursor.at)
         return added
 
     async def close(
@@ -177,22 +194,30 @@ class StepQueries:
     def next_plans(self, most: int) -> list[admission.QueryPlan]:
         """The first `most` queries that the step would open with now, without taking them."""
         at = self._cursor.at
-        return self._planned(range(at, at + min(most, self.wanted + self.spare)))
+        numbers = range(at, at + min(most, self.wanted + self.spare))
+        return self._planned(map(admission.query_id_of, numbers))
 
-    def _planned(self, indexes: Iterable[int]) -> list[admission.QueryPlan]:
+    def values(self) -> dict[str, float]:
+        """Metrics of the choice of its tasks."""
+        if self._cursor.curriculum is None or self._offline:
+            return {}
+        choices = [plan.choice for plan in self.plans.values() if plan.choice is not None]
+        return self._cursor.curriculum.values(choices)
+
+    def _planned(self, query_ids: Iterable[str]) -> list[admission.QueryPlan]:
         spec = self._job.spec
         plans = admission.plan_queries(
-            indexes,
+            query_ids,
             job_seed=spec.seed,
             group_size=self.group_size + self.redundant,
             step=self._named_step,
         )
         return list(plans)
 
-    async def _plan(self, indexes: Collection[int]) -> list[admission.QueryPlan]:
+    async def _plan(self, query_ids: Collection[str]) -> list[admission.QueryPlan]:
         # In a thread: hundreds of thousands of trajectories take seconds, and an event loop that
         # handles no heartbeats would count workers as lost.
-        plans = await asyncio.to_thread(self._planned, indexes)
+        plans = await asyncio.to_thread(self._planned, query_ids)
         self.plans.update((plan.query_id, plan) for plan in plans)
         return plans
 

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.errors import Deadline, cancel_all, run_all, run_with_background
+from services.orchestrator.pipeline.curriculum import Curriculum
 from services.orchestrator.pipeline.dispatch import Dispatch, TicketBatch, add_in_parts
 from services.orchestrator.pipeline.evaluation import (
     check_failures,
@@ -293,6 +294,7 @@ class StepRunner:
             # Ended in the store just before a worker or an orchestrator could report it.
             values["trajectories/unseen"] = float(unseen)
         values |= self._rollout.values()
+        values |= self._queries.values()
         values |= self._redundancy.values()
         values |= self._context.engines.values()
         values |= self._context.trainers.swaps()
@@ -465,6 +467,9 @@ def train_tickets(
 ) -> list[ro.Ticket]:
     """Tickets for the trajectories of a query that have not ended; `offline`: it is a row to learn
     from."""
+    task = None
+    if (choice := query.choice) is not None:
+        task = ro.TaskRef(source=choice.source, item=choice.item)
     return [
         ro.Ticket(
             query_id=query.query_id,
@@ -473,6 +478,7 @@ def train_tickets(
             index=query.index,
             seed=seed,
             purpose=ro.Ticket.PURPOSE_TRAIN,
+            task=task,
         )
         for trajectory_id, seed in zip(query.trajectory_ids, query.seeds, strict=True)
         if trajectory_id not in ended
@@ -540,7 +546,12 @@ class StepWindow:
         self._on_finish = on_finish
         self._alpha = {policy: spec.alpha_of(policy) for policy in spec.trained_policies}
         self._depth = 1 + max(self._alpha.values())
-        self._cursor = Cursor()
+        curriculum = None
+        if spec.curriculum is not None:
+            curriculum = Curriculum(
+                context.job, spec.curriculum, context.engines, context.committed
+            )
+        self._cursor = Cursor(curriculum)
         self._open: deque[tuple[StepRunner, asyncio.Task[dict[str, float]]]] = deque()
         self._resumed = False
         # The first step that may not open yet: an evaluation or a checkpoint comes before it.

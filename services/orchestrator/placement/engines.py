@@ -74,6 +74,7 @@ class Engines:
         )
         # By evaluation: how many items its tasks have, as far as a worker has said.
         self.evaluation_items: dict[str, int] = {}
+        self.task_items: tuple[int, ...] = ()
         self._noted: set[str] = set()
         limits = [policy.engine.start_timeout_seconds for policy in job.spec.policies.values()]
         # How long a worker may take to have all engines up.
@@ -302,6 +303,7 @@ class Engines:
         answer = await worker.rollout.PrepareJob(request, timeout=self.prepare_seconds)
         # Every worker says the same.
         self.evaluation_items.update(answer.evaluation_items)
+        self.task_items = self.task_items or tuple(answer.task_items)
         for note in answer.notes:
             if note not in self._noted:
                 self._noted.add(note)

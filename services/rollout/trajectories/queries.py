@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from troupe.data.rows import CountTokens
-from troupe.data.tasks import TaskSplit, open_tasks
+from troupe.data.tasks import TRAIN, TaskSplit, open_tasks
 from troupe.job import TasksSpec
 from troupe.outcomes import NotJsonError, described, json_text, type_name
 from troupe.user_code import call_in_thread
+from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import WorkflowError
 
 # Cached items. The trajectories of a group ask for the same item, which is made once.
@@ -62,14 +63,23 @@ class QuerySource:
         """
         return len(await self._load(self._named(split, evaluation)))
 
-    async def get(self, split: str, index: int, evaluation: str = "") -> Mapping[str, Any]:
-        """The item of query `index`, counted without end: a mapping of JSON values.
+    async def sources(self) -> Sequence[int]:
+        """The number of items of each source of the training tasks. Raises as `load`."""
+        return (await self._load(self._named(TRAIN, ""))).sources
+
+    async def get(
+        self, split: str, index: int, evaluation: str = "", task: rollout.TaskRef | None = None
+    ) -> Mapping[str, Any]:
+        """The item of query `index`, counted without end, or `task`: a mapping of JSON values.
 
         Raises `EntrypointError`, `DataError` and `WorkflowError` (kind `bad_task`).
         """
         named = self._named(split, evaluation)
         tasks = self._splits.get(named) or await self._load(named)
-        key = (named, tasks.position(index))
+        if task is None:
+            key = (named, tasks.position(index))
+        else:
+            key = (named, tasks.position_in(task.source, task.item))
         if (found := self._items.get(key)) is not None:
             return found
         self._wanted[key] += 1

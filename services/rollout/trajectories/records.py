@@ -113,14 +113,16 @@ class TrajectoryLog:
     def __init__(self, writer: ExperienceWriter) -> None:
         self._writer = writer
 
-    async def complete(self, at: RowDestination, samples: Sequence[store.Sample]) -> End:
-        """Store all rows of a completed trajectory, or none.
+    async def complete(
+        self, at: RowDestination, samples: Sequence[store.Sample], *, solved: bool = False
+    ) -> End:
+        """Store all rows of a completed trajectory, or none; `solved`: for the job's curriculum.
 
         Rows that the store can never take (larger than a message or a row may be) end it as FAILED.
         It ends as ABORTED if its query has left the step, or if its group was complete without it.
         """
         try:
-            return await self._end(at, pb.TRAJECTORY_STATE_COMPLETED, "", samples)
+            return await self._end(at, pb.TRAJECTORY_STATE_COMPLETED, "", samples, solved)
         except (ResourceExhausted, InvalidArgument) as error:
             if error.kind not in ("message_too_large", "row_too_large"):
                 raise
@@ -140,7 +142,12 @@ class TrajectoryLog:
             return True
 
     async def _end(
-        self, at: RowDestination, state: State, reason: str, samples: Sequence[store.Sample] = ()
+        self,
+        at: RowDestination,
+        state: State,
+        reason: str,
+        samples: Sequence[store.Sample] = (),
+        solved: bool = False,
     ) -> End:
         response = await self._writer.append(
             store.AppendTrajectoryRequest(
@@ -152,6 +159,7 @@ class TrajectoryLog:
                 state=state,
                 reason=reason,
                 samples=samples,
+                solved=solved,
             ),
             at.seconds,
         )

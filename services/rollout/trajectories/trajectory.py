@@ -22,6 +22,7 @@ from services.rollout.trajectories.concurrency import EarlyStartGate
 from services.rollout.trajectories.records import End, LargeColumns, RowDestination, TrajectoryLog
 from services.rollout.trajectories.turn_backend import TurnBackend
 from services.rollout.trajectories.watchdog import IN_WORKFLOW, WorkflowBlockedError, blocked_note
+from troupe.algorithms.scores import success_of
 from troupe.endpoint.server import EndpointServer
 from troupe.outcomes import described, safe_text
 from troupe.rpc import Attempts, RetryPolicy
@@ -52,6 +53,8 @@ Emit = Callable[[rollout.TrajectoryEvent], None]
 
 # The metric of a trajectory that counts its restarts.
 RETRIES: Final = "environment_retries"
+# The metric of a trajectory that says whether it solved its task, for a curriculum.
+SOLVED: Final = "solved"
 _REASON_LIMIT: Final = 1000
 _DOMAIN_LIMIT: Final = 200
 # A workflow that does not end so long after its cancellation is closed, and then abandoned.
@@ -149,7 +152,9 @@ class RunningTrajectory:
                     await self._shelf.put()
                     self._sent = state, reason
                     state, reason = self._ended(
-                        await self._store.complete(self._destination, samples)
+                        await self._store.complete(
+                            self._destination, samples, solved=bool(self._metrics.get(SOLVED))
+                        )
                     )
                     if state == pb.TRAJECTORY_STATE_ABORTED:
                         await self._shelf.discard()
@@ -236,7 +241,8 @@ class RunningTrajectory:
             nonlocal waits_for
             assert job.queries is not None, "language models play"
             assert job.workflow is not None, "language models play"
-            data = await job.queries.get(ticket.split, ticket.index, ticket.evaluation)
+            task = ticket.task if ticket.HasField("task") else None
+            data = await job.queries.get(ticket.split, ticket.index, ticket.evaluation, task)
             query = Query(ticket.query_id, ticket.split, ticket.index, data)
             backend.domain = safe_text(data.get("domain", ""), _DOMAIN_LIMIT)
             waits_for = "the workflow"
@@ -292,6 +298,9 @@ class RunningTrajectory:
             self._metrics = self._metrics | {UNUSED_ENDPOINT: 1.0}
         if not self._stored:
             return []
+        if (curriculum := job.spec.curriculum) is not None:
+            success = success_of(self._rewards, self._metrics, curriculum.success)
+            self._metrics = self._metrics | {SOLVED: float(success >= curriculum.threshold)}
         rows = rows_of(
             self._turns,
             query_id=ticket.query_id,
