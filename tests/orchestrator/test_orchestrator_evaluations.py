@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -200,3 +201,65 @@ async def test_conversations_of_before_and_after_are_kept_whatever_follows(
     ]
     assert all(one.conversation and one.evaluation for pair in pairs for one in pair)
     assert len(listed) == len(set(listed)), "no trajectory is kept twice"
+
+
+async def test_in_mode_async_rollouts_go_on_beside_an_evaluation(cluster: Cluster) -> None:
+    """While evaluations run, the next steps roll out, no policy commits and no engine is updated:
+    what is evaluated is the version that the metrics name."""
+    rollout = cluster.rollouts[0]
+    rollout.script.slow = lambda ticket: 0.6 if ticket.split == "held_out" else 0.0
+    text = job_yaml(
+        pipeline__mode="async",
+        pipeline__alpha=1,
+        pipeline__steps=4,
+        evaluation={"queries": 2, "every": 2},
+        evaluations={"again": {"queries": 1, "tasks": {"source": "tasks:Again"}}},
+    )
+    job_id = await cluster.submit(text)
+    seen: list[tuple[int, int]] = []
+    held = False
+    for _ in range(2000):
+        names = [ticket.split for ticket in rollout.tickets]
+        job = await cluster.job(job_id)
+        if "held-out" in job.activity or "waits for an evaluation" in job.activity:
+            # Evaluations before and in between: trajectories of the next step were begun.
+            seen.append((names.count("held_out"), names.count("train")))
+            held = held or "training waits for an evaluation" in job.activity
+        if job.state in (pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED):
+            break
+        await asyncio.sleep(0.01)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert held
+    assert any(train for held_out, train in seen if held_out <= 3), "before the first step"
+    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
+    found = [row for row in rows if "evaluation/version/solver" in row.values]
+    assert [row.step for row in found] == [0, 2, 4]
+    for row in found:
+        for policy in ("solver", "checker"):
+            assert row.values[f"evaluation/version/{policy}"] == row.step
+    await cluster.check_accounts(job_id, 4, ("checker", "solver"))
+
+
+async def test_an_evaluation_beside_training_survives_a_restart(cluster: Cluster) -> None:
+    """No step is committed while it runs: it is made again, of the same versions."""
+    cluster.rollouts[0].script.slow = lambda ticket: 0.5 if ticket.split == "held_out" else 0.0
+    text = job_yaml(
+        pipeline__mode="async",
+        pipeline__steps=2,
+        evaluation={"queries": 2, "every": 1},
+    )
+    job_id = await cluster.submit(text)
+    for pause in (0.3, 0.9):
+        await asyncio.sleep(pause)
+        await cluster.stop_orchestrator()
+        await cluster.start_orchestrator()
+    job = await cluster.wait(job_id, seconds=40)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
+    found = [row for row in rows if "evaluation/version/solver" in row.values]
+    assert [(row.step, row.values["evaluation/version/solver"]) for row in found] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+    ]
+    await cluster.check_accounts(job_id, 2, ("checker", "solver"))

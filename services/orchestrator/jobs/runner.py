@@ -427,6 +427,8 @@ class JobProgress:
         for row in past:
             self._add_verdict_counts(row.values)
         self._window = StepWindow(context, record.step, self._finish)
+        # Evaluations that are due, and run beside the next steps.
+        self._beside: tuple[str, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -438,11 +440,18 @@ class JobProgress:
         """Runs the steps before the next evaluation or checkpoint; after `close` the open ones."""
         if self.finished:
             return
-        steps = self._window.run(self._next_due())
+        steps = run_all(self._evaluate_beside(), self._window.run(self._next_due()))
         if self._population is None:
             await steps
         else:
             await run_with_background(steps, self._population.watch())
+
+    async def _evaluate_beside(self) -> None:
+        """Runs the evaluations that `catch_up` left over, beside the next steps' rollouts."""
+        if due := self._beside:
+            with self._context.hold.during(len(due)):
+                self._beside = ()
+                await self._evaluate(due)
 
     def close(self) -> None:
         """Opens no further step."""
@@ -507,7 +516,8 @@ class JobProgress:
         return min([spec.pipeline.steps, *due])
 
     async def catch_up(self) -> None:
-        """Does what is due after this step and not done yet: checkpoints, an evaluation.
+        """Does what is due after this step and not done yet: checkpoints, an evaluation. In mode
+        `async` an evaluation is left to `advance`, unless it is the last one.
 
         Raises the error of the last checkpoint if it could not be written: what was learned would
         be lost. A resumed job tries it again.
@@ -525,7 +535,10 @@ class JobProgress:
             name for name, one in spec.evaluation_sets.items() if step == 0 or self._due(one.every)
         ]
         if due and self._record.evaluated != step:
-            await self._evaluate(due)
+            if spec.pipeline.mode == "async" and not self.finished:
+                self._beside = tuple(due)
+            else:
+                await self._evaluate(due)
         if self.finished and (problem := self._record.checkpoint_problem) is not None:
             raise TroupeError.from_problem(problem)
 

@@ -66,6 +66,8 @@ class EvaluationRunner:
         self._recent = trajectories.buffer(job.job_id, step, "evaluate")
         self._compared = trajectories.buffer(job.job_id, step, "after" if step else "before")
         self._compared_ids: frozenset[str] = frozenset()
+        # By policy: the versions that drew its turns.
+        self._versions: defaultdict[str, set[int]] = defaultdict(set)
 
     async def run(self) -> tuple[dict[str, float], dict[str, float]]:
         """The evaluation's metrics, and those of them by which evaluations are compared."""
@@ -91,6 +93,10 @@ class EvaluationRunner:
         await report_failures(self._job, self._name, self.tally, self._total)
         solved = await asyncio.to_thread(self._solved.values)
         values = self.tally.values(time.monotonic() - began) | solved
+        for policy, versions in sorted(self._versions.items()):
+            values[f"version/{policy}"] = float(min(versions))
+            if len(versions) > 1:
+                await self._job.warn(f"{self._name}: {policy} played versions {sorted(versions)}")
         short = f"{self._set}/" if self._set else ""
         scores = {name: value for name, value in solved.items() if not name.endswith(BOUNDS)}
         prefix = evaluation_prefix(self._set)
@@ -104,6 +110,8 @@ class EvaluationRunner:
         self._solved.add(event)
         compared = event.trajectory_id in self._compared_ids
         (self._compared if compared else self._recent).add(event)
+        for turn in event.turns:
+            self._versions[turn.policy].update(span.version for span in turn.versions)
         check_failures(self._job, self._name, self.tally, self._total)
 
     async def _show_progress(self) -> None:

@@ -24,8 +24,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import ChainMap, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -98,6 +98,36 @@ async def warn_of(job: JobContext, step: str, commit: es.StepCommit) -> None:
         await job.warn(f"{step}: {gone} samples of {policy} were dropped: no host has their values")
 
 
+class TrainingHold:
+    """Holds training back while evaluations run beside the rollouts of the next steps.
+
+    No policy commits and no engine is updated meanwhile: all trajectories of an evaluation are of
+    the versions that it names, a checkpoint of them can still be written, and a restarted
+    orchestrator finds the same versions and evaluates them again.
+    """
+
+    def __init__(self) -> None:
+        self.evaluations = 0
+        """Evaluations that run now, one after another."""
+        self._free = asyncio.Event()
+        self._free.set()
+
+    @contextmanager
+    def during(self, evaluations: int) -> Iterator[None]:
+        """Holds training back in the body of a `with`."""
+        self.evaluations = evaluations
+        self._free.clear()
+        try:
+            yield
+        finally:
+            self.evaluations = 0
+            self._free.set()
+
+    async def wait(self) -> None:
+        """Returns when training may go on."""
+        await self._free.wait()
+
+
 @dataclass(frozen=True)
 class StepContext:
     """The parts of a running job that its steps share."""
@@ -110,6 +140,7 @@ class StepContext:
     turns: DeviceTurns
     # Draws opponents, in a job with a `population` section.
     population: PopulationRun | None = None
+    hold: TrainingHold = field(default_factory=TrainingHold)
     # By trained policy: steps committed, and steps whose result engines serve.
     committed: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
@@ -143,9 +174,10 @@ class StepRunner:
         self._rolled_out = rolled_out
         self._mode = job.spec.pipeline.mode
         self._name = f"step {step + 1}"
-        # The open steps before it may take as long each.
+        # The open steps before it, and evaluations beside it, may take as long each.
+        parts = 1 + ahead + context.hold.evaluations
         self._deadline = Deadline(
-            self._name, job.spec.limits.step_seconds * (1 + ahead), "limits.step_seconds"
+            self._name, job.spec.limits.step_seconds * parts, "limits.step_seconds"
         )
         self._queries = StepQueries(job, step, cursor)
         self._rollout: StepRollout = StepRollout(
@@ -226,6 +258,7 @@ class StepRunner:
         """Trains a policy's step, commits its version, and has engines serve it."""
         if self._before is not None:
             await self._deadline.wait(self._before._committed[policy].wait())
+        await self._deadline.wait(self._context.hold.wait())
         trainer = self._context.trainers.policies[policy]
         # Train and publish, unless the store has the commit of a runner before this one.
         if (found := self._queries.commits.get(policy)) is not None:
@@ -267,6 +300,8 @@ class StepRunner:
         total = self._job.spec.pipeline.steps
         over, of = self.progress
         parts = [f"{over} of {of} trajectories"]
+        if self._context.hold.evaluations:
+            parts.append("training waits for an evaluation")
         if busy:
             parts.append(f"{busy} of {len(trained)} policies training")
         if self._commits:
