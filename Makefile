@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real test test-slow test-numeric lint format types walls house protos protos-check lock docs up down clean check
+.PHONY: help setup demo demo-real test test-slow test-numeric lint format types walls house protos protos-check lock docs site up down clean check
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ docs: setup ## generate the job reference and the sizing page
 	$(BIN)/troupe job reference --out docs/job-reference.md
 	$(BIN)/python -m scripts.sizing
 
+site: setup ## build the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 lock: setup ## pin the dependencies of every image anew
 	$(BIN)/python scripts/lock.py
 
@@ -92,5 +95,5 @@ down: setup ## stop it
 	$(BIN)/troupe down
 
 clean: ## remove what builds and tests left (not runs/)
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -117,7 +117,10 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     for name in needed("cpu"):
         link_into(site, distribution(name))
     install = [sys.executable, "-m", "pip", f"--python={venv}", "install", "--quiet", "--no-deps"]
-    subprocess.run([*install, "--no-index", str(wheel)], check=True, timeout=300)
+    # Without PYTHONPATH, where pip might find this checkout and be content with it.
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [*install, "--no-index", str(wheel)]
+    subprocess.run(command, check=True, timeout=300, env=alone)
     kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
     return {**kept, "PATH": f"{venv}/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 
