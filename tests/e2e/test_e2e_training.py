@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.e2e.conftest import House
 from tests.support.tiny_team import job
 from troupe.client import AsyncJobHandle
+from troupe.v1 import orchestrator_pb2 as pb
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,6 +35,22 @@ async def test_two_policies_learn_and_leave_checkpoints(house: House, models: Pa
         assert [c.version for c in checkpoints] == [12]
         AutoModelForCausalLM.from_pretrained(checkpoints[0].path)
         AutoTokenizer.from_pretrained(checkpoints[0].path)
+
+    # Of one query a step the tokens are kept, with what the trainers made of them.
+    request = pb.ListTrajectoriesRequest(job_id=handle.id, page_size=200, to_step=10)
+    listed = (await handle._stub.ListTrajectories(request)).trajectories
+    name = next(one.trajectory_id for one in listed if one.tokens_kept and not one.evaluation)
+    wanted = pb.GetTrajectoryRequest(job_id=handle.id, trajectory_id=name, tokens=True)
+    found = await handle._stub.GetTrajectory(wanted)
+    assert {turn.policy for turn in found.turns} == {"solver", "checker"}
+    for turn in found.turns:
+        count = turn.response_tokens
+        tokens = turn.tokens
+        assert len(tokens.ids) == len(tokens.texts) == len(tokens.logprobs) == count
+        assert len(tokens.advantages) == count
+        # No gradient was computed where nothing is to be learned. On-policy ratios are one.
+        assert len(tokens.ratios) == (count if any(tokens.advantages) else 0)
+        assert list(tokens.ratios) == pytest.approx([1.0] * len(tokens.ratios), abs=1e-3)
 
 
 async def test_a_tree_is_trained_in_groups_of_siblings(house: House, models: Path) -> None:

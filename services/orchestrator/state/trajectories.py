@@ -217,9 +217,11 @@ class TrajectoryFilter:
     def __init__(self, request: orch.ListTrajectoriesRequest) -> None:
         self._request = request
         self._text = request.text.casefold()
-        bounds = ("from_step", "to_step", "min_reward", "max_reward")
-        self.given = bool(request.text or request.agent or request.reason) or any(
-            request.HasField(name) for name in bounds
+        self.given = bool(request.text or request.agent or request.reason) or (
+            request.HasField("from_step")
+            or request.HasField("to_step")
+            or request.HasField("min_reward")
+            or request.HasField("max_reward")
         )
         # Whether the turns have to be read, since the summary does not tell.
         self.reads = bool(request.text or request.agent)
@@ -234,12 +236,11 @@ class TrajectoryFilter:
         if request.HasField("to_step") and one.step > request.to_step:
             return False
         reward = self._reward(one.rewards)
-        for name, sign in (("min_reward", 1), ("max_reward", -1)):
-            if request.HasField(name) and (
-                reward is None or sign * reward < sign * getattr(request, name)
-            ):
-                return False
-        return True
+        least = request.min_reward if request.HasField("min_reward") else None
+        most = request.max_reward if request.HasField("max_reward") else None
+        if reward is None:
+            return least is None and most is None
+        return (least is None or reward >= least) and (most is None or reward <= most)
 
     def reads_in(self, full: orch.GetTrajectoryResponse) -> bool:
         """Whether a trajectory's turns have the text and the agent."""
