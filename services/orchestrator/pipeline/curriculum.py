@@ -50,8 +50,8 @@ class Curriculum:
         weights = [one.weight for one in job.spec.tasks.mixed.values()]
         self._weights = weights or [1.0]
         self._shares = CurriculumShares(new=spec.explore, failed=spec.replay, solved=spec.review)
-        # Metrics of the pools as of the last choice.
-        self._sizes: dict[str, float] = {}
+        # Metrics of the pools as of the newest choice, in tasks; each choice makes new ones.
+        self.sizes: Mapping[str, float] = {}
 
     async def choose(self, numbers: Sequence[int]) -> list[str]:
         """The ids of the queries with these numbers, which say what each asks."""
@@ -77,7 +77,7 @@ class Curriculum:
                 field="tasks",
                 remedy="Run one release of Troupe on all hosts.",
             )
-        self._sizes = _sizes_of(found.sources, items)
+        self.sizes = _sizes_of(found.sources, items)
         chosen = choose_tasks(
             numbers,
             [
@@ -94,15 +94,13 @@ class Curriculum:
         )
         return [choice.query_id for choice in chosen]
 
-    def values(self, choices: Collection[TaskChoice]) -> dict[str, float]:
-        """Metrics of a step whose queries are `choices`, as shares of them, and of the pools from
-        which they were chosen, in tasks."""
-        counts = Counter(choice.pool for choice in choices)
-        shares = {
-            f"curriculum/{name}": counts[pool] / max(1, len(choices))
-            for pool, name in _NAMES.items()
-        }
-        return shares | self._sizes
+
+def shares_of(choices: Collection[TaskChoice]) -> dict[str, float]:
+    """Metrics of a step whose queries are `choices`: the share of each pool in them."""
+    counts = Counter(choice.pool for choice in choices)
+    return {
+        f"curriculum/{name}": counts[pool] / max(1, len(choices)) for pool, name in _NAMES.items()
+    }
 
 
 def _sizes_of(sources: Sequence[es.TaskPools], items: Sequence[int]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from services.orchestrator.context import JobContext
-from services.orchestrator.pipeline.curriculum import Curriculum
+from services.orchestrator.pipeline.curriculum import Curriculum, shares_of
 from troupe.rpc import new_id
 from troupe.scheduling import admission
 from troupe.scheduling.curriculum import number_of
@@ -79,6 +79,8 @@ class StepQueries:
         self.ended: Collection[str] = frozenset()
         self.commits: dict[str, es.StepCommit] = {}
         self.left = 0
+        # Metrics of the pools that the newest of its tasks were chosen from.
+        self._pool_sizes: Mapping[str, float] = {}
 
     @property
     def trajectories(self) -> int:
@@ -102,8 +104,15 @@ class StepQueries:
             return
         self.versions.update(versions)
         async with self._cursor.lock:
-            await self._plan(await self._cursor.take(fresh, offline=self._offline))
+            await self._plan(await self._take(fresh))
             await self._open()
+
+    async def _take(self, count: int) -> list[str]:
+        taken = await self._cursor.take(count, offline=self._offline)
+        if self._cursor.curriculum is not None and not self._offline:
+            # Now: steps overlap in mode async, and the next one chooses anew.
+            self._pool_sizes = self._cursor.curriculum.sizes
+        return taken
 
     async def _open(self) -> None:
         await self._check_epoch()
@@ -155,7 +164,7 @@ class StepQueries:
     async def join(self, count: int) -> list[admission.QueryPlan]:
         """Adds `count` new queries, in the order of the split."""
         async with self._cursor.lock:
-            added = await self._plan(await self._cursor.take(count, offline=self._offline))
+            added = await self._plan(await self._take(count))
             ids = [plan.query_id for plan in added]
             await self._amend(add_query_ids=ids, cursor=self._cursor.at)
         return added
@@ -198,11 +207,11 @@ class StepQueries:
         return self._planned(map(admission.query_id_of, numbers))
 
     def values(self) -> dict[str, float]:
-        """Metrics of the choice of its tasks."""
+        """Metrics of the choice of its tasks: shares of pools, and the sizes of these, in tasks."""
         if self._cursor.curriculum is None or self._offline:
             return {}
         choices = [plan.choice for plan in self.plans.values() if plan.choice is not None]
-        return self._cursor.curriculum.values(choices)
+        return shares_of(choices) | dict(self._pool_sizes)
 
     def _planned(self, query_ids: Iterable[str]) -> list[admission.QueryPlan]:
         spec = self._job.spec
