@@ -40,7 +40,7 @@ class Meters:
         self.pushed_back = counter(
             "troupe_store_pushed_back", "Endings refused above the high-water mark."
         )
-        table = ["job", "policy"]
+        table = ["job_id", "policy"]
         self._samples = gauge("troupe_store_samples", "Samples of live jobs.", [*table, "state"])
         self._lag = gauge("troupe_store_lag_steps", "Steps opened and not committed.", table)
         self._oldest = gauge(

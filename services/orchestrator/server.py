@@ -15,6 +15,7 @@ from services.chassis.telemetry import Telemetry
 from services.orchestrator import cluster
 from services.orchestrator.context import Shared
 from services.orchestrator.jobs import checkpoints
+from services.orchestrator.metrics import ClusterCollector
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.populations import on_demand
 from services.orchestrator.populations.state import no_population
@@ -387,7 +388,10 @@ def make_service(settings: OrchestratorSettings, telemetry: Telemetry) -> Orches
     """The service with `settings`."""
     orchestrator = Orchestrator(settings)
     wanted = telemetry.gauge("troupe_trainers_wanted", "Trainers that would be of use now.")
-    wanted.set_function(lambda: orchestrator.shared.trainer_scheduler.wanted)
+    shared = orchestrator.shared
+    wanted.set_function(lambda: shared.trainer_scheduler.wanted)
+    collector = ClusterCollector(shared.store, shared.workers.all, shared.in_flight)
+    telemetry.registry.register(collector)
     return OrchestratorService(orchestrator, ModelServer(settings))
 
 

@@ -175,7 +175,7 @@ async def test_only_the_oldest_uncommitted_step_goes_on_above_the_mark(
     await database.call("SET", JobTableKeys("broken").tables, "no table")
     await service._meters.observe()
     registry = small.telemetry.registry
-    labels = {"job": client.job, "policy": "solver"}
+    labels = {"job_id": client.job, "policy": "solver"}
     assert registry.get_sample_value("troupe_store_over_high_water") == 1
     assert registry.get_sample_value("troupe_store_pushed_back_total") == 1
     assert registry.get_sample_value("troupe_store_lag_steps", labels) == 2

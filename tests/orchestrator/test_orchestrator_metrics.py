@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.orchestrator.jobs.sinks import JsonLines, Sinks
 from services.orchestrator.pipeline.metrics import Tally, commit_metrics, percentile
 from services.orchestrator.pipeline.steps import warn_of
-from tests.support.cluster import job_yaml
+from tests.support.cluster import Cluster, job_yaml
 from troupe.job import parse_job
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
@@ -204,3 +204,38 @@ async def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     sinks = Sinks(spec, "job", tmp_path / "nowhere")
     (trouble,) = await sinks.write(rows(1)[0])
     assert "JsonLines" in trouble
+
+
+async def test_prometheus_sees_jobs_workers_and_engines(cluster: Cluster) -> None:
+    assert cluster.orchestrator is not None
+    registry = cluster.orchestrator.telemetry.registry
+
+    def value(series: str, **labels: str) -> float | None:
+        return registry.get_sample_value(series, labels)
+
+    worker = cluster.rollouts[0].settings.worker_id
+    assert value("troupe_jobs", state="running") == 0
+    assert value("troupe_jobs_ended_total", state="failed") == 0
+    job_id = await cluster.submit(job_yaml(pipeline__steps=5000))
+
+    def newest() -> float | None:
+        return value("troupe_job_metric", job_id=job_id, name="reward/mean")
+
+    await cluster.until(job_id, lambda _: newest() is not None)
+    reward = newest()
+    for kind in ("rollout", "trainer"):
+        assert value("troupe_workers", kind=kind, state="usable") == 1
+        assert value("troupe_workers", kind=kind, state="lost") == 0
+    assert value("troupe_jobs", state="running") == 1
+    assert (value("troupe_job_steps", job_id=job_id) or 0.0) >= 1
+    assert value("troupe_policy_version", job_id=job_id, policy="solver") is not None
+    await cluster.cancel(job_id)
+    await cluster.wait(job_id)
+    assert value("troupe_jobs_ended_total", state="cancelled") == 1
+    assert value("troupe_jobs", state="running") == 0
+    logged = [one.metrics for one in await cluster.events(job_id) if one.HasField("metrics")]
+    assert reward in {row.values["reward/mean"] for row in logged}
+    # Its series end with it.
+    assert value("troupe_job_steps", job_id=job_id) is None
+    assert newest() is None
+    assert value("troupe_worker_rss_bytes", kind="rollout", worker=worker) is not None

@@ -7,9 +7,10 @@ import os
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from services.chassis.redis import Value
 from services.orchestrator.state.event_log import LOG_CAP, EventLog
 from services.orchestrator.state.records import (
     MAX_JOB_ID,
+    TERMINAL,
     JobRecord,
     not_a_page,
     problem_field,
@@ -65,6 +67,20 @@ class StoredJob:
     resolved: Sequence[pb.ResolvedSetting] = ()
 
 
+@dataclass
+class LiveJob:
+    """A job that this process runs, as its metrics show it."""
+
+    state: pb.JobState.ValueType
+    step: int = 0
+    # The newest row of metrics, by kind: of a step, of an evaluation.
+    rows: dict[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def values(self) -> dict[str, float]:
+        """The values of both rows; for a thread that reads them while rows come in."""
+        return {name: value for row in list(self.rows.values()) for name, value in row.items()}
+
+
 class JobStore:
     """The jobs in Redis. Whatever must be atomic is one Lua script."""
 
@@ -81,6 +97,10 @@ class JobStore:
         self._data_dir = data_dir
         # Names this process to users who look for the other orchestrator of a job.
         self.instance = f"{socket.gethostname()}, process {os.getpid()}"
+        # What this process has written itself, for its metrics: jobs that it runs, by id, and how
+        # many have ended, by state.
+        self.live: dict[str, LiveJob] = {}
+        self.ended: Counter[pb.JobState.ValueType] = Counter()
 
     @property
     def address(self) -> str:
@@ -103,6 +123,8 @@ class JobStore:
         # Repeated after a crash between the two writes: the index is a set.
         await self._redis.call("ZADD", INDEX, "NX", record.created_at, record.job_id)
         self._log.wake(record.job_id)
+        if made:
+            self.live[record.job_id] = LiveJob(record.state)
         return bool(made)
 
     async def get(self, job_id: str) -> JobRecord:
@@ -285,7 +307,15 @@ class JobStore:
                 remedy=_REMEDIES.get(target),
             )
         self._log.wake(job_id)
-        return await self.get(job_id)
+        if target in TERMINAL:
+            self.ended[target] += int(outcome == b"moved")
+        record = await self.get(job_id)
+        if target in TERMINAL or target == pb.JOB_STATE_PAUSED:
+            self.live.pop(job_id, None)
+        else:
+            job = self.live.setdefault(job_id, LiveJob(target))
+            job.state, job.step = target, record.step
+        return record
 
     async def adopt(self, job_id: str) -> int:
         """Takes the job over; returns the new runner's epoch, which fences off older runners."""
@@ -361,6 +391,9 @@ class JobStore:
             ],
         )
         await self._raise_if_superseded(job_id, outcome)
+        if (job := self.live.get(job_id)) is not None:
+            job.step = step
+            job.rows[guard[0]] = dict(values)
         self._log.wake(job_id)
         return bool(outcome == b"written")
 
@@ -381,6 +414,8 @@ class JobStore:
         return fields
 
     async def _raise_if_superseded(self, job_id: str, outcome: bytes) -> None:
+        if outcome in (b"missing", b"superseded"):
+            self.live.pop(job_id, None)
         if outcome == b"missing":
             raise self._unknown(job_id)
         if outcome == b"superseded":
