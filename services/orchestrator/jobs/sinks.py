@@ -113,8 +113,15 @@ class Wandb:
 
     def __init__(self, project: str, job_id: str, directory: Path, config: dict[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
+        # "create_new": otherwise a second job of this process would be given the first one's run.
         self._run: Any = wandb.init(
-            project=project, id=job_id, name=job_id, resume="allow", dir=directory, config=config
+            project=project,
+            id=job_id,
+            name=job_id,
+            resume="allow",
+            reinit="create_new",
+            dir=directory,
+            config=config,
         )
 
     def write(self, rows: Sequence[orch.MetricsLogged]) -> None:

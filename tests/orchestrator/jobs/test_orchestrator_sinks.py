@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import subprocess
 import sys
 import threading
 import types
@@ -130,3 +133,93 @@ async def test_one_that_hangs_for_too_long_is_given_up(
     troubles = await sinks.open([row(0)]) + await sinks.write(row(1)) + await sinks.close()
     assert troubles == ["Weights & Biases is given up: it did not end within 0.1 s"]
     assert lines(tmp_path) == [0, 1]
+
+
+# In a process of its own, which has wandb: two jobs at once, rows in turn, a resumed job.
+OFFLINE = """
+import asyncio, sys
+from pathlib import Path
+
+sys.path.append(sys.argv[1])  # last: what this environment has comes from there
+from services.orchestrator.jobs.sinks import Sinks
+from tests.support.cluster import job_yaml
+from troupe.job import parse_job
+from troupe.v1 import orchestrator_pb2 as orch
+from wandb.proto import wandb_internal_pb2
+
+BLOCK, HEADER = 2**15, 7
+
+
+def row(job, step):
+    return orch.MetricsLogged(step=step, values={"reward/mean": job + step / 10})
+
+
+def records(file):
+    # LevelDB's format of logs: blocks of chunks, each with checksum, length and kind.
+    data, at, text = file.read_bytes(), HEADER, b""
+    while at + HEADER <= len(data):
+        if BLOCK - at % BLOCK < HEADER:
+            at += BLOCK - at % BLOCK
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        text += data[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind in (1, 4):
+            yield wandb_internal_pb2.Record.FromString(text)
+            text = b""
+
+
+async def main(place):
+    text = job_yaml(logging__wandb_project="p", logging__tensorboard=False)
+    jobs = {}
+    for job in (1, 2):
+        directory = place / f"job-{job}"
+        directory.mkdir()
+        jobs[job] = Sinks(parse_job(text), f"job-{job}", directory)
+        assert await jobs[job].open([]) == []
+    for step in (1, 2):
+        for job, sinks in jobs.items():
+            assert await sinks.write(row(job, step)) == []
+    for sinks in jobs.values():
+        assert await sinks.close() == []
+    again = Sinks(parse_job(text), "job-1", place / "job-1")
+    assert await again.open([row(1, step) for step in (1, 2, 3)]) == []  # the third is missing
+    assert await again.close() == []
+    for job, wanted in ((1, [1, 2, 3]), (2, [1, 2])):
+        found, projects = [], set()
+        for file in sorted((place / f"job-{job}").glob("wandb/offline-run-*/*.wandb")):
+            for one in records(file):
+                if one.WhichOneof("record_type") == "run":
+                    projects.add((one.run.project, one.run.run_id))
+                items = {tuple(i.nested_key) or (i.key,): i.value_json for i in one.history.item}
+                if items:
+                    found.append((int(items["_step",]), float(items["reward/mean",])))
+        assert projects == {("p", f"job-{job}")}, projects
+        assert found == [(step, job + step / 10) for step in wanted], found
+
+
+asyncio.run(main(Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_weights_and_biases_offline_has_the_rows_of_each_job(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    if importlib.util.find_spec("wandb") is None:
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site)]
+        if subprocess.run([*install, "wandb>=0.19.11"], capture_output=True).returncode:
+            pytest.skip("wandb cannot be installed")
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONFIG_DIR": str(tmp_path)}
+    place = tmp_path / "jobs"
+    place.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, str(site), str(place)],
+        cwd=Path(__file__).resolve().parents[3],
+        env={**os.environ, **offline},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
