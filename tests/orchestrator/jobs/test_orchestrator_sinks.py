@@ -137,7 +137,7 @@ async def test_one_that_hangs_for_too_long_is_given_up(
 
 # In a process of its own, which has wandb: two jobs at once, rows in turn, a resumed job.
 OFFLINE = """
-import asyncio, sys
+import asyncio, sys, time
 from pathlib import Path
 
 sys.path.append(sys.argv[1])  # last: what this environment has comes from there
@@ -162,11 +162,28 @@ def records(file):
             at += BLOCK - at % BLOCK
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + HEADER + length > len(data):
+            return  # not written to its end yet
         text += data[at + HEADER : at + HEADER + length]
         at += HEADER + length
         if kind in (1, 4):
             yield wandb_internal_pb2.Record.FromString(text)
             text = b""
+
+
+def logged(place):
+    # Step and value of each row, by run and project.
+    found = {}
+    for file in sorted(place.glob("job-*/wandb/offline-run-*/*.wandb")):
+        run = None
+        for one in records(file):
+            if one.WhichOneof("record_type") == "run":
+                run = one.run.run_id, one.run.project
+            items = {tuple(i.nested_key) or (i.key,): i.value_json for i in one.history.item}
+            if items:
+                row = int(items["_step",]), float(items["reward/mean",])
+                found.setdefault(run, []).append(row)
+    return found
 
 
 async def main(place):
@@ -185,17 +202,15 @@ async def main(place):
     again = Sinks(parse_job(text), "job-1", place / "job-1")
     assert await again.open([row(1, step) for step in (1, 2, 3)]) == []  # the third is missing
     assert await again.close() == []
-    for job, wanted in ((1, [1, 2, 3]), (2, [1, 2])):
-        found, projects = [], set()
-        for file in sorted((place / f"job-{job}").glob("wandb/offline-run-*/*.wandb")):
-            for one in records(file):
-                if one.WhichOneof("record_type") == "run":
-                    projects.add((one.run.project, one.run.run_id))
-                items = {tuple(i.nested_key) or (i.key,): i.value_json for i in one.history.item}
-                if items:
-                    found.append((int(items["_step",]), float(items["reward/mean",])))
-        assert projects == {("p", f"job-{job}")}, projects
-        assert found == [(step, job + step / 10) for step in wanted], found
+    # A process of wandb's writes the files, and the end of them just after `finish` has returned.
+    deadline = time.monotonic() + 30
+    wanted = {
+        (f"job-{job}", "p"): [(step, job + step / 10) for step in steps]
+        for job, steps in ((1, (1, 2, 3)), (2, (1, 2)))
+    }
+    while (found := logged(place)) != wanted:
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.2)
 
 
 asyncio.run(main(Path(sys.argv[2])))
