@@ -11,6 +11,7 @@ import { Viewer } from "./trajectories.js";
 const TERMINAL = ["succeeded", "failed", "cancelled"];
 const QUEUE_POINTS = 240;
 const LOG_LINES = 300;
+const DRAW_MS = 200;
 const REWARD = /^(?:reward\/)?((?!reward\b|eval\b|staleness\b)[\w-]+)\/mean$/;
 const THROUGHPUT = /^rollout\/(tokens_per_second)$/;
 const LOSS = /^([\w-]+)\/loss\/policy$/;
@@ -68,12 +69,17 @@ function refresh() {
 // --- the chosen job -------------------------------------------------------------------------
 
 let drawing = false;
+let drawn = 0;
+// At most every DRAW_MS: a log of thousands of steps comes in faster than it can be drawn.
 function drawCharts() {
   if (drawing) return;
   drawing = true;
-  requestAnimationFrame(() => {
-    drawing = false;
-    if (view() !== "run") return;
+  setTimeout(() => requestAnimationFrame(drawNow), drawn + DRAW_MS - performance.now());
+}
+
+function drawNow() {
+  drawing = false;
+  if (view() === "run") {
     const began = performance.now();
     charts.reward.draw(training.steps, training.series(REWARD));
     charts.throughput.draw(training.steps, training.series(THROUGHPUT));
@@ -82,7 +88,8 @@ function drawCharts() {
     drawEvaluations(evaluations, spec);
     drawGaps();
     performance.measure("troupe-charts", { start: began });
-  });
+    drawn = performance.now();
+  }
 }
 
 // Whether a policy made no update in the step at a place: its loss is none, not that of before.
@@ -97,7 +104,10 @@ function withGaps(one) {
 }
 
 function drawGaps() {
-  const counts = training.series(LOSS).map(({ name }) => [name, training.steps.filter((_, i) => idle(name)(i)).length]);
+  const counts = training.series(LOSS).map(({ name }) => {
+    const none = idle(name);
+    return [name, training.steps.reduce((count, _, i) => count + none(i), 0)];
+  });
   const told = counts.filter(([, count]) => count).map(([name, count]) => `${name} ${count}`);
   byId("gaps").textContent = told.length ? `gaps: steps without an update (${told.join(", ")})` : "";
 }
