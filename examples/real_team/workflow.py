@@ -1,4 +1,4 @@
-"""The team: a writer drafts a sentence, a critic judges it, and the writer may try once more."""
+"""The team: a writer drafts a sentence, an editor rewrites it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ RULES = f"One sentence of {FEWEST} to {MOST} words."
 
 
 async def write(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
-    """The writer earns the share of the rules that each of its sentences keeps, the critic 1 for a
-    right verdict, the team 1 when the last sentence keeps all rules."""
+    """Writer and editor each earn the share of the rules that their text keeps; the team has
+    succeeded when the editor's keeps all."""
     topic = query["topic"]
-    request = {"role": "user", "content": f"{query['request']} {RULES}"}
-    draft = await agents["writer"].chat([request])
-    rules = kept(topic, draft.text)
-    verdict = await agents["critic"].chat(
-        f"Rules: {RULES} It has the word {topic}.\nText: {draft.text}\n"
-        "Does the text keep the rules? Answer yes or no."
+    draft = await agents["writer"].chat(f"{query['request']} {RULES}")
+    edited = await agents["editor"].chat(
+        f"Rewrite this text about a {topic}. {RULES}\n\n{draft.text.strip()}"
     )
-    said = verdict.text.strip().lower().rstrip(".")
-    verdict.reward = float(said == ("yes" if all(rules.values()) else "no"))
-    draft.reward = last = sum(rules.values()) / len(rules)
-    if said == "no":
-        again = {"role": "user", "content": f"That breaks a rule. {request['content']}"}
-        final = await agents["writer"].chat([request, draft, again])
-        rules = kept(topic, final.text)
-        final.reward = last = sum(rules.values()) / len(rules)
-    return {"writer": last, "critic": verdict.reward, "team": float(all(rules.values()))}
+    rules = kept(topic, draft.text), kept(topic, edited.text)
+    query.log(draft_right=float(all(rules[0].values())))
+    writer, editor = (sum(one.values()) / len(one) for one in rules)
+    return {"writer": writer, "editor": editor, "team": float(all(rules[1].values()))}
