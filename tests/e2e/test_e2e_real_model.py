@@ -44,9 +44,9 @@ def short_job(smol: Path, **over: Any) -> str:
     spec["checkpoint"] = {"every": 2, "keep": 1}
     spec["logging"] = {"tensorboard": False}
     for path, value in over.items():
-        section, _, field = path.rpartition("__")
+        *sections, field = path.split("__")
         node = spec
-        for part in section.split("__"):
+        for part in sections:
             node = node[part]
         node[field] = value
     return yaml.safe_dump(spec)
@@ -78,21 +78,19 @@ def test_the_checkpoint_is_whole(smol: Path) -> None:
 
 
 def check_conversation(one: Trajectory) -> None:
-    """Writer, critic and perhaps the writer again, whose first reply stands in its prompt."""
-    agents = [turn.agent for turn in one.conversation]
-    assert agents in (["writer", "critic"], ["writer", "critic", "writer"]), agents
+    """Writer, editor and the writer again, whose first reply stands in its prompt."""
+    assert [turn.agent for turn in one.conversation] == ["writer", "editor", "writer"]
     assert all("<|im_" not in turn.response for turn in one.conversation)
-    if len(agents) == 3:
-        assert one.conversation[0].response in [text for _, text in one.conversation[2].messages]
+    assert one.conversation[0].response in [text for _, text in one.conversation[2].messages]
 
 
 async def test_a_whole_model_and_an_adapter_are_trained_exported_and_evaluated(
     house: House, smol: Path, tmp_path: Path
 ) -> None:
-    handle = await house.client.submit(short_job(smol))
+    handle = await house.client.submit(short_job(smol, workflow="tests.support.again:write_again"))
     record = await handle.wait(timeout=900)
     assert record.state == "succeeded", record
-    assert record.versions == {"writer": 2, "critic": 2}
+    assert record.versions == {"writer": 2, "editor": 2}
     assert not (await handle.audit()).violations
     # The ids of earlier turns were reused as they were sampled.
     broken = [value for name, value in record.metrics.items() if "prefix_breaks" in name]
@@ -114,7 +112,7 @@ async def test_a_whole_model_and_an_adapter_are_trained_exported_and_evaluated(
     assert any(not torch.equal(trained[name], first[name]) for name in first)
     AutoTokenizer.from_pretrained(saved["writer"])
 
-    exported = await handle.export("critic", tmp_path / "critic")
+    exported = await handle.export("editor", tmp_path / "editor")
     adapter = load_file(exported / "adapter_model.safetensors")
     assert any(bool(t.any()) for name, t in adapter.items() if ".lora_B." in name)
     merge_in_place(exported, smol)
@@ -129,7 +127,7 @@ async def test_a_whole_model_and_an_adapter_are_trained_exported_and_evaluated(
 async def test_a_real_server_takes_the_weights_of_a_real_model(
     house: House, smol: Path, tmp_path: Path
 ) -> None:
-    """The writer in SGLang, the critic in the embedded engine: one step with both."""
+    """The writer in SGLang, the editor in the embedded engine: one step with both."""
     engine = {
         "kind": "sglang",
         "python": interpreter(tmp_path),
