@@ -12,7 +12,7 @@ import pytest
 
 CHROMIUM = os.environ.get("TROUPE_CHROMIUM") or shutil.which("chromium")
 PATIENCE_MS = 60_000
-_FLAGS = [
+FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
@@ -35,7 +35,7 @@ async def opened(**options: Any) -> AsyncIterator[tuple[Any, list[str]]]:
 
     expect.set_options(timeout=PATIENCE_MS)
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=_FLAGS)
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = await browser.new_page(**options)
         page.set_default_timeout(PATIENCE_MS)
         faults: list[str] = []

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from services.control_panel.access import PanelSettings, host_name
+from tests.control_panel.chromium import CHROMIUM, FLAGS, PATIENCE_MS, needs_chromium
 from tests.control_panel.conftest import SPEC, YAML, Panel
-from tests.control_panel.test_panel_browser import CHROMIUM, FLAGS, PATIENCE_MS
 from troupe.rpc.addresses import is_loopback_host
 
 FUNCTION = json.dumps({"name": "evil", "entrypoint": "subprocess:run"})
@@ -261,9 +261,6 @@ async def chromium_page(*flags: str) -> AsyncIterator[Any]:
         page.set_default_timeout(PATIENCE_MS)
         yield page
         await browser.close()
-
-
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 
 
 @pytest.mark.slow

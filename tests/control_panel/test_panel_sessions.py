@@ -10,8 +10,9 @@ import pytest
 from pydantic import SecretStr
 
 from services.control_panel.access import PanelSettings
+from tests.control_panel.chromium import needs_chromium
 from tests.control_panel.conftest import SPEC, YAML, Panel
-from tests.control_panel.test_panel_other_sites import chromium_page, needs_chromium
+from tests.control_panel.test_panel_other_sites import chromium_page
 from troupe.rpc import tokens
 from troupe.rpc.tokens import LinkCodes, one_time_link
 
