@@ -90,7 +90,7 @@ async def test_values_of_an_aborted_trajectory_are_not_left_behind(
     await house.open_step(queries=1, group_size=1)
     on_its_way = asyncio.Event()
 
-    async def slow(*_: object) -> None:
+    async def slow(*_: object, **__: object) -> None:
         on_its_way.set()
         await asyncio.Event().wait()
 

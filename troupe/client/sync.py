@@ -174,6 +174,7 @@ class JobHandle(Blocking[AsyncJobHandle]):
     metrics = _call(AsyncJobHandle.metrics)
     trajectories = _call(AsyncJobHandle.trajectories)
     trajectory = _call(AsyncJobHandle.trajectory)
+    before_and_after = _call(AsyncJobHandle.before_and_after)
     population = _call(AsyncJobHandle.population)
     matches = _call(AsyncJobHandle.matches)
     export_member = _call(AsyncJobHandle.export_member)
