@@ -1,4 +1,4 @@
-"""A real pretrained model (SmolLM2-135M-Instruct): its tokenizer, tied weights, adapters, engines.
+"""A real pretrained model (SmolLM2-135M-Instruct): its tokenizer, tied weights, adapters.
 
 Slow tests: the model is downloaded (93 MB) and converted.
 """
@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.real_team import model as real_model
 from tests.e2e.conftest import House
-from tests.rollout.engines.real_server import START_SECONDS, interpreter
 from troupe.checkpoints.merging import merge_in_place
 from troupe.client import Trajectory
 from troupe.rpc.errors import Unavailable
@@ -122,21 +121,3 @@ async def test_a_whole_model_and_an_adapter_are_trained_exported_and_evaluated(
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(smol)(ids).logits
         assert not torch.equal(merged(ids).logits, base)
-
-
-async def test_a_real_server_takes_the_weights_of_a_real_model(
-    house: House, smol: Path, tmp_path: Path
-) -> None:
-    """The writer in SGLang, the editor in the embedded engine: one step with both."""
-    engine = {
-        "kind": "sglang",
-        "python": interpreter(tmp_path),
-        "max_context": 192,
-        "start_timeout_seconds": START_SECONDS,
-    }
-    handle = await house.client.submit(short_job(smol, policies__writer__engine=engine))
-    record = await handle.wait(timeout=1000)
-    assert record.state == "succeeded", record
-    assert not (await handle.audit()).violations
-    # Engine and trainer agree on the probabilities of the same ids, before and after an update.
-    assert record.metrics["writer/k3_kl"] < 1e-4, record.metrics
