@@ -18,19 +18,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from examples.games import kuhn, stag_hunt
+from troupe.demo.models import SPECIALS, UNKNOWN, chat_tokenizer
 
-PAD: Final = "<pad>"
-END: Final = "<end>"
-USER: Final = "<user>"
-ASSISTANT: Final = "<assistant>"
-UNKNOWN: Final = "<unk>"
-TEMPLATE: Final = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<end>"
-    "{% else %}<user>{{ message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 _WORD: Final = r"\w+|[^\w]"
 _SPOKEN: Final = "You hold the. They. Go. Legal moves: That is no legal move. stag, hare.\n"
 
@@ -39,26 +28,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """A token per word of the games, per digit string and per mark; the same every time."""
     texts = [kuhn.RULES, *kuhn.CARDS, *kuhn.MOVES, stag_hunt.StagHunt().properties.rules, _SPOKEN]
     words = dict.fromkeys(re.findall(_WORD, " ".join(texts).lower()))
-    specials = [PAD, END, USER, ASSISTANT, UNKNOWN]
-    vocabulary = {token: i for i, token in enumerate([*specials, *words])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *words])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD), "isolated")
     core.decoder = decoders.Fuse()
     return chat_tokenizer(core)
-
-
-def chat_tokenizer(core: Tokenizer) -> PreTrainedTokenizerFast:
-    """`core`, whose vocabulary has the special tokens, with the marks of a conversation."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[USER, ASSISTANT],
-        chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def make_model(

@@ -15,21 +15,13 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.games.kuhn import CARDS, MOVES
-from examples.games.model import (
-    ASSISTANT,
-    END,
-    PAD,
-    UNKNOWN,
-    USER,
-    chat_tokenizer,
-    make_model,
-)
+from examples.games.model import make_model
+from troupe.demo.models import SPECIALS, UNKNOWN, chat_tokenizer
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A token per card and per move; the same every time."""
-    specials = [PAD, END, USER, ASSISTANT, UNKNOWN]
-    vocabulary = {token: i for i, token in enumerate([*specials, *CARDS, *MOVES])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *CARDS, *MOVES])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -190,7 +190,10 @@ class ModelFiles:
         return str(await self._copied(await self._found(field, source, hosts)))
 
     async def _found(self, field: str, source: str, hosts: tuple[str, ...]) -> _Model:
-        """Who has the directory. Raises `InvalidArgument`."""
+        """The directory as the first host that has it describes it, and the hosts to copy from.
+
+        Raises `InvalidArgument` of kind "model_not_found" where none has it.
+        """
         others = tuple(one for one in dict.fromkeys(hosts) if one != self._settings.address)
         silent: list[str] = []
         for address in others:

@@ -323,17 +323,15 @@ async def job_schema() -> dict[str, Any]:
 
 @specifications.post("/check", openapi_extra=_specification_body(required=True))
 async def check_specification(request: Request) -> views.CheckedSpecification:
-    """What is wrong with a specification, and what in it is without effect. Nothing is submitted,
-    and none of its code is imported."""
+    """Faults of a specification, and settings in it without effect. Nothing is submitted, and none
+    of its code is imported."""
     text = await _specification(request)
     try:
         spec = await asyncio.to_thread(parse_job, text)
     except JobSpecError as error:
         problems = [views.FieldFault(**asdict(one)) for one in error.problems]
         return views.CheckedSpecification(problems=problems, advice=[], summary="")
-    trained = ", ".join(spec.trained_policies) or "nothing"
-    summary = f"{len(spec.agents)} agents, trains {trained}, {spec.pipeline.steps} steps"
-    return views.CheckedSpecification(problems=[], advice=advice(spec), summary=summary)
+    return views.CheckedSpecification(problems=[], advice=advice(spec), summary=spec.summary)
 
 
 @samples.get("/{job_id}/tables")

@@ -41,7 +41,7 @@ class SettingView(View):
     value: str
     """As a worker resolved it."""
     source: str
-    """Who decided: `given`, `checkpoint`, or the class of the worker's device."""
+    """Origin of the value: `given`, `checkpoint`, or the class of the worker's device."""
 
 
 class JobView(View):
@@ -75,7 +75,7 @@ class JobView(View):
     problem: dict[str, Any] | None
     """Why it failed."""
     resolved: list[SettingView]
-    """What became of settings that the job leaves open; of one field several where workers
+    """Resolved values of settings that the job leaves open; of one field several where workers
     differ."""
     spec: str
     """The specification as JSON, defaults filled in."""
@@ -89,26 +89,26 @@ class MetricsRowView(View):
 
 
 class FieldFault(View):
-    """One fault of a job's specification."""
+    """A fault of a job's specification."""
 
     field: str
     """Path of the field, `policies.solver.lora.rank`."""
     value: str
-    """Its value, shortened; empty where it has none."""
+    """Value of the field, shortened; empty where it has none."""
     message: str
     remedy: str
     """How to mend it."""
 
 
 class CheckedSpecification(View):
-    """What was found in a job's specification."""
+    """Result of checking a job's specification."""
 
     problems: list[FieldFault]
     """None in a valid one; of a very faulty one the first twenty."""
     advice: list[str]
     """Settings of a valid one that have no effect."""
     summary: str
-    """What a valid one is; empty otherwise."""
+    """Line for people about a valid specification; empty otherwise."""
 
 
 class Generated(View):

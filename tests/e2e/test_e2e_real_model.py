@@ -6,7 +6,6 @@ Slow tests: the model is downloaded (93 MB) and converted.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"the model cannot be had here: {error}")
 
 
-def short_job(smol: Path, **over: Any) -> str:
+def short_job(smol: Path, workflow: str) -> str:
     """The example's job with two steps of a few trajectories."""
     spec = yaml.safe_load(JOB.read_text())
     for policy in spec["policies"].values():
@@ -42,12 +41,7 @@ def short_job(smol: Path, **over: Any) -> str:
     spec["evaluation"] = {"queries": 2, "every": 2}
     spec["checkpoint"] = {"every": 2, "keep": 1}
     spec["logging"] = {"tensorboard": False}
-    for path, value in over.items():
-        *sections, field = path.split("__")
-        node = spec
-        for part in sections:
-            node = node[part]
-        node[field] = value
+    spec["workflow"] = workflow
     return yaml.safe_dump(spec)
 
 

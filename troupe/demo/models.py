@@ -68,6 +68,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     pattern = "|".join([*map(re.escape, longest_first), r"[\s\S]"])
     core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     core.decoder = decoders.Fuse()
+    return chat_tokenizer(core)
+
+
+def chat_tokenizer(core: Tokenizer) -> PreTrainedTokenizerFast:
+    """`core`, whose vocabulary has the special tokens, with the marks of a conversation."""
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,

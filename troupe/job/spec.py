@@ -659,6 +659,12 @@ class JobSpec(Section):
         """Names of the policies that are trained, sorted."""
         return sorted(name for name, policy in self.policies.items() if policy.trainable)
 
+    @property
+    def summary(self) -> str:
+        """A line for people: `2 agents, trains checker, solver, 12 steps`."""
+        trained = ", ".join(self.trained_policies)
+        return f"{len(self.agents)} agents, trains {trained}, {self.pipeline.steps} steps"
+
 
 def evaluation_prefix(name: str) -> str:
     """What the metrics of an evaluation begin with; `name` is "" for the section `evaluation`."""

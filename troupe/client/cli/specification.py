@@ -89,10 +89,8 @@ def validate(
         tried = ", ".join(try_imports(spec))
         data = read_data(spec)
         code = f"{tried} can be imported" if tried else "names no code to import"
-    trained = ", ".join(spec.trained_policies)
     Console().print(
-        f"{path} is a valid job: {len(spec.agents)} agents, trains {trained}, "
-        f"{spec.pipeline.steps} steps; {code}",
+        f"{path} is a valid job: {spec.summary}; {code}",
         highlight=False,
         soft_wrap=True,
     )
