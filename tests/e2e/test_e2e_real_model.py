@@ -1,4 +1,4 @@
-"""A real pretrained model (SmolLM2-135M-Instruct): its tokenizer, tied weights, adapters.
+"""A real pretrained model (SmolLM2-135M-Instruct): its tokenizer, tied weights, adapters, engines.
 
 Slow tests: the model is downloaded (93 MB) and converted.
 """
@@ -6,6 +6,7 @@ Slow tests: the model is downloaded (93 MB) and converted.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.real_team import model as real_model
 from tests.e2e.conftest import House
+from tests.rollout.engines.real_server import START_SECONDS, interpreter
 from troupe.checkpoints.merging import merge_in_place
 from troupe.client import Trajectory
 from troupe.rpc.errors import Unavailable
@@ -31,8 +33,11 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"the model cannot be had here: {error}")
 
 
-def short_job(smol: Path, workflow: str) -> str:
-    """The example's job with two steps of a few trajectories."""
+def short_job(smol: Path, workflow: str, writer: dict[str, Any] | None = None) -> str:
+    """The example's job with two steps of a few trajectories.
+
+    `writer`: further fields of the writer's engine.
+    """
     spec = yaml.safe_load(JOB.read_text())
     for policy in spec["policies"].values():
         policy["model"]["path"] = str(smol)
@@ -42,6 +47,7 @@ def short_job(smol: Path, workflow: str) -> str:
     spec["checkpoint"] = {"every": 2, "keep": 1}
     spec["logging"] = {"tensorboard": False}
     spec["workflow"] = workflow
+    spec["policies"]["writer"]["engine"] = spec["policies"]["writer"]["engine"] | (writer or {})
     return yaml.safe_dump(spec)
 
 
@@ -115,3 +121,22 @@ async def test_a_whole_model_and_an_adapter_are_trained_exported_and_evaluated(
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(smol)(ids).logits
         assert not torch.equal(merged(ids).logits, base)
+
+
+async def test_a_real_server_takes_the_weights_of_a_real_model(
+    house: House, smol: Path, tmp_path: Path
+) -> None:
+    """The writer in SGLang, the editor in the embedded engine: two steps with both."""
+    engine = {
+        "kind": "sglang",
+        "python": interpreter(tmp_path),
+        "start_timeout_seconds": START_SECONDS,
+    }
+    job = short_job(smol, "tests.support.again:write_again", engine)
+    handle = await house.client.submit(job)
+    record = await handle.wait(timeout=1000)
+    assert record.state == "succeeded", record
+    assert record.versions == {"writer": 2, "editor": 2}
+    assert not (await handle.audit()).violations
+    # Engine and trainer agree on the probabilities of the same ids, before and after an update.
+    assert record.metrics["writer/k3_kl"] < 1e-4, record.metrics

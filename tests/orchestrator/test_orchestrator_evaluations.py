@@ -86,15 +86,25 @@ async def test_a_job_without_steps_only_evaluates(cluster: Cluster) -> None:
     assert all(one.purpose == one.PURPOSE_EVALUATE for one in cluster.rollouts[0].tickets)
 
 
-@pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 3)])
-async def test_the_best_checkpoint_is_kept(cluster: Cluster, mode: str, best: int) -> None:
-    """Evaluations after steps 1 to 4 give 0.2, 0.9, 0.1, 0.3; one checkpoint is kept besides."""
+@pytest.mark.parametrize(
+    ("mode", "best", "pipeline"),
+    [("max", 2, "micro_batch"), ("min", 3, "micro_batch"), ("max", 2, "async")],
+)
+async def test_the_best_checkpoint_is_kept(
+    cluster: Cluster, mode: str, best: int, pipeline: str
+) -> None:
+    """Evaluations after steps 1 to 4 give 0.2, 0.9, 0.1, 0.3; one checkpoint is kept besides.
+
+    In mode `async` trainers have newer weights by the time that an evaluation ends.
+    """
     worth = {0: 1.0, 1: 0.2, 2: 0.9, 3: 0.1, 4: 0.3}
     script = cluster.rollouts[0].script
     script.reward = lambda ticket: {
         "solver": worth[int(ticket.trajectory_id.split("-e")[1][0])] if ticket.evaluation else 1.0
     }
+    script.slow = lambda ticket: 0.5 if ticket.evaluation and pipeline == "async" else 0.0
     text = job_yaml(
+        pipeline__mode=pipeline,
         pipeline__steps=4,
         evaluations={"held": {"queries": 1, "every": 1}},
         checkpoint={
@@ -203,11 +213,16 @@ async def test_conversations_of_before_and_after_are_kept_whatever_follows(
     assert len(listed) == len(set(listed)), "no trajectory is kept twice"
 
 
-async def test_in_mode_async_rollouts_go_on_beside_an_evaluation(cluster: Cluster) -> None:
-    """While evaluations run, the next steps roll out, no policy commits and no engine is updated:
+async def test_in_mode_async_training_goes_on_beside_an_evaluation(cluster: Cluster) -> None:
+    """While evaluations run, the next steps roll out and are trained, and no engine is updated:
     what is evaluated is the version that the metrics name."""
     rollout = cluster.rollouts[0]
-    rollout.script.slow = lambda ticket: 0.6 if ticket.split == "held_out" else 0.0
+
+    def slow(ticket: ro.Ticket) -> float:
+        # The evaluation after two steps takes long enough for a step.
+        return 2.0 if "-e2-" in ticket.trajectory_id else 0.6 * (ticket.split == "held_out")
+
+    rollout.script.slow = slow
     text = job_yaml(
         pipeline__mode="async",
         pipeline__alpha=1,
@@ -217,20 +232,22 @@ async def test_in_mode_async_rollouts_go_on_beside_an_evaluation(cluster: Cluste
     )
     job_id = await cluster.submit(text)
     seen: list[tuple[int, int]] = []
-    held = False
+    # Versions that were committed while the evaluation after two steps ran.
+    committed: set[int] = set()
     for _ in range(2000):
         names = [ticket.split for ticket in rollout.tickets]
         job = await cluster.job(job_id)
-        if "held-out" in job.activity or "waits for an evaluation" in job.activity:
+        if "held-out" in job.activity or "for an evaluation" in job.activity:
             # Evaluations before and in between: trajectories of the next step were begun.
             seen.append((names.count("held_out"), names.count("train")))
-            held = held or "training waits for an evaluation" in job.activity
+            if 3 < names.count("held_out") <= 6 and job.step == 2:
+                committed.add(job.versions["solver"])
         if job.state in (pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED):
             break
         await asyncio.sleep(0.01)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
-    assert held
     assert any(train for held_out, train in seen if held_out <= 3), "before the first step"
+    assert max(committed) > 2, "a policy committed a step beside the evaluation"
     rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
     found = [row for row in rows if "evaluation/version/solver" in row.values]
     assert [row.step for row in found] == [0, 2, 4]
@@ -241,12 +258,14 @@ async def test_in_mode_async_rollouts_go_on_beside_an_evaluation(cluster: Cluste
 
 
 async def test_an_evaluation_beside_training_survives_a_restart(cluster: Cluster) -> None:
-    """No step is committed while it runs: it is made again, of the same versions."""
+    """It is made again, of the versions that its metrics name; the best checkpoint is of weights
+    that were evaluated."""
     cluster.rollouts[0].script.slow = lambda ticket: 0.5 if ticket.split == "held_out" else 0.0
     text = job_yaml(
         pipeline__mode="async",
         pipeline__steps=2,
         evaluation={"queries": 2, "every": 1},
+        checkpoint={"best": {"metric": "evaluation/reward/mean"}},
     )
     job_id = await cluster.submit(text)
     for pause in (0.3, 0.9):
@@ -256,10 +275,13 @@ async def test_an_evaluation_beside_training_survives_a_restart(cluster: Cluster
     job = await cluster.wait(job_id, seconds=40)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
-    found = [row for row in rows if "evaluation/version/solver" in row.values]
-    assert [(row.step, row.values["evaluation/version/solver"]) for row in found] == [
-        (0, 0),
-        (1, 1),
-        (2, 2),
-    ]
+    of = {r.step: r.values["evaluation/version/solver"] for r in rows if _evaluates(r)}
+    assert of.keys() == {0, 1, 2}
+    assert all(step <= version <= step + 1 for step, version in of.items())
+    best = json.loads((cluster.directory / job_id / "best" / "best.json").read_text())
+    assert of[best["step"]] == best["policies"]["solver"]["version"]
     await cluster.check_accounts(job_id, 2, ("checker", "solver"))
+
+
+def _evaluates(row: orch.MetricsLogged) -> bool:
+    return "evaluation/version/solver" in row.values

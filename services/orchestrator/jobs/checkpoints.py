@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -113,13 +113,18 @@ def best_value(directory: Path, metric: str) -> float | None:
         return None
 
 
-def keep_best(directory: Path, step: int, metric: str, value: float) -> None:
+def keep_best(
+    directory: Path, step: int, versions: Mapping[str, float], metric: str, value: float
+) -> bool:
     """Keeps the checkpoint after `step` steps, whatever newer ones push out.
 
     Its files are linked, so that they take no more room while both are there. What was best before
-    stays until this one is complete. Raises `OSError`.
+    stays until this one is complete. Returns False, and keeps nothing, if the checkpoint is not of
+    `versions`, by policy, which had this `value`. Raises `OSError`.
     """
     manifest = json.loads((directory / "checkpoints" / f"manifest-step{step}.json").read_text())
+    if any(one["version"] != versions.get(p) for p, one in manifest["policies"].items()):
+        return False
     content = {**manifest, "metric": metric, "value": value}
     folder = directory / BEST
     kept = set()
@@ -137,6 +142,7 @@ def keep_best(directory: Path, step: int, metric: str, value: float) -> None:
     for path in folder.glob("*/*"):
         if path not in kept:
             remove(path)
+    return True
 
 
 def _link(source: str, target: str) -> None:

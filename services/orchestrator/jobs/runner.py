@@ -536,6 +536,9 @@ class JobProgress:
         ]
         if due and self._record.evaluated != step:
             if spec.pipeline.mode == "async" and not self.finished:
+                # Trainers will have gone on when it is known whether these weights are the best.
+                if spec.checkpoint.best and step > 0 and self._record.checkpointed != step:
+                    await self._checkpoint()
                 self._beside = tuple(due)
             else:
                 await self._evaluate(due)
@@ -559,7 +562,7 @@ class JobProgress:
             prefix = evaluation_prefix(one)
             values |= found | {f"{prefix}version/{p}": version for p, version in versions.items()}
             scores |= compared
-        await self._keep_best(values)
+        await self._keep_best(values, versions)
         record = self._record
         name = "before" if record.step == 0 else "after" if self.finished else None
         fields = {} if name is None else {name: json.dumps(scores)}
@@ -569,8 +572,11 @@ class JobProgress:
         self._record = replace(record, evaluated=record.step)
         await self._write_to_sinks(orch.MetricsLogged(step=record.step, values=values))
 
-    async def _keep_best(self, values: Mapping[str, float]) -> None:
-        """Keeps the checkpoint of this step if it evaluated better than all before it."""
+    async def _keep_best(self, values: Mapping[str, float], versions: Mapping[str, float]) -> None:
+        """Keeps the checkpoint of this step if it evaluated better than all before it.
+
+        `versions`: what was evaluated, by policy.
+        """
         job, step, best = self._job, self._record.step, self._job.spec.checkpoint.best
         if best is None or step == 0:
             return
@@ -589,9 +595,17 @@ class JobProgress:
         if self._record.checkpointed != step:
             await self._checkpoint()
         try:
-            await asyncio.to_thread(keep_best, job.directory, step, best.metric, value)
+            kept = await asyncio.to_thread(
+                keep_best, job.directory, step, versions, best.metric, value
+            )
         except OSError as error:
             await job.error(f"the best checkpoint, after step {step}, is not kept: {error}")
+            return
+        if not kept:
+            await job.warn(
+                f"the evaluation after step {step} was made again, of newer weights than the "
+                "checkpoint after that step: it does not count for the best checkpoint"
+            )
         else:
             await job.info(
                 f"the best checkpoint is that after step {step}: {best.metric} = {value:g}"

@@ -98,12 +98,12 @@ async def warn_of(job: JobContext, step: str, commit: es.StepCommit) -> None:
         await job.warn(f"{step}: {gone} samples of {policy} were dropped: no host has their values")
 
 
-class TrainingHold:
-    """Holds training back while evaluations run beside the rollouts of the next steps.
+class EngineHold:
+    """Keeps engines at their versions while evaluations run beside the next steps.
 
-    No policy commits and no engine is updated meanwhile: all trajectories of an evaluation are of
-    the versions that it names, a checkpoint of them can still be written, and a restarted
-    orchestrator finds the same versions and evaluates them again.
+    Trainers go on: policies commit steps as far as `pipeline.alpha` has let them open, and engines
+    load what was committed once the evaluations are over. All trajectories of an evaluation are
+    thus of the versions that it names, with one engine per policy as with many.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class TrainingHold:
 
     @contextmanager
     def during(self, evaluations: int) -> Iterator[None]:
-        """Holds training back in the body of a `with`."""
+        """Holds engines at their versions in the body of a `with`."""
         self.evaluations = evaluations
         self._free.clear()
         try:
@@ -124,7 +124,7 @@ class TrainingHold:
             self._free.set()
 
     async def wait(self) -> None:
-        """Returns when training may go on."""
+        """Returns when engines may load another version."""
         await self._free.wait()
 
 
@@ -140,7 +140,7 @@ class StepContext:
     turns: DeviceTurns
     # Draws opponents, in a job with a `population` section.
     population: PopulationRun | None = None
-    hold: TrainingHold = field(default_factory=TrainingHold)
+    hold: EngineHold = field(default_factory=EngineHold)
     # By trained policy: steps committed, and steps whose result engines serve.
     committed: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
@@ -258,7 +258,6 @@ class StepRunner:
         """Trains a policy's step, commits its version, and has engines serve it."""
         if self._before is not None:
             await self._deadline.wait(self._before._committed[policy].wait())
-        await self._deadline.wait(self._context.hold.wait())
         trainer = self._context.trainers.policies[policy]
         # Train and publish, unless the store has the commit of a runner before this one.
         if (found := self._queries.commits.get(policy)) is not None:
@@ -274,6 +273,7 @@ class StepRunner:
         committed[policy] = max(committed[policy], self.step + 1)
         self._committed[policy].set()
         # Admit: rollout workers load the version.
+        await self._deadline.wait(self._context.hold.wait())
         await self._context.engines.update(weights, self._deadline)
         served[policy] = max(served[policy], self.step + 1)
         # More steps may open.
@@ -301,7 +301,7 @@ class StepRunner:
         over, of = self.progress
         parts = [f"{over} of {of} trajectories"]
         if self._context.hold.evaluations:
-            parts.append("training waits for an evaluation")
+            parts.append("engines keep their versions for an evaluation")
         if busy:
             parts.append(f"{busy} of {len(trained)} policies training")
         if self._commits:
