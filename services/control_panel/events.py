@@ -43,16 +43,18 @@ EVENT_STREAM: dict[str, Any] = {
 }
 
 
-async def job_events(source: Upstream, job_id: str, after: str) -> AsyncIterator[ServerSentEvent]:
+async def job_events(
+    source: Upstream, job_id: str, after: str, recent_metrics: int | None = None
+) -> AsyncIterator[ServerSentEvent]:
     """Events of a job after event `after`; reconnects while the orchestrator is unreachable.
+    Without `after`, metrics only of the newest `recent_metrics` events.
 
     The last event is `end` when the job has ended, or `problem` when it cannot be watched.
     """
     while True:
         try:
-            async for event in source.stub.WatchJob(
-                pb.WatchJobRequest(job_id=job_id, after=after), timeout=None
-            ):
+            wanted = pb.WatchJobRequest(job_id=job_id, after=after, recent_metrics=recent_metrics)
+            async for event in source.stub.WatchJob(wanted, timeout=None):
                 after = event.event_id or after
                 yield _job_event(event)
             yield ServerSentEvent(event="end", data="{}")

@@ -152,10 +152,15 @@ async def watch_job(
     request: Request,
     job_id: JobId,
     after: Annotated[str, Query(description="Only events after this id.")] = "",
+    recent_metrics: Annotated[
+        int | None,
+        Query(ge=1, le=10_000, description="From the start: metrics of so many newest events."),
+    ] = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> EventSourceResponse:
     """The job's event log, then live: server-sent events `state`, `metrics`, `notice`,
-    `activity`. A browser that reconnects goes on where it was."""
+    `activity`. A browser that reconnects goes on where it was; one that reads the metrics before
+    as curves leaves them out here."""
     source = upstream(request)
     check_event_id(after, "query.after")
     check_event_id(last_event_id or "", "header.last-event-id")
@@ -163,7 +168,7 @@ async def watch_job(
     await source.stub.GetJob(pb.GetJobRequest(job_id=job_id))
 
     async def stream() -> AsyncIterator[ServerSentEvent]:
-        async for event in job_events(source, job_id, last_event_id or after):
+        async for event in job_events(source, job_id, last_event_id or after, recent_metrics):
             yield event
 
     return EventSourceResponse(stream(), ping=15)
@@ -181,6 +186,23 @@ async def list_metrics(
         pb.ListMetricsRequest(job_id=job_id, names=name or [], after_step=after_step)
     )
     return [views.MetricsRowView(step=row.step, values=dict(row.values)) for row in reply.rows]
+
+
+@router.get("/{job_id}/curves")
+async def list_curves(
+    request: Request,
+    job_id: JobId,
+    name: Annotated[list[str], Query(min_length=1, description="These metrics.")],
+    after_step: Annotated[int, Query(ge=-1, lt=2**63, description="Only later steps.")] = -1,
+    limit: Annotated[int, Query(ge=1, le=1_000, description="Logged rows of a page.")] = 1_000,
+    page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
+) -> views.Curves:
+    """Metrics as columns over steps, for drawing: the newest page first."""
+    wanted = pb.ListMetricsRequest(
+        job_id=job_id, names=name, after_step=after_step, page_size=limit, page_token=page
+    )
+    reply = await upstream(request).stub.ListMetrics(wanted)
+    return views.curves(reply)
 
 
 @router.get("/{job_id}/policies/{policy}/versions")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -88,6 +89,17 @@ class MetricsRowView(View):
     values: dict[str, float]
 
 
+class Curves(View):
+    """A page of metrics as columns."""
+
+    steps: list[int]
+    """Steps in ascending order."""
+    columns: dict[str, list[float | None]]
+    """Values of each metric at these steps, to six digits; null where a step has none."""
+    next_page: str
+    """Token of the page of older steps; empty on the last."""
+
+
 class FieldFault(View):
     """A fault of a job's specification."""
 
@@ -124,3 +136,16 @@ class Generated(View):
 def job(message: orchestrator_pb2.Job) -> JobView:
     """View of a job."""
     return JobView(spec=message.spec_json, **to_json(message))
+
+
+def curves(reply: orchestrator_pb2.ListMetricsResponse) -> Curves:
+    """View of a page of metrics. A step has rows of training and of evaluations: they share a
+    place."""
+    steps = sorted({row.step for row in reply.rows})
+    places = {step: place for place, step in enumerate(steps)}
+    columns: defaultdict[str, list[float | None]] = defaultdict(lambda: [None] * len(steps))
+    for row in reply.rows:
+        place = places[row.step]
+        for name, value in row.values.items():
+            columns[name][place] = float(f"{value:.6g}")
+    return Curves(steps=steps, columns=columns, next_page=reply.next_page_token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.populations import on_demand
 from services.orchestrator.populations.state import no_population
 from services.orchestrator.settings import OrchestratorSettings
-from services.orchestrator.state.job_store import StoredJob
+from services.orchestrator.state.job_store import StoredJob, rows_after
 from services.orchestrator.state.records import TERMINAL, JobRecord
 from services.orchestrator.state.trajectories import TrajectoryFilter
 from troupe.rpc import InvalidArgument, NotFound
@@ -31,6 +31,8 @@ from troupe.v1 import reward_pb2_grpc, transfer_pb2_grpc
 
 _PAGE_SIZE: Final = 50
 _MAX_PAGE_SIZE: Final = 500
+# Rows of metrics of a page: about 1.2 MB with all of a row's values.
+_MAX_ROWS: Final = 1_000
 # Time limit of a generation without a deadline.
 _GENERATE_SECONDS: Final = 600.0
 
@@ -170,7 +172,9 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         async def ended() -> bool:
             return (await self._record(request)).terminal
 
-        async for event in self._at.shared.log.follow(request.job_id, request.after, ended):
+        recent = request.recent_metrics if request.HasField("recent_metrics") else None
+        log = self._at.shared.log
+        async for event in log.follow(request.job_id, request.after, ended, recent):
             yield event
 
     async def PauseJob(self, request: orch.PauseJobRequest, context: Any) -> orch.PauseJobResponse:
@@ -230,18 +234,18 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         self, request: orch.ListMetricsRequest, context: Any
     ) -> orch.ListMetricsResponse:
         await self._record(request)
-        rows = await self._at.shared.store.metrics(request.job_id)
-        if request.after_step > 0:
-            rows = [row for row in rows if row.step > request.after_step]
+        store, token = self._at.shared.store, ""
+        if request.page_size:
+            size = _page_size(request, _MAX_ROWS)
+            page, token = await store.metrics_page(request.job_id, size, request.page_token)
+            rows = rows_after(page, request.after_step)
+            # Rows are logged step by step: older pages have none of later steps.
+            token = token if rows else ""
+        else:
+            rows = await store.metrics(request.job_id, request.after_step)
         if request.names:
-            names = set(request.names)
-            picked = [{k: v for k, v in row.values.items() if k in names} for row in rows]
-            rows = [
-                orch.MetricsLogged(step=row.step, values=values)
-                for row, values in zip(rows, picked, strict=True)
-                if values
-            ]
-        return orch.ListMetricsResponse(rows=rows)
+            rows = [picked for row in rows if (picked := _picked(row, request.names)).values]
+        return orch.ListMetricsResponse(rows=rows, next_page_token=token)
 
     async def ListTrajectories(
         self, request: orch.ListTrajectoriesRequest, context: Any
@@ -414,10 +418,16 @@ def _rows_of(record: JobRecord) -> Iterator[None]:
         ) from error
 
 
-def _page_size(request: Any) -> int:
+def _picked(row: orch.MetricsLogged, names: Iterable[str]) -> orch.MetricsLogged:
+    """The row with these metrics only."""
+    values = {name: row.values[name] for name in names if name in row.values}
+    return orch.MetricsLogged(step=row.step, values=values)
+
+
+def _page_size(request: Any, most: int = _MAX_PAGE_SIZE) -> int:
     if request.page_size < 0:
         raise InvalidArgument("must not be negative", field="page_size", value=request.page_size)
-    return min(request.page_size or _PAGE_SIZE, _MAX_PAGE_SIZE)
+    return min(request.page_size or _PAGE_SIZE, most)
 
 
 def _check_id(request: Any) -> None:

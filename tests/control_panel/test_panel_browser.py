@@ -12,6 +12,7 @@ import pytest
 from tests.control_panel.chromium import needs_chromium, opened
 from tests.control_panel.conftest import SPEC, YAML, Panel
 from troupe.v1 import common_pb2 as common
+from troupe.v1 import orchestrator_pb2 as pb
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
 
@@ -171,6 +172,50 @@ async def test_curves_have_gaps_whole_steps_smoothing_and_evaluations(panel: Pan
         # Its looks are kept, and its axis has whole steps.
         await page.reload()
         await expect(page.locator("#smoothing-value")).to_have_text("0.50")
+        assert faults == []
+
+
+async def test_a_long_history_is_read_once_and_what_comes_then_is_streamed(panel: Panel) -> None:
+    from playwright.async_api import expect
+
+    steps, job_id = 5_000, await panel.submit()
+    await run_steps(panel, job_id, 1)
+    log, job = panel.orchestrator.logs[job_id], panel.orchestrator.jobs[job_id]
+    for step in range(2, steps + 1):
+        values = {"reward/solver/mean": float(step), "big/loss/policy": 0.5, "other": 1.0}
+        event = pb.JobEvent(metrics=pb.MetricsLogged(step=step, values=values))
+        event.event_id = f"{len(log) + 1}-0"
+        log.append(event)
+    job.metrics.update(values)
+    await panel.orchestrator.step(job_id, steps, evaluation__team__mean=0.25)
+    async with opened(viewport={"width": 1400, "height": 1300}) as (page, faults):
+        await page.goto(panel.url)
+        chart = page.locator("#chart-reward")
+        await expect(chart).to_have_attribute("data-points", str(steps))
+        await expect(page.locator("#evaluations tbody tr")).to_have_count(1)
+        # Every step is there: as the first, as the last, and only of what is drawn.
+        plot = chart.locator(".plot")
+        await plot.focus()
+        await plot.press("Home")
+        await expect(chart.locator(".unseen")).to_have_text("step 1: checker 0.125, solver 0.25")
+        await plot.press("End")
+        await expect(chart.locator(".unseen")).to_have_text(
+            "step 5000: checker \u2013, solver 5,000"
+        )
+        read = panel.orchestrator.requests("ListMetrics")
+        pages = [(one.page_size, one.page_token) for one in read]
+        assert pages == [(1_000, token) for token in ("", "4001", "3001", "2001", "1001", "1")]
+        assert "other" not in read[0].names
+        for step in range(steps + 1, steps + 4):
+            await panel.orchestrator.step(job_id, step, reward__solver__mean=1.0)
+            await expect(chart).to_have_attribute("data-points", str(step))
+        # A comparison reads the history of its metric once, and later steps from then on.
+        await expect(page.locator("#tiles")).to_contain_text(f"{steps + 3} / 10")
+        await page.click("[href='#compare']")
+        await expect(page.locator("#compare-values tbody tr")).to_have_count(1)
+        await page.evaluate("import('/static/compare.js').then(m => m.compareJobs())")
+        asked = panel.orchestrator.requests("ListMetrics")[len(read) :]
+        assert [one.after_step for one in asked[:7]] == [*[-1] * 6, steps + 3]
         assert faults == []
 
 

@@ -123,6 +123,31 @@ async def test_events_arrive_while_they_happen(panel: Panel) -> None:
     assert states == ["submitted", "starting", "running", "succeeded"]
 
 
+async def test_metrics_as_columns_in_pages(panel: Panel) -> None:
+    job_id = await panel.submit()
+    for step in range(1, 6):
+        await panel.orchestrator.step(job_id, step, a=step / 3, b=float("nan"))
+    await panel.orchestrator.step(job_id, 5, evaluation__c=0.5)
+    path = f"/api/jobs/{job_id}/curves"
+    wanted = {"name": ["a", "b", "evaluation/c"], "limit": 3}
+    newest = (await panel.http.get(path, params=wanted)).json()
+    assert newest == {
+        "steps": [4, 5],
+        "columns": {"a": [1.33333, 1.66667], "b": [None, None], "evaluation/c": [None, 0.5]},
+        "next_page": "3",
+    }
+    older = (await panel.http.get(path, params=wanted | {"page": newest["next_page"]})).json()
+    assert (older["steps"], older["next_page"]) == ([1, 2, 3], "")
+    assert older["columns"].keys() == {"a", "b"}
+    assert (await panel.http.get(path)).status_code == 422  # of nothing
+    # What was read so is left out of the stream.
+    reply = await panel.http.post(f"/api/jobs/{job_id}/cancel")
+    assert reply.status_code == 200
+    told = (await panel.http.get(f"/api/jobs/{job_id}/events?recent_metrics=4")).text
+    assert told.count("event: metrics") == 2
+    assert told.count("event: state") == 3
+
+
 @pytest.mark.parametrize("panel", ["secret"], indirect=True)
 async def test_a_token_guards_all_calls(panel: Panel) -> None:
     assert (await panel.http.get("/api/jobs")).status_code == 401

@@ -133,8 +133,13 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         if not request.after:
             at = 0
         sent = 0
+        recent = request.HasField("recent_metrics") and not request.after
+        first = max(0, len(log) - request.recent_metrics) if recent else 0
         while True:
             while at < len(log):
+                if at < first and log[at].HasField("metrics"):
+                    at += 1
+                    continue
                 if self.break_after is not None and sent >= self.break_after:
                     self.break_after = None
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the test broke the stream")
@@ -201,7 +206,15 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
     ) -> pb.ListMetricsResponse:
         await self._note("ListMetrics", request, context)
         rows = [e.metrics for e in self.logs[request.job_id] if e.HasField("metrics")]
-        return pb.ListMetricsResponse(rows=[r for r in rows if r.step > request.after_step])
+        end = int(request.page_token or len(rows))
+        start = max(0, end - request.page_size) if request.page_size else 0
+        names = set(request.names)
+        reply = pb.ListMetricsResponse(next_page_token=str(start) if start else "")
+        for row in rows[start:end]:
+            values = {k: v for k, v in row.values.items() if not names or k in names}
+            if row.step > request.after_step and values:
+                reply.rows.add(step=row.step, values=values)
+        return reply
 
     async def ListTrajectories(
         self, request: pb.ListTrajectoriesRequest, context: Any

@@ -63,6 +63,8 @@ AWAY_SECONDS = 120.0
 # The longest silence between two chunks of an exported checkpoint.
 CHUNK_SECONDS = 60.0
 _PAGE = 100
+# Rows of metrics asked for at once.
+_ROWS = 1_000
 
 
 class AsyncJobHandle:
@@ -178,10 +180,15 @@ class AsyncJobHandle:
 
     async def metrics(self, names: Sequence[str] = (), after_step: int = -1) -> list[MetricsRow]:
         """Metrics per step; `names` empty: all of them."""
-        reply = await self._stub.ListMetrics(
-            pb.ListMetricsRequest(job_id=self.id, names=names, after_step=after_step)
-        )
-        return [MetricsRow.of(row) for row in reply.rows]
+        request = pb.ListMetricsRequest(job_id=self.id, names=names, after_step=after_step)
+        request.page_size = _ROWS
+        pages: list[list[MetricsRow]] = []
+        while not pages or request.page_token:
+            reply = await self._stub.ListMetrics(request)
+            pages.append([MetricsRow.of(row) for row in reply.rows])
+            request.page_token = reply.next_page_token
+        # The newest page comes first.
+        return [row for page in reversed(pages) for row in page]
 
     async def trajectories(self, limit: int | None = _PAGE) -> list[Trajectory]:
         """The newest `limit` trajectories (None: all that are kept), without their

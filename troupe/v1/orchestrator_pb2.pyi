@@ -509,20 +509,28 @@ class WatchJobRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    RECENT_METRICS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     after: _builtins.str
     """Event id after which to start; empty: from the beginning."""
+    recent_metrics: _builtins.int
+    """Without `after`: of the metrics logged so far, only those among the newest so many events, for
+    callers that read the others as pages of ListMetrics. Unset: all.
+    """
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         after: _builtins.str = ...,
+        recent_metrics: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_recent_metrics", b"_recent_metrics", "recent_metrics", b"recent_metrics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recent_metrics", b"_recent_metrics", "after", b"after", "job_id", b"job_id", "recent_metrics", b"recent_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__recent_metrics: _TypeAlias = _typing.Literal["recent_metrics"]  # noqa: Y015
+    _WhichOneofArgType__recent_metrics: _TypeAlias = _typing.Literal["_recent_metrics", b"_recent_metrics"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__recent_metrics) -> _WhichOneofReturnType__recent_metrics | None: ...
 
 Global___WatchJobRequest: _TypeAlias = WatchJobRequest  # noqa: Y015
 
@@ -1098,8 +1106,13 @@ class ListMetricsRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     AFTER_STEP_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     after_step: _builtins.int
+    page_size: _builtins.int
+    """At most so many rows are looked at: the newest first, page by page. 0: all rows."""
+    page_token: _builtins.str
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Empty: all."""
@@ -1110,10 +1123,12 @@ class ListMetricsRequest(_message.Message):
         job_id: _builtins.str = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
         after_step: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_step", b"after_step", "job_id", b"job_id", "names", b"names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_step", b"after_step", "job_id", b"job_id", "names", b"names", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1124,16 +1139,22 @@ class ListMetricsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Of the page of older rows; empty where there are none."""
     @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricsLogged]: ...
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricsLogged]:
+        """In the order in which they were logged."""
+
     def __init__(
         self,
         *,
         rows: _abc.Iterable[Global___MetricsLogged] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,5 @@
 // Metrics by step as columns, and line charts of them over uPlot.
-import { byId, colour, el, number } from "./dom.js";
+import { api, byId, colour, el, number } from "./dom.js";
 
 // The values of a job's metrics: one column per metric over steps that ascend.
 export class MetricTable {
@@ -25,6 +25,25 @@ export class MetricTable {
       if (!column) this.columns.set(name, (column = []));
       while (column.length <= at) column.push(null);
       column[at] = value;
+    }
+  }
+
+  // A page of columns, null where a step has no value: what precedes all that is here goes before it.
+  merge(steps, columns) {
+    const names = Object.keys(columns);
+    const told = steps.map((_, i) => i).filter((i) => names.some((name) => columns[name][i] !== null));
+    const first = this.steps[0] ?? Infinity;
+    const before = told.filter((i) => steps[i] < first);
+    if (before.length) {
+      for (const name of new Set([...this.columns.keys(), ...names])) {
+        const values = columns[name];
+        this.columns.set(name, before.map((i) => values?.[i] ?? null).concat(this.columns.get(name) ?? []));
+      }
+      this.steps = before.map((i) => steps[i]).concat(this.steps);
+    }
+    for (const i of told.slice(before.length)) {
+      const values = names.filter((name) => columns[name][i] !== null).map((name) => [name, columns[name][i]]);
+      this.add(steps[i], Object.fromEntries(values));
     }
   }
 
@@ -58,6 +77,17 @@ export class MetricTable {
     }
     return this.found.get(pattern).map(([metric, name]) => ({ metric, name, values: this.column(metric) }));
   }
+}
+
+// Pages of what is logged of metrics after a step, as columns: the newest page first.
+export async function* curves(job, names, after = -1) {
+  const query = new URLSearchParams(names.map((name) => ["name", name]));
+  query.set("after_step", after);
+  do {
+    const page = await api(`/api/jobs/${encodeURIComponent(job)}/curves?${query}`);
+    yield page;
+    query.set("page", page.next_page);
+  } while (query.get("page"));
 }
 
 // How all charts over steps are drawn; kept in the browser.

@@ -1,5 +1,5 @@
 // Comparisons: evaluations over the versions of a job's policies, and jobs with one another.
-import { Chart, MetricTable } from "./charts.js";
+import { Chart, MetricTable, curves } from "./charts.js";
 import { api, byId, changed, colour, el, number } from "./dom.js";
 
 // --- evaluations over versions ------------------------------------------------------------------
@@ -7,6 +7,10 @@ import { api, byId, changed, colour, el, number } from "./dom.js";
 const SCORE = /^(evaluation|evaluations\/[\w-]+)\/(pass@\d+|maj@\d+|team\/mean|reward\/[\w-]+\/mean)$/;
 const SHORT = /^evaluations?\/((?:[\w-]+\/)?(?:(?:pass|maj)@\d+|team(?=\/mean)|reward\/[\w-]+(?=\/mean)))(?:\/mean)?$/;
 const chart = new Chart(byId("chart-evaluation"), { spans: true });
+const MOST_ROWS = 50;
+
+// Whether a metric is part of what is shown of evaluations.
+export const ofEvaluations = (name) => SHORT.test(name.replace(/\/(low|high)$/, "")) || /^evaluations?\/(?:[\w-]+\/)?version\//.test(name);
 
 // table: the metrics of evaluations; spec: the job's specification, null until it is known.
 export function drawEvaluations(table, spec) {
@@ -40,8 +44,13 @@ function evaluationTable(table, prefix, scores, kept) {
   });
   const versions = [...table.columns.keys()].filter((name) => name.startsWith(`${prefix}/version/`)).sort();
   const rows = [];
+  let older = 0;
   for (let i = table.steps.length - 1; i >= 0; i -= 1) {
     if (columns.every((one) => one.values[i] === null)) continue;
+    if (rows.length >= MOST_ROWS && !columns.some((one) => one.best === i)) {
+      older += 1;
+      continue;
+    }
     const of = versions.map((name) => [name.split("/").at(-1), table.column(name)[i]]).filter(([, version]) => version !== null);
     const cells = columns.map((one) => score(one, i));
     const bests = columns.some((one) => one.best === i);
@@ -54,6 +63,7 @@ function evaluationTable(table, prefix, scores, kept) {
     {},
     el("h3", {}, title),
     el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Evaluations of ${title}` }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "after step"), el("th", { scope: "col" }, "versions"), ...head)), el("tbody", {}, ...rows))),
+    older ? el("p", { class: "muted" }, `${older} older ones are in the chart.`) : null,
   );
 }
 
@@ -131,13 +141,20 @@ export async function compareJobs() {
     if (!specs.has(id)) specs.set(id, JSON.parse((await api(path)).spec));
     if (!metric) return;
     const key = `${id} ${metric}`;
-    if (!tables.has(key)) tables.set(key, new MetricTable());
-    const table = tables.get(key);
-    const rows = await api(`${path}/metrics?name=${encodeURIComponent(metric)}&after_step=${table.steps.at(-1) ?? -1}`);
-    for (const row of rows) if (metric in row.values) table.add(row.step, { [metric]: row.values[metric] });
+    // All pages or none: what comes later is asked for from `reached` on.
+    const table = tables.get(key) ?? new MetricTable();
+    // A step's row is there once the step is counted; one of an evaluation may come steps later.
+    const done = metric.startsWith("evaluation") ? undefined : known.find((job) => job.job_id === id)?.step;
+    const pages = [];
+    for await (const page of curves(id, [metric], table.reached)) pages.push(page);
+    for (const page of pages) table.merge(page.steps, page.columns);
+    table.reached = done ?? table.steps.at(-1);
+    tables.set(key, table);
   }));
+  const began = performance.now();
   drawCurves(ids);
   drawDifferences(ids);
+  performance.measure("troupe-compare", { start: began });
 }
 
 function drawCurves(ids) {

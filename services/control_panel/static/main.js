@@ -1,7 +1,7 @@
 // Wires the page to the REST interface: one stream for the cluster, one for the chosen job.
-import { Chart, MetricTable, chartControls, redrawCharts } from "./charts.js";
+import { Chart, MetricTable, chartControls, curves, redrawCharts } from "./charts.js";
 import { drawDevices, drawEngines, drawFunctions, drawPolicies, drawServices, drawSettings } from "./cluster.js";
-import { compareJobs, drawEvaluations, drawJobChoice } from "./compare.js";
+import { compareJobs, drawEvaluations, drawJobChoice, ofEvaluations } from "./compare.js";
 import { advice, api, apiPage, byId, changed, duration, el, number, toast } from "./dom.js";
 import { openForm } from "./form.js";
 import { drawPopulation } from "./population.js";
@@ -16,6 +16,10 @@ const REWARD = /^(?:reward\/)?((?!reward\b|eval\b|staleness\b)[\w-]+)\/mean$/;
 const THROUGHPUT = /^rollout\/(tokens_per_second)$/;
 const LOSS = /^([\w-]+)\/loss\/policy$/;
 const NORM = /^([\w-]+)\/grad_norm$/;
+const IDLE = ["skipped", "samples", "no_signal"];
+const drawnOf = (name) => [REWARD, THROUGHPUT, LOSS, NORM].some((pattern) => pattern.test(name)) || IDLE.includes(name.split("/").at(-1)) || ofEvaluations(name);
+// Of the steps before, so many come with the stream; the others as columns of what is drawn.
+const RECENT = 64;
 
 const charts = {
   reward: new Chart(byId("chart-reward")),
@@ -94,7 +98,7 @@ function drawNow() {
 
 // Whether a policy made no update in the step at a place: its loss is none, not that of before.
 function idle(policy) {
-  const [skipped, samples, flat] = ["skipped", "samples", "no_signal"].map((name) => training.column(`${policy}/${name}`));
+  const [skipped, samples, flat] = IDLE.map((name) => training.column(`${policy}/${name}`));
   return (i) => skipped[i] === 1 || samples[i] === 0 || flat[i] === 1;
 }
 
@@ -206,14 +210,14 @@ function choose(id) {
     drawJob();
     drawCharts();
     refresh();
+    return readCurves(id, Object.keys(found.metrics).filter(drawnOf));
   }).catch((error) => toast(error.message));
-  stream = new EventSource(`/api/jobs/${encodeURIComponent(id)}/events`);
+  stream = new EventSource(`/api/jobs/${encodeURIComponent(id)}/events?recent_metrics=${RECENT}`);
   const on = (name, handle) => stream.addEventListener(name, (event) => handle(JSON.parse(event.data)));
   on("metrics", (row) => {
-    const parts = [{}, {}];
-    for (const [name, value] of Object.entries(row.values)) parts[Number(name.startsWith("evaluation"))][name] = value;
-    if (Object.keys(parts[0]).length) training.add(row.step, parts[0]);
-    if (Object.keys(parts[1]).length) evaluations.add(row.step, parts[1]);
+    const [trained, evaluated] = byKind(row.values);
+    if (Object.keys(trained).length) training.add(row.step, trained);
+    if (Object.keys(evaluated).length) evaluations.add(row.step, evaluated);
     drawCharts();
   });
   on("notice", (notice) => log(notice.text, notice.severity, notice.at));
@@ -226,6 +230,28 @@ function choose(id) {
   });
   viewer.forget(id);
   drawCharts();
+}
+
+// Those of training, those of evaluations.
+function byKind(values) {
+  const parts = [{}, {}];
+  for (const [name, value] of Object.entries(values)) parts[Number(name.startsWith("evaluation"))][name] = value;
+  return parts;
+}
+
+// The steps before those that are streamed: only of what is drawn.
+async function readCurves(id, names) {
+  const began = performance.now();
+  if (names.length) {
+    for await (const page of curves(id, names)) {
+      if (id !== chosen) return;
+      const [trained, evaluated] = byKind(page.columns);
+      training.merge(page.steps, trained);
+      evaluations.merge(page.steps, evaluated);
+      drawCharts();
+    }
+  }
+  performance.measure("troupe-history", { start: began });
 }
 
 function watchMatch(id) {

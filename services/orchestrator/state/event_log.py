@@ -88,15 +88,31 @@ class EventLog:
             events.append(event)
         return events
 
+    async def _nth_newest(self, job_id: str, count: int | None) -> tuple[int, int]:
+        """The place of the `count`-th newest event, or before all; None: before all."""
+        if count is None:
+            return 0, 0
+        entries = await self._redis.call(
+            "XREVRANGE", JobKeys(job_id).events, "+", "-", "COUNT", max(1, count)
+        )
+        newest = [_place(event_id.decode()) for event_id, _ in entries or ()]
+        return newest[-1] if len(newest) == max(1, count) else (0, 0)
+
     async def follow(
-        self, job_id: str, after: str, ended: Callable[[], Awaitable[bool]]
+        self,
+        job_id: str,
+        after: str,
+        ended: Callable[[], Awaitable[bool]],
+        recent_metrics: int | None = None,
     ) -> AsyncIterator[orch.JobEvent]:
         """The events after the event id `after`, then new ones until the job ends.
 
-        If no state is in them, `ended` says whether the job has ended already. Raises
+        If no state is in them, `ended` says whether the job has ended already. Without `after`,
+        metrics older than the newest `recent_metrics` events are left out. Raises
         `InvalidArgument` if `after` is not an event id.
         """
         check_event_id(after)
+        first = (0, 0) if after else await self._nth_newest(job_id, recent_metrics)
         woken = asyncio.Event()
         self._waiting[job_id].add(woken)
         shown: orch.JobEvent | None = None
@@ -109,7 +125,8 @@ class EventLog:
                     after = event.event_id
                     if event.HasField("state"):
                         over = event.state.state in TERMINAL
-                    yield event
+                    if not event.HasField("metrics") or _place(after) >= first:
+                        yield event
                 if len(events) == _PAGE:
                     continue
                 if over is None:
@@ -127,3 +144,9 @@ class EventLog:
             self._waiting[job_id].discard(woken)
             if not self._waiting[job_id]:
                 del self._waiting[job_id]
+
+
+def _place(event_id: str) -> tuple[int, int]:
+    """An event id in the order of the log."""
+    milliseconds, _, number = event_id.partition("-")
+    return int(milliseconds), int(number)

@@ -41,6 +41,10 @@ from troupe.v1 import orchestrator_pb2 as orch
 
 # Jobs whose states are read at once for a list of those in one state.
 _SCANNED: Final = 500
+# Rows of metrics read at once: first, and at most (about 1.2 MB).
+_FIRST_ROWS: Final = 64
+_MOST_ROWS: Final = 1_000
+_ROW: Final = re.compile(r"[1-9][0-9]{0,17}")
 _SCORE: Final = re.compile(r"[0-9]{1,20}\.[0-9]{1,20}")
 # Remedies for a move that a job's state forbids, by the target of the move.
 _REMEDIES = {
@@ -359,10 +363,34 @@ class JobStore:
         if now is None or int(now) != epoch:
             await self._raise_if_superseded(job_id, b"superseded" if now else b"missing")
 
-    async def metrics(self, job_id: str) -> list[orch.MetricsLogged]:
-        """All logged rows of metrics, oldest first."""
-        rows = await self._redis.call("LRANGE", JobKeys(job_id).rows, 0, -1)
-        return [orch.MetricsLogged.FromString(row) for row in rows]
+    async def metrics(self, job_id: str, after_step: int = 0) -> list[orch.MetricsLogged]:
+        """All logged rows of metrics, oldest first; those of steps after `after_step` if that is
+        positive. What is read grows with the rows found, not with those that there are."""
+        pages: list[list[orch.MetricsLogged]] = []
+        size, token, more = _FIRST_ROWS, "", True
+        while more:
+            page, token = await self.metrics_page(job_id, size, token)
+            pages.append(rows_after(page, after_step))
+            # Rows are logged step by step: what came before such a page is older yet.
+            more = bool(token) and (not page or bool(pages[-1]))
+            size = min(4 * size, _MOST_ROWS)
+        return [row for page in reversed(pages) for row in page]
+
+    async def metrics_page(
+        self, job_id: str, size: int, token: str
+    ) -> tuple[list[orch.MetricsLogged], str]:
+        """Up to `size` rows of metrics, oldest first, that precede those of the page that gave
+        `token` ("": the newest); and the token of the page of older ones."""
+        size = min(size, _MOST_ROWS)
+        if token and not _ROW.fullmatch(token):
+            raise not_a_page(token)
+        # Rows are only ever appended: their places from the beginning stay.
+        end = int(token) if token else await self._redis.call("LLEN", JobKeys(job_id).rows)
+        start = max(0, end - size)
+        if not end:
+            return [], ""
+        rows = await self._redis.call("LRANGE", JobKeys(job_id).rows, start, end - 1)
+        return [orch.MetricsLogged.FromString(row) for row in rows], str(start) if start else ""
 
     async def _record(
         self,
@@ -462,6 +490,11 @@ def _checked(found: Any) -> Any:
     if isinstance(found, Exception):
         raise ValueError(str(found)) from found
     return found
+
+
+def rows_after(rows: list[orch.MetricsLogged], step: int) -> list[orch.MetricsLogged]:
+    """The rows of steps after `step`; all of them unless it is positive."""
+    return [row for row in rows if row.step > step] if step > 0 else rows
 
 
 def _numbers(fields: Mapping[bytes, bytes]) -> dict[str, float]:

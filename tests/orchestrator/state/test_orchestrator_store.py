@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.support.fake_trainer import weights_of
 from tests.support.ports import free_port
 from troupe import states
 from troupe.job import parse_job
-from troupe.rpc import FailedPrecondition, NotFound, new_id
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -273,3 +274,70 @@ async def test_directories_follow_the_data_directory(desk: Desk, tmp_path: Path)
     assert (await after.get(record.job_id)).directory == new / "solved"
     [view] = await after.views([record.job_id])
     assert view.record.directory == new / "solved"
+
+
+async def test_metrics_come_in_pages_the_newest_first(desk: Desk) -> None:
+    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    assert await desk.store.metrics_page(job_id, 10, "") == ([], "")
+    epoch = await desk.store.adopt(job_id)
+    for step in range(25):
+        await desk.store.finish_step(job_id, epoch, step, {"a": step / 4})
+    seen: list[list[int]] = []
+    token, more = "", True
+    while more:
+        rows, token = await desk.store.metrics_page(job_id, 10, token)
+        seen.append([row.step for row in rows])
+        # A page stays what it is when rows are added.
+        await desk.store.finish_step(job_id, epoch, 24 + len(seen), {"a": 1.0})
+        more = bool(token)
+    assert seen == [[*range(16, 26)], [*range(6, 16)], [*range(1, 6)]]
+    for wrong in ("-1", "0", "x", "1" * 30):
+        with pytest.raises(InvalidArgument, match="page"):
+            await desk.store.metrics_page(job_id, 10, wrong)
+
+
+async def test_later_steps_are_read_without_the_history(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    epoch = await desk.store.adopt(job_id)
+    for step in range(400):
+        await desk.store.finish_step(job_id, epoch, step, {"a": 1.0})
+    read: list[int] = []
+    page = desk.store.metrics_page
+
+    async def counted(*given: Any) -> tuple[list[orch.MetricsLogged], str]:
+        rows, token = await page(*given)
+        read.append(len(rows))
+        return rows, token
+
+    monkeypatch.setattr(desk.store, "metrics_page", counted)
+    for after in (0, 1, 150, 397, 400):
+        read.clear()
+        found = [row.step for row in await desk.store.metrics(job_id, after)]
+        assert found == [*range(after + 1, 401)]
+        # A page more than what is found, and each page is four times the one before.
+        assert sum(read) <= min(400, 5 * max(64, 400 - after))
+
+
+async def test_a_follower_leaves_old_metrics_out_and_nothing_else(desk: Desk) -> None:
+    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    epoch = await desk.store.adopt(job_id)
+    for step in range(300):
+        await desk.store.finish_step(job_id, epoch, step, {"a": 1.0})
+        if step % 100 == 0:
+            await desk.log.notice(job_id, orch.Notice.SEVERITY_INFO, f"after {step}")
+    await desk.store.move(job_id, pb.JOB_STATE_SUCCEEDED)
+
+    async def ended() -> bool:
+        return True
+
+    async def told(after: str, recent: int | None) -> list[str]:
+        events = [one async for one in desk.log.follow(job_id, after, ended, recent)]
+        return [f"{one.metrics.step}" if one.HasField("metrics") else "-" for one in events]
+
+    assert await told("", 5) == [*"----", "297", "298", "299", "300", "-"]
+    assert len(await told("", None)) == len(await told("", 10_000)) == 305
+    # Whoever reconnects gets what has happened since.
+    first = (await desk.log.page(job_id, ""))[0].event_id
+    assert len(await told(first, 5)) == 304
