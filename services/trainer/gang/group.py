@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -17,9 +18,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from services.trainer.compute import give_back_memory
 from services.trainer.gang.gang import Frame
+from services.trainer.gang.pass_collectives import PassCollectives
 from services.trainer.learning.packing import PackedBatch
-from services.trainer.learning.ranks import ELSEWHERE, RankBatches, RankGroup, S, Stopped
+from services.trainer.learning.ranks import (
+    ELSEWHERE,
+    PassTooLarge,
+    RankBatches,
+    RankGroup,
+    S,
+    Stopped,
+)
 from services.trainer.learning.samples import Row
 from troupe.rpc import TroupeError, from_status, to_status
 
@@ -56,23 +66,40 @@ class GangBatches(RankBatches):
         stop: threading.Event | None,
         asked_to_stop: Callable[[], bool],
         control: dist.ProcessGroup,
+        collectives: PassCollectives,
     ) -> None:
         super().__init__(batches, stop)
         self._asked_to_stop, self._control = asked_to_stop, control
+        self._collectives = collectives
+        # Why this rank gave up a pass; empty if it did not.
+        self._shortage = ""
 
     def __next__(self) -> PackedBatch | None:
         stop = self._asked_to_stop() or (self._stop is not None and self._stop.is_set())
-        flags = torch.tensor([bool(self._left), stop, bool(self.problem)], dtype=torch.int32)
+        mine = [bool(self._left), stop, bool(self.problem), bool(self._shortage)]
+        flags = torch.tensor(mine, dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
-        more, stop, broken = (bool(flag) for flag in flags.tolist())
+        more, stop, broken, short = (bool(flag) for flag in flags.tolist())
         if stop:
             raise Stopped
+        if short:
+            raise PassTooLarge(self._shortage or "another rank of the gang ran out of memory")
         if broken:
             self.problem = self.problem or ELSEWHERE
             raise StopIteration
         if not more:
             raise StopIteration
         return self._left.pop() if self._left else None
+
+    def run(self, compute: Callable[[], T], smallest: Callable[[], object]) -> T | None:
+        self._collectives.begin()
+        return super().run(compute, smallest)
+
+    def _ran_out(self, message: str, smallest: Callable[[], object]) -> None:
+        gc.collect()
+        give_back_memory()
+        self._collectives.finish(smallest)
+        self._shortage = message
 
 
 class GangGroup(RankGroup):
@@ -97,6 +124,8 @@ class GangGroup(RankGroup):
         self.host, self.local = divmod(self.rank, places)
         self.hosts = self.size // places
         self._asked_to_stop = asked_to_stop
+        # What counts the collectives of passes; every sharded model is to be followed by it.
+        self.collectives = PassCollectives()
         # Whether the hosts of all ranks share the data directory of rank 0's.
         self.shares_disk = self._shares_disk(data_dir)
 
@@ -106,7 +135,7 @@ class GangGroup(RankGroup):
 
     def batches(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> RankBatches:
         """Iterate over `batches`, as often as the rank with the most batches."""
-        return GangBatches(batches, stop, self._asked_to_stop, self.control)
+        return GangBatches(batches, stop, self._asked_to_stop, self.control, self.collectives)
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of `values`, [n] on the CPU."""

@@ -154,7 +154,8 @@ class RankLearner(Learner):
             model: Any = load_model(policy, own, spec.seed)
             if double:
                 model = model.double()
-            return shard(model, group.mesh, half=own.language_model.weight_dtype == "bfloat16")
+            half = own.language_model.weight_dtype == "bfloat16"
+            return group.collectives.follow(shard(model, group.mesh, half=half))
 
         def again() -> Any:
             # One rank of a host after another, so that one whole model at a time is in its memory.
@@ -172,7 +173,8 @@ class RankLearner(Learner):
 
         def make() -> Any:
             model = load_teacher(name, self._job, self.vocabulary)
-            return shard(model.double() if self._double else model, self._group.mesh)
+            sharded = shard(model.double() if self._double else model, self._group.mesh)
+            return self._group.collectives.follow(sharded)
 
         return self._group.one_per_host(make)
 

@@ -66,9 +66,10 @@ class Critic:
         self._module = module
         self._spec, self._pack, self._bfloat16 = spec, pack, bfloat16
         self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self.gradients = Gradients(list(self._trained.values()))
+        self.parameters = list(self._trained.values())
+        self.gradients = Gradients(self.parameters)
         self._optimizer = make_optimizer(module, spec.optimizer)
-        self._pooled = PooledParameters(self._trained, list(self._trained.values()))
+        self._pooled = PooledParameters(self._trained, self.parameters)
         self._statistics = ValueStatistics()
         self._tokens = 0
 
@@ -96,6 +97,7 @@ class Critic:
         assert batch.values is not None, "the batch is an estimate of a critic"
         assert batch.returns is not None, "the batch is an estimate of a critic"
         clip = self._spec.value_clip
+        found = []
         for packed in self._pack([self._view(row) for row in batch.rows], stop):
             returns, old = batch.returns[packed.order], batch.values[packed.order]
             values = self._values(packed)
@@ -103,6 +105,9 @@ class Critic:
             if not torch.isfinite(loss):
                 return f"the value loss of a micro-batch is {loss.item()}"
             torch.autograd.backward(loss)
+            found.append((values.detach(), returns, old))
+        # Not before: passes that run out of memory are repeated, all of them (pass_budget.py).
+        for values, returns, old in found:
             self._statistics.add(values, returns, old, clip)
             self._tokens += len(values)
         return ""

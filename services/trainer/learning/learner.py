@@ -8,6 +8,7 @@ the learner itself with its training state and suspension.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import threading
@@ -291,7 +292,8 @@ class Accumulation:
                 batch = TrainingBatch(rows, torch.zeros(len(rows), dtype=torch.float64))
         else:
             with self._reproducibly():
-                batch = self._critic.estimate(rows, stop)
+                estimate = functools.partial(self._critic.estimate, rows, stop)
+                batch = self._passes.budget.fitting(estimate, rows)
         if self._job.algorithm.distillation is not None and batch.rows:
             batch = self._taught(batch, self._job.algorithm.distillation)
         return batch
@@ -335,7 +337,9 @@ class Accumulation:
                 if self._passes.fault is not None:
                     self._note(self._passes.fault)
             if not sums.broken and self._critic is not None and batch.values is not None:
-                sums.broken = self._critic.backward(batch, stop)
+                add = functools.partial(self._critic.backward, batch, stop)
+                trained = self._critic.parameters
+                sums.broken = self._passes.budget.fitting(add, batch.rows, trained)
         if self._job.pipeline.deterministic:
             problem = self._gradients.accumulate_exact()
             if self._critic is not None:
@@ -670,6 +674,7 @@ class Learner:
         seconds = sums.seconds + time.perf_counter() - started
         metrics["train/seconds"] = seconds
         metrics["train/micro_batches"] = float(sums.micro_batches)
+        metrics |= self._passes.budget.metrics()
         digest, moved = sums.summary.digest, bool(reason) and sums.updates > 0
         self.kept = self._passes.kept.take()
         self.discard()

@@ -29,6 +29,7 @@ from services.trainer.learning.forward import Forward, Teaching, TrainedModel, c
 from services.trainer.learning.packing import PackedBatch, plan
 from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
 from services.trainer.learning.samples import Row, TrainingBatch, response_lengths
+from services.trainer.memory.pass_budget import PassBudget
 from troupe.algorithms.losses import Normalize, grpo_loss_sum, token_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
@@ -322,13 +323,14 @@ class Passes:
         taught = {} if distillation is None else distillation.teachers
         self._teacher_of = {a: t for a, t in taught.items() if t in spec.teachers_of(policy)}
         wanted = self._policy.trainer.forward_tokens or forward_tokens
-        self._budget = wanted or own.forward_tokens
+        tokens = wanted or own.forward_tokens
+        self.budget = PassBudget(tokens, spec, policy, model.module, model.device, self._ranks)
         # Where the defaults of this device are shown.
         log.info(
             "passes",
             policy=policy,
             device=str(model.device),
-            forward_tokens=self._budget,
+            forward_tokens=tokens,
             activation_checkpointing=getattr(model.module, _CHECKPOINTED, False),
         )
         self._shares = share_prefixes
@@ -420,36 +422,56 @@ class Passes:
         every = {"", *self._teachers} if self._ranks.size > 1 else set(teachers)
         for teacher in sorted(every):
             some = [i for i, one in enumerate(teachers) if one == teacher]
-            taught = [rows[i] for i in some], advantages[some]
-            if problem := self._backward(*taught, teacher, statistics, stop):
+            taught = [rows[i] for i in some]
+            compute = functools.partial(self._backward, taught, advantages[some], teacher, stop)
+            problem, found = self.budget.fitting(compute, taught, self._model.parameters)
+            for added in found:
+                statistics.add(**added)
+            if problem:
                 return problem
         return ""
+
+    def _plan(self, rows: Sequence[Row]) -> Sequence[PackedBatch]:
+        """The passes over `rows` that the budget allows."""
+        return self.budget.planned(plan(rows, self.budget.tokens, **self._layout))
 
     def _backward(
         self,
         rows: list[Row],
         advantages: torch.Tensor,
         teacher: str,
-        statistics: TokenStatistics,
         stop: threading.Event | None,
-    ) -> str:
-        """`backward` for the rows of this rank with one `teacher`; empty: with none."""
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """`backward` for the rows of this rank with one `teacher` (empty: with none): why the
+        gradient cannot be used, and the statistics of each pass."""
+        self.fault = None
         if rows and self._threads is not None:
-            return self._in_threads(self._threads, rows, advantages, teacher, statistics, stop)
+            return self._in_threads(self._threads, rows, advantages, teacher, stop)
         columns = self._columns(rows, advantages) if rows else None
-        batches = self._ranks.batches(plan(rows, self._budget, **self._layout), stop)
+        batches = self._ranks.batches(self._plan(rows), stop)
+        smallest = functools.partial(self._empty_pass, teacher)
+        found: list[dict[str, Any]] = []
         for batch in batches:
             if batch is None or columns is None:
-                self._empty_pass(teacher)
+                batches.run(smallest, smallest)
                 continue
-            loss, added = self._loss(self._own_model, batch, columns, teacher)
-            self.kept.scored(rows, batch.order, added["logprobs"])
-            batches.problem = self._problem(loss)
-            # Also for a loss that is not finite, which is discarded: other ranks need this pass.
-            torch.autograd.backward(loss)
-            if self.fault is None:
-                statistics.add(**added)
-        return batches.problem
+            one = functools.partial(self._pass, rows, batch, columns, teacher)
+            if (result := batches.run(one, smallest)) is not None:
+                batches.problem, added = result
+                if self.fault is None:
+                    found.append(added)
+        return batches.problem, found
+
+    def _pass(
+        self, rows: list[Row], batch: PackedBatch, columns: TokenColumns, teacher: str
+    ) -> tuple[str, dict[str, Any]]:
+        """One pass: why its loss cannot be used, and its statistics."""
+        loss, added = self._loss(self._own_model, batch, columns, teacher)
+        self.kept.scored(rows, batch.order, added["logprobs"])
+        problem = self._problem(loss)
+        # Also for a loss that is not finite, which is discarded: other ranks need this pass.
+        torch.autograd.backward(loss)
+        return problem, added
 
     def _in_threads(
         self,
@@ -457,10 +479,9 @@ class Passes:
         rows: list[Row],
         advantages: torch.Tensor,
         teacher: str,
-        statistics: TokenStatistics,
         stop: threading.Event | None,
-    ) -> str:
-        """Like `backward`, with a part of the rows per thread; the order of sums is fixed."""
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Like `_backward`, with a part of the rows per thread; the order of sums is fixed."""
         calls = [
             functools.partial(
                 self._in_thread, model, [rows[i] for i in part], advantages[part], teacher, stop
@@ -471,14 +492,13 @@ class Passes:
         ]
         try:
             results = threads.run(calls)
-            for model, (found, _) in zip(self._thread_models, results, strict=False):
+            for model, _ in zip(self._thread_models, results, strict=False):
                 model.add_gradients()
-                for added in found:
-                    statistics.add(**added)
         finally:
             for model in self._thread_models:
                 model.detach()
-        return next((problem for _, problem in results if problem), "")
+        problem = next((problem for _, problem in results if problem), "")
+        return problem, [added for found, _ in results for added in found]
 
     def _in_thread(
         self,
@@ -492,7 +512,7 @@ class Passes:
         statistics: list[dict[str, Any]] = []
         columns = self._columns(rows, advantages)
         model.attach()
-        for batch in RankBatches(plan(rows, self._budget, **self._layout), stop):
+        for batch in RankBatches(self._plan(rows), stop):
             assert batch is not None  # there are no other ranks
             loss, added = self._loss(model, batch, columns, teacher)
             self.kept.scored(rows, batch.order, added["logprobs"])
@@ -628,22 +648,35 @@ class Passes:
             torch.tensor(mine, dtype=torch.int64),
             torch.tensor(response_lengths(own), dtype=torch.int64),
         )
-        found = torch.zeros(len(rows), dtype=torch.float64)
-        for batch in self._ranks.batches(plan(own, self._budget, **self._layout), stop):
-            here = self._empty_batch() if batch is None else batch.to(self._model.device)
+
+        def gaps(batch: PackedBatch) -> torch.Tensor:
+            here = batch.to(self._model.device)
             shape = (len(here.targets), 1)
             temperatures = torch.ones(shape, dtype=self._model.dtype, device=self._model.device)
             with self._autocast():
                 scores, theirs = (
                     one.scores(here, temperatures).logprobs for one in (self._forward, reference)
                 )
-            if batch is not None:
-                gaps = (scores - theirs).to("cpu", torch.float64)
-                found.index_add_(0, owners[here.order.cpu()], gaps)
-        return self._ranks.summed(found)
+            return (scores - theirs).to("cpu", torch.float64)
+
+        def compute() -> torch.Tensor:
+            found = torch.zeros(len(rows), dtype=torch.float64)
+            smallest = functools.partial(gaps, self._empty_batch())
+            batches = self._ranks.batches(self._plan(own), stop)
+            for batch in batches:
+                one = smallest if batch is None else functools.partial(gaps, batch)
+                result = batches.run(one, smallest)
+                if batch is not None and result is not None:
+                    found.index_add_(0, owners[batch.order], result)
+            return found
+
+        return self._ranks.summed(self.budget.fitting(compute, own))
 
     def logprobs(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
         """Log-probs of all response tokens under the current weights, [T]. Raises `Stopped`."""
+        return self.budget.fitting(functools.partial(self._logprobs, rows, stop), rows)
+
+    def _logprobs(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
         device, dtype = self._model.device, self._model.dtype
         by_row = torch.tensor([row.temperature for row in rows], dtype=dtype)
         sizes = torch.tensor(response_lengths(rows))
@@ -659,7 +692,7 @@ class Passes:
         self, rows: Sequence[Row], stop: threading.Event | None
     ) -> Iterator[PackedBatch]:
         """Yield batches, on the device, that score every response token once. Raises `Stopped`."""
-        for batch in plan(rows, self._budget, **self._layout):
+        for batch in self._plan(rows):
             if stop is not None and stop.is_set():
                 raise Stopped
             yield batch.to(self._model.device)

@@ -8,7 +8,7 @@ of the weights. So all ranks make the same number of passes, and stop together.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Self, TypeVar
 
 import torch
@@ -17,12 +17,28 @@ from services.trainer.learning.packing import PackedBatch
 from services.trainer.learning.samples import Row
 
 S = TypeVar("S")
+T = TypeVar("T")
 # Why a gradient cannot be used, on ranks whose own could.
 ELSEWHERE: Final = "the loss of a micro-batch cannot be used on another rank of the gang"
 
 
 class Stopped(Exception):
     """Raised when a step is given up while its passes are computed."""
+
+
+class PassTooLarge(Exception):
+    """Raised on all ranks when a pass of one of them ran out of memory."""
+
+
+# Messages of errors that have no type of their own: torch's allocator on a CPU, cuBLAS.
+_NO_MEMORY: Final = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that this process, or its device, has no memory left."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | PassTooLarge):
+        return True
+    return isinstance(error, RuntimeError) and any(one in str(error) for one in _NO_MEMORY)
 
 
 class RankBatches:
@@ -48,6 +64,25 @@ class RankBatches:
         if not self._left:
             raise StopIteration
         return self._left.pop()
+
+    def run(self, compute: Callable[[], T], smallest: Callable[[], object]) -> T | None:
+        """The result of a pass; None if it ran out of memory, which `next` raises on all ranks.
+
+        `smallest`: makes a pass over one token, in which this rank takes part in what the others
+        are still doing.
+        """
+        try:
+            return compute()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            message = str(error)
+        # Here the error is gone, and with it the tensors that its frames held.
+        self._ran_out(message, smallest)
+        return None
+
+    def _ran_out(self, message: str, smallest: Callable[[], object]) -> None:
+        raise PassTooLarge(message)
 
 
 class RankGroup:

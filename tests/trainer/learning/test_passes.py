@@ -164,7 +164,7 @@ def test_the_default_leaves_a_model_without_known_layers_as_it_is() -> None:
 
 def test_a_pass_on_a_cpu_has_the_tokens_that_it_had(tokenizer: Path) -> None:
     learner = learner_of(tokenizer, {})
-    assert learner._passes._budget == 1024
+    assert learner._passes.budget.tokens == 1024
     assert not any(isinstance(layer.forward, partial) for layer in learner.model.model.layers)
 
 

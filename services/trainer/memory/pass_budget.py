@@ -1,0 +1,206 @@
+"""The token budget of forward and backward passes, halved when a pass runs out of memory.
+
+`PassBudget.fitting` runs the passes of one micro-batch. If memory runs out, it takes back what they
+added to the gradients, halves the budget and runs them again, down to one row per pass. All ranks
+of a gang do so together; gang/pass_collectives.py says how the others get through a pass that one
+of them gave up.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+import psutil
+import structlog
+import torch
+from torch.distributed.tensor import DTensor
+
+from services.trainer.compute import give_back_memory, gpu_memory
+from services.trainer.learning.optimizer import capture, restore
+from services.trainer.learning.packing import PackedBatch
+from services.trainer.learning.ranks import PassTooLarge, RankGroup, is_out_of_memory
+from services.trainer.learning.samples import Row
+from troupe.job import JobSpec
+from troupe.job.sizing import setup_of, shape_of_config
+from troupe.rpc import Aborted, FailedPrecondition
+from troupe.scheduling.memory import rank_memory
+
+log = structlog.get_logger("troupe.trainer")
+T = TypeVar("T")
+# Devices whose gradients are copied to the host before passes that are larger than any so far. On a
+# CPU there is no other memory to copy them to: the step begins again instead.
+COPIED: Final = {"cuda"}
+
+
+@dataclass
+class PassShortage:
+    """What ranks know of a micro-batch that did not fit, merged over all of them."""
+
+    # Tokens of the largest pass, and of the longest row.
+    pass_max: int = 0
+    row_max: int = 0
+    # Whether some pass has several rows.
+    splits: bool = False
+    # Whether a rank cannot take back what the passes added to its gradients.
+    lost: bool = False
+
+
+class PassBudget:
+    """Tokens of one pass of a policy, and what has been learned about them on this device."""
+
+    def __init__(
+        self,
+        tokens: int,
+        spec: JobSpec,
+        policy: str,
+        model: Any,
+        device: torch.device,
+        ranks: RankGroup,
+    ) -> None:
+        """`tokens`: the budget to begin with; `model`: a Hugging Face model on `device`."""
+        self.tokens = tokens
+        self._job, self._policy, self._model = spec, policy, model
+        self._device, self._ranks = device, ranks
+        # Times that memory ran out in the current step, and since the policy is bound.
+        self._shortages = self._all_shortages = 0
+        # Tokens of the largest pass whose gradient was computed.
+        self._proven = 0
+        self._lock = threading.Lock()
+        self._planned = PassShortage()
+
+    def planned(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
+        """Note passes that are about to be computed; returns them. From several threads."""
+        with self._lock:
+            for batch in batches:
+                self._planned.pass_max = max(self._planned.pass_max, batch.input_ids.numel())
+                self._planned.splits |= len(batch.spans) > 1
+        return batches
+
+    def fitting(
+        self,
+        compute: Callable[[], T],
+        rows: Sequence[Row],
+        parameters: Sequence[torch.nn.Parameter] = (),
+    ) -> T:
+        """The result of `compute`, which runs `rows` through the model in planned passes and adds
+        to nothing but the gradients of `parameters`; repeated with smaller passes if it must be.
+
+        Raises FailedPrecondition of kind "row_out_of_memory" for a row that does not fit alone, and
+        Aborted of kind "out_of_memory", for the step to begin again, where gradients of earlier
+        micro-batches cannot be brought back.
+        """
+        while True:
+            self._planned = PassShortage(row_max=max((len(row.ids) for row in rows), default=0))
+            saved = self._saved(rows, parameters)
+            generators = capture(self._device)
+            try:
+                found = compute()
+            except Exception as error:
+                # In a gang only what all ranks agree on: another error ends this rank.
+                alone = self._ranks.size == 1 and is_out_of_memory(error)
+                if not alone and not isinstance(error, PassTooLarge):
+                    raise
+                message = str(error)
+            else:
+                if parameters:
+                    self._proven = max(self._proven, self._planned.pass_max)
+                return found
+            # Here the error is gone, and with it the tensors that its frames held.
+            gc.collect()
+            give_back_memory()
+            restore(generators, self._device)
+            self._planned.lost = not _taken_back(parameters, saved)
+            self._halve(message)
+
+    def _saved(
+        self, rows: Sequence[Row], parameters: Sequence[torch.nn.Parameter]
+    ) -> list[torch.Tensor | None] | None:
+        """Gradients as they are, for `_taken_back`; None: they are not kept."""
+        if all(p.grad is None for p in parameters):
+            return [None] * len(parameters)
+        longest = max((len(row.ids) for row in rows), default=0)
+        most = min(sum(len(row.ids) for row in rows), max(self.tokens, longest))
+        if self._device.type not in COPIED or most <= self._proven:
+            return None
+        return [None if p.grad is None else _local(p.grad).to("cpu", copy=True) for p in parameters]
+
+    def _halve(self, message: str) -> None:
+        """Go on with a smaller budget, the same on all ranks, or raise why that is no use."""
+        found = self._ranks.merged(self._planned)
+        self._shortages, self._all_shortages = self._shortages + 1, self._all_shortages + 1
+        before = min(self.tokens, found.pass_max)
+        if not found.splits or before <= 1:
+            raise self._too_long(found.row_max, message)
+        self.tokens = before // 2
+        log.warning(
+            "out of memory in a pass, passes become smaller",
+            policy=self._policy,
+            pass_tokens=found.pass_max,
+            forward_tokens=self.tokens,
+            error=message,
+        )
+        if found.lost:
+            raise Aborted(
+                f"a pass of {found.pass_max:,} tokens of policy {self._policy} ran out of memory; "
+                f"the step begins again with passes of {self.tokens:,}",
+                kind="out_of_memory",
+                field=f"policies.{self._policy}.trainer.forward_tokens",
+                value=self.tokens,
+                remedy="Nothing, if it happens once. Set `trainer.forward_tokens` to what the "
+                "device has room for, so that no step begins twice.",
+            )
+
+    def _too_long(self, length: int, message: str) -> FailedPrecondition:
+        cpu = self._device.type == "cpu"
+        memory = psutil.virtual_memory().total if cpu else gpu_memory(self._device) or 0
+        need = ""
+        shape = shape_of_config(self._model.config.to_dict())
+        if shape is not None:
+            setup = setup_of(
+                self._job, self._policy, shape, device=self._device.type, memory=memory
+            )
+            needed = rank_memory(shape, replace(setup, tokens=length))
+            need = (
+                f"; by the memory model a pass over it alone needs {needed.total:,} bytes, "
+                f"{needed.working:,} of them besides weights, gradients and optimizer"
+            )
+        return FailedPrecondition(
+            f"a row of {length:,} tokens of policy {self._policy} does not fit into the memory of "
+            f"the device ({memory:,} bytes), also in a pass of its own{need}: {message}",
+            kind="row_out_of_memory",
+            field=f"policies.{self._policy}.trainer",
+            value=length,
+            remedy="Use a larger gang (`trainer.gang`), "
+            "`trainer.activation_checkpointing: true`, `trainer.offload`, or shorter conversations "
+            "(`engine.max_context`, `sampling.max_tokens`).",
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """What the step that ends has to say: nothing on a device that never ran out."""
+        found, self._shortages = self._shortages, 0
+        if not self._all_shortages:
+            return {}
+        return {"train/out_of_memory": float(found), "train/forward_tokens": float(self.tokens)}
+
+
+@torch.no_grad()
+def _taken_back(
+    parameters: Sequence[torch.nn.Parameter], saved: Sequence[torch.Tensor | None] | None
+) -> bool:
+    """Give parameters the gradients that `_saved` kept; returns whether it did."""
+    if saved is None:
+        return False
+    for parameter, before in zip(parameters, saved, strict=True):
+        if before is None:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            _local(parameter.grad).copy_(before)
+    return True
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

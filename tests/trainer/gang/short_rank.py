@@ -1,0 +1,108 @@
+"""One of two gloo ranks, of which rank 1 runs out of memory alone, in many places of a pass.
+
+Run as a module with torchrun's variables: `python -m tests.trainer.gang.short_rank SPEC.json`.
+Rank 0 prints one JSON object per place: whether the weights after the step are, bit for bit, those
+of a gang whose passes were smaller from the start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from services.trainer.gang.group import GangBatches, GangGroup
+from services.trainer.gang.learner import RankLearner
+from services.trainer.learning.model import load_model
+from tests.trainer.batches import Shape, random_rows
+from troupe.job import JobSpec
+
+BUDGET = 96
+PLACES = 6
+
+
+class Shortage(TorchDispatchMode):
+    """Raises torch's error once, at operation `at` of those since it was entered."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.seen = at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        if self.seen == self.at:
+            raise torch.OutOfMemoryError(f"CUDA out of memory at {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def step(
+    spec: JobSpec, group: GangGroup, budget: int, at: int
+) -> tuple[list[torch.Tensor], dict[str, float], int]:
+    """Weights, metrics, and operations of the passes."""
+    learner = RankLearner(spec, "solver", group, torch.device("cpu"), forward_tokens=budget)
+    if learner.needs_reference:
+        learner.set_reference(learner.weights())
+    rows = random_rows(load_model("solver", spec.policies["solver"], spec.seed), 1, SHAPE)
+    # Probes and lazy initialization come before what is counted.
+    learner.accumulate(rows[:2])
+    learner.discard()
+    mode, run = Shortage(at), GangBatches.run
+
+    def running(self: GangBatches, compute: Any, smallest: Any) -> Any:
+        def inside() -> Any:
+            with mode:
+                return compute()
+
+        return run(self, inside, smallest)
+
+    GangBatches.run = running  # type: ignore[method-assign]
+    try:
+        learner.accumulate(rows)
+    finally:
+        GangBatches.run = run  # type: ignore[method-assign]
+    applied = learner.apply(0)
+    assert applied.applied, applied.reason
+    return [t.to_local().clone() for t in learner.weights().values()], applied.metrics, mode.seen
+
+
+SHAPE = Shape(groups=4, members=4, prompt=12, response=10)
+
+
+def main() -> None:
+    """All places, one after another."""
+    spec = JobSpec.model_validate_json(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    mesh = init_device_mesh("cpu", (2,))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    assert control is not None
+    group = GangGroup(mesh, control, lambda: False, Path())
+    rank = dist.get_rank()
+    *_, count = step(spec, group, BUDGET, 0)
+    (count,) = group.summed(torch.tensor([count if rank == 1 else 0])).tolist()
+    expected: dict[int, list[torch.Tensor]] = {}
+    for place in range(PLACES):
+        at = 1 + place * count // PLACES
+        found, metrics, _ = step(spec, group, BUDGET, at if rank == 1 else 0)
+        smaller = int(metrics["train/forward_tokens"])
+        if smaller not in expected:
+            expected[smaller], _, _ = step(spec, group, smaller, 0)
+        same = all(torch.equal(a, b) for a, b in zip(found, expected[smaller], strict=True))
+        (different,) = group.summed(torch.tensor([int(not same)])).tolist()
+        if rank == 0:
+            times = metrics["train/out_of_memory"]
+            print(json.dumps({"at": at, "of": count, "same": not different, "times": times}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)
