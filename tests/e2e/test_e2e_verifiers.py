@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import House
+from tests.support.own_python import RUBRICS, TASKSETS, own_python
 from tests.support.tiny_team import make_model
-from tests.support.verifiers_python import RUBRICS, TASKSETS, verifiers_python
 from troupe.client import Notice
 
 POLICY = {
@@ -58,8 +58,8 @@ async def test_two_policies_learn_in_public_environments(house: House, tmp_path:
     models = tmp_path / "models"
     make_model(models / "helper", hidden=16, seed=1, positions=4096)
     make_model(models / "people", hidden=16, seed=2, positions=4096)
-    tasksets = verifiers_python(tmp_path, TASKSETS)
-    rubrics = verifiers_python(tmp_path, RUBRICS)
+    tasksets = own_python(tmp_path, TASKSETS)
+    rubrics = own_python(tmp_path, RUBRICS)
 
     handle = await house.client.submit(yaml.safe_dump(job(models, tasksets, rubrics)))
     record = await handle.wait(timeout=900)

@@ -147,13 +147,18 @@ class Stage:
 
 
 @asynccontextmanager
-async def open_stage(directory: Path, **options: Any) -> AsyncIterator[Stage]:
-    """A prepared job on a house of its own; `options` are for `open_house`."""
+async def open_stage(
+    directory: Path, *, context: int = 2048, **options: Any
+) -> AsyncIterator[Stage]:
+    """A prepared job on a house of its own; `options` are for `open_house`.
+
+    `context`: tokens, of which each is a character.
+    """
     script = Script(lambda prompt: says("ok"))
     changes = {
         "agents": {name: {"sampling": {"max_new_tokens": 200}} for name in ("solver", "checker")},
         "policies": {
-            "big": {"model": {"tokenizer": tokenizer_path()}, "engine": {"max_context": 2048}}
+            "big": {"model": {"tokenizer": tokenizer_path()}, "engine": {"max_context": context}}
         },
         "limits": options.pop("limits", {}),
         "tools": options.pop("tools", {}),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.verifiers_python import OWN, RUBRICS, TASKSETS, verifiers_python
+from tests.support.own_python import OWN, RUBRICS, TASKSETS, own_python
 from troupe.data.tasks import TaskSplit, open_tasks
 from troupe.job.data import TasksSpec, VerifiersSpec
 from troupe.workflow import (
@@ -36,12 +36,12 @@ ADD = '<tool_call>{"name": "add", "arguments": {"a": 0, "b": 4}}</tool_call>'
 
 @pytest.fixture(scope="module")
 def tasksets(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return verifiers_python(tmp_path_factory.mktemp("verifiers"), TASKSETS)
+    return own_python(tmp_path_factory.mktemp("verifiers"), TASKSETS)
 
 
 @pytest.fixture(scope="module")
 def rubrics(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return verifiers_python(tmp_path_factory.mktemp("verifiers"), RUBRICS)
+    return own_python(tmp_path_factory.mktemp("verifiers"), RUBRICS)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import venv
@@ -27,8 +26,6 @@ from troupe.workflow.trying import policies
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
 QUERY = {"question": "What is 3 + 4?", "sum": 7}
 HERE = Path(example.__file__).parent
-# An interpreter with AutoGen, where there is one: `autogen_agent.py` says how.
-AUTOGEN = os.environ.get("EXAMPLE_AUTOGEN_PYTHON", "")
 
 
 class Answer(BaseModel):
@@ -201,13 +198,3 @@ async def test_a_child_process_is_ended_while_much_that_it_printed_waits(
     async with asyncio.timeout(9):
         with pytest.raises(example.AgentFailed, match="enough"):
             await example.ask_process({})
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not AUTOGEN, reason="EXAMPLE_AUTOGEN_PYTHON names no interpreter with AutoGen")
-async def test_autogen_runs_in_an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(example, "PYTHON", AUTOGEN)
-    monkeypatch.setattr(example, "PROGRAM", str(HERE / "autogen_agent.py"))
-    script = ScriptedPolicy(["I add. " + CALL, "7"])
-    played = await play(example.child, QUERY, policy=script)
-    assert played.rewards["solver"] == 1.0

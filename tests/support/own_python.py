@@ -1,4 +1,4 @@
-"""Interpreters that have the `verifiers` library, in environments of their own."""
+"""Interpreters of environments with libraries that cannot be installed beside Troupe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUBRICS: Final = ("verifiers==0.1.14", "staros-stardata[env]==0.1.1")
 OWN: Final = Path(__file__).with_name("verifiers_envs")
 
 
-def verifiers_python(directory: Path, packages: tuple[str, ...]) -> str:
+def own_python(directory: Path, packages: tuple[str, ...]) -> str:
     """The interpreter of an environment with nothing but `packages`. Skips the test where they
     cannot be installed."""
     name = packages[0].replace("==", "-")
