@@ -117,6 +117,8 @@ class PolicyBinding:
             state_bytes=self.state_bytes,
             swaps=self.swaps,
             swap_seconds=self.swap_seconds,
+            checkpoint_written_bytes=self.checkpoints.progress.written,
+            checkpoint_bytes=self.checkpoints.progress.total,
         )
 
     def load(self, version: int, checksum: str) -> None:

@@ -17,13 +17,14 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.binding import PolicyBinding
 from services.trainer.state.checkpoint import PUBLISHED
 from services.trainer.versions import Publication
+from troupe.checkpoints.reading import weight_files
 from troupe.checkpoints.retention import remove
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb
 
-# Files that may hold the published tensors, the bit-exact ones first.
-_FILES = (PUBLISHED, "model.safetensors", "adapter_model.safetensors")
+# Files that hold the published tensors where the model's own do not.
+_FILES = (PUBLISHED, "adapter_model.safetensors")
 
 
 class FrozenVersions:
@@ -95,8 +96,7 @@ class FrozenVersions:
         self, job_id: str, policy: str, version: int, checksum: str
     ) -> dict[str, torch.Tensor]:
         path = self.path(job_id, policy, version)
-        found = next((path / name for name in _FILES if (path / name).is_file()), None)
-        if found is None:
+        if not path.is_dir():
             raise NotFound(
                 f"the weights of member {policy}@{version} are gone: there is nothing in {path}",
                 kind="member_gone",
@@ -105,8 +105,10 @@ class FrozenVersions:
                 remedy="Restore the directory, or give all trainer workers the same data_dir "
                 "(TROUPE_DATA_DIR).",
             )
+        one = next((path / name for name in _FILES if (path / name).is_file()), None)
         try:
-            tensors: dict[str, torch.Tensor] = load_file(found)
+            files = weight_files(path) if one is None else [one]
+            tensors = {name: t for file in files for name, t in load_file(file).items()}
             if (content := checksum_of(tensors)) != checksum:
                 raise ValueError(f"it has checksum {content}, and {checksum} was frozen")
         except (OSError, ValueError, SafetensorError) as error:

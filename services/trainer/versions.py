@@ -24,7 +24,12 @@ from services.trainer.learning.model import policy_seed
 from services.trainer.learning.optimizer import Generators, Randomness, seeded
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import SuspendedTensors, below, on_host, under
-from services.trainer.state.training_state import Frontier, StateStore, TrainingState
+from services.trainer.state.training_state import (
+    Frontier,
+    StateStore,
+    StoredWeights,
+    TrainingState,
+)
 from troupe.adapters import base_key
 from troupe.job import JobSpec
 from troupe.rpc import NO_RETRY, DataLoss, FailedPrecondition, NotFound, TroupeError, new_id
@@ -333,6 +338,10 @@ class ReplicatedStateStore(StateStore):
     def load(self, version: int, checksum: str = "", *, whole: bool = True) -> TrainingState:
         self._remote.copy_to_device(self, version, checksum)
         return super().load(version, checksum, whole=whole)
+
+    def stored(self, version: int, checksum: str = "") -> StoredWeights:
+        self._remote.copy_to_device(self, version, checksum)
+        return super().stored(version, checksum)
 
     def save(self, state: TrainingState) -> Path:
         path = super().save(state)

@@ -53,8 +53,8 @@ ARCHITECTURES = {
     "mixtral": _mixture("mixtral", num_local_experts=4),
     "olmoe": _mixture("olmoe", num_experts=4),
     "gpt_oss": _mixture("gpt_oss", num_local_experts=4),
-    "deepseek_v2": _deepseek("deepseek_v2", q_lora_rank=None, n_group=1),
-    "deepseek_v3": _deepseek("deepseek_v3", q_lora_rank=16, n_group=2),
+    "deepseek_v2": _deepseek("deepseek_v2", q_lora_rank=None, n_group=1, num_key_value_heads=4),
+    "deepseek_v3": _deepseek("deepseek_v3", q_lora_rank=16, n_group=2, num_key_value_heads=4),
     "llama4": _mixture("llama4_text", num_local_experts=4, intermediate_size_mlp=48)
     | {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
     "glm4_moe": _deepseek("glm4_moe", n_group=1),

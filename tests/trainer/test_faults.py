@@ -17,6 +17,7 @@ from services.trainer.state.checkpoint import checkpoint_path
 from tests.trainer.stage import Trainer, TrainingStage, fill_up
 from troupe.rpc import (
     Aborted,
+    DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
     ResourceExhausted,
@@ -51,6 +52,32 @@ async def test_a_full_disk_fails_the_step_and_not_the_policy(
     commit = await trainer.run(0, 0)
     assert (commit.weights.version, commit.num_samples) == (1, 8)
     await trainer.checkpoint(1)
+
+
+async def test_damaged_weights_become_no_checkpoint(stage: TrainingStage) -> None:
+    """What is read one tensor at a time is verified as it is written."""
+    spec = stage.spec()
+    trainer = await stage.trainer()
+    await trainer.bind(spec)
+    runs = stage.root / "runs"
+    (kept,) = (runs / stage.job_id / "state" / "solver").glob("v0-*")
+    file = kept / "weights.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-3] + bytes([whole[-3] ^ 0x40]) + whole[-2:])
+    with pytest.raises(DataLoss, match="are not what was written") as caught:
+        await trainer.checkpoint(0)
+    assert caught.value.kind == "state_corrupt"
+    path = checkpoint_path(runs, stage.job_id, "solver", 0)
+    assert list(path.parent.iterdir()) == []
+    file.write_bytes(whole)
+    await trainer.checkpoint(0)
+    (status,) = await trainer.statuses()
+    assert (
+        0
+        < status.checkpoint_bytes
+        == status.checkpoint_written_bytes
+        < ((path / "model.safetensors").stat().st_size)
+    )
 
 
 async def test_leases_that_ran_out_begin_the_step_again(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from troupe.checkpoints.reading import StoredTensors
 from troupe.transfer.deferred import DeferredTensors, Layout, TensorGroup
 
 Tensors = Mapping[str, torch.Tensor]
@@ -82,12 +83,15 @@ class CheckpointFormat:
         A tied tensor may be given under any of its names.
         """
         read = functools.partial(self.read, tensors)
-        on_device = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        stored = isinstance(tensors, StoredTensors)
+        on_device = not stored and any(t.device.type == "cuda" for t in tensors.values())
         return _deferred(self.conversions, read, on_device=on_device)
 
     def read(self, tensors: Tensors, name: str) -> torch.Tensor:
         """One tensor by its name in the model, cast to its dtype in checkpoints."""
         found = next(alias for alias in self._aliases.get(name, (name,)) if alias in tensors)
+        if isinstance(tensors, StoredTensors):
+            return tensors.read(found, self._dtypes[name])  # cast while it is read
         return tensors[found].detach().to(self._dtypes[name])
 
 
@@ -103,8 +107,13 @@ class ModelArrangement:
 
         Raises FormatMismatch for a tensor that the model does not have or that cannot be converted.
         """
-        self.conversions = _to_model(model, checkpoint)
+        self.conversions, self._used = _to_model(model, checkpoint)
         self.layout: Layout = _joined(self.conversions)
+
+    def note_in(self, model: Any) -> None:
+        """Note in `model`, as `from_pretrained` does, by which conversions it is loaded: its
+        `CheckpointFormat` then reverts those."""
+        model._weight_conversions = [one for one in self._used if one.was_used()]
 
     @classmethod
     def of(cls, model: torch.nn.Module, checkpoint: Tensors) -> ModelArrangement:
@@ -221,8 +230,8 @@ def _to_checkpoint(model: Any, outline: Any, state: Tensors) -> list[Conversion]
     )
 
 
-def _to_model(model: Any, checkpoint: Layout) -> list[Conversion]:
-    """The conversions from a checkpoint's names to the model's.
+def _to_model(model: Any, checkpoint: Layout) -> tuple[list[Conversion], list[Any]]:
+    """The conversions from a checkpoint's names to the model's, and transformers' own of them.
 
     They follow `transformers.core_model_loading.convert_and_load_state_dict_in_model`.
     """
@@ -230,7 +239,7 @@ def _to_model(model: Any, checkpoint: Layout) -> list[Conversion]:
     if not is_transformers(model):
         for name in checkpoint:
             _require(name, name, slots)
-        return [Conversion.unchanged(name, tensor) for name, tensor in checkpoint.items()]
+        return [Conversion.unchanged(name, tensor) for name, tensor in checkpoint.items()], []
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -250,13 +259,14 @@ def _to_model(model: Any, checkpoint: Layout) -> list[Conversion]:
         _require(name, target, slots)
         return target, pattern
 
-    return _planned(
+    conversions = _planned(
         model,
         checkpoint,
         matched,
         {pattern: one for one in converters for pattern in one.source_patterns},
         lambda name: name,
     )
+    return conversions, mapping
 
 
 def _planned(

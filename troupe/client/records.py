@@ -306,6 +306,9 @@ class Binding(Record):
     # How often it was swapped in or out here, and for how many seconds that kept the device idle.
     swaps: int = 0
     swap_seconds: float = 0.0
+    # Of the checkpoint that is being written, or of the last one: bytes that are, and all of them.
+    checkpoint_written_bytes: int = 0
+    checkpoint_bytes: int = 0
 
 
 @dataclass(frozen=True)

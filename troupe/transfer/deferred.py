@@ -78,6 +78,9 @@ class DeferredTensors(Mapping[str, torch.Tensor]):
                 self._last = number, self.made(number)
             return self._last[1][name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout  # a mapping's own would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         yield from self.layout
         with self._lock:

@@ -730,6 +730,8 @@ class BindingStatus(_message.Message):
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     SWAPS_FIELD_NUMBER: _builtins.int
     SWAP_SECONDS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     policy: _builtins.str
     state: _common_pb2.BindingState.ValueType
@@ -743,6 +745,9 @@ class BindingStatus(_message.Message):
     swaps: _builtins.int
     """Suspensions and resumptions on this worker, and how long they kept the device from computing."""
     swap_seconds: _builtins.float
+    checkpoint_written_bytes: _builtins.int
+    """Of the checkpoint that is being written, or of the last one: bytes that are, and all of them."""
+    checkpoint_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -756,10 +761,12 @@ class BindingStatus(_message.Message):
         state_bytes: _builtins.int = ...,
         swaps: _builtins.int = ...,
         swap_seconds: _builtins.float = ...,
+        checkpoint_written_bytes: _builtins.int = ...,
+        checkpoint_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policy", b"policy", "prefetched", b"prefetched", "samples", b"samples", "state", b"state", "state_bytes", b"state_bytes", "step", b"step", "swap_seconds", b"swap_seconds", "swaps", b"swaps", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes", b"checkpoint_bytes", "checkpoint_written_bytes", b"checkpoint_written_bytes", "job_id", b"job_id", "policy", b"policy", "prefetched", b"prefetched", "samples", b"samples", "state", b"state", "state_bytes", b"state_bytes", "step", b"step", "swap_seconds", b"swap_seconds", "swaps", b"swaps", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

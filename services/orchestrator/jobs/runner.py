@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +61,8 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 # How often a runner checks that no other one has taken the job over.
 _EPOCH_SECONDS: Final = 1.0
+# Seconds between reports of how much of a checkpoint is written.
+_PROGRESS_SECONDS: Final = 1.0
 _BOTH: Final = (orch.WORKER_KIND_TRAINER, orch.WORKER_KIND_ROLLOUT)
 # A job in which a larger share of trajectories made no turn at their endpoint has a shortfall.
 _WITHOUT_TURNS_SHARE: Final = 0.1
@@ -620,10 +622,7 @@ class JobProgress:
         seconds = job.spec.limits.step_seconds
         deadline = Deadline("saving checkpoints", seconds, "limits.step_seconds", job.show)
         async with self._context.turns.of_trainers(deadline):
-            results = await asyncio.gather(
-                *(self._context.trainers.policies[policy].save_checkpoint() for policy in policies),
-                return_exceptions=True,
-            )
+            results = await self._save(policies)
         problem: pb.Problem | None = None
         saved: dict[str, tr.SaveCheckpointResponse] = {}
         for policy, result in zip(policies, results, strict=True):
@@ -641,6 +640,23 @@ class JobProgress:
             await self._write_manifest(saved)
         await job.shared.store.note_checkpoint(job.job_id, job.epoch, step, problem)
         self._record = replace(self._record, checkpointed=step, checkpoint_problem=problem)
+
+    async def _save(self, policies: Sequence[str]) -> Sequence[Any]:
+        """Checkpoints or errors of the policies; shows how much of them is written."""
+        job, step = self._job, self._record.step
+        trainers = [self._context.trainers.policies[policy] for policy in policies]
+        tasks = [asyncio.create_task(one.save_checkpoint()) for one in trainers]
+        try:
+            while (await asyncio.wait(tasks, timeout=_PROGRESS_SECONDS))[1]:
+                written, total = map(
+                    sum, zip(*(one.checkpoint_progress for one in trainers), strict=True)
+                )
+                text = f"saving checkpoints after step {step}"
+                job.show(text, step=step, done=written, total=total)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _write_manifest(self, saved: Mapping[str, tr.SaveCheckpointResponse]) -> None:
         """Writes the manifest. No step is open, so that versions do not move meanwhile."""

@@ -30,8 +30,11 @@ _SUSPENDED: Final = "step_suspended"
 _TOO_LARGE: Final = ("policy_too_large", "gang_too_large", "gang_uneven")
 # Kinds of errors of a gang whose ranks have ended, or did not come.
 _GANG_ENDED: Final = frozenset({"gang_lost", "gang_incomplete"})
-# Time limit of a checkpoint, with all attempts: it must not hold up the job for long.
+# Time limit of a checkpoint, with all attempts: it must not hold up the job for long. And for each
+# byte of the weights, which are read, written and perhaps copied from another host: a disk or a
+# network that is slower is not waited for.
 _CHECKPOINT_SECONDS: Final = 300.0
+_CHECKPOINT_BYTES_PER_SECOND: Final = 32e6
 
 
 class Trainers:
@@ -273,7 +276,8 @@ class PolicyTrainer:
 
     async def save_checkpoint(self) -> tr.SaveCheckpointResponse:
         """Writes the newest weights as a checkpoint. Raises `TroupeError` when that fails."""
-        deadline = Deadline(f"the checkpoint of {self.policy}", _CHECKPOINT_SECONDS, "checkpoint")
+        seconds = _CHECKPOINT_SECONDS + self.weights.num_bytes / _CHECKPOINT_BYTES_PER_SECOND
+        deadline = Deadline(f"the checkpoint of {self.policy}", seconds, "checkpoint")
         attempts = RetryBackoff(deadline)
         while True:
             try:
@@ -292,6 +296,16 @@ class PolicyTrainer:
             except TroupeError as error:
                 self.unbind_after(error)
                 await attempts.failed(error)
+
+    @property
+    def checkpoint_progress(self) -> tuple[int, int]:
+        """Written and all bytes of the checkpoint that its worker writes, as of its heartbeat."""
+        key = (self._job.job_id, self.policy)
+        worker = self._lease.worker
+        for one in () if worker is None else worker.beat.bindings:
+            if (one.job_id, one.policy) == key:
+                return one.checkpoint_written_bytes, one.checkpoint_bytes
+        return 0, 0
 
     async def offload(self, deadline: Deadline) -> None:
         """Has the training state moved to the host's memory, since engines get its devices.

@@ -37,7 +37,13 @@ from services.trainer.gang.sharded_state import (
 )
 from services.trainer.learning.forward import TrainedModel
 from services.trainer.learning.learner import Applied, Learner
-from services.trainer.learning.model import load_model, load_teacher, outline, positions_of
+from services.trainer.learning.model import (
+    load_model,
+    load_teacher,
+    outline,
+    outline_to_save,
+    positions_of,
+)
 from services.trainer.learning.optimizer import Moments
 from services.trainer.learning.samples import (
     Load,
@@ -364,8 +370,8 @@ class GangLearner:
 
     @property
     def model(self) -> Any:
-        """The whole Hugging Face model with its first weights; made anew by every access."""
-        return load_model(self._policy, self._job.policies[self._policy], self._job.seed)
+        """The Hugging Face model without weights, for checkpoints; made anew by every access."""
+        return outline_to_save(self._policy, self._job.policies[self._policy])
 
     @functools.cached_property
     def _longest(self) -> int:

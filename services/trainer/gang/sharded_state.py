@@ -27,12 +27,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.learning.optimizer import NAMES as GENERATORS
 from services.trainer.learning.optimizer import Moments
+from services.trainer.state.training_state import SEPARATOR, is_moment
 from troupe.adapters.merge import Tensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.transfer.checksum import bytes_checksum
-
-# AdamW's state of a parameter, by `{slot}/{parameter}` (optimizer.py).
-_SEPARATOR = "/"
 
 
 def write_shards(
@@ -91,8 +89,8 @@ def read_whole(directory: Path) -> Tensors:
 def split(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Moments]:
     """Split tensors into weights and moments, whose names begin with that of their slot."""
     return (
-        {name: tensor for name, tensor in tensors.items() if _SEPARATOR not in name},
-        {name: tensor for name, tensor in tensors.items() if _SEPARATOR in name},
+        {name: tensor for name, tensor in tensors.items() if not is_moment(name)},
+        {name: tensor for name, tensor in tensors.items() if is_moment(name)},
     )
 
 
@@ -150,8 +148,8 @@ def owner_of(name: str, size: torch.Size, weights: Mapping[str, torch.Tensor]) -
     Raises ValueError if the shapes differ.
     """
     owner = weights.get(name)
-    while owner is None and _SEPARATOR in name and size:  # AdamW counts its steps in scalars
-        name = name.partition(_SEPARATOR)[2]
+    while owner is None and SEPARATOR in name and size:  # AdamW counts its steps in scalars
+        name = name.partition(SEPARATOR)[2]
         owner = weights.get(name)
     if owner is not None and owner.shape != size:
         raise ValueError(f"{name} has shape {list(size)}, expected {list(owner.shape)}")

@@ -13,6 +13,8 @@ import torch
 from services.trainer.learning.lora import adapted_model, begin_with
 from services.trainer.learning.lora_bases import frozen_base
 from troupe.adapters import linear_layers
+from troupe.checkpoints.format import ModelArrangement
+from troupe.checkpoints.reading import StoredTensors, checkpoint_folder
 from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
 from troupe.checkpoints.verifying import verify
 from troupe.job import JobSpec, PolicySpec, no_directory
@@ -150,6 +152,27 @@ def outline(policy: str, spec: PolicySpec) -> Any:
         if path is not None:
             raise _explain(policy, path, error) from error
         raise _no_model(policy, config.model_type, error) from error
+
+
+def outline_to_save(policy: str, spec: PolicySpec) -> Any:
+    """The `outline` with what a checkpoint takes from a loaded model besides its weights: the
+    generation configuration, and by which conversions the files' tensors became the model's.
+
+    Raises as `load_model`.
+    """
+    from transformers import GenerationConfig
+
+    model, source = outline(policy, spec), spec.language_model
+    if source.path is None:
+        return model
+    # Files that are gone since the policy was loaded: the model's defaults then.
+    with contextlib.suppress(OSError, ValueError):
+        own = GenerationConfig.from_pretrained(source.path, revision=source.revision)
+        model.generation_config = own
+    with contextlib.suppress(OSError, ValueError):
+        folder = checkpoint_folder(source.path, source.revision)
+        ModelArrangement(model, StoredTensors.of_checkpoint(folder).layout).note_in(model)
+    return model
 
 
 def shape_of_model(model: Any) -> ModelShape:

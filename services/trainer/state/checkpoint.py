@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from services.trainer.learning.lora import Adapter, adapter_of
 from services.trainer.learning.model import with_dtype
@@ -23,15 +23,31 @@ from services.trainer.state.training_state import StateStore, reported, sync_dir
 from services.trainer.versions import Versions
 from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat, is_transformers
+from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.retention import prune
 from troupe.checkpoints.verifying import Lineage, digests
 from troupe.checkpoints.writing import write_checkpoint
 from troupe.job import JobSpec
-from troupe.rpc import FailedPrecondition
+from troupe.rpc import DataLoss, FailedPrecondition
 from troupe.transfer.checksum import checksum_of, dtype_name
 
 # The file of published tensors, if they differ from the checkpoint's own.
 PUBLISHED: Final = "published.safetensors"
+
+
+class CheckpointProgress:
+    """Bytes of a checkpoint that is being written: all of them, and those that are written."""
+
+    def __init__(self) -> None:
+        self.total, self.written = 0, 0
+
+    def begin(self, total: int) -> None:
+        """A checkpoint of `total` bytes is begun."""
+        self.total, self.written = total, 0
+
+    def add(self, nbytes: int) -> None:
+        """Some more bytes are written."""
+        self.written += nbytes
 
 
 def checkpoint_path(root: Path, job_id: str, policy: str, version: int) -> Path:
@@ -49,21 +65,28 @@ def save_checkpoint(
     lineage: Lineage | None = None,
     published: Mapping[str, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    verified: Callable[[str], bool] | None = None,
+    progress: CheckpointProgress | None = None,
 ) -> int:
     """Write a checkpoint of `weights` in the format of `model`; returns its size in bytes.
 
     The tokenizer, if there is one, is written too. `lineage`: the origin of the weights, written
     beside them. `published`: the published tensors, written bit for bit to `PUBLISHED` unless
     another file has them. `dtype`: the dtype of floating-point tensors; default: their own.
+    `verified`: told the checksum of a language model's tensors in the checkpoint, whether they are
+    what they should be.
+
+    Of a language model, one tensor (of a mixture, one layer's experts) at a time is in memory.
 
     An existing checkpoint is left as it is. `keep`: number of newest checkpoints to keep beside it;
     None: all. Raises ResourceExhausted ("storage_full") or FailedPrecondition
     ("storage_unwritable"), and then leaves no partial checkpoint and does not touch older ones.
     """
-    adapter = adapter_of(model)
+    adapter, progress = adapter_of(model), progress or CheckpointProgress()
     dtype = dtype or next(t.dtype for t in weights.values() if t.is_floating_point())
 
     def fill(folder: Path) -> None:
+        found = ""
         if adapter is not None:
             base = _base_path(path, adapter, lineage, tokenizer)
             about = adapter.content(torch.float32).peft_config(base)
@@ -71,12 +94,22 @@ def save_checkpoint(
             tensors = {name: t.to(dtype).contiguous() for name, t in weights.items()}
             save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         else:
-            _write_model(folder, model, weights, dtype)
+            found = _write_model(folder, model, weights, dtype, progress)
+        if found and verified is not None and not verified(found):
+            raise DataLoss(
+                f"the kept weights of {path.parent.name}, {path.name}, are not what was written",
+                kind="state_corrupt",
+                field="version",
+                value=path.name,
+                remedy="Restore the training state from a copy; the next version's checkpoint is "
+                "written from its own state.",
+            )
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if published is not None:
-            wanted = checksum_of(dict(published))
-            if all(checksum_of(load_file(file)) != wanted for file in folder.glob("*.safetensors")):
+            if not found:
+                found = checksum_of(StoredTensors(folder.glob("*.safetensors")))
+            if checksum_of(published) != found:
                 save_file(dict(published), folder / PUBLISHED)
         if lineage is not None:
             replace(lineage, files=digests(folder)).write(folder)
@@ -133,13 +166,22 @@ def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _write_model(
-    folder: Path, model: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> None:
+    folder: Path,
+    model: Any,
+    weights: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    progress: CheckpointProgress,
+) -> str:
+    """Write a model's weights and configuration; the checksum of the tensors of a language model,
+    empty for a network."""
+    found = ""
     if is_transformers(model):
         # Everything except the weights, of which the library would make a second copy.
         model.save_pretrained(folder, state_dict={})
         (folder / "model.safetensors").unlink(missing_ok=True)
-        write_checkpoint(folder, CheckpointFormat(model, dtype).of(weights))
+        tensors = CheckpointFormat(model, dtype).of(weights)
+        progress.begin(tensors.nbytes)
+        found = write_checkpoint(folder, tensors, progress.add)
     else:
         cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
         model.save_pretrained(folder, state_dict=cast)
@@ -147,6 +189,7 @@ def _write_model(
     config = folder / "config.json"
     values = {**json.loads(config.read_text()), "dtype": dtype_name(dtype)}
     config.write_text(json.dumps(values, indent=2) + "\n")
+    return found
 
 
 def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer: Any) -> str:
@@ -159,7 +202,7 @@ def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer:
     def fill(folder: Path) -> None:
         module = adapter.base.module
         dtype = next(module.parameters()).dtype
-        _write_model(folder, module, distinct_tensors(module), dtype)
+        _write_model(folder, module, distinct_tensors(module), dtype, CheckpointProgress())
         tokenizer.save_pretrained(folder)
 
     _write_whole(place, fill)
@@ -175,6 +218,8 @@ class Checkpoints:
         self._spec = spec
         self._data_dir = data_dir
         self._states, self._versions = states, versions
+        # Of the checkpoint that is being written, or of the last one.
+        self.progress = CheckpointProgress()
 
     def save(self, version: int) -> tuple[str, int]:
         """Write the checkpoint of a kept version; returns its path and bytes.
@@ -198,16 +243,24 @@ class Checkpoints:
 
         Of its siblings the `keep` newest stay, or all. `published`: the tensors to keep exactly.
         """
+        self.progress.begin(0)
         states, versions = self._states, self._versions
         job_id, name = states.job_id, states.policy
         policy = with_dtype(name, self._spec).policies[name]
-        weights: dict[str, torch.Tensor] = {}
+        weights: Mapping[str, torch.Tensor] = {}
         committed = version == versions.committed
         step, checksum = -1, versions.weights.checksum if committed else ""
+        model = versions.learner.model
+        verified: Callable[[str], bool] | None = None
         if not path.is_dir():
             if states.exists(version):
-                state = states.load(version, checksum)
-                weights, step, checksum = state.weights, state.frontier.step, state.checksum
+                if is_transformers(model) and adapter_of(model) is None:
+                    stored = states.stored(version, checksum)
+                    weights, step = stored.tensors, stored.frontier.step
+                    checksum, verified = stored.checksum, stored.verified
+                else:
+                    state = states.load(version, checksum)
+                    weights, step, checksum = state.weights, state.frontier.step, state.checksum
             elif not policy.trainable and committed:
                 weights = versions.learner.weights()
             else:
@@ -222,7 +275,6 @@ class Checkpoints:
         dtype = torch.float32
         if policy.network is None:
             dtype = getattr(torch, policy.language_model.weight_dtype)
-        model = versions.learner.model
         lineage = lineage_of(self._spec, job_id, name, version, step, checksum, model)
         return save_checkpoint(
             path,
@@ -233,4 +285,6 @@ class Checkpoints:
             lineage=lineage,
             published=published,
             dtype=dtype,
+            verified=verified,
+            progress=self.progress,
         )

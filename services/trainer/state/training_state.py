@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.retention import remove
 from troupe.disks import is_full, system_error
 from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted, TroupeError
@@ -35,6 +36,8 @@ from troupe.transfer import checksum_of
 _NAME = re.compile(r"v([0-9]+)-([0-9a-f]{12})")
 _UNFINISHED = re.compile(r"\.v([0-9]+)-")
 FORMAT = 3
+# Between the slot and the parameter in the name of a moment (optimizer.py): `{slot}/{parameter}`.
+SEPARATOR = "/"
 
 
 @contextlib.contextmanager
@@ -134,6 +137,26 @@ class TrainingState:
     path: Path | None = None
 
 
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights of a kept version, read from disk one tensor at a time (any number of ranks may
+    have written them)."""
+
+    tensors: StoredTensors
+    # Checksum of the published weights, as in the ledger.
+    checksum: str
+    frontier: Frontier
+    # Whether the bytes are those that were written; one pass over them.
+    intact: Callable[[], bool]
+
+    def verified(self, checksum: str) -> bool:
+        """Whether what was read is what was kept; `checksum`: of it as it would be published.
+
+        Weights that were computed again after a crash may differ from those by rounding.
+        """
+        return checksum == self.checksum or self.intact()
+
+
 class StateStore:
     """The kept versions of one policy's training state."""
 
@@ -178,8 +201,29 @@ class StateStore:
         from its `path`. Raises FailedPrecondition of kind "state_not_found", or
         DataLoss of kind "state_corrupt".
         """
+        path = self._require(version, checksum)
+        return self._read(path, version, checksum, whole)
+
+    def stored(self, version: int, checksum: str = "") -> StoredWeights:
+        """The weights of `version`, not read yet and not verified: whoever reads them compares what
+        becomes of them with `StoredWeights.checksum`. Raises as `load`."""
+        path = self._require(version, checksum)
+        with _usable(path, version):
+            meta = _meta(path)
+            files = meta.get("parts", ["weights.safetensors"])
+            tensors = StoredTensors(path / name for name in files)
+            weights = tensors.only(name for name in tensors if not is_moment(name))
+
+            def intact() -> bool:
+                if "parts" in meta:
+                    return _are(path, meta["parts"])
+                return bool(meta["weights"] == checksum_of(weights))
+
+            return StoredWeights(weights, meta["checksum"], _frontier(meta), intact)
+
+    def _require(self, version: int, checksum: str) -> Path:
         if (path := self.find(version, checksum)) is not None:
-            return self._read(path, version, checksum, whole)
+            return path
         raise FailedPrecondition(
             f"no training state of policy {self.policy} at version {version} "
             f"with checksum {checksum or '(any)'} is kept in {self._directory}",
@@ -266,10 +310,8 @@ class StateStore:
                 yield int(match[1]), match[2], path
 
     def _read(self, path: Path, version: int, checksum: str, whole: bool) -> TrainingState:
-        try:
-            meta = json.loads((path / "state.json").read_text())
-            if meta["format"] != FORMAT:
-                raise ValueError(f"its format {meta['format']} is of another version of Troupe")
+        with _usable(path, version):
+            meta = _meta(path)
             names = ["random"] if "parts" in meta else ["random", "weights", "optimizer"]
             # Memory-mapped, so that bytes that are not read take no memory.
             parts = {name: load_file(path / f"{name}.safetensors") for name in names}
@@ -277,19 +319,9 @@ class StateStore:
                 raise ValueError("its bytes do not match their checksums")
             if "parts" in meta:
                 parts |= _joined(path, meta["parts"], whole)
-            digest = meta["samples_digest"]
-            frontier = Frontier(meta["step"], None if digest is None else int(digest, 16))
+            frontier = _frontier(meta)
             if meta["version"] != version or (checksum and meta["checksum"] != checksum):
                 raise ValueError("it holds another version than its name says")
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise DataLoss(
-                f"training state {path} cannot be used: {error}",
-                kind="state_corrupt",
-                field="version",
-                value=version,
-                remedy="Restore the directory from a copy and resume the job; or begin a new one "
-                "with the newest checkpoint as its policy's `model.path`.",
-            ) from error
         return TrainingState(
             version,
             meta["checksum"],
@@ -301,8 +333,49 @@ class StateStore:
         )
 
 
+@contextlib.contextmanager
+def _usable(path: Path, version: int) -> Iterator[None]:
+    """Context that turns errors of reading the state in `path` into DataLoss ("state_corrupt")."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise DataLoss(
+            f"training state {path} cannot be used: {error}",
+            kind="state_corrupt",
+            field="version",
+            value=version,
+            remedy="Restore the directory from a copy and resume the job; or begin a new one "
+            "with the newest checkpoint as its policy's `model.path`.",
+        ) from error
+
+
+def _meta(path: Path) -> dict[str, Any]:
+    """What `state.json` says. Raises OSError, ValueError, KeyError."""
+    meta: dict[str, Any] = json.loads((path / "state.json").read_text())
+    if meta["format"] != FORMAT:
+        raise ValueError(f"its format {meta['format']} is of another version of Troupe")
+    return meta
+
+
+def _frontier(meta: Mapping[str, Any]) -> Frontier:
+    digest = meta["samples_digest"]
+    return Frontier(meta["step"], None if digest is None else int(digest, 16))
+
+
+def is_moment(name: str) -> bool:
+    """Whether a tensor of a gang's state is not a weight: moments begin with their slot's name."""
+    return SEPARATOR in name
+
+
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+
+
+def _are(path: Path, files: Mapping[str, str]) -> bool:
+    """Whether the files of a gang's ranks have these checksums."""
+    from services.trainer.gang.sharded_state import file_checksum
+
+    return all(file_checksum(path / name) == checksum for name, checksum in files.items())
 
 
 def _joined(path: Path, files: Mapping[str, str], whole: bool) -> dict[str, dict[str, Any]]:
@@ -311,9 +384,9 @@ def _joined(path: Path, files: Mapping[str, str], whole: bool) -> dict[str, dict
     Raises ValueError for changed bytes.
     """
     # Imported lazily: slow, and needed for gangs only.
-    from services.trainer.gang.sharded_state import file_checksum, read_whole, split
+    from services.trainer.gang.sharded_state import read_whole, split
 
-    if any(file_checksum(path / name) != checksum for name, checksum in files.items()):
+    if not _are(path, files):
         raise ValueError("its bytes do not match their checksums")
     found = split(read_whole(path)) if whole else ({}, {})
     return dict(zip(("weights", "optimizer"), found, strict=True))

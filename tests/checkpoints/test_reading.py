@@ -1,0 +1,199 @@
+"""Checkpoints are read and written one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.trainer.state.checkpoint import save_checkpoint
+from tests.checkpoints.test_format import EVERY, assert_same
+from tests.support.architectures import make
+from tests.support.peaks import growth
+from troupe.adapters.merge import distinct_tensors
+from troupe.checkpoints import reading, writing
+from troupe.checkpoints.format import CheckpointFormat
+from troupe.checkpoints.reading import StoredTensors
+from troupe.checkpoints.writing import write_checkpoint
+from troupe.transfer import checksum_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+def write_parts(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: int) -> None:
+    """What ranks write with torch.distributed.checkpoint: the rows of each tensor by turns."""
+    for rank in range(ranks):
+        mine: dict[str, torch.Tensor] = {}
+        where: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            if not tensor.ndim:
+                if rank == 0:
+                    mine[name], where[name] = tensor, {"saved_offsets": []}
+                continue
+            start, end = (len(tensor) * at // ranks for at in (rank, rank + 1))
+            mine[name] = tensor[start:end].contiguous()
+            where[name] = {"saved_offsets": [start] + [0] * (tensor.ndim - 1)}
+        about = {"DCP_SHARDING_INFO": json.dumps(where)}
+        save_file(mine, folder / f"shard-{rank + 1:05d}.safetensors", metadata=about)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    cast=st.sampled_from([None, torch.float32, torch.bfloat16]),
+    ranks=st.integers(1, 3),
+    piece=st.sampled_from([16, 64, 1 << 20]),
+)
+def test_parts_of_ranks_are_read_as_whole_tensors(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    shapes: list[list[int]],
+    dtype: torch.dtype,
+    cast: torch.dtype | None,
+    ranks: int,
+    piece: int,
+) -> None:
+    monkeypatch.setattr(reading, "PIECE_BYTES", piece)
+    folder = tmp_path_factory.mktemp("parts")
+    tensors = {
+        f"t{at}": (torch.arange(math.prod(shape)) * 1.1).reshape(shape).to(dtype)
+        for at, shape in enumerate(shapes)
+    }
+    write_parts(folder, tensors, ranks)
+    stored = StoredTensors(sorted(folder.iterdir()))
+    assert {n: (t.shape, t.dtype) for n, t in stored.layout.items()} == {
+        n: (t.shape, t.dtype) for n, t in tensors.items()
+    }
+    for name, tensor in tensors.items():
+        found = stored.read(name, cast)
+        assert torch.equal(found, tensor.to(cast or dtype))
+        assert found.dtype == (cast or dtype)
+
+
+def test_columns_of_ranks_are_put_together(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    for at in range(2):
+        about = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0, 3 * at]}})}
+        part = whole[:, 3 * at : 3 * at + 3].contiguous()
+        save_file({"w": part}, tmp_path / f"{at}.safetensors", metadata=about)
+    files = sorted(tmp_path.iterdir())
+    assert torch.equal(StoredTensors(files)["w"], whole)
+    with pytest.raises(ValueError, match="'w' is not whole"):
+        StoredTensors(files[1:])
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "is no safetensors file"),
+        (b"\xff" * 64, "is no safetensors file"),
+        ((4).to_bytes(8, "little") + b"{}[]", "is no safetensors file"),
+        ((3).to_bytes(8, "little") + b"[1]", "is no safetensors file"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes, told: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=told):
+        StoredTensors([path])
+
+
+def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(100)}, path)
+    stored = StoredTensors([path])
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="ends early"):
+        stored["w"]
+    with pytest.raises(ValueError, match="'w' is not within the file"):
+        StoredTensors([path])
+
+
+def test_values_are_aligned_and_the_checksum_is_of_the_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a": torch.ones(3, dtype=torch.bool), "b": torch.ones(5), "c": torch.arange(3)}
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    monkeypatch.setattr(writing, "_MOST_FILE_BYTES", 30)
+    done: list[int] = []
+    found = write_checkpoint(
+        tmp_path, CheckpointFormat(module, torch.float32).of(tensors), done.append
+    )
+    files = reading.weight_files(tmp_path)
+    assert len(files) == 2
+    assert_same({n: t for file in files for n, t in load_file(file).items()}, tensors)
+    assert found == checksum_of(tensors) == checksum_of(StoredTensors.of_checkpoint(tmp_path))
+    assert sum(done) == sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_a_checkpoint_of_kept_weights_has_the_logits_of_the_model(
+    name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the file of one device, and from those of ranks; in several files."""
+    monkeypatch.setattr(writing, "_MOST_FILE_BYTES", 40_000)
+    model = make(name)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    weights = {n: t.contiguous() for n, t in distinct_tensors(model).items()}
+    if ranks:
+        write_parts(kept, weights, ranks)
+    else:
+        save_file(weights, kept / "weights.safetensors")
+    with torch.device("meta"):
+        outline: Any = AutoModelForCausalLM.from_config(model.config)
+    path = tmp_path / "solver" / "v1"
+    stored = StoredTensors(sorted(kept.iterdir()))
+    save_checkpoint(path, outline, stored, None, keep=1)
+    assert len(list(path.glob("model-*-of-*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    ids = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=[pytest.mark.slow]), 4])
+def test_a_checkpoint_is_written_in_the_memory_of_one_tensor(tmp_path: Path, ranks: int) -> None:
+    """From float32 on disk to bfloat16, measured as the process' resident memory."""
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=40_960,
+        hidden_size=256,
+        intermediate_size=4096,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    weights = {n: torch.ones(t.shape) for n, t in outline.named_parameters()}
+    largest, size = (f(t.nbytes for t in weights.values()) for f in (max, sum))
+    write_parts(kept, weights, ranks)
+    del weights
+    stored = StoredTensors(sorted(kept.iterdir()))
+    path = tmp_path / "solver" / "v1"
+    grown = growth(
+        lambda: save_checkpoint(path, outline, stored, None, keep=1, dtype=torch.bfloat16)
+    )
+    # A half of it in bfloat16, and the pieces in which it is cast.
+    assert grown <= 0.9 * largest < size / 2
+    assert StoredTensors.of_checkpoint(path).layout["lm_head.weight"].dtype == torch.bfloat16

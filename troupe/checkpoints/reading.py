@@ -1,0 +1,214 @@
+"""Reader of safetensors files, one tensor at a time: neither mapped into memory nor all at once.
+
+The safetensors library maps whole files, and mapped pages count as memory of the process for as
+long as they are in use. A checkpoint of 64 GB is read here through one tensor's memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+
+from troupe.transfer.checksum import PIECE_BYTES, dtype_of, flat_bytes
+
+# The format's names of dtypes, by torch's.
+DTYPE_NAMES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_DTYPES: Final = {name: dtype_of(dtype) for dtype, name in DTYPE_NAMES.items()}
+_LENGTH_BYTES: Final = 8
+# The longest header that the format allows.
+_MOST_HEADER_BYTES: Final = 100_000_000
+INDEX: Final = "model.safetensors.index.json"
+# Where torch.distributed.checkpoint keeps the offsets of a rank's part of each tensor.
+_SHARDING: Final = "DCP_SHARDING_INFO"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A box of one tensor in a file: at byte `start`, with this shape, from `offsets` in it."""
+
+    path: Path
+    start: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class StoredTensors(Mapping[str, torch.Tensor]):
+    """The tensors in safetensors files, read from disk whenever they are asked for.
+
+    The files may be those of a checkpoint, or of ranks that hold parts of each tensor, as
+    `torch.distributed.checkpoint` writes them. `layout`: the tensors on the meta device.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Read the files' headers. Raises OSError, or ValueError for a malformed one."""
+        self._parts: dict[str, list[_Part]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for path in files:
+            for name, dtype, part in _header_of(path):
+                if dtypes.setdefault(name, dtype) != dtype:
+                    raise ValueError(f"'{name}' has another dtype in {path.name}")
+                self._parts.setdefault(name, []).append(part)
+        self.layout: dict[str, torch.Tensor] = {}
+        for name, parts in self._parts.items():
+            ends = ([o + n for o, n in zip(p.offsets, p.shape, strict=True)] for p in parts)
+            shape = [max(sizes) for sizes in zip(*ends, strict=True)]
+            if math.prod(shape) != sum(math.prod(part.shape) for part in parts):
+                raise ValueError(f"'{name}' is not whole: a part is missing, or is there twice")
+            self.layout[name] = torch.empty(shape, dtype=dtypes[name], device="meta")
+
+    @classmethod
+    def of_checkpoint(cls, folder: Path) -> StoredTensors:
+        """The weights of a checkpoint, in one file or several. Raises as the constructor."""
+        return cls(weight_files(folder))
+
+    def only(self, names: Iterable[str]) -> StoredTensors:
+        """Some of the tensors."""
+        wanted = set(names)
+        found = StoredTensors(())
+        found._parts = {name: parts for name, parts in self._parts.items() if name in wanted}
+        found.layout = {name: tensor for name, tensor in self.layout.items() if name in wanted}
+        return found
+
+    def read(
+        self, name: str, dtype: torch.dtype | None = None, rows: range | None = None
+    ) -> torch.Tensor:
+        """One tensor in host memory, cast to `dtype` while it is read; `rows`: those of its first
+        dimension alone.
+
+        Raises OSError, or ValueError for a file that ends early.
+        """
+        stored = self.layout[name]
+        shape = list(stored.shape)
+        begin, end = 0, shape[0] if shape else 1
+        if rows is not None:
+            begin, end, shape[0] = rows.start, rows.stop, len(rows)
+        into = torch.empty(shape, dtype=dtype or stored.dtype)
+        cast = into.dtype != stored.dtype
+        buffer = torch.empty(PIECE_BYTES // stored.itemsize if cast else 0, dtype=stored.dtype)
+        for part in self._parts[name]:
+            where = [slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True)]
+            start = part.start
+            if where:
+                own = where[0]
+                first, last = max(begin, own.start), min(end, own.stop)
+                if first >= last:
+                    continue
+                where[0] = slice(first - begin, last - begin)
+                row = math.prod(part.shape[1:]) * stored.element_size()
+                start += (first - own.start) * row
+            with part.path.open("rb") as file:
+                file.seek(start)
+                _fill(into[tuple(where)], file, buffer)
+        return into
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout  # a mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's checkpoint: those of its index, or the only one.
+
+    Raises OSError, or ValueError for a malformed index.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return [folder / "model.safetensors"]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{INDEX} is no index of a checkpoint: {error!r}") from error
+    return [folder / name for name in sorted(names)]
+
+
+def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
+    """The directory of a checkpoint: `source` itself, or where the hub's files are kept here.
+
+    Fetches what is not here yet. Raises what `huggingface_hub` raises.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    kept = snapshot_download(
+        str(source), revision=revision, allow_patterns=["*.json", "*.safetensors"]
+    )
+    return Path(kept)
+
+
+def _fill(into: torch.Tensor, file: BinaryIO, buffer: torch.Tensor) -> None:
+    """Read `into`, which may be strided, in C order; through `buffer`, which has the file's dtype,
+    unless that is empty."""
+    if not into.numel():
+        return
+    if not into.is_contiguous():
+        for row in into:
+            _fill(row, file, buffer)
+        return
+    if not len(buffer):
+        _read_into(file, flat_bytes(into))
+        return
+    for target in torch.split(into.reshape(-1), len(buffer)):
+        piece = buffer[: len(target)]
+        _read_into(file, flat_bytes(piece))
+        target.copy_(piece)
+
+
+def _read_into(file: BinaryIO, into: torch.Tensor) -> None:
+    data = memoryview(into.numpy().data)
+    while data:
+        count = file.readinto(data)  # type: ignore[attr-defined]  # at most 2 GiB at once
+        if not count:
+            raise ValueError(f"{file.name} ends early")
+        data = data[count:]
+
+
+def _header_of(path: Path) -> Iterator[tuple[str, torch.dtype, _Part]]:
+    """(name, dtype, part) of each tensor in a file. Raises ValueError for a malformed header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if not 0 < length <= _MOST_HEADER_BYTES:
+            raise ValueError(f"{path.name} is no safetensors file")
+        text = file.read(length)
+    begin, size = _LENGTH_BYTES + length, path.stat().st_size
+    try:
+        entries: dict[str, Any] = json.loads(text)
+        known = json.loads((entries.pop("__metadata__", None) or {}).get(_SHARDING, "{}"))
+        for name, entry in entries.items():
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            start, end = entry["data_offsets"]
+            if end - start != math.prod(shape) * dtype.itemsize or begin + end > size:
+                raise ValueError(f"'{name}' is not within the file")
+            offsets = known[name]["saved_offsets"] if name in known else itertools.repeat(0)
+            at = tuple(offset for offset, _ in zip(offsets, shape, strict=False))
+            yield name, dtype, _Part(path, begin + start, shape, at)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path.name} is no safetensors file: {error!r}") from error
