@@ -43,7 +43,7 @@ _SHARDING: Final = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StoredPart:
     """A box of one tensor in a file: at byte `start`, with this shape, from `offsets` in it."""
 
     path: Path
@@ -61,7 +61,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, files: Iterable[Path]) -> None:
         """Read the files' headers. Raises OSError, or ValueError for a malformed one."""
-        self._parts: dict[str, list[_Part]] = {}
+        self._parts: dict[str, list[_StoredPart]] = {}
         dtypes: dict[str, torch.dtype] = {}
         for path in files:
             for name, dtype, part in _header_of(path):
@@ -191,7 +191,7 @@ def _read_into(file: BinaryIO, into: torch.Tensor) -> None:
         data = data[count:]
 
 
-def _header_of(path: Path) -> Iterator[tuple[str, torch.dtype, _Part]]:
+def _header_of(path: Path) -> Iterator[tuple[str, torch.dtype, _StoredPart]]:
     """(name, dtype, part) of each tensor in a file. Raises ValueError for a malformed header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -209,6 +209,6 @@ def _header_of(path: Path) -> Iterator[tuple[str, torch.dtype, _Part]]:
                 raise ValueError(f"'{name}' is not within the file")
             offsets = known[name]["saved_offsets"] if name in known else itertools.repeat(0)
             at = tuple(offset for offset, _ in zip(offsets, shape, strict=False))
-            yield name, dtype, _Part(path, begin + start, shape, at)
+            yield name, dtype, _StoredPart(path, begin + start, shape, at)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path.name} is no safetensors file: {error!r}") from error

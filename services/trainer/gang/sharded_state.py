@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.learning.optimizer import NAMES as GENERATORS
-from services.trainer.learning.optimizer import Moments
-from services.trainer.state.training_state import SEPARATOR, is_moment
+from services.trainer.learning.optimizer import SEPARATOR, Moments, is_moment
 from troupe.adapters.merge import Tensors
 from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.transfer.checksum import bytes_checksum

@@ -24,7 +24,14 @@ _LIMIT = 1 << 63
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
 Generators = dict[str, torch.Tensor]
 NAMES = frozenset({"torch", "numpy", "numpy_gauss", "cuda"})
+# Between the slot and the parameter in the name of a moment: `{slot}/{parameter}`.
+SEPARATOR = "/"
 Moments = dict[str, torch.Tensor]
+
+
+def is_moment(name: str) -> bool:
+    """Whether a tensor of training state is a moment, by its name; else it is a weight."""
+    return SEPARATOR in name
 
 
 class NotSummable(ArithmeticError):

@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from services.trainer.learning.optimizer import is_moment
 from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.retention import remove
 from troupe.disks import is_full, system_error
@@ -36,8 +37,6 @@ from troupe.transfer import checksum_of
 _NAME = re.compile(r"v([0-9]+)-([0-9a-f]{12})")
 _UNFINISHED = re.compile(r"\.v([0-9]+)-")
 FORMAT = 3
-# Between the slot and the parameter in the name of a moment (optimizer.py): `{slot}/{parameter}`.
-SEPARATOR = "/"
 
 
 @contextlib.contextmanager
@@ -360,11 +359,6 @@ def _meta(path: Path) -> dict[str, Any]:
 def _frontier(meta: Mapping[str, Any]) -> Frontier:
     digest = meta["samples_digest"]
     return Frontier(meta["step"], None if digest is None else int(digest, 16))
-
-
-def is_moment(name: str) -> bool:
-    """Whether a tensor of a gang's state is not a weight: moments begin with their slot's name."""
-    return SEPARATOR in name
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
