@@ -68,6 +68,9 @@ class LoraSpec(Section):
         return sorted(set(value))
 
 
+Offload = Literal["none", "optimizer", "all"]
+
+
 class TrainerSpec(Section):
     """How a policy's gradients are computed."""
 
@@ -90,12 +93,25 @@ class TrainerSpec(Section):
     """Devices over which weights, gradients and optimizer state are sharded (FSDP2); each computes
     its part of every micro-batch. 1: not sharded. Sharded sums round differently: not with
     `pipeline.deterministic`. May change when a job is resumed."""
+    offload: Offload = "none"
+    """What is kept in host memory, pinned on a GPU. `optimizer`: AdamW's moments, half of the
+    training state, which a step brings to the device in parts while it computes others. `all`: the
+    weights, too, between steps; not with a `gang`. The results are the same."""
     quantum_seconds: SecondsOrNone = 1.0
     """With more policies than trainer slots: the least time that a policy with work keeps its
     device before one with older work replaces it. Larger: fewer swaps, longer waits."""
     idle_seconds: Seconds = 600
     """A policy without a step to train for so long releases its device and memory, so that trainers
     can be scaled to zero; the next step loads it again."""
+
+    @model_validator(mode="after")
+    def _offloaded(self) -> Self:
+        if self.offload == "all" and self.gang > 1:
+            raise ValueError(
+                "`offload: all` is for one device: the weights of a gang belong to FSDP; use "
+                "`offload: optimizer`, or a larger `gang`, whose ranks each hold less"
+            )
+        return self
 
 
 _URL = re.compile(r"https?://[^/\s]+(/\S*)?")

@@ -207,4 +207,5 @@ def setup_of(
         teachers=sum(_frozen_bytes(spec.policies[one].language_model) for one in teachers),
         critic=algorithm.value_function is not None,
         exact=spec.pipeline.deterministic,
+        offloaded=own.trainer.offload != "none",
     )

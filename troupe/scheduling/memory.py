@@ -26,6 +26,9 @@ _SCRATCH_BYTES: Final = {"cpu": 1 << 20, "cuda": 256 << 20}
 _CONTEXT_BYTES: Final = 1 << 30
 _COLLECTIVE_BYTES: Final = 512 << 20
 _FRAGMENTS: Final = 0.05
+# Elements of the moments that are on the device at a time, of those that are in host memory
+# (services/trainer/memory/offload.py); a second part is on its way.
+OFFLOADED_PART: Final = 1 << 25
 # Longest row whose attention keeps its weights, on a CPU (services/trainer/learning/attention.py).
 _SHORT_ROW: Final = 128
 # Bytes per token of ids, indices, the loss's columns and statistics.
@@ -98,6 +101,8 @@ class TrainingSetup:
     critic: bool = False
     exact: bool = False
     """Whether gradients are summed exactly (`pipeline.deterministic`)."""
+    offloaded: bool = False
+    """Whether AdamW's moments are in host memory (`trainer.offload`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +183,9 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup) -> RankMemory:
         base=base,
         weights=each,
         gradients=each,
-        moments=2 * each,
+        moments=0 if setup.offloaded else 2 * each,
         reference=(0 if adapter or not setup.reference else each) + -(-setup.teachers // ranks),
-        critic=4 * critic if setup.critic else 0,
+        critic=(2 if setup.offloaded else 4) * critic if setup.critic else 0,
         exact_sums=exact if setup.exact else 0,
         gathered=gathered,
         activations=activations,
@@ -261,10 +266,12 @@ def _end_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
 
 
 def _update(shape: ModelShape, setup: TrainingSetup) -> _Parts:
-    """The optimizer step works in place; exact sums are divided in float64, a tensor at a time."""
-    if not setup.exact or setup.adapter:
-        return 0, 0, 0
-    return 0, 0, 2 * 8 * -(-shape.embedding // setup.ranks)
+    """The optimizer step works in place; exact sums are divided in float64, a tensor at a time.
+    Moments in host memory come in parts, of which two are on the device."""
+    trained = -(-(setup.adapter or shape.parameters) // setup.ranks)
+    moments = 2 * 2 * _FULL * min(OFFLOADED_PART, trained) if setup.offloaded else 0
+    sums = 2 * 8 * -(-shape.embedding // setup.ranks)
+    return 0, 0, max(moments, sums if setup.exact and not setup.adapter else 0)
 
 
 def _wide(setup: TrainingSetup) -> int:

@@ -33,6 +33,7 @@ from services.trainer.state.suspension import PooledParameters
 from troupe.algorithms.values import ValueStatistics, gae, value_loss
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.job.algorithm import CriticSpec
+from troupe.job.policy import Offload
 from troupe.rpc import FailedPrecondition
 
 # Prefix of the critic's tensors in the optimizer state, and the name of its weights below it.
@@ -45,11 +46,14 @@ Pack = Callable[[Sequence[Row], threading.Event | None], Iterator[PackedBatch]]
 class Critic:
     """The value function V(s_t) of one policy, and its optimizer."""
 
-    def __init__(self, policy: Any, spec: CriticSpec, pack: Pack, *, bfloat16: bool) -> None:
+    def __init__(
+        self, policy: Any, spec: CriticSpec, pack: Pack, offload: Offload, *, bfloat16: bool
+    ) -> None:
         """Copy the trunk of the model `policy`, with a new output layer of zeros.
 
         Frozen weights stay shared: the critic of a policy with an adapter is an adapter, too.
-        `bfloat16`: compute under autocast to bfloat16.
+        `bfloat16`: compute under autocast to bfloat16. `offload`: unless "none", with moments in
+        host memory; the weights stay on the device.
         """
         memo: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
         # The `Adapter` of the policy refers to the policy's own parameters.
@@ -68,7 +72,7 @@ class Critic:
         self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.parameters = list(self._trained.values())
         self.gradients = Gradients(self.parameters)
-        self._optimizer = make_optimizer(module, spec.optimizer)
+        self._optimizer = make_optimizer(module, spec.optimizer, offload)
         self._pooled = PooledParameters(self._trained, self.parameters)
         self._statistics = ValueStatistics()
         self._tokens = 0

@@ -573,7 +573,8 @@ class Learner:
         self.vocabulary = self._trained.vocabulary
         # Whether the loss needs log-probs of the first version that samples do not bring.
         self.needs_reference = spec.needs_reference
-        self._optimizer = make_optimizer(self.model, self._policy.optimizer)
+        offload = self._policy.trainer.offload
+        self._optimizer = make_optimizer(self.model, self._policy.optimizer, offload)
         self._gradients = Gradients(self._trained.parameters)
         functions = _functions_of(spec)
         self._passes = Passes(
@@ -593,7 +594,7 @@ class Learner:
         if value_function and self._policy.trainable and self._policy.simulated is None:
             bfloat16 = self._policy.language_model.weight_dtype == "bfloat16"
             pack = self._passes.packed_batches
-            self._critic = Critic(self.model, value_function, pack, bfloat16=bfloat16)
+            self._critic = Critic(self.model, value_function, pack, offload, bfloat16=bfloat16)
         self._step = Accumulation(
             spec,
             policy,
@@ -603,12 +604,13 @@ class Learner:
             functions=functions,
             skip_zero_advantages=skip_zero_advantages,
         )
-        self._pooled = PooledParameters(self._trained.weights(), self._trained.parameters)
+        self._pooled = PooledParameters(self._trained.weights(), self._trained.parameters, offload)
         # Tokens of the last step that `apply` made, for people to look at (`KeptTokens`).
         self.kept: list[orchestrator_pb2.TrainedTurn] = []
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
+        self._pooled.arrive()
         self._passes.set_reference(weights)
 
     def _load_teacher(self, name: str) -> Any:
@@ -630,6 +632,7 @@ class Learner:
         come; with an advantage that needs the whole step, in `complete`; in a step of several
         updates, in `apply`.
         """
+        self._pooled.arrive()
         self._step.add(rows, stop)
 
     def complete(self, stop: threading.Event | None = None) -> None:
@@ -648,6 +651,7 @@ class Learner:
         A step that is not applied leaves weights and optimizer bitwise as they were, unless the
         result says `moved`: then the caller must `restore`. Raises `Stopped`.
         """
+        self._pooled.arrive()
         self.complete(stop)
         started = time.perf_counter()
         several = self._job.algorithm.updates > 1
@@ -678,6 +682,7 @@ class Learner:
         digest, moved = sums.summary.digest, bool(reason) and sums.updates > 0
         self.kept = self._passes.kept.take()
         self.discard()
+        self._pooled.leave()
         return Applied(not reason, why.reason, metrics, digest, moved, why.fault)
 
     def _update(self, version: int) -> str:

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from services.trainer.memory.offload import OffloadedAdamW
 from troupe.job import OptimizerSpec
+from troupe.job.policy import Offload
 
 # Fixed-point precision of exact sums: a quantum is 2^-40.
 FRACTION_BITS = 40
@@ -263,14 +265,20 @@ def learning_rate(spec: OptimizerSpec, applied: int, total: int) -> float:
     return spec.lr
 
 
-def make_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW over trained parameters; weight decay for matrices only, not norms and biases."""
+def make_optimizer(
+    model: torch.nn.Module, spec: OptimizerSpec, offload: Offload = "none"
+) -> torch.optim.AdamW:
+    """AdamW over trained parameters; weight decay for matrices only, not norms and biases.
+
+    `offload`: unless "none", with moments in host memory.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    kind = torch.optim.AdamW if offload == "none" else OffloadedAdamW
+    return kind(
         [group for group in groups if group["params"]],
         lr=spec.lr,
         betas=spec.betas,
@@ -305,5 +313,8 @@ def import_moments(
         slot, _, name = key.partition("/")
         parameter = parameters[name]
         # AdamW keeps `step` in float32, the moments in the parameter's type.
-        device = parameter.device
-        optimizer.state.setdefault(parameter, {})[slot] = value.to(device, copy=copy)
+        if isinstance(optimizer, OffloadedAdamW):
+            found = optimizer.on_host(value, parameter)
+        else:
+            found = value.to(parameter.device, copy=copy)
+        optimizer.state.setdefault(parameter, {})[slot] = found

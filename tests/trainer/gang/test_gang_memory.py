@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from services.trainer.gang.gang import Gangs
+from services.trainer.settings import TrainerSettings
 from tests.support.ports import free_port
 from tests.trainer.gang.short_rank import PLACES
-from tests.trainer.gang.test_gang import gang_spec
+from tests.trainer.gang.test_gang import alone, assert_close, gang_spec, rows_of, together
 from troupe.job import JobSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -42,3 +44,27 @@ def test_no_rank_is_left_in_a_collective(
     for one in found:
         assert one["same"], one
         assert one["times"] == 1
+
+
+def test_moments_of_ranks_in_host_memory(tokenizer: Path) -> None:
+    """Each rank's shards; a gang without offload goes on from them, and the other way round."""
+    plain = gang_spec(tokenizer)
+    values = plain.model_dump()
+    values["policies"]["solver"]["trainer"]["offload"] = "optimizer"
+    spec = JobSpec.model_validate(values)
+    gangs = Gangs(TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_timeout_seconds=60))
+    try:
+        gang, one = together(gangs, spec), alone(plain)
+        for version in range(3):
+            rows = rows_of(spec, 7, version)
+            for learner in (gang, one):
+                learner.accumulate(rows)
+                assert learner.apply(version).applied
+            assert_close(gang, one)
+            if version == 1:
+                other = together(gangs, plain)
+                other.restore(gang.weights(), gang.moments())
+                gang.release()
+                gang = other
+    finally:
+        gangs.close()
