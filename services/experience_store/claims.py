@@ -5,14 +5,14 @@ Redis. In the last two cases it is lost for good: its id never holds samples aga
 that lost a lease must give up what it accumulated (release) before it may claim in this step again.
 
 A commit ends a policy's step: the samples that its claims hold become TRAINED, and the version
-moves, in one script.
+moves, in one script. `KeptRows` are copies of trained rows from which a version can be made again.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,7 +32,7 @@ from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
 from troupe.experience import samples_digest
 from troupe.protobuf_wire import tag, varint
-from troupe.rpc import FailedPrecondition, InvalidArgument
+from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -267,15 +267,25 @@ class Claims:
         return int(value)
 
     async def commit(
-        self, job: str, claimant: str, claims: Sequence[str], commit: store_pb.StepCommit
+        self,
+        job: str,
+        claimant: str,
+        claims: Sequence[str],
+        commit: store_pb.StepCommit,
+        *,
+        durable: bool = False,
+        kept: int | None = None,
     ) -> tuple[store_pb.StepCommit, bool]:
         """End a step with `commit`; returns the commit that is stored, and whether it was before.
 
+        `durable`: the training state of its weights is on disk; `kept`: it is not yet, and the
+        claimant has kept the rows of so many micro-batches.
+
         Raises `FailedPrecondition`, and changes nothing, when a claim is lost (`claim_lost`),
         trajectories are still running (`step_unsealed`), samples are left that these claims do not
-        hold (`step_incomplete`), the version goes backwards (`version_backwards`), or the claims'
-        samples have another digest than `commit` names (`digest_mismatch`). Without one it gets
-        that of the samples.
+        hold (`step_incomplete`), other rows are kept (`rows_not_kept`), the version goes
+        backwards (`version_backwards`), or the claims' samples have another digest than `commit`
+        names (`digest_mismatch`). Without one it gets that of the samples.
         """
         await self._tables.check_policy(job, commit.policy)
         table = await self._tables.get(job)
@@ -302,6 +312,8 @@ class Claims:
             commit_bytes(commit),
             int(agrees),
             table.max_uses,
+            commit.weights.checksum if durable else "",
+            -1 if kept is None else kept,
             *distinct,
         )
         if outcome in (b"committed", b"existed"):
@@ -319,6 +331,91 @@ class Claims:
         texts = [text.decode() for text in found if text is not None]
         live = (text for text in texts if text and not text.startswith("\t"))
         return [sample for text in live for sample in text.split("\n")]
+
+
+class KeptRows:
+    """Copies of trained rows, kept until the training state that they made is on disk.
+
+    A trainer that writes its state behind the steps commits versions that only its memory holds.
+    The rows of those steps, micro-batch by micro-batch in the order of their accumulation, let
+    another trainer compute them again from the last version on disk. The rows themselves are freed
+    with their step, whether they are used again or not.
+    """
+
+    def __init__(self, database: Database, tables: TableRegistry, steps: StepStore) -> None:
+        self._database, self._tables, self._steps = database, tables, steps
+
+    async def keep(self, request: store_pb.KeepRowsRequest) -> None:
+        """Copy one micro-batch of an open step. Idempotent.
+
+        Raises `FailedPrecondition` of kind `step_committed` when the step is over.
+        """
+        job, policy, step = request.job_id, request.policy, request.step
+        await self._tables.check_policy(job, policy)
+        batch = store_pb.KeptMicroBatch(samples=request.samples).SerializeToString()
+        outcome, *_ = await self._steps.on_table(
+            "keep_rows", job, policy, step, request.claimant, request.index, batch
+        )
+        if outcome == b"committed":
+            raise FailedPrecondition(
+                f"step {step} of policy {policy} is committed",
+                kind="step_committed",
+                field="step",
+                value=step,
+                remedy="Read its commit; another binding has made the step.",
+            )
+
+    async def describe(self, job: str, policy: str) -> store_pb.DescribeKeptRowsResponse:
+        """The version on disk, and the later ones whose rows are kept."""
+        await self._tables.check_policy(job, policy)
+        keys = PolicyKeys(job, policy)
+        (durable, checksum), commits, sizes = await self._database.call_each(
+            [
+                ("HMGET", keys.head, "durable", "durable_checksum"),
+                ("HGETALL", f"{keys.kept}:commits"),
+                ("HGETALL", f"{keys.kept}:bytes"),
+            ]
+        )
+        versions = sorted(int(version) for version in commits)
+        counts = await self._database.call_each(
+            [("HLEN", f"{keys.kept}:{version}") for version in versions]
+        )
+        return store_pb.DescribeKeptRowsResponse(
+            durable_version=None if durable is None else int(durable),
+            durable_checksum=(checksum or b"").decode(),
+            versions=[
+                store_pb.KeptVersion(
+                    commit=parse_commit(commits[str(version).encode()]), micro_batches=count
+                )
+                for version, count in zip(versions, counts, strict=True)
+            ],
+            kept_bytes=sum(int(size) for size in sizes.values()),
+        )
+
+    async def read(self, job: str, policy: str, version: int) -> AsyncIterator[bytes]:
+        """The micro-batches that made a version, in order, as serialized `KeptMicroBatch`es.
+
+        Raises `DataLoss` of kind `kept_rows_gone` when one is missing.
+        """
+        await self._tables.check_policy(job, policy)
+        key = f"{PolicyKeys(job, policy).kept}:{version}"
+        count = await self._database.call("HLEN", key)
+        for index in range(max(1, count)):
+            batch = await self._database.call("HGET", key, str(index))
+            if batch is None:
+                raise DataLoss(
+                    f"rows of version {version} of policy {policy} are not kept (any more)",
+                    kind="kept_rows_gone",
+                    field="version",
+                    value=version,
+                    remedy="Look again which version is on disk: a later one may be.",
+                )
+            yield batch
+
+    async def free(self, job: str, policy: str, version: int, checksum: str) -> None:
+        """Note that a version is on disk; free what was kept for it and earlier ones."""
+        await self._tables.check_policy(job, policy)
+        await self._database.run("free_rows", PolicyKeys(job, policy).base, 0, version, checksum)
 
 
 def lost(claim: str, why: str, *, claimant: str | None = None) -> FailedPrecondition:
@@ -360,6 +457,8 @@ def _refusal(
     if outcome == b"taken":
         return lost(rest[0].decode(), f"it belongs to {rest[1].decode()}")
     where = f"step {commit.step} of policy {commit.policy}"
+    if outcome == b"unkept":
+        return _unkept(commit.step, commit.policy, rest)
     if outcome == b"unsealed":
         return FailedPrecondition(
             f"{where} has {int(rest[0])} of {int(rest[1])} trajectories"
@@ -398,4 +497,17 @@ def _refusal(
         field="outcome",
         value=store_pb.StepOutcome.Name(commit.outcome),
         remedy="EMPTY is for a step without samples, and only for that.",
+    )
+
+
+def _unkept(step: int, policy: str, found: Sequence[bytes | int]) -> FailedPrecondition:
+    """The error of a commit that relies on rows that were not kept; `found`: how many were, and
+    how many were to be."""
+    return FailedPrecondition(
+        f"step {step} of policy {policy}: {int(found[0])} of {int(found[1])} micro-batches "
+        "are kept",
+        kind="rows_not_kept",
+        field="kept_micro_batches",
+        value=int(found[1]),
+        remedy="Write the training state, and commit with `durable`.",
     )

@@ -29,6 +29,8 @@ _POLICY_SCRIPTS: Final = (
     "count",
     "forget_step",
     "sweep",
+    "keep_rows",
+    "free_rows",
 )
 # What is put between the prelude and scripts that share more than that.
 _BETWEEN: Final = {
@@ -39,7 +41,9 @@ _BETWEEN: Final = {
     "append_rows": ("carry",),
     "end_trajectories": ("decide", "carry"),
     # They work on several steps of a table.
-    "commit": ("return",),
+    "commit": ("return", "kept"),
+    "forget_step": ("kept",),
+    "free_rows": ("kept",),
     "admit": ("return", "roster"),
 }
 # Short: callers repeat too, and must learn soon that Redis is away.

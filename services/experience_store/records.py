@@ -52,6 +52,7 @@ STEP_KEYS: Final = (
     "gone",  # hash: group that came back -> members whose values went before, and their rewards
     "returned",  # set of the keys of rows that came from an earlier step
     "completed",  # hash: query -> trajectories completed; only where some are redundant
+    "keeping",  # set of the keys `keeping:<claimant>`: index -> rows of a micro-batch
 )
 
 
@@ -140,7 +141,12 @@ class PolicyKeys:
     commits = KeyName("commits")
     """Hash: step -> its commit (records.commit_bytes)."""
     head = KeyName("head")
-    """Hash: version and step of the latest commit; number of the rosters that it knows."""
+    """Hash: version and step of the latest commit; number of the rosters that it knows; the version
+    whose training state was noted to be on disk, and its checksum."""
+    kept = KeyName("kept")
+    """Sorted set: versions after that one, whose rows are kept (lua/kept.lua). Hashes beside it:
+    `kept:<version>`: index -> rows of a micro-batch; `kept:commits` and `kept:bytes`, by version.
+    """
     log = KeyName("log")
     """Hash: step -> fate of its samples (log.pack); outlives the step."""
     totals = KeyName("totals")

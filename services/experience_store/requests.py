@@ -262,6 +262,14 @@ def check_commit(request: store_pb.CommitStepRequest) -> None:
             )
     for claim in request.claim_ids:
         check_id("claim_ids", claim)
+    if request.HasField("kept_micro_batches"):
+        check_positive("kept_micro_batches", request.kept_micro_batches, len(request.claim_ids))
+        if request.durable or request.outcome != store_pb.STEP_OUTCOME_APPLIED:
+            raise InvalidArgument(
+                "is for an applied step whose training state is not on disk",
+                field="kept_micro_batches",
+                value=request.kept_micro_batches,
+            )
 
 
 def _check_value(field: str, column: store_pb.Column) -> None:

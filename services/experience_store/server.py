@@ -472,10 +472,53 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
             request.claimant,
             request.claim_ids,
             store_pb.StepCommit(**{name: fields[name] for name in fields.keys() & shared.keys()}),
+            durable=request.durable,
+            kept=request.kept_micro_batches if request.HasField("kept_micro_batches") else None,
         )
         if not existed:
             self._meters.committed(commit)
-        return store_pb.CommitStepResponse(commit=commit, existed=existed)
+        return store_pb.CommitStepResponse(
+            commit=commit, existed=existed, over_high_water=self.store.high_water.over
+        )
+
+    # A repeated call replaces the copy by an equal one; its request is too large to be compared.
+    @compares(lambda request: repr((request.policy, request.step, request.index)).encode())
+    async def KeepRows(
+        self, request: store_pb.KeepRowsRequest, context: Any
+    ) -> store_pb.KeepRowsResponse:
+        requests.check_step_call(request)
+        requests.check_id("claimant", request.claimant)
+        requests.check_not_negative("index", request.index)
+        await self.store.kept_rows.keep(request)
+        return store_pb.KeepRowsResponse()
+
+    async def DescribeKeptRows(
+        self, request: store_pb.DescribeKeptRowsRequest, context: Any
+    ) -> store_pb.DescribeKeptRowsResponse:
+        check_name("job_id", request.job_id)
+        check_name("policy", request.policy)
+        return await self.store.kept_rows.describe(request.job_id, request.policy)
+
+    async def ReadKeptRows(
+        self, request: store_pb.ReadKeptRowsRequest, context: Any
+    ) -> AsyncIterator[store_pb.KeptMicroBatch]:
+        check_name("job_id", request.job_id)
+        check_name("policy", request.policy)
+        requests.check_not_negative("version", request.version)
+        rows = self.store.kept_rows.read(request.job_id, request.policy, request.version)
+        async for batch in rows:
+            yield store_pb.KeptMicroBatch.FromString(batch)
+
+    async def FreeKeptRows(
+        self, request: store_pb.FreeKeptRowsRequest, context: Any
+    ) -> store_pb.FreeKeptRowsResponse:
+        requests.check_common(request)
+        check_name("policy", request.policy)
+        requests.check_not_negative("version", request.version)
+        await self.store.kept_rows.free(
+            request.job_id, request.policy, request.version, request.checksum
+        )
+        return store_pb.FreeKeptRowsResponse()
 
     async def GetStep(
         self, request: store_pb.GetStepRequest, context: Any

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 import structlog
 
-from services.experience_store.claims import Claims
+from services.experience_store.claims import Claims, KeptRows
 from services.experience_store.database import Database, ScriptCall
 from services.experience_store.log import Log, StepLedger
 from services.experience_store.notices import CLAIMABLE, COUNTS, Background, Notices
@@ -549,6 +549,7 @@ class Store:
         self.task_pools = TaskPools(database)
         self.samples = Samples(database, self.tables, self.steps, self.notices, self.recent)
         self.claims = Claims(database, self.tables, self.steps, self.samples, self.notices)
+        self.kept_rows = KeptRows(database, self.tables, self.steps)
         self.audit = LogAuditor(database, self.tables, self.steps, self.log)
         self.high_water = HighWater(database, self.tables, self.notices, high_water_bytes)
         self.descriptions = Descriptions(database, self.tables, self.steps, self.high_water)

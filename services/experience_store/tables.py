@@ -15,6 +15,8 @@ from troupe.rpc import AlreadyExists, NotFound
 
 # Errors that damaged rows or tables of a job cause: loops over all jobs continue with the others.
 DAMAGED: Final = (ValueError, LookupError, TypeError)
+# Above every version, and exact in Lua.
+_EVERY_VERSION: Final = 2**53 - 1
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class TableRegistry:
         for step in [int(s) for s in await self._database.call("ZRANGE", keys.steps, 0, -1)]:
             await self._drop_step(table, step)
         for policy in [PolicyKeys(job, policy) for policy in table.policies]:
+            await self._database.run("free_rows", policy.base, 0, _EVERY_VERSION, "")
             await self._database.call("UNLINK", policy.commits)
             await self._database.call("UNLINK", policy.head)
             await self._database.call("PUBLISH", policy.channel, f"0 {notices.DROPPED}")

@@ -242,8 +242,17 @@ class PolicyBinding:
         of a gang.
         """
         self._fetched = None
+        if self.suspended is None and self.versions.committed:
+            self.versions.flush()
         self._suspension.forget()
         self.versions.release()
+        self.leave_ranks()
+
+    def leave(self) -> None:
+        """Have the state on disk, since another binding of the policy takes over. Blocking."""
+        if self.versions.committed:
+            self.versions.flush()
+        self.versions.durability.close()
         self.leave_ranks()
 
     def leave_ranks(self) -> None:

@@ -25,6 +25,7 @@ from troupe.rpc import (
     Unavailable,
     new_id,
 )
+from troupe.tensors import to_proto
 from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -64,8 +65,9 @@ class Values:
         """
         self._fetch = fetch
         self._wait_seconds = wait_seconds
-        # Remaining wait for the current claim.
+        # Remaining wait for the current claim, and its values.
         self._left = wait_seconds
+        self._found: dict[str, Array] = {}
 
     def read(
         self, claimed: Sequence[store_pb.ClaimedSample], read: Read
@@ -76,7 +78,7 @@ class Values:
         host that may have a value does not answer.
         """
         self._left = self._wait_seconds
-        found: dict[str, Array] = {}
+        found = self._found = {}
 
         def load(key: str) -> Array:
             if key not in found:
@@ -97,6 +99,21 @@ class Values:
             else:
                 kept.append(item)
         return read(kept, load), gone
+
+    def with_values(
+        self, claimed: Iterable[store_pb.ClaimedSample]
+    ) -> list[store_pb.ClaimedSample]:
+        """Copies of samples of the last claim that hold the values which `read` has loaded."""
+        whole = []
+        for item in claimed:
+            if any(c.HasField("ref") for c in item.sample.columns.values()):
+                given, item = item, store_pb.ClaimedSample()
+                item.CopyFrom(given)
+                for column in item.sample.columns.values():
+                    if column.HasField("ref") and column.ref in self._found:
+                        column.tensor.CopyFrom(to_proto(self._found[column.ref]))
+            whole.append(item)
+        return whole
 
     def _load(self, key: str) -> Array:
         try:
@@ -223,6 +240,20 @@ class StepClaims:
         )
         await self._repeated(self._stub.DropGone, request)
 
+    async def keep_rows(self, index: int, samples: Sequence[store_pb.ClaimedSample]) -> None:
+        """Have the store keep a copy of the step's micro-batch `index`.
+
+        Raises ResourceExhausted where there is no room, or for too large a message.
+        """
+        request = store_pb.KeepRowsRequest(
+            **self._where,
+            request_id=new_id("keep"),
+            claimant=self.claimant,
+            index=index,
+            samples=samples,
+        )
+        await self._repeated(self._stub.KeepRows, request)
+
     async def contested(self) -> bool:
         """Whether another claimant holds samples of this step, when this attempt holds none."""
         return any(
@@ -281,11 +312,15 @@ class StepClaims:
         weights: pb.WeightsRef,
         metrics: dict[str, float],
         digest: int | None = None,
-    ) -> store_pb.StepCommit:
-        """Commit the step; returns the valid commit, which may be another binding's.
+        *,
+        durable: bool = False,
+        kept: int | None = None,
+    ) -> store_pb.CommitStepResponse:
+        """Commit the step; the answer has the valid commit, which may be another binding's.
 
-        `digest`: of the samples whose gradients are in `weights`. Raises FailedPrecondition of
-        kind "digest_mismatch" when they are not those of the claims.
+        `digest`: of the samples whose gradients are in `weights`. `durable`: the state of these is
+        on disk; `kept`: it is not, and the rows of so many micro-batches are kept. Raises
+        FailedPrecondition of kind "digest_mismatch" when they are not those of the claims.
         """
         request = store_pb.CommitStepRequest(
             **self._where,
@@ -297,9 +332,11 @@ class StepClaims:
             weights=weights,
             metrics=metrics,
             samples_digest=digest,
+            kept_micro_batches=kept,
+            durable=durable,
         )
         response: store_pb.CommitStepResponse = await self._repeated(self._stub.CommitStep, request)
-        return response.commit
+        return response
 
     async def _status(self, step: int | None = None) -> store_pb.GetStepResponse:
         request = store_pb.GetStepRequest(

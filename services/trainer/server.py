@@ -77,6 +77,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     ) -> pb.SaveCheckpointResponse:
         """Write a checkpoint while training continues."""
         binding = self.worker.bindings.find(_key_of(request))
+        await self.worker.make_durable(_key_of(request), request.version)
         path, size = await asyncio.to_thread(binding.checkpoints.save, request.version)
         return pb.SaveCheckpointResponse(path=path, num_bytes=size)
 

@@ -53,6 +53,10 @@ class Attempt:
         if before is not None:
             ids, refs = list(before.claim_ids), list(before.refs)
             self.progress = replace(before, claim_ids=ids, refs=refs)
+        else:
+            self.progress.keeping = run.binding.versions.keeps_rows(run.step)
+        # The copy of a micro-batch that is on its way to the store, if there is one.
+        self._keeping: asyncio.Task[None] | None = None
         self._run = run
         self._binding, self._compute = run.binding, run.compute
         self._values = run.binding.values()
@@ -141,9 +145,11 @@ class Attempt:
             )
         binding.move(pb.BINDING_STATE_PUBLISHING)
         began = time.perf_counter()
-        frontier = Frontier(self._run.step, outcome.digest)
-        weights = await self._compute.run(binding.versions.persist, frontier)
+        frontier, keeping = Frontier(self._run.step, outcome.digest), self.progress.keeping
+        binding.versions.durability.stepped(self._seconds)
+        weights = await self._compute.run(binding.versions.persist, frontier, keeping=keeping)
         metrics["train/publish_seconds"] = time.perf_counter() - began
+        metrics |= binding.versions.durability.metrics(weights.version if keeping else 0)
         return await self._commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, metrics, frontier)
 
     async def _accumulate(self) -> None:
@@ -158,30 +164,57 @@ class Attempt:
                     raise Suspended
                 claim = following.result()
                 if claim.outcome == Claim.OUTCOME_EXHAUSTED:
+                    await self._kept()
                     await self._compute.run(binding.draw, binding.learner.complete, self._run.stop)
                     return
                 following = asyncio.create_task(self._claim())
-                tokens, gone = await self._compute.run(self._train_on, claim)
+                tokens, gone, kept = await self._compute.run(self._train_on, claim)
                 if gone:
                     await self._drop(claim.claim_id, gone)
+                if progress.keeping:
+                    await self._kept()
+                    keep = self._keep(progress.micro_batches, kept)
+                    self._keeping = asyncio.create_task(keep)
                 progress.claim_ids.append(claim.claim_id)
                 progress.micro_batches += 1
                 progress.samples += len(claim.samples) - len(gone)
                 progress.tokens += tokens
                 binding.samples = progress.samples
                 self._run.notify()
+        except Suspended:
+            await self._kept()
+            raise
         finally:
-            for task in (following, suspend):
+            tasks = [task for task in (following, suspend, self._keeping) if task is not None]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(following, suspend, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, index: int, samples: Sequence[store_pb.ClaimedSample]) -> None:
+        """Have the store keep a micro-batch; if it cannot, the state is written with the step."""
+        if not self.progress.keeping:
+            return
+        try:
+            await self.claims.keep_rows(index, samples)
+        except TroupeError as error:
+            log.warning("rows not kept", policy=self._binding.policy, error=str(error))
+            self.progress.keeping = False
+
+    async def _kept(self) -> None:
+        """Wait until the store has kept, or refused, the last micro-batch."""
+        if self._keeping is not None:
+            await self._keeping
 
     async def _claim(self) -> Claim:
         return await self.claims.claim(self._bounds, self._run.settings.trainer_claim_wait_seconds)
 
-    def _train_on(self, claim: Claim) -> tuple[int, list[store_pb.Sample]]:
+    def _train_on(
+        self, claim: Claim
+    ) -> tuple[int, list[store_pb.Sample], list[store_pb.ClaimedSample]]:
         """Accumulate one claim, in the compute thread.
 
-        Returns the number of its tokens, and the samples left out because of lost values.
+        Returns the number of its tokens, the samples left out because of lost values, and, if its
+        rows are to be kept, the others with their values.
         """
         if self._run.stop.is_set():
             raise Stopped
@@ -190,7 +223,13 @@ class Attempt:
         self.progress.refs += last_refs(claim, binding.spec.pipeline.max_uses)
         if rows:
             binding.draw(binding.learner.accumulate, rows, self._run.stop)
-        return sum(row.size for row in rows), gone
+        kept: list[store_pb.ClaimedSample] = []
+        if self.progress.keeping:
+            lost = {sample.sample_id for sample in gone}
+            kept = self._values.with_values(
+                one for one in claim.samples if one.sample.sample_id not in lost
+            )
+        return sum(row.size for row in rows), gone, kept
 
     async def _drop(self, claim_id: str, gone: Sequence[store_pb.Sample]) -> None:
         """Have the store drop samples of a claim whose other samples are in the gradients."""
@@ -229,10 +268,24 @@ class Attempt:
         """Commit the step; `frontier`: what the weights were trained on, None if unchanged."""
         binding = self._binding
         digest = None if frontier is None else frontier.samples_digest
-        commit = await self.claims.commit(outcome, reason, weights, metrics, digest)
+        keeping = frontier is not None and self.progress.keeping
+        answer = await self.claims.commit(
+            outcome,
+            reason,
+            weights,
+            metrics,
+            digest,
+            durable=frontier is not None and not keeping,
+            kept=self.progress.micro_batches if keeping else None,
+        )
+        commit = answer.commit
         theirs = (commit.weights.version, commit.weights.checksum)
         if theirs == (weights.version, weights.checksum):
-            await self._compute.run(binding.versions.confirm, commit.weights, frontier)
+            confirm = binding.versions.confirm
+            await self._compute.run(confirm, commit.weights, frontier, keeping=keeping)
+            if keeping:
+                write = binding.versions.write_behind
+                await self._compute.run(write, over_high_water=answer.over_high_water)
             await self._drop_values(self.progress.refs)
         else:  # another binding has committed the step first
             await adopt(self._binding, self._compute, commit)

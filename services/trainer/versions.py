@@ -23,6 +23,7 @@ from services.trainer.learning.lora_bases import FrozenBase
 from services.trainer.learning.model import policy_seed
 from services.trainer.learning.optimizer import Generators, Randomness, seeded
 from services.trainer.settings import TrainerSettings
+from services.trainer.state.durability import Durability, Recovery
 from services.trainer.state.suspension import SuspendedTensors, below, on_host, under
 from services.trainer.state.training_state import (
     Frontier,
@@ -102,6 +103,14 @@ class Publication:
         except (KeyNotFound, Corrupt) as error:
             log.info("publishing again", key=key, reason=error.message)
             return self.publish(version, tensors)
+        return self._reference(version, checksum, manifest.num_bytes)
+
+    def existing(self, version: int, checksum: str) -> pb.WeightsRef | None:
+        """The published version with this checksum, copied to this host; None if no host has it."""
+        try:
+            manifest = self._transfer.get(self.key(version), expected_checksum=checksum)[1]
+        except (KeyNotFound, Corrupt):
+            return None
         return self._reference(version, checksum, manifest.num_bytes)
 
     def prune(self, newest: int, keep: int) -> None:
@@ -396,6 +405,10 @@ class Versions:
         # Whether the model in memory may differ from the committed version.
         self.dirty = False
         self.randomness = Randomness({}, device)
+        self.durability = Durability(spec, states, settings, device)
+        # Whether the weights in memory, computed again after a crash, differ from the published
+        # ones by rounding.
+        self._rounded = False
 
     @property
     def committed(self) -> int:
@@ -429,11 +442,25 @@ class Versions:
             self._restore(version, checksum)
         else:
             self.randomness = Randomness(self._seeded(), self._device)
-        tensors = self.learner.published()
+        self._publish_again(version, checksum)
+        if trained and not kept and version == 0:
+            self.durability.save(self._snapshot(self.weights, self.frontier))
+            self.durability.loaded(0)
+        elif trained and self.durability.durable != version:
+            # Computed again: at once, so that further crashes do not cost these steps once more.
+            self._write_behind(at_once=True)
+
+    def _publish_again(self, version: int, checksum: str) -> None:
+        """Publish the loaded weights where this host lacks them. Raises as `Publication.ensure`."""
         self._publication.ensure_base(self.learner.base)
+        if self._rounded:
+            found = self._publication.existing(version, checksum)
+            if found is None:
+                raise self._not_reproduced(version, checksum)
+            self.weights = found
+            return
+        tensors = self.learner.published()
         self.weights = self._publication.ensure(version, tensors, checksum)
-        if trained and not kept:
-            self._states.save(self._snapshot(self.weights, self.frontier))
 
     def set_reference(self) -> None:
         """Give the learner the first version as the reference, if its loss needs one."""
@@ -446,18 +473,60 @@ class Versions:
 
     def ensure_published(self) -> None:
         """Publish the committed version again if it is missing."""
-        checksum = self.weights.checksum
-        self._publication.ensure_base(self.learner.base)
-        self._publication.ensure(self.committed, self.learner.published(), checksum)
+        self._publish_again(self.committed, self.weights.checksum)
 
-    def persist(self, frontier: Frontier) -> pb.WeightsRef:
-        """Publish the stepped weights as the next version and write its state.
+    def persist(self, frontier: Frontier, *, keeping: bool) -> pb.WeightsRef:
+        """Publish the stepped weights as the next version, and write its state unless the store is
+        `keeping` the step's rows.
 
         Neither counts before the commit. Raises StorageFull, ResourceExhausted.
         """
         weights = self._publication.publish(self.committed + 1, self.learner.published())
-        self._states.save(self._snapshot(weights, frontier))
+        if not keeping:
+            self.durability.save(self._snapshot(weights, frontier))
         return weights
+
+    def write_behind(self, *, over_high_water: bool) -> None:
+        """After the commit of a step whose rows are kept: have its state written in the background,
+        if it is time."""
+        self._write_behind(over_high_water=over_high_water)
+
+    def keeps_rows(self, step: int) -> bool:
+        """Whether `step`, which begins, may be committed before its state is on disk."""
+        return self.durability.keeps_rows(step, self.committed, copies=self.copies)
+
+    @property
+    def copies(self) -> bool:
+        """Whether states can be written in the background: those of a gang are its ranks'."""
+        return not isinstance(self.learner, GangLearner)
+
+    def make_durable(self, version: int) -> None:
+        """Write the state of `version` if it is the committed one, in memory, and not on disk.
+
+        In the compute thread, also in the middle of a step. Raises ResourceExhausted.
+        """
+        self.durability.settle()
+        trained = self._spec.policies[self._policy].trainable
+        if (
+            not trained
+            or self.dirty
+            or version != self.committed
+            or self.durability.durable >= version
+        ):
+            return
+        self.durability.save(self._snapshot(self.weights, self.frontier, committed=True))
+        self.durability.saved(version)
+        self.durability.free_rows(version, self.weights.checksum)
+
+    def flush(self) -> None:
+        """Like `make_durable`, before the policy leaves this worker. A failure is only logged: the
+        store keeps the rows."""
+        if not self.made or self.learner.lost:
+            return
+        try:
+            self.make_durable(self.committed)
+        except TroupeError as error:
+            log.warning("state not written", policy=self._policy, error=str(error))
 
     def restart(self, version: int, checksum: str) -> None:
         """Make the first version's state the version after `version`, without a step. Idempotent.
@@ -483,7 +552,8 @@ class Versions:
         self.dirty = True  # cleared once the next version is durable
         self.frontier, self.verified, self.randomness = frontier, verified, randomness
         weights = self._publication.ensure(version + 1, self.learner.published(), checksum)
-        self._states.save(self._snapshot(weights, frontier))
+        self.durability.save(self._snapshot(weights, frontier))
+        self.durability.saved(version + 1)
         # The state of `version` stays on disk: the ledger may not learn of the restart.
         self.weights, self.dirty = weights, False
 
@@ -527,12 +597,18 @@ class Versions:
                 "with the newest checkpoint as its policy's `model.path`.",
             )
 
-    def confirm(self, weights: pb.WeightsRef, frontier: Frontier | None) -> None:
+    def confirm(
+        self, weights: pb.WeightsRef, frontier: Frontier | None, *, keeping: bool = False
+    ) -> None:
         """Note that the step in memory was committed as `weights`. In any thread.
 
-        `frontier`: as given to `persist`; None when the weights did not change.
+        `frontier`, `keeping`: as given to `persist`; None when the weights did not change.
         """
         self.dirty = False
+        if frontier is not None:
+            self._rounded = False
+            if not keeping:
+                self.durability.saved(weights.version)
         if frontier is None:  # like the state on disk, which a restarted worker loads
             self.randomness.rewind()
         else:
@@ -552,6 +628,7 @@ class Versions:
 
     def release(self) -> None:
         """Delete published versions but the newest; `load` publishes again what is missing."""
+        self.durability.close()
         self._publication.prune(self.committed, keep=1)
 
     def pack(self) -> SuspendedTensors:
@@ -562,6 +639,8 @@ class Versions:
                 "weights": MessageToDict(self.weights, preserving_proto_field_name=True),
                 "frontier": [self.frontier.step, self.frontier.samples_digest],
                 "verified": self.verified,
+                "durable": self.durability.durable,
+                "rounded": self._rounded,
             },
         )
 
@@ -572,9 +651,22 @@ class Versions:
         step, digest = suspended.document["frontier"]
         self.weights, self.frontier = packed_weights(suspended), Frontier(step, digest)
         self.verified, self.dirty = suspended.document["verified"], False
+        self._rounded = suspended.document["rounded"]
+        self.durability.loaded(suspended.document["durable"])
 
     def _restore(self, version: int, checksum: str) -> None:
+        """Load `version` from disk, or an earlier one from which it is computed again."""
         self.dirty = True  # cleared once everything is restored
+        recovery = self.durability.recovery(version, checksum)
+        if recovery is None:
+            self._load(version, checksum)
+        else:
+            self._load(recovery.version, recovery.checksum)
+            self._recompute(recovery)
+        self.dirty = False
+        log.info("state loaded", job_id=self._job_id, policy=self._policy, version=version)
+
+    def _load(self, version: int, checksum: str) -> None:
         parts = isinstance(self.learner, GangLearner)
         state = self._states.load(version, checksum, whole=not parts)
         if isinstance(self.learner, GangLearner):
@@ -583,13 +675,79 @@ class Versions:
             self.learner.restore(state.weights, state.moments)
         self.randomness = Randomness(state.generators or self._seeded(), self._device)
         self.frontier, self.verified = state.frontier, False
-        self.dirty = False
-        log.info("state loaded", job_id=self._job_id, policy=self._policy, version=version)
+        self._rounded = False
+        self.durability.loaded(version)
+
+    def _recompute(self, recovery: Recovery) -> None:
+        """Make the committed steps after the loaded state again, from the rows that were kept.
+
+        Raises DataLoss of kind "kept_rows_gone", or of kind "state_not_reproduced" when the weights
+        are others than those of the ledger, unless they are published and the job allows rounding.
+        """
+        began = time.perf_counter()
+        for commit in recovery.commits:
+            self._step_again(commit)
+        weights = recovery.commits[-1].weights
+        if checksum_of(self.learner.published()) != weights.checksum:
+            self._rounded = True
+            published = self._publication.existing(weights.version, weights.checksum)
+            if self._spec.pipeline.deterministic or published is None:
+                raise self._not_reproduced(weights.version, weights.checksum)
+            log.warning(
+                "weights computed again differ from the published ones by rounding",
+                job_id=self._job_id,
+                policy=self._policy,
+                version=weights.version,
+            )
+        self.learner.discard()
+        self.durability.recomputed(len(recovery.commits), time.perf_counter() - began)
+
+    def _step_again(self, commit: store_pb.StepCommit) -> None:
+        """Make one committed step from its rows, in the order in which they were accumulated."""
+        learner, version = self.learner, commit.weights.version
+        learner.discard()
+        for samples in self.durability.rows.read(version):
+            rows: Any = learner.read(samples, _absent)
+            if rows:
+                with self.randomness.drawing():
+                    learner.accumulate(rows)
+        with self.randomness.drawing():
+            learner.complete()
+        with self.randomness.drawing():
+            outcome = learner.apply(version - 1)
+        if not outcome.applied or outcome.digest != commit.samples_digest:
+            raise self._not_reproduced(version, commit.weights.checksum)
+        self.randomness.commit()
+        self.frontier = Frontier(commit.step, outcome.digest)
+
+    def _not_reproduced(self, version: int, checksum: str) -> DataLoss:
+        return DataLoss(
+            f"version {version} of policy {self._policy}, whose state was on no disk yet, was "
+            f"computed again from its rows, and is not what was committed ({checksum})",
+            kind="state_not_reproduced",
+            field="version",
+            value=version,
+            remedy="Resume the job on a worker with the same kind of device, build of torch and "
+            "number of threads. Where steps cannot be repeated bit by bit, `state.every: 1` with "
+            "`state.background: false` writes each state before its commit.",
+        )
 
     def _seeded(self) -> Generators:
         return seeded(policy_seed(self._spec.seed, self._policy), self._device)
 
-    def _snapshot(self, weights: pb.WeightsRef, frontier: Frontier) -> TrainingState:
+    def _write_behind(self, *, over_high_water: bool = False, at_once: bool = False) -> None:
+        if self.copies:
+            state = self._snapshot(self.weights, self.frontier, committed=True)
+            self.durability.write_behind(
+                state, self._prune_states, over_high_water=over_high_water, at_once=at_once
+            )
+        elif at_once:
+            self.make_durable(self.committed)
+
+    def _snapshot(
+        self, weights: pb.WeightsRef, frontier: Frontier, *, committed: bool = False
+    ) -> TrainingState:
+        """The state in memory; `committed`: a step may have begun to draw from the generators."""
         learner = self.learner
         parts = learner.save if isinstance(learner, GangLearner) else None
         return TrainingState(
@@ -597,22 +755,31 @@ class Versions:
             weights.checksum,
             {} if parts else learner.weights(),
             {} if parts else learner.moments(),
-            self.randomness.now,
+            self.randomness.committed if committed else self.randomness.now,
             frontier,
             write_parts=parts,
         )
 
     def _prune(self) -> None:
+        self._prune_states(self.durability.durable)
+        self._publication.prune(self.committed, self._settings.trainer_keep_states)
+
+    def _prune_states(self, durable: int) -> None:
+        """Delete states older than `durable` but those that are to be kept. In any thread."""
         keep = self._settings.trainer_keep_states
         population = self._spec.population
         again = population is not None and population.restart == "base"
-        self._states.prune(self.committed, keep, first=again or self.learner.needs_reference)
-        self._publication.prune(self.committed, keep)
+        self._states.prune(durable, keep, first=again or self.learner.needs_reference)
 
 
 def packed_weights(suspended: SuspendedTensors) -> pb.WeightsRef:
     """The reference to the committed version's weights in a suspended state."""
     return ParseDict(suspended.document["weights"], pb.WeightsRef())
+
+
+def _absent(key: str) -> Any:
+    """Stands in for loading values by key: kept rows hold theirs."""
+    raise KeyNotFound(key, "is not among the kept rows")
 
 
 def _path_of(state: TrainingState) -> Path:

@@ -61,6 +61,8 @@ Key = tuple[str, str]
 T = TypeVar("T")
 # Seconds that ranks may take to end, and then again to be killed.
 _GANG_SECONDS = 8.0
+# Seconds that states may take to be written when the worker is stopped.
+_FLUSH_SECONDS = 5.0
 # Tokens for people to look at are not worth more.
 _REPORT_SECONDS = 10.0
 
@@ -121,7 +123,7 @@ class Bindings:
         An earlier binding leaves its gang first, whose ranks know policies by key.
         """
         if (before := self.bound.pop(key, None)) is not None:
-            await compute.run(before.leave_ranks)
+            await compute.run(before.leave)
         self.bound[key] = binding
         try:
             yield
@@ -408,6 +410,7 @@ class TrainerWorker:
     async def stop(self) -> None:
         """Cancel all steps, so that their samples are free at once, and end all ranks."""
         await self.steps.stop()
+        await self._flush()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -415,6 +418,19 @@ class TrainerWorker:
         await self.transfer.stop()
         await self._exit.aclose()
         self._compute.close()
+
+    async def _flush(self) -> None:
+        """Write states that are on no disk, for `_FLUSH_SECONDS`: where that is too short, their
+        steps are computed again from their rows."""
+        flushes = [b.versions.flush for b in self.bindings.bound.values() if b.versions.committed]
+        if flushes:
+            pending = [asyncio.ensure_future(self._compute.run(flush)) for flush in flushes]
+            await asyncio.wait(pending, timeout=_FLUSH_SECONDS)
+
+    async def make_durable(self, key: Key, version: int) -> None:
+        """Have the state of `version` on disk, if it is the committed one. Raises as `save`."""
+        binding = self.bindings.find(key)
+        await self._compute.run(binding.versions.make_durable, version)
 
     async def _end_gangs(self) -> None:
         """End all ranks, by force after `_GANG_SECONDS`."""

@@ -210,6 +210,8 @@ class Stage:
         outcome: store_pb.StepOutcome.ValueType = store_pb.STEP_OUTCOME_APPLIED,
         reason: str = "",
         digest: int | None = None,
+        checksum: str = "",
+        **how: Any,
     ) -> tuple[store_pb.StepCommit, bool]:
         """Commit the step; the commit that holds, and whether it was there before."""
         commit = store_pb.StepCommit(
@@ -217,11 +219,13 @@ class Stage:
             step=self.step,
             outcome=outcome,
             reason=reason,
-            weights=pb.WeightsRef(job_id=self.job, policy=policy, version=version),
+            weights=pb.WeightsRef(
+                job_id=self.job, policy=policy, version=version, checksum=checksum
+            ),
             metrics={"loss/policy": 0.5},
             samples_digest=digest,
         )
-        return await self.store.claims.commit(self.job, claimant, claims, commit)
+        return await self.store.claims.commit(self.job, claimant, claims, commit, **how)
 
     async def counts(self, policy: str = "solver") -> dict[str, int]:
         """Samples per state, without zeros."""

@@ -22,6 +22,7 @@ from services.trainer.learning.model import import_transformers
 from services.trainer.server import TrainerService  # noqa: F401 - imported before the fork
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import training_state
+from services.trainer.state.durability import Durability, HostCopy, KeptRowsClient
 from services.trainer.state.suspension import Suspension
 from services.trainer.state.training_state import StateStore
 from services.trainer.versions import Publication, Versions
@@ -123,6 +124,24 @@ RESUMING: Mapping[str, Callable[[], None]] = {
 }
 
 
+# Of a job whose states are written behind the steps, every three of them.
+BEHIND: Mapping[str, Callable[[], None]] = {
+    "before rows are kept": lambda: _before(StepClaims, "keep_rows"),
+    "after rows were kept": lambda: _after_await(StepClaims, "keep_rows"),
+    "at the commit of version 2": lambda: _on_version(2, Publication, "publish", _after),
+    "before the copy": lambda: _before(HostCopy, "take"),
+    "after the copy": lambda: _after(HostCopy, "take"),
+    "within writing behind": lambda: _on_version(3, StateStore, "save", _within_save),
+    "before the written state has its name": lambda: _on_version(
+        3, StateStore, "save", _before_rename
+    ),
+    "before the store is told": lambda: _before(KeptRowsClient, "free"),
+    "after the store was told": lambda: _after(KeptRowsClient, "free"),
+    "after version 5 was published": lambda: _on_version(5, Publication, "publish", _after),
+    "after steps were computed again": lambda: _before(Durability, "recomputed"),
+}
+
+
 def _at_update(patch: Callable[[Any, str], None]) -> None:
     # Imports TorchRL, which the other points need not wait for.
     from services.trainer.networks.learner import NetworkLearner
@@ -139,7 +158,7 @@ NETWORKS: Mapping[str, Callable[[], None]] = {
 
 def _serve(point: str, environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
-    (POINTS | SUSPENDING | RESUMING | NETWORKS)[point]()
+    (POINTS | SUSPENDING | RESUMING | BEHIND | NETWORKS)[point]()
     run(make_service, TrainerSettings)
 
 

@@ -209,12 +209,12 @@ async def test_a_suspension_waits_for_a_step_that_is_past_its_last_sample(
     (binding,) = trainer.worker.bindings.bound.values()
     persist, loop = binding.versions.persist, asyncio.get_running_loop()
 
-    def suspended_meanwhile(*args: Any) -> pb.WeightsRef:
+    def suspended_meanwhile(*args: Any, **how: Any) -> pb.WeightsRef:
         def ask() -> None:
             suspension.append(asyncio.create_task(trainer.suspend()))
 
         loop.call_soon_threadsafe(ask)
-        weights: pb.WeightsRef = persist(*args)
+        weights: pb.WeightsRef = persist(*args, **how)
         return weights
 
     monkeypatch.setattr(binding.versions, "persist", suspended_meanwhile)

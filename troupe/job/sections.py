@@ -422,6 +422,18 @@ class CheckpointSpec(Section):
     """Also keep the checkpoint that evaluated best. Default: only the newest ones."""
 
 
+class StateSpec(Section):
+    """When training state (weights, optimizer, random generators) is written to disk
+    (docs/guarantees.md). Steps since then are computed again after a crash."""
+
+    every: int | None = Field(default=None, ge=1, le=64)
+    """Steps between durable states. Default: by the measured time of writing: 1, before the commit,
+    where that is short; else as many steps as the writing takes, in the background."""
+    background: bool = True
+    """Write while the next steps run, from a copy in the host's memory; `false`: before the step is
+    committed."""
+
+
 class LimitsSpec(Section):
     """Deadlines and bounds."""
 

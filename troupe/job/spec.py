@@ -44,6 +44,7 @@ from troupe.job.sections import (
     PipelineSpec,
     PreferencesSpec,
     RoutingSpec,
+    StateSpec,
     SupervisedSpec,
 )
 
@@ -97,6 +98,8 @@ class JobSpec(Section):
     """Evaluations by name; the metrics of one are `evaluations/<name>/...`."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """Checkpoints."""
+    state: StateSpec = StateSpec()
+    """Durable training state, from which a job goes on after a crash."""
     limits: LimitsSpec = LimitsSpec()
     """Deadlines and bounds."""
     logging: LoggingSpec = LoggingSpec()

@@ -1167,6 +1167,8 @@ class CommitStepRequest(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     SAMPLES_DIGEST_FIELD_NUMBER: _builtins.int
+    KEPT_MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
@@ -1178,6 +1180,13 @@ class CommitStepRequest(_message.Message):
     """Sum modulo 2^64 of the xxh3-64 of the ids of the samples whose gradients were accumulated. A
     commit whose claims give another one is refused. Absent when skipped or empty.
     """
+    kept_micro_batches: _builtins.int
+    """Of an applied step whose training state is not on disk yet: how many micro-batches the claimant
+    has kept of it (KeepRows). They stay until FreeKeptRows; a commit that finds another number is
+    refused.
+    """
+    durable: _builtins.bool
+    """The training state of `weights` is on disk: rows kept for it and earlier versions are freed."""
     @_builtins.property
     def claim_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1202,13 +1211,20 @@ class CommitStepRequest(_message.Message):
         weights: _common_pb2.WeightsRef | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         samples_digest: _builtins.int | None = ...,
+        kept_micro_batches: _builtins.int | None = ...,
+        durable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest", "samples_digest", b"samples_digest", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kept_micro_batches", b"_kept_micro_batches", "_samples_digest", b"_samples_digest", "kept_micro_batches", b"kept_micro_batches", "samples_digest", b"samples_digest", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest", "claim_ids", b"claim_ids", "claimant", b"claimant", "job_id", b"job_id", "metrics", b"metrics", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "samples_digest", b"samples_digest", "step", b"step", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kept_micro_batches", b"_kept_micro_batches", "_samples_digest", b"_samples_digest", "claim_ids", b"claim_ids", "claimant", b"claimant", "durable", b"durable", "job_id", b"job_id", "kept_micro_batches", b"kept_micro_batches", "metrics", b"metrics", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "samples_digest", b"samples_digest", "step", b"step", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__kept_micro_batches: _TypeAlias = _typing.Literal["kept_micro_batches"]  # noqa: Y015
+    _WhichOneofArgType__kept_micro_batches: _TypeAlias = _typing.Literal["_kept_micro_batches", b"_kept_micro_batches"]  # noqa: Y015
     _WhichOneofReturnType__samples_digest: _TypeAlias = _typing.Literal["samples_digest"]  # noqa: Y015
     _WhichOneofArgType__samples_digest: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kept_micro_batches) -> _WhichOneofReturnType__kept_micro_batches | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_digest) -> _WhichOneofReturnType__samples_digest | None: ...
 
 Global___CommitStepRequest: _TypeAlias = CommitStepRequest  # noqa: Y015
@@ -1219,7 +1235,10 @@ class CommitStepResponse(_message.Message):
 
     COMMIT_FIELD_NUMBER: _builtins.int
     EXISTED_FIELD_NUMBER: _builtins.int
+    OVER_HIGH_WATER_FIELD_NUMBER: _builtins.int
     existed: _builtins.bool
+    over_high_water: _builtins.bool
+    """The store holds more payloads than its high-water mark: kept rows should go soon."""
     @_builtins.property
     def commit(self) -> Global___StepCommit: ...
     def __init__(
@@ -1227,14 +1246,242 @@ class CommitStepResponse(_message.Message):
         *,
         commit: Global___StepCommit | None = ...,
         existed: _builtins.bool = ...,
+        over_high_water: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "existed", b"existed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "existed", b"existed", "over_high_water", b"over_high_water"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitStepResponse: _TypeAlias = CommitStepResponse  # noqa: Y015
+
+@_typing.final
+class KeepRowsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    CLAIMANT_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    policy: _builtins.str
+    step: _builtins.int
+    claimant: _builtins.str
+    index: _builtins.int
+    """Place of the micro-batch among those of the step; repeated, it replaces the earlier copy."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClaimedSample]:
+        """As they were claimed, without those that were dropped; large values are in the samples."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        step: _builtins.int = ...,
+        claimant: _builtins.str = ...,
+        index: _builtins.int = ...,
+        samples: _abc.Iterable[Global___ClaimedSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimant", b"claimant", "index", b"index", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepRowsRequest: _TypeAlias = KeepRowsRequest  # noqa: Y015
+
+@_typing.final
+class KeepRowsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepRowsResponse: _TypeAlias = KeepRowsResponse  # noqa: Y015
+
+@_typing.final
+class DescribeKeptRowsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    policy: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeKeptRowsRequest: _TypeAlias = DescribeKeptRowsRequest  # noqa: Y015
+
+@_typing.final
+class DescribeKeptRowsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DURABLE_VERSION_FIELD_NUMBER: _builtins.int
+    DURABLE_CHECKSUM_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    durable_version: _builtins.int
+    """The newest version that was noted to be on disk, and its checksum; absent before the first."""
+    durable_checksum: _builtins.str
+    kept_bytes: _builtins.int
+    """Bytes of the rows."""
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptVersion]:
+        """Later versions, ascending."""
+
+    def __init__(
+        self,
+        *,
+        durable_version: _builtins.int | None = ...,
+        durable_checksum: _builtins.str = ...,
+        versions: _abc.Iterable[Global___KeptVersion] | None = ...,
+        kept_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_durable_version", b"_durable_version", "durable_version", b"durable_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_durable_version", b"_durable_version", "durable_checksum", b"durable_checksum", "durable_version", b"durable_version", "kept_bytes", b"kept_bytes", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__durable_version: _TypeAlias = _typing.Literal["durable_version"]  # noqa: Y015
+    _WhichOneofArgType__durable_version: _TypeAlias = _typing.Literal["_durable_version", b"_durable_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__durable_version) -> _WhichOneofReturnType__durable_version | None: ...
+
+Global___DescribeKeptRowsResponse: _TypeAlias = DescribeKeptRowsResponse  # noqa: Y015
+
+@_typing.final
+class KeptVersion(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMIT_FIELD_NUMBER: _builtins.int
+    MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    micro_batches: _builtins.int
+    @_builtins.property
+    def commit(self) -> Global___StepCommit: ...
+    def __init__(
+        self,
+        *,
+        commit: Global___StepCommit | None = ...,
+        micro_batches: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "micro_batches", b"micro_batches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptVersion: _TypeAlias = KeptVersion  # noqa: Y015
+
+@_typing.final
+class ReadKeptRowsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    policy: _builtins.str
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policy", b"policy", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadKeptRowsRequest: _TypeAlias = ReadKeptRowsRequest  # noqa: Y015
+
+@_typing.final
+class KeptMicroBatch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClaimedSample]: ...
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[Global___ClaimedSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptMicroBatch: _TypeAlias = KeptMicroBatch  # noqa: Y015
+
+@_typing.final
+class FreeKeptRowsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    policy: _builtins.str
+    version: _builtins.int
+    checksum: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        version: _builtins.int = ...,
+        checksum: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreeKeptRowsRequest: _TypeAlias = FreeKeptRowsRequest  # noqa: Y015
+
+@_typing.final
+class FreeKeptRowsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreeKeptRowsResponse: _TypeAlias = FreeKeptRowsResponse  # noqa: Y015
 
 @_typing.final
 class StepCommit(_message.Message):

@@ -95,6 +95,26 @@ class ExperienceStoreStub:
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.GetStepRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_experience__store__pb2.GetStepResponse.FromString,
                 _registered_method=True)
+        self.KeepRows = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/KeepRows',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.KeepRowsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.KeepRowsResponse.FromString,
+                _registered_method=True)
+        self.DescribeKeptRows = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/DescribeKeptRows',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.DescribeKeptRowsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.DescribeKeptRowsResponse.FromString,
+                _registered_method=True)
+        self.ReadKeptRows = channel.unary_stream(
+                '/troupe.v1.ExperienceStore/ReadKeptRows',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.ReadKeptRowsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.KeptMicroBatch.FromString,
+                _registered_method=True)
+        self.FreeKeptRows = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/FreeKeptRows',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.FreeKeptRowsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.FreeKeptRowsResponse.FromString,
+                _registered_method=True)
         self.ReadTaskPools = channel.unary_unary(
                 '/troupe.v1.ExperienceStore/ReadTaskPools',
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.ReadTaskPoolsRequest.SerializeToString,
@@ -218,6 +238,35 @@ class ExperienceStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepRows(self, request, context):
+        """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
+        training state is on disk: by these rows another trainer computes the step again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeKeptRows(self, request, context):
+        """Which version of a policy is on disk, and which later ones can be computed from kept rows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadKeptRows(self, request, context):
+        """The micro-batches that made a version, in the order in which they were accumulated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FreeKeptRows(self, request, context):
+        """Notes that a version's training state is on disk; rows kept for it and earlier ones are freed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadTaskPools(self, request, context):
         """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
         the tasks by their success rates. Idempotent.
@@ -330,6 +379,26 @@ def add_ExperienceStoreServicer_to_server(servicer, server):
                     servicer.GetStep,
                     request_deserializer=troupe_dot_v1_dot_experience__store__pb2.GetStepRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_experience__store__pb2.GetStepResponse.SerializeToString,
+            ),
+            'KeepRows': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepRows,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.KeepRowsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.KeepRowsResponse.SerializeToString,
+            ),
+            'DescribeKeptRows': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeKeptRows,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.DescribeKeptRowsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.DescribeKeptRowsResponse.SerializeToString,
+            ),
+            'ReadKeptRows': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadKeptRows,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.ReadKeptRowsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.KeptMicroBatch.SerializeToString,
+            ),
+            'FreeKeptRows': grpc.unary_unary_rpc_method_handler(
+                    servicer.FreeKeptRows,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.FreeKeptRowsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.FreeKeptRowsResponse.SerializeToString,
             ),
             'ReadTaskPools': grpc.unary_unary_rpc_method_handler(
                     servicer.ReadTaskPools,
@@ -692,6 +761,114 @@ class ExperienceStore:
             '/troupe.v1.ExperienceStore/GetStep',
             troupe_dot_v1_dot_experience__store__pb2.GetStepRequest.SerializeToString,
             troupe_dot_v1_dot_experience__store__pb2.GetStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/KeepRows',
+            troupe_dot_v1_dot_experience__store__pb2.KeepRowsRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.KeepRowsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeKeptRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/DescribeKeptRows',
+            troupe_dot_v1_dot_experience__store__pb2.DescribeKeptRowsRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.DescribeKeptRowsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadKeptRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/ReadKeptRows',
+            troupe_dot_v1_dot_experience__store__pb2.ReadKeptRowsRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.KeptMicroBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FreeKeptRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/FreeKeptRows',
+            troupe_dot_v1_dot_experience__store__pb2.FreeKeptRowsRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.FreeKeptRowsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,16 @@ class ExperienceStoreStub:
     CommitStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]
     """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
     GetStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]
+    KeepRows: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.KeepRowsRequest, _experience_store_pb2.KeepRowsResponse]
+    """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
+    training state is on disk: by these rows another trainer computes the step again.
+    """
+    DescribeKeptRows: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeKeptRowsRequest, _experience_store_pb2.DescribeKeptRowsResponse]
+    """Which version of a policy is on disk, and which later ones can be computed from kept rows."""
+    ReadKeptRows: _grpc.UnaryStreamMultiCallable[_experience_store_pb2.ReadKeptRowsRequest, _experience_store_pb2.KeptMicroBatch]
+    """The micro-batches that made a version, in the order in which they were accumulated."""
+    FreeKeptRows: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.FreeKeptRowsRequest, _experience_store_pb2.FreeKeptRowsResponse]
+    """Notes that a version's training state is on disk; rows kept for it and earlier ones are freed."""
     ReadTaskPools: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ReadTaskPoolsRequest, _experience_store_pb2.ReadTaskPoolsResponse]
     """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
     the tasks by their success rates. Idempotent.
@@ -100,6 +110,16 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     CommitStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]  # type: ignore[assignment]
     """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
     GetStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]  # type: ignore[assignment]
+    KeepRows: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.KeepRowsRequest, _experience_store_pb2.KeepRowsResponse]  # type: ignore[assignment]
+    """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
+    training state is on disk: by these rows another trainer computes the step again.
+    """
+    DescribeKeptRows: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeKeptRowsRequest, _experience_store_pb2.DescribeKeptRowsResponse]  # type: ignore[assignment]
+    """Which version of a policy is on disk, and which later ones can be computed from kept rows."""
+    ReadKeptRows: _aio.UnaryStreamMultiCallable[_experience_store_pb2.ReadKeptRowsRequest, _experience_store_pb2.KeptMicroBatch]  # type: ignore[assignment]
+    """The micro-batches that made a version, in the order in which they were accumulated."""
+    FreeKeptRows: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.FreeKeptRowsRequest, _experience_store_pb2.FreeKeptRowsResponse]  # type: ignore[assignment]
+    """Notes that a version's training state is on disk; rows kept for it and earlier ones are freed."""
     ReadTaskPools: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ReadTaskPoolsRequest, _experience_store_pb2.ReadTaskPoolsResponse]  # type: ignore[assignment]
     """Of a job with a curriculum: counts how often the tasks of committed steps were solved, and lists
     the tasks by their success rates. Idempotent.
@@ -214,6 +234,40 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _experience_store_pb2.GetStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.GetStepResponse, _abc.Awaitable[_experience_store_pb2.GetStepResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def KeepRows(
+        self,
+        request: _experience_store_pb2.KeepRowsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.KeepRowsResponse, _abc.Awaitable[_experience_store_pb2.KeepRowsResponse]]:
+        """Keeps a copy of one micro-batch of an open step, for a trainer that commits the step before its
+        training state is on disk: by these rows another trainer computes the step again.
+        """
+
+    @_abc_1.abstractmethod
+    def DescribeKeptRows(
+        self,
+        request: _experience_store_pb2.DescribeKeptRowsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.DescribeKeptRowsResponse, _abc.Awaitable[_experience_store_pb2.DescribeKeptRowsResponse]]:
+        """Which version of a policy is on disk, and which later ones can be computed from kept rows."""
+
+    @_abc_1.abstractmethod
+    def ReadKeptRows(
+        self,
+        request: _experience_store_pb2.ReadKeptRowsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_experience_store_pb2.KeptMicroBatch], _abc.AsyncIterator[_experience_store_pb2.KeptMicroBatch]]:
+        """The micro-batches that made a version, in the order in which they were accumulated."""
+
+    @_abc_1.abstractmethod
+    def FreeKeptRows(
+        self,
+        request: _experience_store_pb2.FreeKeptRowsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.FreeKeptRowsResponse, _abc.Awaitable[_experience_store_pb2.FreeKeptRowsResponse]]:
+        """Notes that a version's training state is on disk; rows kept for it and earlier ones are freed."""
 
     @_abc_1.abstractmethod
     def ReadTaskPools(

@@ -5,7 +5,8 @@
 -- (records.Record.settled).
 -- ARGV: step, claimant, to ('T', 'D', or '' for a step without samples), reason,
 --       version (-1: unchanged), whether it must rise (0/1), commit,
---       whether the caller's digest is that of the claims' samples (0/1), most uses, claim...
+--       whether the caller's digest is that of the claims' samples (0/1), most uses,
+--       checksum of the version where it is on disk, micro-batches kept (-1: none), claim...
 drains()
 local stored = redis.call('HGET', COMMITS, STEP_NUMBER)
 if stored then
@@ -15,7 +16,9 @@ if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
 end
 local claimant, to, reason, version = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local most_uses, FIRST_CLAIM = tonumber(ARGV[9]), 10
+local most_uses, FIRST_CLAIM = tonumber(ARGV[9]), 12
+local durable, keeps = ARGV[10], tonumber(ARGV[11])
+local keeping = key('keeping') .. ':' .. claimant
 expire(now_ms())
 
 local cause, claimed, number = fence(claimant), {}, 0
@@ -54,6 +57,9 @@ end
 local latest = tonumber(redis.call('HGET', BASE .. ':head', 'version') or -1)
 if version >= 0 and (version < latest or (version == latest and ARGV[6] == '1')) then
   return finish({'backwards', latest})
+end
+if keeps >= 0 and redis.call('HLEN', keeping) ~= keeps then
+  return finish({'unkept', redis.call('HLEN', keeping), keeps})
 end
 
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
@@ -98,6 +104,12 @@ local commit = number .. '\n' .. ARGV[7]
 redis.call('HSET', COMMITS, STEP_NUMBER, commit)
 if version >= 0 then
   redis.call('HSET', BASE .. ':head', 'version', version, 'step', STEP_NUMBER)
+end
+free_keeping(keeps > 0 and keeping)
+if keeps > 0 then
+  keep_for(keeping, version, commit)
+elseif durable ~= '' then
+  free_kept(version, durable)
 end
 local freed = {}
 local function free_rows(rows)

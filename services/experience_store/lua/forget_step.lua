@@ -27,7 +27,8 @@ end
 for _, staged in ipairs(redis.call('SMEMBERS', STAGES)) do
   redis.call('UNLINK', staged)
 end
+free_keeping(false)
 redis.call('UNLINK', STEP, ENDED, QUERIES, BOOK, MEMBERS, READY, CLAIMS, OWNERS, LEASES, HELD,
   FENCED, DROPPED, STAGES, ROSTER, TALLIES, LEAVING, RETURNED, GONE, COMPLETED)
 redis.call('HDEL', COMMITS, STEP_NUMBER)
-return {'forgotten'}
+return finish({'forgotten'})

@@ -14,7 +14,8 @@ local CLAIMS, OWNERS, LEASES = key('claims'), key('owners'), key('leases')
 local HELD, FENCED, DROPPED, STAGES = key('held'), key('fenced'), key('dropped'), key('stages')
 local LEAVING, RETURNED, GONE = key('leaving'), key('returned'), key('gone')
 local ROSTER, TALLIES, COMPLETED = key('roster'), key('tallies'), key('completed')
-local COMMITS = BASE .. ':commits'
+local KEEPING = key('keeping')
+local COMMITS, KEPT = BASE .. ':commits', BASE .. ':kept'
 -- Field of staged rows that holds their records; no sample id can be equal to it.
 local RECORDS = '\t'
 

@@ -238,6 +238,9 @@ class SuspendedStep:
     refs: list[str] = field(default_factory=list)
     # Seconds of work so far, without suspensions.
     seconds: float = 0.0
+    # Whether the store keeps the rows of all micro-batches, so that the step may be committed
+    # before its state is on disk.
+    keeping: bool = False
 
 
 @dataclass(frozen=True)

@@ -260,10 +260,10 @@ class StateStore:
 
     def prune(self, newest: int, keep: int, *, first: bool = False) -> None:
         """Delete versions but the `keep` newest up to `newest`; `first`: keep version 0 too."""
+        old = sorted({version for version in self.versions() if version <= newest})[:-keep]
         for version, _, path in list(self._entries()):
-            if version > newest - keep or (first and version == 0):
-                continue
-            remove(path)
+            if version in old and not (first and version == 0):
+                remove(path)
         # Leftovers of killed processes; a live process that writes one is superseded.
         for path in self._directory.glob(".v*"):
             match = _UNFINISHED.match(path.name)
