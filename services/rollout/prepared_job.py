@@ -14,6 +14,7 @@ from services.rollout.serving.router import PolicyRouter
 from services.rollout.trajectories.concurrency import ConcurrencyGate
 from services.rollout.trajectories.lockstep import Lockstep
 from services.rollout.trajectories.queries import QuerySource
+from services.rollout.trajectories.transcripts import TranscriptChoice
 from troupe.job import JobSpec
 from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.elastic.order import group_waiters
@@ -160,6 +161,8 @@ class PreparedJob:
     """Names of the trained policies."""
     groups: OpenGroups = field(init=False)
     """Open trajectories by query."""
+    transcripts: TranscriptChoice = field(init=False)
+    """Which trajectories' texts are sent."""
 
     def __post_init__(self) -> None:
         self.casts = Casts(
@@ -170,6 +173,7 @@ class PreparedJob:
         )
         self.trained = frozenset(self.spec.trained_policies)
         self.groups = OpenGroups(policy.router for policy in self.policies.values())
+        self.transcripts = TranscriptChoice(self.spec)
         self.lockstep = Lockstep() if self.spec.pipeline.rollout == "batch" else None
 
     def policy(self, name: str) -> ServedPolicy:

@@ -43,7 +43,9 @@ async def test_a_step_of_two_policies_ends_as_rows_in_the_store(house: House) ->
         ("solver", "big", 2),
     ]
     assert event.turns[0].messages[0].content == "1+4"
-    assert event.turns[2].messages[1].role == "assistant"
+    last = event.turns[2]
+    assert (last.shared_turn, last.shared_messages) == (0, 1)
+    assert last.messages[0].role == "assistant"
 
     rows = {s.sample_id: s for s in await house.samples("big")}
     assert len(rows) == 8

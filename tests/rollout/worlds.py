@@ -35,6 +35,11 @@ async def fails_twice(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     return {"solver": 1.0}
 
 
+async def says_and_fails(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat(query["question"])
+    raise EnvironmentFault("its process is gone", reason="died")
+
+
 async def some_get_stuck(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     await agents["solver"].chat(query["question"])
     if query.index == 0:

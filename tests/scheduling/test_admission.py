@@ -128,3 +128,22 @@ def test_tokens_are_kept_of_one_query_a_step_and_the_first_of_an_evaluation() ->
     plans = admission.plan_evaluation(job_seed=0, step=5, queries=9, samples=1, name="a-h1")
     assert kept(plans) == [f"a-h1-h{q}-e5-t0" for q in range(4)]
     assert not admission.keeps_tokens("m0x1-t1", 1)
+
+
+def test_texts_are_kept_of_a_share_of_training_and_of_the_first_of_an_evaluation() -> None:
+    names = [f"q{q}-s{s}-t{t}" for q in range(100) for s in range(10) for t in range(8)]
+    kept = [one for one in names if admission.keeps_text(one, wanted=80, of=800, samples=1)]
+    assert 700 < len(kept) < 900
+    # The same for every step, query and place in a group: drawn without bias.
+    for part in (f"-s{n}-" for n in range(10)):
+        assert 50 < sum(part in one for one in kept) < 110
+    assert all(admission.keeps_text(one, wanted=800, of=800, samples=1) for one in names)
+    assert not any(admission.keeps_text(one, wanted=0, of=800, samples=1) for one in names)
+    plans = admission.plan_evaluation(job_seed=0, step=5, queries=9, samples=2, name="a")
+    evaluated = [one for plan in plans for one in plan.trajectory_ids]
+
+    def of_evaluation(wanted: int) -> list[str]:
+        return [n for n in evaluated if admission.keeps_text(n, wanted=wanted, of=8, samples=2)]
+
+    assert of_evaluation(12) == evaluated[:12]
+    assert of_evaluation(0) == [f"a-h{q}-e5-t0" for q in range(admission.COMPARED)]

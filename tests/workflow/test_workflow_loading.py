@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from troupe.workflow import EntrypointError, load_tasks, load_workflow
+from troupe.workflow import EntrypointError, load_tasks, load_workflow, loading
 
 HERE = __name__
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,3 +164,20 @@ def test_an_edited_module_is_read_anew_with_those_that_import_it(
         check=False,
     )
     assert (done.stdout, done.stderr) == (printed, "")
+
+
+def test_directories_are_listed_anew_while_another_thread_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An import adds to the table of directories while it is read."""
+    errors: list[Exception] = [RuntimeError("dictionary changed size"), KeyError("gone")]
+
+    class Table(dict[str, Any]):
+        def items(self) -> Any:
+            if errors:
+                raise errors.pop()
+            return super().items()
+
+    monkeypatch.setattr(sys, "path_importer_cache", Table(sys.path_importer_cache))
+    loading.forget_edited()
+    assert not errors

@@ -463,7 +463,11 @@ class LimitsSpec(Section):
 
 
 class LoggingSpec(Section):
-    """Where metrics go besides `metrics.jsonl`."""
+    """Where metrics go besides `metrics.jsonl`, and which conversations are kept."""
+
+    trajectories: int = Field(default=64, ge=0, le=MAX_TRAJECTORIES)
+    """Trajectories of a step, and of an evaluation, whose conversations are kept for people to
+    read: drawn at random, and as many failed ones besides. Of the others numbers are kept."""
 
     tensorboard: bool = True
     """Write TensorBoard events."""

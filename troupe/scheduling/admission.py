@@ -171,6 +171,8 @@ def plan_evaluation(
     )
 
 
+# Queries of each evaluation whose first trajectory is kept, to be compared over steps.
+COMPARED: Final = 4
 # Trajectories of a query, and queries of an evaluation, whose tokens are kept.
 _TOKEN_TRAJECTORIES: Final = 8
 _TOKEN_QUERIES: Final = 4
@@ -192,6 +194,21 @@ def keeps_tokens(trajectory_id: str, queries_per_step: int) -> bool:
     if found[1] is not None:
         return int(found[1]) % queries_per_step == 0
     return int(found[2]) < _TOKEN_QUERIES
+
+
+def keeps_text(trajectory_id: str, *, wanted: int, of: int, samples: int) -> bool:
+    """Whether the texts of a trajectory are kept for people to read.
+
+    Of training, and of matches, a share `wanted / of` that is drawn by the hash of the id, whatever
+    becomes of the trajectory; of an evaluation with `samples` trajectories per query the first
+    `wanted` ones, which are of the same queries each time. Always what evaluations are compared by.
+    """
+    found = _TRAJECTORY_ID.fullmatch(trajectory_id)
+    if found is not None and found[2] is not None:
+        query, sample = int(found[2]), int(found[3])
+        return query * samples + sample < wanted or (query < COMPARED and sample == 0)
+    digest = hashlib.blake2b(trajectory_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") * of < wanted << 64
 
 
 def seed_of(job_seed: int, split: str, index: int, trajectory: int) -> int:

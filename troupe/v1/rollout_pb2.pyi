@@ -362,6 +362,7 @@ class TrajectoryEvent(_message.Message):
     GROUP_COMPLETE_FIELD_NUMBER: _builtins.int
     TOGETHER_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    WITHOUT_TEXT_FIELD_NUMBER: _builtins.int
     query_id: _builtins.str
     trajectory_id: _builtins.str
     state: _common_pb2.TrajectoryState.ValueType
@@ -372,6 +373,10 @@ class TrajectoryEvent(_message.Message):
     """The experience store ended the redundant trajectories of its query, since its group is complete."""
     answer: _builtins.str
     """Of an evaluation: the answer that it votes for."""
+    without_text: _builtins.bool
+    """Its turns are without texts and tokens, since the job keeps those of other trajectories
+    (`logging.trajectories`).
+    """
     @_builtins.property
     def rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -408,10 +413,11 @@ class TrajectoryEvent(_message.Message):
         group_complete: _builtins.bool = ...,
         together: _abc.Iterable[Global___TrajectoryEvent] | None = ...,
         answer: _builtins.str | None = ...,
+        without_text: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_problem", b"_problem", "answer", b"answer", "problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_problem", b"_problem", "answer", b"answer", "group_complete", b"group_complete", "metrics", b"metrics", "problem", b"problem", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "start_versions", b"start_versions", "state", b"state", "together", b"together", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_problem", b"_problem", "answer", b"answer", "group_complete", b"group_complete", "metrics", b"metrics", "problem", b"problem", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "start_versions", b"start_versions", "state", b"state", "together", b"together", "trajectory_id", b"trajectory_id", "turns", b"turns", "without_text", b"without_text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
     _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
@@ -495,6 +501,8 @@ class Turn(_message.Message):
     GENERATE_SECONDS_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    SHARED_TURN_FIELD_NUMBER: _builtins.int
+    SHARED_MESSAGES_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     policy: _builtins.str
     turn: _builtins.int
@@ -506,8 +514,14 @@ class Turn(_message.Message):
     queue_seconds: _builtins.float
     generate_seconds: _builtins.float
     reward: _builtins.float
+    shared_turn: _builtins.int
+    shared_messages: _builtins.int
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]: ...
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]:
+        """What an agent is told again with every turn is here once: its prompt begins with the first
+        `shared_messages` messages of the trajectory's turn `shared_turn`. Zero in what clients read.
+        """
+
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionSpan]: ...
     @_builtins.property
@@ -531,10 +545,12 @@ class Turn(_message.Message):
         generate_seconds: _builtins.float = ...,
         reward: _builtins.float | None = ...,
         tokens: Global___TurnTokens | None = ...,
+        shared_turn: _builtins.int = ...,
+        shared_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "agent", b"agent", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "generate_seconds", b"generate_seconds", "messages", b"messages", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "response", b"response", "response_tokens", b"response_tokens", "reward", b"reward", "tokens", b"tokens", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "agent", b"agent", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "generate_seconds", b"generate_seconds", "messages", b"messages", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "response", b"response", "response_tokens", b"response_tokens", "reward", b"reward", "shared_messages", b"shared_messages", "shared_turn", b"shared_turn", "tokens", b"tokens", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -43,7 +43,7 @@ def forget_edited() -> list[str]:
     modules stay valid.
     """
     with _lock:
-        importlib.invalidate_caches()  # a file may also be new
+        _look_again()  # a file may also be new
         users = dict(_users_modules())
         if not any(map(_edited, users.values())):
             return []
@@ -53,6 +53,16 @@ def forget_edited() -> list[str]:
         for name in users:
             sys.modules.pop(name, None)
         return sorted(users)
+
+
+def _look_again() -> None:
+    """Has importlib list directories anew, while other threads may import."""
+    while True:
+        try:
+            importlib.invalidate_caches()
+        except (RuntimeError, KeyError):
+            continue  # an import changed importlib's table of directories while it was read
+        return
 
 
 def remember_files() -> None:

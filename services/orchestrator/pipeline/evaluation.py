@@ -27,8 +27,6 @@ from troupe.scheduling import admission
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 
-# So many queries of each evaluation have their first trajectory kept, to be compared over steps.
-COMPARED: Final = 4
 # What the bounds of a metric's confidence interval are named after it.
 BOUNDS: Final = ("/low", "/high")
 
@@ -81,7 +79,9 @@ class EvaluationRunner:
             samples=self._spec.samples,
             name=self._set,
         )
-        self._compared_ids = frozenset(query.trajectory_ids[0] for query in plan[:COMPARED])
+        self._compared_ids = frozenset(
+            query.trajectory_ids[0] for query in plan[: admission.COMPARED]
+        )
         deadline = Deadline(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
         batch = TicketBatch(self._step, deadline, self._on_end)
         groups = (evaluation_tickets(query, self._set) for query in plan)

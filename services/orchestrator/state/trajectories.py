@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from services.orchestrator.pipeline.metrics import TEAM
@@ -40,9 +40,23 @@ def summarize(event: ro.TrajectoryEvent, *, step: int, evaluation: bool) -> orch
     )
 
 
+def repeat_shared(turns: Sequence[ro.Turn]) -> None:
+    """Gives every turn all messages of its prompt, also those that an earlier turn has."""
+    whole: dict[int, ro.Turn] = {}
+    for turn in turns:
+        if turn.shared_messages and turn.shared_turn in whole:
+            shared = whole[turn.shared_turn].messages[: turn.shared_messages]
+            own = list(turn.messages)
+            del turn.messages[:]
+            turn.messages.extend([*shared, *own])
+        turn.ClearField("shared_turn")
+        turn.ClearField("shared_messages")
+        whole[turn.turn] = turn
+
+
 def pack(full: orch.GetTrajectoryResponse) -> bytes:
-    """A trajectory as it is stored. A long one is compressed, since every turn repeats its history;
-    one that is still too large loses the middle of its long messages."""
+    """A trajectory as it is stored. A long one is compressed; one that is still too large loses the
+    middle of its long messages."""
     data = full.SerializeToString()
     if len(data) < _COMPRESS_BYTES:
         return _PLAIN + data
@@ -173,11 +187,14 @@ class RecentTrajectories:
             found = await self._redis.call("HGET", full, trajectory_id)
             if found:
                 kept = unpack(found)
+                # In a thread: prompts of many turns are long together.
+                await asyncio.to_thread(repeat_shared, kept.turns)
                 if tokens and kept.summary.tokens_kept:
                     await self._add_tokens(job_id, kept)
                 return kept
         raise NotFound(
-            f"job {job_id} has no such trajectory, or it is older than the newest {self._cap}",
+            f"job {job_id} has no such trajectory, or it is older than the newest {self._cap}, or "
+            "its conversation was not kept (`logging.trajectories`)",
             field="trajectory_id",
             value=trajectory_id,
             remedy="`ListTrajectories` names those that are kept.",
@@ -291,7 +308,9 @@ class TrajectoryBuffer:
         self._events: OrderedDict[str, ro.TrajectoryEvent] = OrderedDict()
 
     def add(self, event: ro.TrajectoryEvent) -> None:
-        """Adds an ended trajectory."""
+        """Adds an ended trajectory whose conversation is kept; others have nothing to show."""
+        if event.without_text:
+            return
         self._events[event.trajectory_id] = event
         if len(self._events) > self._cap:
             self._events.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Records of a trajectory: its turns as samples, a transcript for people, its end.
+"""Records of a trajectory in the experience store: its turns as samples, its end.
 
 The chain of one sample: `GeneratedTurn` (what an engine draws and a workflow reads) -> `TurnRecord`
 (with prompt and reply) -> `SampleRow` (what an algorithm needs of the turn) -> `Sample` in an
@@ -33,8 +33,6 @@ log = structlog.get_logger(__name__)
 State: TypeAlias = pb.TrajectoryState.ValueType
 # Larger columns go through transfer: Redis' memory is not for values that are read once.
 INLINE_BYTES: Final = 256 * 1024
-# Tokens of one trajectory that are kept for people to look at.
-MOST_TOKENS: Final = 65_536
 
 
 @dataclass
@@ -197,7 +195,7 @@ def samples_of(
                 prompt_ids=to_proto(np.array(turn.prompt_ids, np.int32)),
                 response_ids=to_proto(np.array(reply.token_ids, np.int32)),
                 logprobs=to_proto(np.array(reply.logprobs, np.float32)),
-                versions=_spans(turn),
+                versions=spans_of(turn),
                 reward=row.reward,
                 finish_reason=reply.finish_reason,
                 temperature=turn.sampling.temperature,
@@ -211,44 +209,7 @@ def samples_of(
     return samples
 
 
-def transcript_of(turns: Sequence[TurnRecord], *, tokens: bool = False) -> list[rollout.Turn]:
-    """The turns as trajectory events carry them; `tokens`: with their tokens, up to a limit."""
-    shown = []
-    left = MOST_TOKENS if tokens else 0
-    for turn in turns:
-        reply, generation = turn.reply, turn.generation
-        if reply is None or generation is None:
-            continue
-        messages = turn.messages or (("prompt", turn.role.tokenizer.transcript(turn.prompt_ids)),)
-        shown.append(
-            rollout.Turn(
-                agent=turn.role.name,
-                policy=turn.role.policy,
-                turn=turn.position,
-                messages=[pb.ChatMessage(role=r, content=c) for r, c in messages],
-                response=reply.text,
-                prompt_tokens=len(turn.prompt_ids),
-                response_tokens=len(reply.token_ids),
-                cached_tokens=generation.cached_tokens,
-                versions=_spans(turn),
-                finish_reason=reply.finish_reason,
-                queue_seconds=generation.queue_seconds,
-                generate_seconds=generation.generate_seconds,
-                reward=reply.reward,
-            )
-        )
-        left -= len(generation.token_ids)
-        if left >= 0:
-            shown[-1].tokens.CopyFrom(
-                rollout.TurnTokens(
-                    ids=generation.token_ids,
-                    texts=turn.role.tokenizer.texts(generation.token_ids),
-                    logprobs=generation.logprobs,
-                )
-            )
-    return shown
-
-
-def _spans(turn: TurnRecord) -> list[pb.VersionSpan]:
+def spans_of(turn: TurnRecord) -> list[pb.VersionSpan]:
+    """The versions that drew a turn's tokens."""
     spans = turn.generation.versions if turn.generation else ()
     return [pb.VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans]

@@ -27,7 +27,6 @@ from troupe.endpoint.server import EndpointServer
 from troupe.outcomes import described, safe_text
 from troupe.rpc import Attempts, RetryPolicy
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
-from troupe.scheduling.admission import keeps_tokens
 from troupe.states import TRAJECTORY, UNUSED_ENDPOINT, check, is_terminal
 from troupe.user_code import await_contained
 from troupe.v1 import common_pb2 as pb
@@ -369,9 +368,13 @@ class RunningTrajectory:
             event.metrics.update(self._metrics)
             if self._answer is not None:
                 event.answer = self._answer
-            every = self._job.spec.pipeline.queries_per_step
-            keeps = keeps_tokens(self._ticket.trajectory_id, every)
-            event.turns.extend(records.transcript_of(self._turns, tokens=keeps))
+            evaluates = self._ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
+            self._job.transcripts.add_turns(
+                event,
+                self._turns,
+                evaluation=self._ticket.evaluation if evaluates else None,
+                step=self._destination.step,
+            )
         return event
 
 
