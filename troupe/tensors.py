@@ -19,6 +19,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _NUMPY: Final[dict[int, np.dtype[Any]]] = {
     pb.DTYPE_BOOL: np.dtype("?"),
     pb.DTYPE_UINT8: np.dtype("u1"),
+    pb.DTYPE_INT16: np.dtype("<i2"),
     pb.DTYPE_INT32: np.dtype("<i4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
     pb.DTYPE_FLOAT16: np.dtype("<f2"),

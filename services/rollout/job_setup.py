@@ -349,6 +349,7 @@ class Preparation:
             spec.policies[name],
             replica=int(number),
             deterministic=spec.pipeline.deterministic,
+            routed_experts=spec.algorithm.router_replay and spec.policies[name].trainable,
         )
         # It stays on its device, which follows from the policy that it started with.
         engine.device = devices_of(spec.policies[first], self._device)[int(number)]

@@ -129,6 +129,20 @@ def test_every_fault_of_a_job_file_is_a_line(run: Run, job_yaml: str, tmp_path: 
         assert any("pipeline.steps" in line for line in lines)
 
 
+def test_a_quantized_checkpoint_is_a_fault(run: Run, job_yaml: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(job_yaml)
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    model = json.dumps({"path": str(tmp_path / "model")})
+    given = ["--set", f"policies.solver.model={model}"]
+    status, _, err = run("job", "validate", str(path), *given)
+    assert status == 2
+    assert f"policies.solver.model.path = {tmp_path}/model: its weights are quantized" in err
+    assert "dequantize" in err
+
+
 def test_what_a_job_needs_is_shown_for_devices(run: Run, job_yaml: str, tmp_path: Path) -> None:
     """The parts on each device, and the smallest gang that fits; 1 if a policy fits nowhere."""
     path = tmp_path / "job.yaml"

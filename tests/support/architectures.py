@@ -33,6 +33,8 @@ def _mixture(model_type: str, **fields: Any) -> dict[str, Any]:
 def _deepseek(model_type: str, **fields: Any) -> dict[str, Any]:
     parts = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16}
     routed = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    # Latent attention has no groups of heads.
+    parts["num_key_value_heads"] = 4
     return _mixture(model_type, **parts, **routed, topk_group=1) | fields
 
 
@@ -42,6 +44,7 @@ _LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "shared_expert_intermediate_size": 24,
+    "layer_types": ["linear_attention", "full_attention"],
 }
 MIXTURE = _mixture("qwen3_moe", num_experts=4)
 # By name: with experts that are one by one in a checkpoint, stacked there too, or renamed; and
@@ -65,7 +68,8 @@ ARCHITECTURES = {
     "minimax_m2": _mixture("minimax_m2", num_local_experts=4),
     "phimoe": _mixture("phimoe", num_local_experts=4),
     "hunyuan": _mixture("hunyuan_v1_moe", num_experts=4, moe_topk=2),
-    "jamba": _mixture("jamba", num_experts=4),
+    "jamba": _mixture("jamba", num_experts=4, attn_layer_period=2, attn_layer_offset=1)
+    | {"use_mamba_kernels": False},
     "lfm2_moe": _mixture("lfm2_moe", num_experts=4, num_dense_layers=1)
     | {"layer_types": ["conv", "full_attention"]},
     "qwen3": _tiny("qwen3"),
@@ -77,9 +81,47 @@ ARCHITECTURES = {
 }
 
 
+# Further ones that transformers converts on load, by the names that configurations have for one
+# thing; those of them that an architecture does not know are kept and have no effect.
+_ANY = _mixture(
+    "",
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_shared_experts=1,
+    first_k_dense_replace=1,
+    num_dense_layers=1,
+    n_group=1,
+    topk_group=1,
+    shared_expert_intermediate_size=24,
+)
+FURTHER = {
+    name: _ANY | {"model_type": name}
+    for name in (
+        "afmoe",
+        "beam",
+        "cohere2_moe",
+        "dots1",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "granitemoeshared",
+        "hy_v3",
+        "kolibri1",
+        "laguna",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax",
+        "solar_open",
+    )
+}
+
+
 def make(name: str, seed: int = 0) -> Any:
-    """A model of `ARCHITECTURES` in float32 with random weights."""
+    """A model of `ARCHITECTURES` or `FURTHER` in float32 with random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURES[name]))
+        values = ARCHITECTURES.get(name) or FURTHER[name]
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     return model.eval()

@@ -14,6 +14,7 @@ names that it does not know it skips without a word.
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import socket
 import uuid
@@ -22,6 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI, Response
@@ -30,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.sglang_routes import add_routes
 from troupe.checkpoints.format import CheckpointFormat, ModelArrangement
+from troupe.mixtures import RecordedRoutes, Routers
 
 TOKEN_SECONDS = 0.002
 
@@ -88,6 +91,7 @@ class FakeSglang:
             "enable_memory_saver": False,
             "enable_lora": None,
             "enable_deterministic_inference": False,
+            "enable_return_routed_experts": False,
         }
         self.model_type = config["model_type"]
         self.vocabulary = config["vocab_size"]
@@ -197,12 +201,23 @@ class FakeSglang:
         if not self.old:
             none = [{"version": self.version, "start": 0, "end": 0}]
             meta["weight_versions"] = _spans(call.versions) or none
+        if self.info["enable_return_routed_experts"] and body.get("return_routed_experts"):
+            meta["routed_experts"] = self._routes([*prompt, *call.tokens[:-1]])
         meta["input_token_logprobs"] = []
         if (start := body.get("logprob_start_len", -1)) >= 0:
             # Of the first of them none is reported, wherever that is.
             rows = self._prompt_logprobs(prompt, adapter)[start:]
             meta["input_token_logprobs"] = [[None, *rows[0][1:]], *rows[1:]]
         return JSONResponse({"output_ids": call.tokens, "meta_info": meta})
+
+    def _routes(self, ids: list[int]) -> str:
+        """Of all layers, int32 in base64, by one pass over all tokens."""
+        routers = Routers.of(self._model)
+        assert routers is not None
+        recorded = RecordedRoutes(routers.shape, {})
+        with torch.no_grad(), routers.passing(recorded):
+            self._model(torch.tensor([ids]), use_cache=False)
+        return base64.b64encode(recorded.compact().astype(np.int32).tobytes()).decode()
 
     async def _decode(
         self, call: Call, prompt: list[int], sampling: dict[str, Any], adapter: str | None

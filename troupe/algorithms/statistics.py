@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from troupe.algorithms.corrections import CORRECTIONS, CorrectionFunction, truncated
+from troupe.algorithms.expert_load import ExpertLoad, load_metrics
 from troupe.algorithms.losses import k3_kl, kept_by
 from troupe.algorithms.objectives import (
     LOSSES,
@@ -52,6 +53,13 @@ class TokenStatistics:
     correction_weight: torch.Tensor | float = 0.0
     # Tokens whose ratio the correction cut down or masked.
     corrected_tokens: torch.Tensor | float = 0.0
+    # Of a mixture of experts: tokens by layer and expert; the sum of imbalances by the tokens'
+    # weights in the loss, and that of the weights; tokens whose experts were replayed, of all.
+    expert_tokens: torch.Tensor | None = None
+    imbalance: torch.Tensor | float = 0.0
+    imbalance_weight: torch.Tensor | float = 0.0
+    replayed: torch.Tensor | float = 0.0
+    routed: int = 0
 
     @torch.no_grad()
     def add(
@@ -72,8 +80,12 @@ class TokenStatistics:
         reference_logprobs: torch.Tensor | None = None,
         teacher_divergence: torch.Tensor | None = None,
         demonstrated: torch.Tensor | None = None,
+        load: ExpertLoad | None = None,
     ) -> None:
-        """Add T tokens; `loss_sum` is a scalar, the rest are [T], as passed to `grpo_loss_sum`."""
+        """Add T tokens; `loss_sum` is a scalar, the rest are [T], as passed to `grpo_loss_sum`.
+        `load`: that of the experts that they were sent to."""
+        if load is not None:
+            self._add_load(load)
         if demonstrated is not None:
             # Of these nothing but their loss means anything.
             self.demonstrated += int(demonstrated.sum())
@@ -147,14 +159,31 @@ class TokenStatistics:
         if teacher_divergence is not None:
             self.add_divergence(teacher_divergence)
 
+    def _add_load(self, load: ExpertLoad) -> None:
+        known = self.expert_tokens
+        self.expert_tokens = load.counts if known is None else known + load.counts
+        if load.balance is not None:
+            self.imbalance = self.imbalance + load.balance.detach().double()
+            self.imbalance_weight = self.imbalance_weight + load.weight
+        self.replayed = self.replayed + load.replayed
+        self.routed += load.tokens
+
     def add_divergence(self, divergence: torch.Tensor) -> None:
         """Add the divergence from a teacher at T tokens, or estimates of it, [T]."""
         self.taught += divergence.numel()
         self.teacher_kl = self.teacher_kl + divergence.sum(dtype=torch.float64)
 
+    def _routing_metrics(self) -> dict[str, float]:
+        found = {} if self.expert_tokens is None else load_metrics(self.expert_tokens)
+        if weight := float(self.imbalance_weight):
+            found["router/aux_loss"] = float(self.imbalance) / weight
+        if replayed := float(self.replayed):
+            found["router/replayed_fraction"] = replayed / max(self.routed, 1)
+        return found
+
     def metrics(self) -> dict[str, float]:
         """The metrics: means over all tokens added."""
-        supervised = {}
+        supervised = self._routing_metrics()
         if self.demonstrated:
             supervised["supervised/loss"] = float(self.demonstrated_nll) / self.demonstrated
             if not self.tokens:

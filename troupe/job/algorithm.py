@@ -22,6 +22,9 @@ REFERENCE_COLUMN: Final = "reference_logprobs"
 """Column of log-probs under the first version, which saves the trainer a forward pass."""
 TEACHER_COLUMN: Final = "teacher_logprobs"
 """Column of log-probs under the agent's teacher (`distillation`): float32 [response_len]."""
+ROUTES_COLUMN: Final = "routed_experts"
+"""Column of the experts that the engine sent each token to (`router_replay`): uint8, or int16 for
+more than 256 experts, [prompt_len + response_len - 1, layers, k]; zeros in layers without any."""
 
 
 class CriticSpec(Section):
@@ -167,6 +170,14 @@ class AlgorithmSpec(Section):
     """The correction's cap on pi/mu."""
     distillation: DistillationSpec | None = None
     """Frozen policies as teachers, alone or beside rewards. Default: none."""
+    router_aux_loss: Coefficient = 0.0
+    """Mixtures of experts: weight of the loss that evens out the experts' load (Fedus et al. 2021,
+    equation 4, over each sample's response; 1e-3 is usual). Without effect on dense policies."""
+    router_replay: bool = False
+    """Mixtures of experts: the trainer sends every token to the experts that the engine sent it to
+    (R3, Ma et al. 2025), which keeps log-probs of both close. Engines return the experts with each
+    turn, one byte (above 256 experts: two) per token, layer and expert of a token. Without effect
+    on dense policies."""
 
     @property
     def own_functions(self) -> bool:

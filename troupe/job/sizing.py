@@ -138,6 +138,23 @@ def read_config(model: ModelSpec) -> Mapping[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
+def quantization_of(config: Mapping[str, Any]) -> str:
+    """The method by which a checkpoint is quantized (fp8, mxfp4, gptq, awq, ...), by its
+    configuration; empty if it is not."""
+    found = config.get("quantization_config")
+    if not found:
+        return ""
+    return str(found.get("quant_method") or "unknown") if isinstance(found, Mapping) else "unknown"
+
+
+QUANTIZED_REMEDY: Final = (
+    "Train on whole weights: give the checkpoint in bfloat16 that it was made from, or write one "
+    "(transformers: `from_pretrained` with the method's configuration and `dequantize=True`, then "
+    "`save_pretrained` without `quantization_config`)."
+)
+"""What to do about a quantized checkpoint."""
+
+
 def read_shape(model: ModelSpec) -> ModelShape | None:
     """The shape of a job's model; None if this machine cannot tell."""
     config = read_config(model)

@@ -487,6 +487,11 @@ class JobSpec(Section):
                 "their reference would be the weights before the demonstrations; learn these in "
                 "a job of their own, and begin with its checkpoint",
             ),
+            (
+                "algorithm.router_aux_loss",
+                self.preferences is not None and self.algorithm.router_aux_loss > 0,
+                "it weighs samples, and their loss is one of pairs; set it to 0",
+            ),
         ):
             if given:
                 raise ValueError(f"{field}: not with `{section}`; {why}")

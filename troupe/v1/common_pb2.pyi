@@ -34,6 +34,7 @@ class _DtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dtype.ValueType
     DTYPE_BFLOAT16: _Dtype.ValueType  # 6
     DTYPE_FLOAT32: _Dtype.ValueType  # 7
     DTYPE_FLOAT64: _Dtype.ValueType  # 8
+    DTYPE_INT16: _Dtype.ValueType  # 9
 
 class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper): ...
 
@@ -46,6 +47,7 @@ DTYPE_FLOAT16: Dtype.ValueType  # 5
 DTYPE_BFLOAT16: Dtype.ValueType  # 6
 DTYPE_FLOAT32: Dtype.ValueType  # 7
 DTYPE_FLOAT64: Dtype.ValueType  # 8
+DTYPE_INT16: Dtype.ValueType  # 9
 Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
 
 class _JobState:

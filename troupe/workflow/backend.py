@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
@@ -135,6 +135,9 @@ class GeneratedTurn:
     """Waiting time before the engine began with the prompt."""
     generate_seconds: float = 0.0
     """Time from then to the last token."""
+    routed_experts: Any = field(default=None, compare=False, repr=False)
+    """Array [tokens, layers, k] of the experts that the engine sent each token of prompt and
+    response to, but the last token drawn (`troupe.mixtures`); None: not asked for, or unknown."""
 
 
 class Backend(Protocol):

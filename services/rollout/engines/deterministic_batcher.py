@@ -23,6 +23,7 @@ from services.rollout.engines.requests import Draw
 from services.rollout.engines.sampling import draw
 from services.rollout.engines.slot_batcher import SlotBatcher
 from services.rollout.engines.slot_cache import MASKED, SlotCache, SlotRun, padded
+from troupe.mixtures import is_mixture
 from troupe.rpc.errors import FailedPrecondition
 
 NAME: Final = "troupe_fixed"
@@ -31,13 +32,11 @@ RUNNING: Final = 64
 # Rows of a pass beyond one per turn, for prompts.
 READING_ROWS: Final = 64
 _NOTHING: Final = Draw(temperature=1.0, top_k=-1, top_p=1.0, seed=0, position=0)
-_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def check_architecture(config: PretrainedConfig, policy: str) -> None:
     """Raise `EngineStartFailed` for models whose passes cannot have a fixed shape."""
-    text = config.get_text_config()
-    if paged_batcher.supports(config) and not any(getattr(text, name, None) for name in _EXPERTS):
+    if paged_batcher.supports(config) and not is_mixture(config):
         return
     raise EngineStartFailed(
         "the embedded engine computes only dense models with plain causal attention "

@@ -47,6 +47,7 @@ from services.rollout.engines.weights import (
     verify,
 )
 from troupe.job import PolicySpec
+from troupe.mixtures import Routers, is_mixture
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.scheduling.defaults import context_of
 from troupe.v1 import common_pb2 as pb
@@ -66,6 +67,10 @@ PROBE_SECONDS: Final = 10.0
 _STOP_SECONDS: Final = 5.0
 # Tokens of one scoring pass, during which no turn gets on.
 PASS_TOKENS: Final = 4096
+_TOO_LARGE: Final = (
+    "turns of full length do not fit into its memory (engine.max_context, max_running), or its "
+    "attention is not plain"
+)
 # Logits of one scoring pass, in numbers.
 _PASS_LOGITS: Final = 1 << 25
 
@@ -86,6 +91,9 @@ class EmbeddedEngine(ServingEngine):
     `deterministic`: a turn with a seed is bitwise a function of (weights, prompt, seed), whatever
     else is batched with it and whatever is cached; slower (docs/guarantees.md).
 
+    `routed_experts`: turns of a mixture of experts say which experts their tokens were sent to; its
+    passes are computed in this process then.
+
     `device`: "cpu", "cuda" or "auto"; on GPUs, one of `devices`, which engines take in turn. A GPU
     has a copy of the weights per engine; another process never computes there.
     """
@@ -102,12 +110,14 @@ class EmbeddedEngine(ServingEngine):
         deterministic: bool = False,
         device: str = "cpu",
         devices: EngineDevices | None = None,
+        routed_experts: bool = False,
     ) -> None:
         super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
         self._threads = threads
         self._deterministic = deterministic
         self._where = device
+        self._routed_experts = routed_experts
         self._devices = devices or EngineDevices()
         self._model: torch.nn.Module | None = None
         self._batcher: Batcher | None = None
@@ -348,12 +358,13 @@ class EmbeddedEngine(ServingEngine):
                 loop.call_soon_threadsafe(self._exited, batcher, reason)
 
         kind: Callable[..., Batcher] = ContinuousBatcher
+        routers = Routers.of(model) if self._routed_experts else None
         if self._deterministic:
             kind = FixedBatcher
         elif fits_slots(model, running, self.max_context):
-            kind = SlotBatcher
+            kind = SlotBatcher if routers is None else partial(SlotBatcher, routers=routers)
             # Another process would share weights in host memory.
-            if spec.engine.own_process and device.type == "cpu":
+            if spec.engine.own_process and device.type == "cpu" and routers is None:
                 kind = partial(
                     SubprocessBatcher,
                     source=source,
@@ -362,6 +373,15 @@ class EmbeddedEngine(ServingEngine):
                     threads=self._threads,
                     start_seconds=spec.engine.start_timeout_seconds,
                 )
+        unknown = self._routed_experts and routers is None and is_mixture(config)
+        if unknown or (routers is not None and kind is ContinuousBatcher):
+            raise EngineStartFailed(
+                "the embedded engine cannot say which experts its tokens were sent to: "
+                + ("its routers do not select by top-k" if unknown else _TOO_LARGE),
+                field="algorithm.router_replay",
+                value=True,
+                remedy="Turn it off, or serve this model with `kind: sglang`.",
+            )
         batcher = kind(
             model,
             max_running=running,

@@ -36,6 +36,7 @@ def make_engine(
     deterministic: bool = False,
     devices: EngineDevices | None = None,
     device: str = "cpu",
+    routed_experts: bool = False,
 ) -> ServingEngine:
     """An engine of the policy's kind that has not been started.
 
@@ -44,7 +45,9 @@ def make_engine(
     an attached SGLang engine takes the URL of that number. `trace_dir`: where a simulated engine
     writes when it was busy. `deterministic`: a turn is a function of (weights, prompt, seed), or
     the engine does not start. `devices`: those of the worker, which its engines share out.
-    `device`: "auto", "cpu" or "cuda", where an embedded engine computes.
+    `device`: "auto", "cpu" or "cuda", where an embedded engine computes. `routed_experts`: turns of
+    a mixture of experts say which experts their tokens were sent to. Raises FailedPrecondition of
+    kind "package_missing", or "no_routed_experts" for a kind that cannot say it.
     """
     kind = "simulated" if policy_spec.simulated is not None else policy_spec.engine.kind
     engine_class: Callable[..., ServingEngine]
@@ -67,7 +70,16 @@ def make_engine(
         "deterministic": deterministic,
         "devices": devices,
         "device": device,
+        "routed_experts": routed_experts,
     }
     named = inspect.signature(engine_class).parameters
+    if routed_experts and "routed_experts" not in named:
+        raise FailedPrecondition(
+            f"engines of kind '{kind}' do not say which experts their tokens were sent to",
+            kind="no_routed_experts",
+            field="algorithm.router_replay",
+            value=True,
+            remedy="Turn it off, or serve the policy with `kind: sglang` or `embedded`.",
+        )
     known = {name: value for name, value in options.items() if name in named}
     return engine_class(engine_id, policy_name, policy_spec, **known)

@@ -39,6 +39,7 @@ from services.rollout.engines.slot_cache import (
     slot_bytes,
 )
 from services.rollout.engines.turns import EngineTurn, PromptGate
+from troupe.mixtures import RecordedRoutes, Routers
 from troupe.scheduling.defaults import EMBEDDED_CONTEXT
 
 log = logging.getLogger(__name__)
@@ -94,8 +95,11 @@ class SlotBatcher:
         max_context: int,
         drew: Callable[[int], None],
         exited: Callable[[str], None],
+        routers: Routers | None = None,
     ) -> None:
+        """`routers`: those of the model, whose selections are returned with each turn."""
         self._model = model
+        self._routers = routers
         self._running = max_running
         self._cache = self._make_cache(max_context)
         self._slots = SlotAllocator(self._cache)
@@ -128,6 +132,7 @@ class SlotBatcher:
             running=self._running,
             max_context=max_context,
             device=model.device,
+            routing=self._routers and self._routers.shape,
         )
 
     def start(self) -> None:
@@ -327,6 +332,8 @@ class SlotBatcher:
                 self._slots.index(slot)
                 self._open_gate(turn)
             if token in turn.stop_ids or turn.remaining <= 0:
+                if self._cache.routes is not None:
+                    turn.routes = self._cache.routes[slot.index, : slot.read].copy()
                 self._slots.end(slot)
                 ended.append(turn)
         self._drew(len(slots))
@@ -338,7 +345,16 @@ class SlotBatcher:
     def _forward(self, runs: Sequence[SlotRun], ids: list[int], wanted: list[int]) -> torch.Tensor:
         """Logits of the `wanted` rows of a pass over `ids`, the tokens of `runs`."""
         self._cache.plan(runs, len(ids))
-        return self._logits(ids, wanted)
+        if self._routers is None or self._cache.routes is None:
+            return self._logits(ids, wanted)
+        recorded = RecordedRoutes(self._routers.shape, {})
+        with self._routers.passing(recorded):
+            logits = self._logits(ids, wanted)
+        routes, start = recorded.compact(), 0
+        for slot, first, count in runs:
+            self._cache.routes[slot, first : first + count] = routes[start : start + count]
+            start += count
+        return logits
 
     def _logits(self, ids: list[int], wanted: list[int]) -> torch.Tensor:
         """[len(wanted), vocabulary], as the cache is planned."""

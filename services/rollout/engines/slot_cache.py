@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
 from services.rollout.engines.turns import EngineTurn
+from troupe.mixtures import Indices, RoutingShape
 
 # Keys that a query attends to are padded to one of these lengths, by its position.
 LENGTHS: Final = (64, 128, 192, *(base << k for k in range(16) for base in (256, 384)))
@@ -89,8 +91,10 @@ class SlotCache(ABC):
         running: int,
         max_context: int,
         device: torch.device = _CPU,
+        routing: RoutingShape | None = None,
     ) -> None:
-        """Slots for `running` turns of `max_context` tokens, and more if `cache_bytes` allow."""
+        """Slots for `running` turns of `max_context` tokens, and more if `cache_bytes` allow.
+        `routing`: also keep the experts that each token was sent to."""
         text = config.get_text_config()
         self.heads, length, dim = _shape(config, max_context)
         self.repeat: int = text.num_attention_heads // self.heads
@@ -102,6 +106,17 @@ class SlotCache(ABC):
         affordable = cache_bytes(device) // slot_bytes(config, dtype, max_context)
         self.count = max(running, min(affordable, SPARE * running))
         self._shape = (self.count + 1, *slot)
+        # [slots, tokens, layers, k], in host memory that is committed where it is written first.
+        self.routes: Indices | None = None
+        if routing is not None:
+            shape = (self.count + 1, length, routing.layers, routing.top_k)
+            kind = routing.dtype
+            pages = mmap.mmap(
+                -1,
+                math.prod(shape) * kind.itemsize,
+                flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            )
+            self.routes = np.frombuffer(pages, kind).reshape(shape)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.slots = torch.empty(0, dtype=torch.long)
@@ -132,6 +147,8 @@ class SlotCache(ABC):
         """Copy the first `tokens` of slot `source` to slots `targets`."""
         for tensor in (*self.keys, *self.values):
             tensor[targets, :, :tokens] = tensor[source, :, :tokens]
+        if self.routes is not None:
+            self.routes[targets, :tokens] = self.routes[source, :tokens]
 
 
 @dataclass(slots=True, eq=False)

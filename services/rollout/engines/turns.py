@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from services.rollout.engines.requests import (
     Draw,
@@ -39,6 +39,7 @@ class EngineTurn:
         "prompt_ids",
         "read_tokens",
         "request_id",
+        "routes",
         "sampling",
         "seed",
         "started_at",
@@ -72,6 +73,8 @@ class EngineTurn:
         # Prompt tokens that the model computed before the first token was drawn; the others
         # came from the prefix cache.
         self.read_tokens = 0
+        # Experts of all tokens but the last, once it has been drawn, if they are recorded.
+        self.routes: Any = None
         # Grows with each resubmission, so that the batcher's ids are never used twice.
         self.incarnation = 0
         # Whether no more tokens are wanted.
@@ -129,6 +132,7 @@ class EngineTurn:
             cached_tokens=max(0, len(self.prompt_ids) - self.read_tokens) if n else 0,
             queue_seconds=started - self.submitted_at,
             generate_seconds=now - started,
+            routed_experts=self.routes,
         )
 
 

@@ -215,6 +215,8 @@ class Continuation:
             cached_tokens=pieces[0].cached_tokens,
             queue_seconds=waited + sum(piece.queue_seconds for piece in pieces),
             generate_seconds=sum(piece.generate_seconds for piece in pieces),
+            # The last engine has read all tokens before its own.
+            routed_experts=pieces[-1].routed_experts,
         )
 
 

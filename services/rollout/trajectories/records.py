@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 from troupe.experience import ExperienceWriter
-from troupe.job.algorithm import TEAM_COLUMN
+from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from troupe.rpc.ids import new_id
 from troupe.tensors import to_proto
@@ -183,6 +183,10 @@ def samples_of(
         columns = dict(reply.columns)
         if row.context is not None:
             columns[TEAM_COLUMN] = np.array(row.context, np.int32)
+        routes = None if turn.generation is None else turn.generation.routed_experts
+        if routes is not None:
+            # A reply may be shorter than what was drawn, cut at a stop string.
+            columns[ROUTES_COLUMN] = routes[: len(turn.prompt_ids) + len(reply.token_ids) - 1]
         samples.append(
             store.Sample(
                 sample_id=row.sample_id,

@@ -143,12 +143,13 @@ class GangGroup(RankGroup):
         return values
 
     def merged(self, sums: S) -> S:
-        """Merge the fields of a dataclass over ranks: numbers are added, `*_min` and `*_max` are
-        minimum and maximum, flags are true if any is; of others the first that is not the default.
+        """Merge the fields of a dataclass over ranks: numbers and arrays of them are added, `*_min`
+        and `*_max` are minimum and maximum, flags are true if any is; of others the first that is
+        not the default.
         """
         fields = dataclasses.fields(sums)  # type: ignore[arg-type]
         values = {field.name: getattr(sums, field.name) for field in fields}
-        mine = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+        mine = {n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
         everyone = [json.loads(data) for data in self.gather(json.dumps(mine).encode())]
         merged: dict[str, Any] = {}
         for field in fields:
@@ -161,6 +162,9 @@ class GangGroup(RankGroup):
                 merged[field.name] = any(found)
             elif isinstance(found[0], int | float):
                 merged[field.name] = sum(found)
+            elif any(isinstance(one, list) for one in found):  # a rank without rows has none
+                parts = [torch.tensor(one, dtype=torch.float64) for one in found if one]
+                merged[field.name] = torch.stack(parts).sum(0)
             else:
                 known = [value for value in found if value != field.default]
                 merged[field.name] = known[0] if known else found[0]

@@ -58,6 +58,7 @@ from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.format import CheckpointFormat, Conversion, Read
 from troupe.checkpoints.writing import safetensors_file
 from troupe.job import JobSpec
+from troupe.mixtures import Routers, RoutingShape
 from troupe.rpc import DataLoss, ResourceExhausted, from_status, to_status
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.deferred import Layout
@@ -376,7 +377,18 @@ class GangLearner:
     @functools.cached_property
     def _longest(self) -> int:
         """Longest sequence of the model (`positions_of`)."""
-        return positions_of(outline(self._policy, self._job.policies[self._policy]))
+        return positions_of(self._outline)
+
+    @functools.cached_property
+    def _routing(self) -> RoutingShape | None:
+        """How the routers of a mixture of experts choose; None for dense models."""
+        routers = Routers.of(self._outline)
+        return routers and routers.shape
+
+    @functools.cached_property
+    def _outline(self) -> Any:
+        """The model without memory."""
+        return outline(self._policy, self._job.policies[self._policy])
 
     def load_reference(self, directory: Path) -> None:
         """Keep a frozen model with the weights of a state in `directory` for the divergence."""
@@ -386,7 +398,14 @@ class GangLearner:
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
         """Parse the samples of a claim for `accumulate`. Raises as `parse_rows`."""
         columns = columns_of(self._job.algorithm)
-        return parse_rows(claimed, self.vocabulary, load, columns, longest=self._longest)
+        return parse_rows(
+            claimed,
+            self.vocabulary,
+            load,
+            columns,
+            longest=self._longest,
+            routing=self._routing,
+        )
 
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
         """Add the gradient of these rows' summed loss. Raises `Stopped` between passes."""

@@ -23,6 +23,7 @@ from services.trainer.learning.lora_bases import FrozenBase
 from services.trainer.learning.packing import PackedBatch, PassCosts, plan
 from services.trainer.learning.samples import Row
 from troupe.adapters.merge import Tensors, distinct_tensors
+from troupe.algorithms.expert_load import ExpertLoad
 from troupe.algorithms.linear_loss import (
     Head,
     LossOf,
@@ -34,6 +35,7 @@ from troupe.algorithms.linear_loss import (
 from troupe.algorithms.logprobs import selective_log_softmax
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
+from troupe.mixtures import Routers
 from troupe.rpc import FailedPrecondition
 
 # Tolerance for equal log-probs in single precision.
@@ -70,6 +72,11 @@ class TrainedModel:
         module = copy.deepcopy(self.module).requires_grad_(False)
         _copy_into(module, weights)
         return module
+
+    @functools.cached_property
+    def routers(self) -> Routers | None:
+        """The routers of a mixture of experts; None for dense models."""
+        return Routers.of(self.module)
 
     @functools.cached_property
     def format(self) -> CheckpointFormat:
@@ -128,16 +135,25 @@ class Forward:
     output, as wrappers (FSDP, PEFT) expect.
     """
 
-    def __init__(self, model: Any, capabilities: Capabilities | None = None) -> None:
-        """`capabilities`: those of a model of the same kind; default: try them out."""
+    def __init__(
+        self,
+        model: Any,
+        capabilities: Capabilities | None = None,
+        *,
+        routers: Routers | None = None,
+    ) -> None:
+        """`capabilities`: those of a model of the same kind; default: try them out. `routers`:
+        those of a mixture, which replay the routes of a batch."""
         self.model = model
+        self.routers = routers
         self.capabilities = capabilities or capabilities_of(model)
         if self.capabilities.packs:
             model.config._attn_implementation = PACKED
 
     def twin(self) -> Forward:
         """A `Forward` over the same weights, for another thread."""
-        return Forward(twin(self.model), self.capabilities)
+        model = twin(self.model)
+        return Forward(model, self.capabilities, routers=self.routers and Routers.of(model))
 
     def loss(
         self,
@@ -147,16 +163,19 @@ class Forward:
         *,
         whole: bool = False,
         teaching: Teaching | None = None,
+        load: ExpertLoad | None = None,
     ) -> tuple[torch.Tensor, Scores]:
         """The sum of `loss_of` over the batch's N tokens, differentiable, and their scores.
 
         `temperatures`: [N, 1]. `whole`: `loss_of` needs all tokens of a row at once. `teaching`:
-        adds the weighed divergence from a teacher to the loss.
+        adds the weighed divergence from a teacher to the loss. `load`: measures the experts of a
+        mixture; its `balance` is added to the loss.
         """
         if not self.capabilities.linear_head or (teaching and not teaching.linear_head):
-            logits = response_logits(self.model, batch) / temperatures
+            with self._routing(batch, load):
+                logits = response_logits(self.model, batch) / temperatures
             logprobs, entropy = selective_log_softmax(logits, batch.targets)
-            loss = loss_of(logprobs, entropy, slice(0, len(batch.targets)))
+            loss = _balanced(loss_of(logprobs, entropy, slice(0, len(batch.targets))), load)
             divergence = None if teaching is None else teaching.divergence(batch, logits)
             if divergence is not None and teaching is not None:
                 loss = loss + (teaching.weights * divergence).sum()
@@ -172,16 +191,18 @@ class Forward:
                 hidden, own, batch.targets, temperatures, loss_of, spans=spans, teacher=teacher
             )
             found.append(scores)
-            return loss
+            return _balanced(loss, load)
 
-        output = _with_head(self.model, batch, head)
+        with self._routing(batch, load):
+            output = _with_head(self.model, batch, head)
         return output.reshape(()), found[0]
 
     @torch.no_grad()
     def scores(self, batch: PackedBatch, temperatures: torch.Tensor) -> Scores:
         """Log-probs and entropies of the batch's N tokens, without gradients."""
         if not self.capabilities.linear_head:
-            logits = response_logits(self.model, batch) / temperatures
+            with self._routing(batch):
+                logits = response_logits(self.model, batch) / temperatures
             return Scores(*selective_log_softmax(logits, batch.targets))
         found: list[Scores] = []
 
@@ -190,8 +211,23 @@ class Forward:
             found.append(linear_scores(hidden, own, batch.targets, temperatures))
             return hidden.new_zeros(())
 
-        _with_head(self.model, batch, head)
+        with self._routing(batch):
+            _with_head(self.model, batch, head)
         return found[0]
+
+    def _routing(
+        self, batch: PackedBatch, load: ExpertLoad | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A pass over `batch` with the routes that its rows bring, measured by `load`."""
+        if self.routers is None:
+            return contextlib.nullcontext()
+        return self.routers.passing(load, batch.routes)
+
+
+def _balanced(loss: torch.Tensor, load: ExpertLoad | None) -> torch.Tensor:
+    """The loss with the weighed imbalance of experts; all layers have been computed."""
+    balance = None if load is None else load.balance
+    return loss if balance is None else loss + balance
 
 
 @dataclass(frozen=True)

@@ -379,8 +379,8 @@ class Accumulation:
 
     def _with_gradient(self, batch: TrainingBatch) -> list[int]:
         """The indices of rows whose loss has a gradient; a zero advantage may have none."""
-        algorithm = self._job.algorithm
-        pure = algorithm.kl_coefficient == 0 and algorithm.entropy_coefficient == 0
+        algorithm, balanced = self._job.algorithm, self._passes.balances
+        pure = not (algorithm.kl_coefficient or algorithm.entropy_coefficient or balanced)
         if self._skip_zero and pure and self._functions.scales_with_advantage:
             pairs = enumerate(zip(batch.rows, batch.advantages.tolist(), strict=True))
             return [i for i, (row, a) in pairs if a != 0.0 or self._passes.is_taught(row)]
@@ -621,7 +621,8 @@ class Learner:
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
         """Parse the samples of a claim for `accumulate`. Raises as `parse_rows`."""
         columns, longest = columns_of(self._job.algorithm), positions_of(self.model)
-        return parse_rows(claimed, self.vocabulary, load, columns, longest=longest)
+        routing = self._trained.routers and self._trained.routers.shape
+        return parse_rows(claimed, self.vocabulary, load, columns, longest=longest, routing=routing)
 
     # Accumulation.
 

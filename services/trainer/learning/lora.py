@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -23,6 +24,7 @@ from troupe.checkpoints.verifying import Lineage, verify
 from troupe.job import LoraSpec
 from troupe.rpc import DataLoss, InvalidArgument
 
+log = structlog.get_logger("troupe.trainer")
 # PEFT's name of the only adapter in a model.
 _NAME = "default"
 _INFIX = f".{_NAME}.weight"
@@ -106,6 +108,14 @@ def adapted_model(policy: str, lora: LoraSpec, base: FrozenBase, seed: int) -> A
             value=lora.rank,
             remedy=f"Choose a rank up to {width}; 8 to 64 is usual.",
         )
+    if beside := _routed_beside(module, lora):
+        log.warning(
+            "experts are not adapted",
+            policy=policy,
+            target_modules=beside,
+            remedy="These names are adapted in dense layers and shared experts alone; routed "
+            "experts keep the base's weights.",
+        )
     about = AdapterContent(
         base.checksum,
         lora.rank,
@@ -155,8 +165,7 @@ def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgu
     known, _ = linear_layers(module, "all-linear")
     leaves = sorted({name.rpartition(".")[2] for name in known})
     reason = "the model has no such linear layer" if unknown else "the model has no linear layer"
-    stored = CheckpointFormat(module, torch.float32).layout
-    if any(key.endswith(f".experts.0.{name}.weight") for name in unknown for key in stored):
+    if _of_experts(module, unknown):
         reason = (
             "these are projections of experts, which the model holds stacked in one tensor: an "
             "adapter sits on linear layers alone"
@@ -168,6 +177,21 @@ def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgu
         value=", ".join(unknown) or "all-linear",
         remedy=f"Choose among: {', '.join(leaves) or 'none'}; the output layer is not adapted.",
     )
+
+
+def _routed_beside(module: Any, lora: LoraSpec) -> list[str]:
+    """Targets named by the job that routed experts have, too, which are not adapted there."""
+    named = lora.target_modules
+    return [] if isinstance(named, str) else _of_experts(module, named)
+
+
+def _of_experts(module: Any, names: Sequence[str]) -> list[str]:
+    """Those of `names` that are projections of routed experts, in checkpoints or in the model."""
+    stored = {*CheckpointFormat(module, torch.float32).layout, *module.state_dict()}
+    projections = {
+        name.removesuffix(".weight").rpartition(".")[2] for name in stored if ".experts." in name
+    }
+    return [name for name in names if name in projections]
 
 
 def begin_with(policy: str, lora: LoraSpec, model: Any) -> None:

@@ -19,6 +19,7 @@ from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
 from troupe.checkpoints.verifying import verify
 from troupe.job import JobSpec, PolicySpec, no_directory
 from troupe.job.hub import hub_problem
+from troupe.job.sizing import QUANTIZED_REMEDY, quantization_of
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.memory import ModelShape
 
@@ -47,7 +48,8 @@ def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
 
     Random weights depend only on `seed` and the policy's name. Raises InvalidArgument of
     kind "model_not_found", "model_unreadable", "model_mismatch" (a tensor is missing, superfluous
-    or of another shape), "model_is_adapter" or "model_config_invalid", naming the field.
+    or of another shape), "model_quantized", "model_is_adapter" or "model_config_invalid", naming
+    the field.
     """
     return _load(policy, spec, policy_seed(seed, policy))
 
@@ -98,6 +100,7 @@ def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
 
     logging.disable_progress_bar()  # standard error carries structured logs
     source = spec.language_model
+    load_config(policy, spec)  # refuses what cannot be trained before it reads the weights
     if source.config is not None:
         model = _from_config(policy, source.config, seed)
     else:
@@ -118,13 +121,23 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
 
     source = spec.language_model
     if source.config is not None:
-        return _config_of(policy, source.config)
-    _refuse_adapter(policy, source.path)
-    assert source.path is not None  # spec: exactly one of path and config
-    try:
-        return AutoConfig.from_pretrained(source.path, revision=source.revision)
-    except Exception as error:
-        raise _explain(policy, source.path, error, source.revision) from error
+        config = _config_of(policy, source.config)
+    else:
+        _refuse_adapter(policy, source.path)
+        assert source.path is not None  # spec: exactly one of path and config
+        try:
+            config = AutoConfig.from_pretrained(source.path, revision=source.revision)
+        except Exception as error:
+            raise _explain(policy, source.path, error, source.revision) from error
+    if method := quantization_of(config.to_dict()):
+        raise InvalidArgument(
+            f"its weights are quantized ({method})",
+            kind="model_quantized",
+            field=f"policies.{policy}.model.{'path' if source.path else 'config'}",
+            value=source.path or method,
+            remedy=QUANTIZED_REMEDY,
+        )
+    return config
 
 
 def with_dtype(policy: str, spec: JobSpec) -> JobSpec:

@@ -179,6 +179,9 @@ class PackedBatch:
     position_ids: torch.Tensor | None = None
     # Attention structure of a packed sequence; None: a padded batch.
     packing: Packing | None = None
+    # int16 [B * L, layers, k]: the experts that engines sent each token to; negative where no row
+    # says it; None: no row does.
+    routes: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same on `device`."""
@@ -314,17 +317,21 @@ def _padded(
         ids[b, : len(fed[i])] = fed[i]
         first = b * length + rows[i].prompt_length - 1
         positions.append(np.arange(first, first + rows[i].response_length))
-    return _scoring(torch.from_numpy(ids), part, positions, rows, starts)
+    places = [(i, b * length + np.arange(len(fed[i]))) for b, i in enumerate(part)]
+    batch = _scoring(torch.from_numpy(ids), part, positions, rows, starts)
+    return replace(batch, routes=_routes(ids.size, places, rows))
 
 
 def _packed(part: list[_PrefixTree], rows: Sequence[Row], starts: Ints) -> PackedBatch:
     members: list[int] = []
     positions: list[Ints] = []
     segments: list[Segment] = []
+    places: list[tuple[int, Ints]] = []
     offset = 0
     for tree in part:
         for i, path, fresh in tree.paths:
             members.append(i)
+            places.append((i, path[len(path) - fresh :] + offset))
             segments.append(Segment(path + offset, fresh))
             positions.append(offset + path[rows[i].prompt_length - 1 :])
         offset += tree.size
@@ -334,7 +341,23 @@ def _packed(part: list[_PrefixTree], rows: Sequence[Row], starts: Ints) -> Packe
         _scoring(torch.from_numpy(ids[None]), members, positions, rows, starts),
         position_ids=torch.from_numpy(depths[None]),
         packing=Packing.of(segments),
+        routes=_routes(offset, places, rows),
     )
+
+
+def _routes(
+    size: int, places: Sequence[tuple[int, Ints]], rows: Sequence[Row]
+) -> torch.Tensor | None:
+    """Routes of the `size` tokens of a batch. `places`: indices of rows, and where the last tokens
+    that are fed of each are; a shared prefix is routed as in the row that was first there."""
+    known = next((r for i, _ in places if (r := rows[i].routes) is not None), None)
+    if known is None:
+        return None
+    routes = np.full((size, *known.shape[1:]), -1, np.int16)
+    for i, at in places:
+        if (own := rows[i].routes) is not None:
+            routes[at] = own[len(own) - len(at) :]
+    return torch.from_numpy(routes)
 
 
 def _scoring(

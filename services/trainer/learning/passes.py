@@ -30,6 +30,7 @@ from services.trainer.learning.packing import PackedBatch, plan
 from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
 from services.trainer.learning.samples import Row, TrainingBatch, response_lengths
 from services.trainer.memory.pass_budget import PassBudget
+from troupe.algorithms.expert_load import ExpertLoad
 from troupe.algorithms.losses import Normalize, grpo_loss_sum, token_weights
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
@@ -338,7 +339,7 @@ class Passes:
     @functools.cached_property
     def _forward(self) -> Forward:
         # Made on first use: frozen and simulated policies never compute a loss.
-        return Forward(self._model.module)
+        return Forward(self._model.module, routers=self._model.routers)
 
     @functools.cached_property
     def _own_model(self) -> _ThreadModel:
@@ -392,6 +393,11 @@ class Passes:
     def _forget_models(self) -> None:
         for made in ("_own_model", "_thread_models", "_layout"):
             self.__dict__.pop(made, None)
+
+    @property
+    def balances(self) -> bool:
+        """Whether the loss evens out the experts of the model, also of rows without advantage."""
+        return self._job.algorithm.router_aux_loss > 0 and self._model.routers is not None
 
     @property
     def alone(self) -> bool:
@@ -570,11 +576,12 @@ class Passes:
                 self.fault = self.fault or fault
                 return logprobs.sum() * 0.0
 
+        load = self._expert_load(here, own.weights)
         whole = self._functions.couples_tokens
         teaching = self._teaching(model, teacher, own.weights, own.temperatures)
         with self._autocast():
             loss, scores = model.forward.loss(
-                here, own.temperatures, loss_of, whole=whole, teaching=teaching
+                here, own.temperatures, loss_of, whole=whole, teaching=teaching, load=load
             )
         old = scores.logprobs if own.old is None else own.old
         return loss, {
@@ -588,8 +595,19 @@ class Passes:
             "old_logprobs": old if recomputed else None,
             "reference_logprobs": own.reference,
             "teacher_divergence": scores.divergence,
+            "load": load,
             **how,
         }
+
+    def _expert_load(self, batch: PackedBatch, weights: torch.Tensor) -> ExpertLoad | None:
+        """Measures a pass of a mixture over tokens with these weights; None for dense models."""
+        if self._model.routers is None:
+            return None
+        shape, coefficient = self._model.routers.shape, self._job.algorithm.router_aux_loss
+        scaled = coefficient * weights if coefficient else None
+        return ExpertLoad(
+            shape.layers, shape.experts, batch.positions, batch.spans, scaled, batch.routes
+        )
 
     def _teaching(
         self,

@@ -16,7 +16,8 @@ import torch
 
 from troupe import tensors
 from troupe.job import AlgorithmSpec
-from troupe.job.algorithm import REFERENCE_COLUMN, TEACHER_COLUMN, TEAM_COLUMN
+from troupe.job.algorithm import REFERENCE_COLUMN, ROUTES_COLUMN, TEACHER_COLUMN, TEAM_COLUMN
+from troupe.mixtures import RoutingShape
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -69,6 +70,9 @@ class Row:
     demonstration: bool = False
     # A demonstration of a pair, which is its group; the preferred side has reward 1, the other 0.
     preference: bool = False
+    # uint8 or int16 [prompt_len + response_len - 1, layers, k]: the experts that the engine sent
+    # each token to (`ROUTES_COLUMN`), where they are to be replayed.
+    routes: np.ndarray[Any, np.dtype[Any]] | None = None
     # Added by the trainer. float64 [response_len]: advantages, where they differ by token.
     advantages: np.ndarray[Any, np.dtype[np.float64]] | None = None
     # Added by the trainer. [response_len]: log-probs under the weights that the step began with.
@@ -137,6 +141,8 @@ def columns_of(algorithm: AlgorithmSpec) -> frozenset[str]:
     """Names of the sample columns that this algorithm reads."""
     critic, distillation = algorithm.value_function, algorithm.distillation
     found = {REFERENCE_COLUMN} if algorithm.kl_coefficient > 0 else set()
+    if algorithm.router_replay:
+        found.add(ROUTES_COLUMN)
     if distillation is not None and distillation.divergence == "sampled":
         found.add(TEACHER_COLUMN)
     return frozenset(found | ({TEAM_COLUMN} if critic and critic.observes == "team" else set()))
@@ -149,11 +155,13 @@ def parse_rows(
     columns: Collection[str] = (REFERENCE_COLUMN,),
     *,
     longest: int = 0,
+    routing: RoutingShape | None = None,
 ) -> list[Row]:
     """Parse the samples of a claim into rows, sorted by sample id.
 
     `longest`: tokens that the model has positions for; 0: unknown. With `load`, rows carry those of
-    `columns` that their samples have. Raises ChecksumError, FailedPrecondition of kind
+    `columns` that their samples have. `routing`: the shape of their routes; None: the model has no
+    experts. Raises ChecksumError, FailedPrecondition of kind
     "malformed_sample", and what `load` raises.
     """
     rows = [_parse(item, load, columns) for item in claimed]
@@ -164,12 +172,17 @@ def parse_rows(
                 text = f"token id {largest} is outside the policy's vocabulary of {vocabulary}"
                 remedy = "Check that engine and trainer use the same model and tokenizer."
                 raise malformed(row.sample_id, text, remedy)
+        problem = routing and row.routes is not None and routing.problem(row.routes, len(row.ids))
+        if problem:
+            raise malformed(row.sample_id, problem, "Serve the model that is trained.")
         if longest and len(row.ids) > longest:
             raise malformed(
                 row.sample_id,
                 f"it has {len(row.ids)} tokens, the policy's model has positions for {longest}",
                 "Lower `engine.max_context`, or use a model with a longer context.",
             )
+    if routing is None:
+        rows = [row if row.routes is None else replace(row, routes=None) for row in rows]
     return sorted(rows, key=lambda row: row.sample_id)
 
 
@@ -220,6 +233,7 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
         earned=sample.earned if sample.HasField("earned") else None,
         final=sample.final_reward if sample.HasField("final_reward") else None,
         context=None if context is None else context.astype(np.int64, copy=False),
+        routes=brought.get(ROUTES_COLUMN),
         demonstration=sample.demonstration,
         preference=sample.preference,
     )

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,11 +85,15 @@ def interpreter(directory: Path) -> str:
 
 @contextmanager
 def running(
-    directory: Path, load_format: str = "dummy", model: PreTrainedModel | None = None
+    directory: Path,
+    load_format: str = "dummy",
+    model: PreTrainedModel | None = None,
+    launch: Sequence[str] = (),
 ) -> Iterator[RealServer]:
     """Launch a server of the tiny model, or of `model`, with random weights; ends it afterwards.
 
-    `load_format` "auto": with the weights that lie in `directory/model`.
+    `load_format` "auto": with the weights that lie in `directory/model`. `launch`: further
+    arguments.
     """
     directory.mkdir(parents=True, exist_ok=True)
     python = interpreter(directory)
@@ -98,7 +102,7 @@ def running(
     if load_format == "dummy":
         server.write_config(model.config, type(model).__name__, config)
     port = free_port()
-    spec = policy_spec(kind="sglang", python=python, launch=["--load-format", load_format])
+    spec = policy_spec(kind="sglang", python=python, launch=["--load-format", load_format, *launch])
     command = server.launch_command(spec, str(config), port, 256)
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

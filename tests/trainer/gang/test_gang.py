@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,67 @@ def test_a_gang_publishes_experts_as_checkpoints_have_them(tokenizer: Path, gang
     # The state stays the model's own.
     assert_equal(gang.weights(), one.weights())
     gang.release()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_two_ranks_of_a_mixture_learn_what_one_does(
+    tokenizer: Path, gangs: Gangs, checkpointed: bool
+) -> None:
+    """Sharded experts, clipped gradients, the load of experts and the loss that evens it out, and
+    replayed routes of some rows. In float32, which grouped products of experts need."""
+    mixture = {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "initializer_range": 0.3,
+    }
+    model = {"config": tiny_config() | mixture, "tokenizer": str(tokenizer)}
+    algorithm = {"router_aux_loss": 0.5, "router_replay": True}
+    optimizer = {"lr": 1e-3, "eps": 1e-3, "max_grad_norm": 0.1}
+    values = make_spec(
+        tokenizer, model=model, algorithm=algorithm, optimizer=optimizer
+    ).model_dump()
+    values["policies"]["solver"]["trainer"] |= {
+        "gang": 2,
+        "activation_checkpointing": checkpointed,
+    }
+    spec = JobSpec.model_validate(values)
+    how = {"double": False, "forward_tokens": 64, "share_prefixes": True}
+    key = f"job/mixed-{checkpointed}"
+    gang = GangLearner(gangs, key, spec, "solver", how)
+    one = Learner(load_model("solver", spec.policies["solver"], spec.seed), spec, "solver")
+    for step in range(2):
+        rows = random_rows(one.model, step, Shape(groups=4, members=4))
+        rows = [
+            row if row.group.startswith("q0") else replace(row, routes=_routes(row.ids[:-1]))
+            for row in rows
+        ]
+        outcomes = []
+        for learner in (gang, one):
+            learner.accumulate(rows[:2])
+            learner.accumulate(rows[2:])
+            outcomes.append(learner.apply(step))
+        ours, theirs = outcomes
+        assert ours.applied
+        assert {name for name in theirs.metrics if name.startswith("router/")} >= {
+            "router/aux_loss",
+            "router/load_max",
+            "router/replayed_fraction",
+        }
+        assert theirs.metrics["grad_norm"] > 0.1  # clipped
+        for name, value in theirs.metrics.items():
+            if name != "train/seconds":
+                assert ours.metrics[name] == pytest.approx(value, rel=2e-4, abs=1e-6), name
+        assert_close(gang, one, 2e-5)
+    gang.release()
+
+
+def _routes(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Two of four experts for each token and layer, the same for the same prefix."""
+    first = np.cumsum(ids) % 4
+    both = np.stack([first, (first + 1 + ids % 3) % 4], -1)
+    return np.stack([both, both[:, ::-1]], 1).astype(np.uint8)
 
 
 def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: Gangs) -> None:

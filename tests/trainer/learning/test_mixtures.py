@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from services.trainer.learning.learner import Learner
@@ -115,9 +117,47 @@ def test_an_adapter_on_a_mixture_sits_on_attention_and_says_so(
         torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_an_adapter_on_experts_is_refused(tokenizer: Path) -> None:
-    spec = mixture_spec(tokenizer, lora={"rank": 4, "alpha": 8, "target_modules": ["gate_proj"]})
+@pytest.mark.parametrize("name", ["gate_proj", "gate_up_proj"])
+def test_an_adapter_on_experts_is_refused(tokenizer: Path, name: str) -> None:
+    """By the name that files have, and by the one that transformers has."""
+    spec = mixture_spec(tokenizer, lora={"rank": 4, "alpha": 8, "target_modules": [name]})
     with pytest.raises(InvalidArgument, match="experts") as refused:
         load_adapted("solver", spec.policies["solver"], spec.seed, torch.device("cpu"))
     assert refused.value.field == "policies.solver.lora.target_modules"
     assert "q_proj" in (refused.value.remedy or "")
+
+
+def test_an_adapter_beside_experts_says_that_these_keep_their_weights(tokenizer: Path) -> None:
+    """`gate_proj` of a shared expert is adapted, that of routed ones is not."""
+    shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}
+    model = {"config": tiny_config() | MIXTURE | shared, "tokenizer": str(tokenizer)}
+    values = make_spec(tokenizer, model=model).model_dump(mode="json")
+    lora = {"rank": 4, "alpha": 8, "target_modules": ["gate_proj", "q_proj"]}
+    values["policies"]["solver"]["lora"] = lora
+    spec = JobSpec.model_validate(values)
+    with capture_logs() as logged:
+        model = load_adapted("solver", spec.policies["solver"], spec.seed, torch.device("cpu"))
+    (said,) = [one for one in logged if one["event"] == "experts are not adapted"]
+    assert said["target_modules"] == ["gate_proj"]
+    adapter = adapter_of(model)
+    assert adapter is not None
+    names = adapter.content(torch.float32).modules
+    assert not [name for name in names if ".experts." in name]
+    assert any("shared_expert" in name for name in names)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "gptq"])
+def test_a_quantized_checkpoint_is_refused(tokenizer: Path, tmp_path: Path, method: str) -> None:
+    """Before its weights are read: transformers would train fp8 numbers, or fail in a kernel."""
+    (tmp_path / "model").mkdir()
+    config = tiny_config() | MIXTURE | {"quantization_config": {"quant_method": method}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    model = {"path": str(tmp_path / "model"), "tokenizer": str(tokenizer)}
+    spec = make_spec(tokenizer, model=model)
+    with pytest.raises(InvalidArgument, match=rf"quantized \({method}\)") as refused:
+        load_model("solver", spec.policies["solver"], 0)
+    assert (refused.value.kind, refused.value.field) == (
+        "model_quantized",
+        "policies.solver.model.path",
+    )
+    assert "dequantize" in (refused.value.remedy or "")

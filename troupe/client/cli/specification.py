@@ -28,6 +28,7 @@ from troupe.job.compatibility import advice
 from troupe.job.data import TasksSpec
 from troupe.job.functions import READY
 from troupe.job.loading import FieldProblem, job_of, load_text, read_mapping, tags_of
+from troupe.job.sizing import QUANTIZED_REMEDY, quantization_of, read_config
 from troupe.rpc.errors import TroupeError
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.loading import add_working_directory, load_attribute, load_workflow
@@ -83,6 +84,7 @@ def validate(
     is noted, and is no fault."""
     given = parse_devices(devices, "--devices") if devices is not None else ()
     spec = load_with(path, assignments or [])
+    _refuse_quantized(spec)
     code = "whether its code can be imported: --imports"
     data: list[str] = []
     if imports:
@@ -98,6 +100,22 @@ def validate(
         Console().print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
     if given and not show_sizing(spec, given, Console()):
         raise typer.Exit(1)
+
+
+def _refuse_quantized(spec: JobSpec) -> None:
+    """Raise JobSpecError for policies whose checkpoint is here and quantized."""
+    problems = []
+    for name, policy in spec.policies.items():
+        config = policy.model and policy.simulated is None and read_config(policy.model)
+        if config and (method := quantization_of(config)):
+            leaf, value = ("path", policy.model.path) if policy.model.path else ("config", method)
+            field, message = (
+                f"policies.{name}.model.{leaf}",
+                f"its weights are quantized ({method})",
+            )
+            problems.append(FieldProblem(field, value, message, QUANTIZED_REMEDY))
+    if problems:
+        raise JobSpecError(problems)
 
 
 @app.command(name="reference")

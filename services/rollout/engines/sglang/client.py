@@ -6,15 +6,18 @@ can do is read from its own OpenAPI document, never from its version number.
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
+import numpy as np
 
 from services.rollout.engines.errors import BadTurn, BrokenReply, Refused, ReplyBroken, ServerGone
 from services.rollout.engines.turns import EngineTurn
+from troupe.mixtures import Indices, RoutingShape
 
 # A server that is alive accepts within milliseconds; one that loads weights may take a minute.
 CONNECT_SECONDS: Final = 5.0
@@ -125,11 +128,13 @@ class SglangClient:
         *,
         logprobs_from: int | None = None,
         adapter: str | None = None,
+        routed_experts: bool = False,
     ) -> Json:
         """The reply's `meta_info`. No time limit of its own: the caller's deadline cancels.
 
         `logprobs_from`: also log-probs of the prompt's tokens after this position.
-        `adapter`: name of a loaded LoRA adapter.
+        `adapter`: name of a loaded LoRA adapter. `routed_experts`: also say which experts tokens
+        were sent to.
         """
         body: Json = {
             "rid": rid,
@@ -137,6 +142,8 @@ class SglangClient:
             "sampling_params": sampling,
             "return_logprob": True,
         }
+        if routed_experts:  # releases that do not know the field refuse it
+            body["return_routed_experts"] = True
         if logprobs_from is not None:
             body["logprob_start_len"] = logprobs_from
         if adapter is not None:
@@ -456,6 +463,19 @@ def parse(
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise BrokenReply(f"not the answer to a generation: {error!r}") from error
+
+
+def routed_experts(meta: dict[str, Any], shape: RoutingShape, tokens: int) -> Indices:
+    """The experts that the first `tokens` - 1 of prompt and response were sent to, [tokens - 1,
+    layers, k]: int32 in base64, of all layers. Raises `BrokenReply`."""
+    try:
+        found = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+        routes = shape.compact(found.reshape(-1, shape.layers, shape.top_k))
+    except (KeyError, TypeError, ValueError) as error:
+        raise BrokenReply(f"it does not say which experts it used: {error!r}") from error
+    if problem := shape.problem(routes, tokens):
+        raise BrokenReply(problem)
+    return routes
 
 
 def prompt_logprobs(meta: dict[str, Any]) -> list[float]:

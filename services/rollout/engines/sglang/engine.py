@@ -31,6 +31,7 @@ from services.rollout.engines.sglang.client import (
     parse,
     prompt_logprobs,
     refused,
+    routed_experts,
     sampling_of,
 )
 from services.rollout.engines.sglang.server import Health, Server
@@ -58,7 +59,8 @@ class SglangEngine(ServingEngine):
 
     `replica` chooses the URL of an attached server. `deterministic`: the server is launched so that
     a turn is a function of (weights, prompt, seed); an attached one must have been. `devices`:
-    those of the worker, for a launched server.
+    those of the worker, for a launched server. `routed_experts`: turns of a mixture of experts say
+    which experts their tokens were sent to; an attached server must have been started for it.
     """
 
     kind: ClassVar[str] = "sglang"
@@ -72,6 +74,7 @@ class SglangEngine(ServingEngine):
         replica: int = 0,
         deterministic: bool = False,
         devices: EngineDevices | None = None,
+        routed_experts: bool = False,
     ) -> None:
         super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
@@ -82,6 +85,7 @@ class SglangEngine(ServingEngine):
             replica=replica,
             deterministic=deterministic,
             devices=devices or EngineDevices(),
+            routed_experts=routed_experts,
         )
         # Of a policy that trains a LoRA adapter.
         self._versions = AdapterVersions(self._server)
@@ -357,7 +361,11 @@ class SglangEngine(ServingEngine):
             turn.started_at = turn.started_at or time.monotonic()
             prompt = turn.prompt_ids + turn.token_ids
             meta = await self._server.client.generate(
-                turn.key, prompt, sampling_of(turn), adapter=served.name
+                turn.key,
+                prompt,
+                sampling_of(turn),
+                adapter=served.name,
+                routed_experts=self._server.routing is not None,
             )
             # Tokens of weights that are not verified yet must not get out.
             await self._settled.wait()
@@ -370,6 +378,10 @@ class SglangEngine(ServingEngine):
                 turn.read_tokens = len(turn.prompt_ids) - reply.cached_tokens
             for row in zip(reply.token_ids, reply.logprobs, reply.versions, strict=True):
                 turn.append(*row)
+            if self._server.routing is not None and reply.token_ids:
+                turn.routes = routed_experts(
+                    meta, self._server.routing, len(prompt) + len(reply.token_ids)
+                )
             self._turns.drew(len(reply.token_ids))
             aborted = reply.reason == "abort"
             if not aborted or turn.request_id in self._aborting:

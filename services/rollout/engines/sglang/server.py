@@ -28,11 +28,14 @@ from services.rollout.engines.sglang.update import DiskLoader, Updater, choose_l
 from services.rollout.engines.weights import load_config, positions_of, skeleton, stop_ids
 from troupe.adapters import linear_layers
 from troupe.job import ModelSpec, PolicySpec
+from troupe.mixtures import RoutingShape, shape_in
 from troupe.scheduling.defaults import context_of
 from troupe.scratch import Scratch
 
 # Kernels whose results do not depend on the batch, and sampling by each request's own seed.
 DETERMINISTIC: Final = "--enable-deterministic-inference"
+# Experts that tokens were sent to are kept, for turns that ask for them.
+ROUTED_EXPERTS: Final = "--enable-return-routed-experts"
 # Letters, digits, white space and signs beyond ASCII: tokenizers that agree on it are taken as
 # equal.
 _TEXT: Final = "Troupe: 3 agents, x = 17.5 + y\n\tcaf\u00e9 \u2192 \u4e2d\u6587 isn't it?"
@@ -80,6 +83,7 @@ class Server:
         replica: int,
         deterministic: bool,
         devices: EngineDevices,
+        routed_experts: bool = False,
     ) -> None:
         self._engine_id = engine_id
         self._devices = devices
@@ -88,6 +92,9 @@ class Server:
         self._replica = replica
         self._scratch: Scratch | None = None
         self._deterministic = deterministic
+        self._routed_experts = routed_experts
+        # How the model's routers choose, if turns say which experts they used.
+        self.routing: RoutingShape | None = None
         self._process: ServerProcess | None = None
         # Served model name of a launched server, so that no other one is mistaken for it.
         self._name = ""
@@ -178,6 +185,7 @@ class Server:
         with torch.device("meta"):
             self.layout = skeleton(config, model.weight_dtype, self._policy)
         text = config.get_text_config()
+        self.routing = shape_in(config) if self._routed_experts else None
         self.max_context = context_of(self._spec.engine.max_context, positions_of(text))
         self.vocabulary = text.vocab_size
         self.eos_ids = stop_ids(config, model.path, model.revision)
@@ -224,6 +232,7 @@ class Server:
             targets=target_names(spec, self.layout),
             replica=self._replica,
             memory_saver=bool(spec.colocate and devices),
+            routed_experts=self.routing is not None,
         )
         process = ServerProcess(command, self._directory / "server.log", devices)
         try:
@@ -280,6 +289,14 @@ class Server:
             deterministic=self._deterministic,
             tokenizer=None if launched else spec.language_model,
         )
+        if self.routing is not None and not info.get("enable_return_routed_experts"):
+            raise EngineStartFailed(
+                "the job replays routed experts in the trainer, and the server was not started to "
+                "return them",
+                field="algorithm.router_replay",
+                value=True,
+                remedy=f"Start it with {ROUTED_EXPERTS} (releases that have it), or turn it off.",
+            )
         check_lora(info, spec, self._policy, target_names(spec, self.layout))
         self.max_context = min(self.max_context, _context_of(info, self.max_context))
         self.features = features
@@ -359,14 +376,15 @@ def launch_command(
     targets: Sequence[str] = (),
     replica: int = 0,
     memory_saver: bool = False,
+    routed_experts: bool = False,
 ) -> list[str]:
     """Arguments to launch a server of `spec` on loopback with the model at `source`.
 
     Random weights (`dummy`): the engine is STALE until the first update in any case. No
     tokenizer: token ids travel end to end. `name`: the served model name. `targets`:
-    layers of the policy's adapter. `memory_saver`: it can free its GPU memory while it runs. The
-    job's own `launch` arguments come last and win; in them
-    `{replica}` is the engine's number, and `{port}` its port.
+    layers of the policy's adapter. `memory_saver`: it can free its GPU memory while it runs.
+    `routed_experts`: it says which experts tokens were sent to. The job's own `launch` arguments
+    come last and win; in them `{replica}` is the engine's number, and `{port}` its port.
     """
     engine = spec.engine
     revision = ["--revision", spec.language_model.revision] if spec.language_model.revision else []
@@ -387,6 +405,7 @@ def launch_command(
         *(["--served-model-name", name] if name else []),
         *([DETERMINISTIC] if deterministic else []),
         *(["--enable-memory-saver"] if memory_saver else []),
+        *([ROUTED_EXPERTS] if routed_experts else []),
         *lora_arguments(spec, targets),
         *(
             part.replace("{replica}", str(replica)).replace("{port}", str(port))

@@ -1,0 +1,266 @@
+"""Routers of mixtures of experts: which experts tokens are sent to, recorded and replayed.
+
+A router of transformers selects its experts by one `torch.topk` over all of them. `Routers` lets
+this selection be recorded (engines return it, the trainer counts it) and replaced by another one:
+router replay (R3, Ma et al. 2025, https://arxiv.org/abs/2510.11370), where the trainer computes
+with the experts that the engine computed with. Gate values stay those of the model's own scores, so
+that gradients reach the router.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K: Final = ("num_experts_per_tok", "moe_k", "moe_topk")
+_ROUTERS: Final = "_troupe_routers"
+_ROUTER: Final = "_troupe_router"
+_TOPK: Final = (torch.topk, torch.Tensor.topk)
+
+Indices = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class RoutingShape:
+    """How many layers a model has, and how its routers choose `top_k` of `experts` in each."""
+
+    layers: int
+    top_k: int
+    experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of stored indices of experts: a byte each up to 256 experts, else two."""
+        return np.dtype(np.uint8 if self.experts <= 256 else np.int16)
+
+    def compact(self, indices: Indices) -> Indices:
+        """Indices of experts in the smallest type."""
+        return np.ascontiguousarray(indices, self.dtype)
+
+    def problem(self, routes: Indices, tokens: int) -> str:
+        """Why `routes` are not those of a sample of `tokens` tokens; empty if they are."""
+        wanted = (tokens - 1, self.layers, self.top_k)
+        if routes.shape != wanted:
+            return f"its routed experts have shape {list(routes.shape)}, not {list(wanted)}"
+        if routes.size and not 0 <= int(routes.min()) <= int(routes.max()) < self.experts:
+            return f"it was routed to expert {int(routes.max())} of {self.experts}"
+        return ""
+
+
+def is_mixture(config: Any) -> bool:
+    """Whether a transformers configuration is that of a mixture of experts."""
+    return _number((config.get_text_config(),), _EXPERTS) > 0
+
+
+def shape_in(config: Any) -> RoutingShape | None:
+    """How a model of this configuration routes; None for dense models."""
+    text = config.get_text_config()
+    experts = _number((text,), _EXPERTS)
+    if not experts:
+        return None
+    return RoutingShape(int(text.num_hidden_layers), _number((text,), _TOP_K) or 1, experts)
+
+
+class RoutingListener(Protocol):
+    """Receiver of the selections of one forward pass over T tokens."""
+
+    def chose(
+        self, layer: int, logits: torch.Tensor, indices: torch.Tensor, *, again: bool
+    ) -> None:
+        """A layer's router chose `indices` int64 [T, k] by `logits` [T, experts].
+
+        `again`: the layer is computed again for its backward pass (activation checkpointing). The
+        same operations must follow as the first time, without effect.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RecordedRoutes:
+    """A listener that keeps all selections of a pass."""
+
+    shape: RoutingShape
+    by_layer: dict[int, torch.Tensor]
+
+    def chose(
+        self, layer: int, logits: torch.Tensor, indices: torch.Tensor, *, again: bool
+    ) -> None:
+        """Keep the selection of a layer."""
+        self.by_layer[layer] = indices
+
+    def compact(self) -> Indices:
+        """The experts of all tokens, [T, layers, k], as samples bring them (`ROUTES_COLUMN`)."""
+        some = next(iter(self.by_layer.values()))
+        routes = torch.zeros((len(some), self.shape.layers, self.shape.top_k), dtype=torch.int16)
+        for layer, indices in self.by_layer.items():
+            routes[:, layer] = indices.to("cpu", torch.int16)
+        return self.shape.compact(routes.numpy())
+
+
+class Routers:
+    """The routers of one model. A deep copy of the model has routers of its own."""
+
+    def __init__(self, shape: RoutingShape, mixed: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.mixed = mixed
+        """Numbers of the layers that have experts."""
+        self._listener: RoutingListener | None = None
+        # [T, layers, k]; negative: the router's own choice.
+        self._routes: torch.Tensor | None = None
+        self._passing = False
+
+    @classmethod
+    def of(cls, model: Any) -> Routers | None:
+        """The routers of a transformers model; None for dense models, and for those whose routers
+        do not select by top-k."""
+        known: Routers | None = model.__dict__.get(_ROUTERS)
+        if known is not None:
+            return known
+        found = _routers_in(model)
+        if not found:
+            return None
+        (top_k, experts), *others = {(one.top_k, one.experts) for _, one in found}
+        if others or not _selects(found[0][0]):
+            return None
+        layers = int(model.config.get_text_config().num_hidden_layers)
+        shape = RoutingShape(layers, top_k, experts)
+        own = cls(shape, tuple(sorted(one.layer for _, one in found)))
+        for module, router in found:
+            router.routers = own
+            module.__dict__[_ROUTER] = router
+            module.forward = types.MethodType(_routed, module)
+        model.__dict__[_ROUTERS] = own
+        return own
+
+    @contextlib.contextmanager
+    def passing(
+        self, listener: RoutingListener | None, routes: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """One forward pass over T tokens follows; `listener` is told of its selections.
+
+        `routes` [T, layers, k]: experts to use instead, where they are not negative. Both stay in
+        force for its backward pass.
+        """
+        self._listener, self._routes, self._passing = listener, routes, True
+        try:
+            yield
+        finally:
+            self._passing = False
+
+    @property
+    def _active(self) -> bool:
+        # Other calls of the model between its passes are not meant.
+        mine = self._passing or torch._C._current_graph_task_id() != -1
+        return mine and (self._listener is not None or self._routes is not None)
+
+    def _given(self, layer: int) -> torch.Tensor | None:
+        """Experts to use in a layer, int64 [T, k]."""
+        return None if self._routes is None else self._routes[:, layer].long()
+
+    def _chose(self, layer: int, logits: torch.Tensor, indices: torch.Tensor) -> None:
+        if self._listener is not None:
+            self._listener.chose(layer, logits, indices, again=not self._passing)
+
+
+@dataclass
+class _Router:
+    """One router. `logits_at`: place of its logits in its output; `routers`: all of the model."""
+
+    layer: int
+    top_k: int
+    experts: int
+    logits_at: int
+    routers: Routers | None = None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _routed(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replacement of `forward` of a router."""
+    router: _Router = module.__dict__[_ROUTER]
+    routers, own = router.routers, type(module).forward
+    if routers is None or not routers._active:
+        return own(module, *args, **kwargs)
+    with _Selection(router, routers._given(router.layer)) as selection:
+        output = own(module, *args, **kwargs)
+    if selection.indices is not None:
+        logits = output if isinstance(output, torch.Tensor) else output[router.logits_at]
+        flat = logits.reshape(-1, router.experts), selection.indices.reshape(-1, router.top_k)
+        routers._chose(router.layer, *flat)
+    return output
+
+
+class _Selection(TorchFunctionMode):
+    """Records, and replaces by `given`, what a router selects by `topk`."""
+
+    def __init__(self, router: _Router, given: torch.Tensor | None) -> None:
+        super().__init__()
+        self._router, self._given = router, given
+        self.indices: torch.Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func not in _TOPK:
+            return found
+        scores = args[0] if args else kwargs["input"]
+        # Others select groups of experts, or score them.
+        if (scores.shape[-1], found.indices.shape[-1]) != (
+            self._router.experts,
+            self._router.top_k,
+        ):
+            return found
+        self.indices = found.indices
+        if self._given is None:
+            return found
+        given = self._given.view(found.indices.shape)
+        self.indices = torch.where(given >= 0, given, found.indices)
+        return torch.return_types.topk((scores.gather(-1, self.indices), self.indices))
+
+
+def _routers_in(model: Any) -> list[tuple[Any, _Router]]:
+    """The modules that transformers takes router logits from, with what is known of them."""
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import OutputRecorder
+
+    kinds: dict[type, int] = {}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            recorders = (part._can_record_outputs or {}).get("router_logits", [])
+            for one in recorders if isinstance(recorders, list) else [recorders]:
+                if isinstance(one, OutputRecorder) and one.target_class is not None:
+                    kinds[one.target_class] = one.index
+    config = model.config.get_text_config()
+    found = []
+    for name, part in model.named_modules():
+        at = kinds.get(type(part))
+        layer = next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
+        if at is None or layer is None:
+            continue
+        top_k = _number((part, config), ("top_k", *_TOP_K))
+        experts = _number((part, config), _EXPERTS)
+        if top_k and experts:
+            found.append((part, _Router(layer, top_k, experts, at)))
+    return found
+
+
+def _number(owners: Sequence[Any], names: Sequence[str]) -> int:
+    """The first whole number above 0 among the attributes `names`; 0: there is none."""
+    values = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v), 0)
+
+
+def _selects(module: Any) -> bool:
+    """Whether a router of this class calls `topk`; that of PhiMoE masks maxima instead."""
+    try:
+        return "topk(" in inspect.getsource(type(module).forward)
+    except (OSError, TypeError):  # its source is not there
+        return False
