@@ -141,6 +141,12 @@ class Routers:
         model.__dict__[_ROUTERS] = own
         return own
 
+    @classmethod
+    def shape_of(cls, model: Any) -> RoutingShape | None:
+        """How the routers of a model choose; None where it has none that can be recorded."""
+        found = cls.of(model)
+        return None if found is None else found.shape
+
     @contextlib.contextmanager
     def passing(
         self, listener: RoutingListener | None, routes: torch.Tensor | None = None

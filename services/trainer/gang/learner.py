@@ -382,8 +382,7 @@ class GangLearner:
     @functools.cached_property
     def _routing(self) -> RoutingShape | None:
         """How the routers of a mixture of experts choose; None for dense models."""
-        routers = Routers.of(self._outline)
-        return routers and routers.shape
+        return Routers.shape_of(self._outline)
 
     @functools.cached_property
     def _outline(self) -> Any:

@@ -56,6 +56,7 @@ from troupe.algorithms.statistics import TokenStatistics
 from troupe.experience import samples_digest
 from troupe.job import JobSpec
 from troupe.job.algorithm import DistillationSpec
+from troupe.mixtures import Routers
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import orchestrator_pb2
 from troupe.workflow.errors import EntrypointError, as_invalid_argument
@@ -621,7 +622,7 @@ class Learner:
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
         """Parse the samples of a claim for `accumulate`. Raises as `parse_rows`."""
         columns, longest = columns_of(self._job.algorithm), positions_of(self.model)
-        routing = self._trained.routers and self._trained.routers.shape
+        routing = Routers.shape_of(self.model)
         return parse_rows(claimed, self.vocabulary, load, columns, longest=longest, routing=routing)
 
     # Accumulation.

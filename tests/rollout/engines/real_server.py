@@ -25,7 +25,7 @@ from services.rollout.engines.sglang import server
 from tests.rollout.engines.models import make_model, policy_spec
 
 START_SECONDS = 240.0
-# SGLang's LoRA asks for pinned memory, which there is none of without a GPU.
+# SGLang's LoRA and routed experts ask for pinned memory, which there is none of without a GPU.
 _UNPINNED = """
 import torch
 
@@ -38,6 +38,12 @@ def plain(make):
 for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like"):
     setattr(torch, name, plain(getattr(torch, name)))
 torch.Tensor.pin_memory = lambda tensor, *_args, **_kwargs: tensor
+
+class Unregistered:
+    """Its host buffer of routed experts is registered with CUDA."""
+    cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_args: 0)
+
+torch.cuda.cudart = Unregistered
 """
 
 

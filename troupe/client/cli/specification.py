@@ -106,9 +106,11 @@ def _refuse_quantized(spec: JobSpec) -> None:
     """Raise JobSpecError for policies whose checkpoint is here and quantized."""
     problems = []
     for name, policy in spec.policies.items():
-        config = policy.model and policy.simulated is None and read_config(policy.model)
-        if config and (method := quantization_of(config)):
-            leaf, value = ("path", policy.model.path) if policy.model.path else ("config", method)
+        model = policy.model
+        if model is None or policy.simulated is not None:
+            continue
+        if method := quantization_of(read_config(model) or {}):
+            leaf, value = ("path", model.path) if model.path else ("config", method)
             field, message = (
                 f"policies.{name}.model.{leaf}",
                 f"its weights are quantized ({method})",
