@@ -40,7 +40,6 @@ for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like")
 torch.Tensor.pin_memory = lambda tensor, *_args, **_kwargs: tensor
 
 class Unregistered:
-    """Its host buffer of routed experts is registered with CUDA."""
     cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_args: 0)
 
 torch.cuda.cudart = Unregistered
