@@ -91,8 +91,8 @@ async def warn_of(job: JobContext, step: str, commit: es.StepCommit) -> None:
         await job.warn(
             f"{step}: {policy} had no signal in {in_a_row} steps in a row: all "
             "trajectories of each query got the same reward. Try easier tasks (or harder ones, "
-            "if all succeed), a larger `pipeline.group_size`, a higher `temperature` of its "
-            "agents' `sampling`, or `pipeline.dynamic_sampling`"
+            "if all succeed; `curriculum` chooses by success), a larger `pipeline.group_size`, a "
+            "higher `temperature` of its agents' `sampling`, or `pipeline.dynamic_sampling`"
         )
     if gone := int(commit.metrics.get("train/values_gone", 0)):
         await job.warn(f"{step}: {gone} samples of {policy} were dropped: no host has their values")
