@@ -199,6 +199,7 @@ async def measure(browser: Any, jobs: Jobs, url: str, steps: int) -> dict[str, f
     shown = '#chart-reward[data-points="{}"]'
     await page.wait_for_selector(shown.format(steps), timeout=PATIENCE_MS)
     complete = await page.evaluate("performance.now()")
+    await asyncio.sleep(1)  # what draws the last page of the history is no update
     load = dict(got)
     await page.evaluate("performance.clearMeasures(); window.longTasks.length = 0")
     stream = got["stream"]

@@ -473,3 +473,7 @@ class LoggingSpec(Section):
     """Write TensorBoard events."""
     wandb_project: str | None = None
     """Weights & Biases project; needs `pip install wandb`."""
+    trackio_project: str | None = None
+    """Trackio project, in its local database; needs `pip install trackio`."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment at `MLFLOW_TRACKING_URI`; needs `pip install mlflow-skinny`."""

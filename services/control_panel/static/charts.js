@@ -130,7 +130,11 @@ export function smoothed(values, weight) {
 }
 
 const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+const SECONDS = [1, 5, 10, 30, 60, 120, 300, 600];
 const MARKED_POINTS = 60;
+// With more points than this a line is a pixel wide: wider ones hide what is noise, and take most of
+// the time of drawing.
+const DENSE_POINTS = 1500;
 
 // Values between two gaps have no line: they are marked.
 function isolated(plot, index, show) {
@@ -148,7 +152,7 @@ export class Chart {
   // x: "step" or another whole number, or "time". spans: lines go over steps without a value.
   constructor(element, { x = "step", range, spans = false } = {}) {
     Object.assign(this, { element, x, range, spans, plot: null, key: "", xs: [], series: [], hidden: new Set(), zoomed: false });
-    this.title = element.parentElement.querySelector("h2")?.firstChild?.textContent.trim() || "Chart";
+    this.title = element.parentElement.querySelector("h2, h3")?.firstChild?.textContent.trim() || "Chart";
     this.area = el("div", { class: "plot", role: "img", tabindex: "0", onkeydown: (event) => this.onKey(event), ondblclick: () => (this.zoomed = false) });
     this.legend = el("div", { class: "legend" });
     this.said = el("p", { class: "unseen", "aria-live": "polite" });
@@ -175,7 +179,7 @@ export class Chart {
     const lines = this.lines();
     const data = [this.xs, ...lines.map((line) => line.values)];
     const style = getComputedStyle(document.documentElement);
-    const key = JSON.stringify([lines.map((line) => [line.name, line.kind]), look.log, style.getPropertyValue("--muted"), this.range]);
+    const key = JSON.stringify([lines.map((line) => [line.name, line.kind]), look.log, style.getPropertyValue("--muted"), this.range, this.dense()]);
     if (!this.plot || key !== this.key) {
       this.plot?.destroy();
       this.key = key;
@@ -187,6 +191,10 @@ export class Chart {
       if (this.zoomed) this.plot.redraw();
     }
     this.read(null);
+  }
+
+  dense() {
+    return this.xs.length > DENSE_POINTS;
   }
 
   // The lines of uPlot: per series the bounds of its interval, the raw values where smoothed, the line.
@@ -210,13 +218,16 @@ export class Chart {
       font: "11px system-ui",
     };
     const time = this.x === "time";
-    const across = time ? { ...axis, size: 40 } : { ...axis, size: 30, incrs: WHOLE };
+    const clock = (_, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString());
+    const across = time ? { ...axis, size: 30, incrs: SECONDS, space: 90, values: clock } : { ...axis, size: 30, incrs: WHOLE };
+    // Over time are counts: of turns that wait and run.
+    const counts = (_, __, most) => [0, Math.max(4, most * 1.1)];
     const log = look.log && !time && !this.range;
     const bands = lines.flatMap((line, i) => (line.kind === "high" ? [{ series: [i + 1, i + 2], fill: `${colour(line.name)}26` }] : []));
     return {
       ...this.size(),
-      scales: { x: { time }, y: this.range ? { range: this.range } : log ? { distr: 3 } : {} },
-      axes: [across, { ...axis, size: 52 }],
+      scales: { x: { time }, y: this.range ? { range: this.range } : time ? { range: counts } : log ? { distr: 3 } : {} },
+      axes: [across, { ...axis, size: 52, ...(time ? { incrs: WHOLE } : {}) }],
       bands,
       legend: { show: false },
       series: [
@@ -225,7 +236,7 @@ export class Chart {
           label: line.name,
           show: !this.hidden.has(line.name),
           stroke: line.kind === "line" ? colour(line.name) : line.kind === "raw" ? `${colour(line.name)}50` : "transparent",
-          width: line.kind === "line" ? 2 : 1,
+          width: line.kind === "line" && !this.dense() ? 2 : 1,
           spanGaps: this.spans,
           points: { show: (_, __, first, last) => line.kind === "line" && last - first < MARKED_POINTS, filter: line.kind === "line" ? isolated : undefined, size: 5, fill: colour(line.name) },
         })),

@@ -87,13 +87,20 @@ function drawNow() {
     const began = performance.now();
     charts.reward.draw(training.steps, training.series(REWARD));
     charts.throughput.draw(training.steps, training.series(THROUGHPUT));
-    charts.loss.draw(training.steps, training.series(LOSS).map(withGaps));
-    charts.grad.draw(training.steps, training.series(NORM).map(withGaps));
-    drawEvaluations(evaluations, spec);
-    drawGaps();
     performance.measure("troupe-charts", { start: began });
-    drawn = performance.now();
+    // In a frame of its own: what is drawn at once keeps the page from answering.
+    requestAnimationFrame(drawOthers);
   }
+}
+
+function drawOthers() {
+  const began = performance.now();
+  charts.loss.draw(training.steps, training.series(LOSS).map(withGaps));
+  charts.grad.draw(training.steps, training.series(NORM).map(withGaps));
+  drawEvaluations(evaluations, spec);
+  drawGaps();
+  performance.measure("troupe-charts", { start: began });
+  drawn = performance.now();
 }
 
 // Whether a policy made no update in the step at a place: its loss is none, not that of before.

@@ -1,4 +1,4 @@
-"""Metric sinks of a job: JSON lines always, TensorBoard and Weights & Biases if configured.
+"""Metric sinks of a job: JSON lines always; TensorBoard, W&B, Trackio and MLflow if configured.
 
 Redis holds the rows; a sink is a copy for other tools. Sinks run in threads of their own and are
 waited for briefly, so that a slow disk or an unreachable service does not hold up a job. Their
@@ -8,12 +8,15 @@ errors become notices in the job's log and never fail it.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import importlib
 import json
-from collections.abc import Callable, Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import yaml
 
@@ -28,6 +31,12 @@ SINK_WAIT_SECONDS = 10.0
 # A sink that has not returned from a call by then is given up.
 GIVE_UP_SECONDS = 300.0
 _TROUBLE_CHARS = 500
+# Characters that MLflow does not take in names; metrics and parameters that it takes at once.
+_MLFLOW_REFUSES: Final = re.compile(r"[^\w\-. :/]")
+_MLFLOW_BATCH: Final = 1000
+_MLFLOW_PARAMS: Final = 100
+# Characters of a parameter of MLflow.
+_PARAM_CHARS: Final = 500
 
 
 async def make_directory(directory: Path, spec: JobSpec) -> None:
@@ -134,6 +143,96 @@ class Wandb:
         self._run.finish()
 
 
+class Trackio:
+    """A run of Trackio in its local database (`TRACKIO_DIR`), or where its variables say; a resumed
+    job continues it."""
+
+    def __init__(self, project: str, job_id: str, directory: Path, config: dict[str, Any]) -> None:
+        trackio = importlib.import_module("trackio")
+        # In a context of its own: otherwise it would finish the run of another job.
+        self._run: Any = contextvars.Context().run(
+            trackio.init,
+            project=project,
+            name=job_id,
+            resume="allow",
+            config=config,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
+        """Logs one row per call."""
+        for row in rows:
+            self._run.log(dict(row.values), step=row.step)
+
+    def close(self) -> None:
+        """Finishes the run: waits until its rows are written."""
+        self._run.finish()
+
+
+class MlFlow:
+    """A run of MLflow at `MLFLOW_TRACKING_URI`, found again by its tag when the job is resumed."""
+
+    def __init__(
+        self, experiment: str, job_id: str, directory: Path, config: dict[str, Any]
+    ) -> None:
+        tracking = importlib.import_module("mlflow.tracking")
+        self._metric: Any = importlib.import_module("mlflow.entities").Metric
+        # A client rather than `mlflow.start_run`, which has one run per process.
+        self._client: Any = tracking.MlflowClient()
+        known = self._client.get_experiment_by_name(experiment)
+        place = known.experiment_id if known else self._client.create_experiment(experiment)
+        tag = "troupe.job_id"
+        found = self._client.search_runs([place], f"tags.`{tag}` = '{job_id}'", max_results=1)
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            run = self._client.create_run(place, tags={tag: job_id}, run_name=job_id)
+            self._id = run.info.run_id
+            param = importlib.import_module("mlflow.entities").Param
+            params = [param(name, text) for name, text in _flat(config)]
+            for start in range(0, len(params), _MLFLOW_PARAMS):
+                self._client.log_batch(self._id, params=params[start : start + _MLFLOW_PARAMS])
+
+    def write(self, rows: Sequence[orch.MetricsLogged]) -> None:
+        """Logs one batch per row, under names that MLflow takes: `pass@8` is `pass_8`."""
+        now = round(time.time() * 1000)
+        for row in rows:
+            metrics = [
+                self._metric(_MLFLOW_REFUSES.sub("_", name), value, now, row.step)
+                for name, value in row.values.items()
+            ]
+            for start in range(0, len(metrics), _MLFLOW_BATCH):
+                self._client.log_batch(self._id, metrics=metrics[start : start + _MLFLOW_BATCH])
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self._client.set_terminated(self._id)
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """A specification's fields as parameters of MLflow, `pipeline.steps`: those that are set."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield from _flat(one, f"{path}.{name}" if path else str(name))
+    elif value not in (None, [], ""):
+        yield _MLFLOW_REFUSES.sub("_", path), str(value)[:_PARAM_CHARS]
+
+
+# Experiment trackers: the field of `logging` that asks for one, its name, its sink, a remedy.
+_TRACKERS: Final = (
+    ("wandb_project", "Weights & Biases", Wandb, "`pip install wandb`."),
+    ("trackio_project", "Trackio", Trackio, "`pip install trackio`."),
+    (
+        "mlflow_experiment",
+        "MLflow",
+        MlFlow,
+        "`pip install mlflow-skinny`, and set MLFLOW_TRACKING_URI where the orchestrator runs.",
+    ),
+)
+
 # The event loop keeps only weak references to tasks.
 _feeding: set[asyncio.Task[None]] = set()
 
@@ -224,10 +323,11 @@ class Sinks:
             directory = self._directory / "tensorboard"
             remedy = "`pip install tensorboard`."
             self._feeds.append(_Feed("TensorBoard", partial(TensorBoard, directory), remedy))
-        if (project := logging.wandb_project) is not None:
-            config = self._spec.model_dump(mode="json")
-            make = partial(Wandb, project, self._job_id, self._directory, config)
-            self._feeds.append(_Feed("Weights & Biases", make, "`pip install wandb`."))
+        for field, name, tracker, remedy in _TRACKERS:
+            if (project := getattr(logging, field)) is not None:
+                config = self._spec.model_dump(mode="json")
+                make = partial(tracker, project, self._job_id, self._directory, config)
+                self._feeds.append(_Feed(name, make, remedy))
         try:
             # What was logged just before a crash may be missing.
             missing = rows[await call_in_thread(self._lines.count, seconds=SINK_WAIT_SECONDS) :]

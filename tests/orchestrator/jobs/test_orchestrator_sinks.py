@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ from tests.support.hostile import HALF, UnsayableError, leaf_errors, nested_grou
 from troupe.job import parse_job
 from troupe.outcomes import type_name
 from troupe.v1 import orchestrator_pb2 as orch
+
+ROOT = Path(__file__).resolve().parents[3]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 def row(step: int) -> orch.MetricsLogged:
@@ -193,7 +197,7 @@ async def main(place):
         directory = place / f"job-{job}"
         directory.mkdir()
         jobs[job] = Sinks(parse_job(text), f"job-{job}", directory)
-        assert await jobs[job].open([]) == []
+        assert (told := await jobs[job].open([])) == [], told
     for step in (1, 2):
         for job, sinks in jobs.items():
             assert await sinks.write(row(job, step)) == []
@@ -217,24 +221,107 @@ asyncio.run(main(Path(sys.argv[2])))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_weights_and_biases_offline_has_the_rows_of_each_job(tmp_path: Path) -> None:
+# The same jobs into the local stores of Trackio (SQLite) and MLflow (files).
+LOCAL = """
+import asyncio, sys
+from pathlib import Path
+
+sys.path.append(sys.argv[1])
+from services.orchestrator.jobs import sinks as module
+from services.orchestrator.jobs.sinks import Sinks
+from tests.support.cluster import job_yaml
+from troupe.job import parse_job
+from troupe.v1 import orchestrator_pb2 as orch
+
+module.SINK_WAIT_SECONDS = 200.0  # their first import takes a while
+FIELD, PLACE = sys.argv[2], Path(sys.argv[3])
+
+
+def row(job, step):
+    return orch.MetricsLogged(step=step, values={"gsm8k/pass@8": job + step / 8})
+
+
+def trackio():
+    import json, sqlite3
+    with sqlite3.connect(PLACE / "trackio/p.db") as at:
+        for run, step, metrics in at.execute("SELECT run_name, step, metrics FROM metrics"):
+            yield run, step, json.loads(metrics)["gsm8k/pass@8"]
+
+
+def mlflow():
+    from mlflow.tracking import MlflowClient
+    client = MlflowClient()
+    for run in client.search_runs([client.get_experiment_by_name("p").experiment_id]):
+        assert run.info.status == "FINISHED"
+        assert run.data.params["pipeline.steps"] == "2"
+        for one in client.get_metric_history(run.info.run_id, "gsm8k/pass_8"):
+            yield run.data.tags["mlflow.runName"], one.step, one.value
+
+
+async def main():
+    spec = parse_job(job_yaml(**{f"logging__{FIELD}": "p", "logging__tensorboard": False}))
+    jobs = {}
+    for job in (1, 2):
+        (PLACE / f"job-{job}").mkdir()
+        jobs[job] = Sinks(spec, f"job-{job}", PLACE / f"job-{job}")
+        assert (told := await jobs[job].open([])) == [], told
+    for step in (1, 2):
+        for job, sinks in jobs.items():
+            assert await sinks.write(row(job, step)) == []
+    for sinks in jobs.values():
+        assert await sinks.close() == []
+    again = Sinks(spec, "job-1", PLACE / "job-1")
+    assert await again.open([row(1, step) for step in (1, 2, 3)]) == []  # the third is missing
+    assert await again.close() == []
+    found = sorted({"trackio_project": trackio, "mlflow_experiment": mlflow}[FIELD]())
+    steps = {1: (1, 2, 3), 2: (1, 2)}
+    assert found == [(f"job-{n}", step, n + step / 8) for n in steps for step in steps[n]], found
+
+
+asyncio.run(main())
+"""
+
+
+def run_with(tmp_path: Path, package: str, script: str, *given: str, **env: str) -> None:
+    """Runs a script whose first argument is a directory that has the package, if this environment
+    has it not."""
     site = tmp_path / "site"
-    if importlib.util.find_spec("wandb") is None:
+    if importlib.util.find_spec(package.partition("-")[0]) is None:
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site)]
-        if subprocess.run([*install, "wandb>=0.19.11"], capture_output=True).returncode:
-            pytest.skip("wandb cannot be installed")
-    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONFIG_DIR": str(tmp_path)}
+        wanted = next(one for one in EXTRAS[package.partition("-")[0]] if one.startswith(package))
+        if subprocess.run([*install, wanted], capture_output=True).returncode:
+            pytest.skip(f"{package} cannot be installed")
     place = tmp_path / "jobs"
     place.mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", OFFLINE, str(site), str(place)],
-        cwd=Path(__file__).resolve().parents[3],
-        env={**os.environ, **offline},
+        [sys.executable, "-c", script, str(site), *given, str(place)],
+        cwd=ROOT,
+        env={**os.environ, **{name: text.format(place=place) for name, text in env.items()}},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_weights_and_biases_offline_has_the_rows_of_each_job(tmp_path: Path) -> None:
+    config = str(tmp_path)
+    env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONFIG_DIR": config}
+    run_with(tmp_path, "wandb", OFFLINE, **env)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_trackio_has_the_rows_of_each_job(tmp_path: Path) -> None:
+    run_with(tmp_path, "trackio", LOCAL, "trackio_project", TRACKIO_DIR="{place}/trackio")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mlflow_has_the_rows_of_each_job(tmp_path: Path) -> None:
+    # The store of files is in maintenance; the others need a server or a database.
+    env = {"MLFLOW_TRACKING_URI": "file:{place}/runs", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    run_with(tmp_path, "mlflow-skinny", LOCAL, "mlflow_experiment", **env)
