@@ -13,7 +13,7 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import urljoin
 
 from playwright.sync_api import sync_playwright
@@ -22,10 +22,11 @@ from troupe.cluster.state import require_running, sign_in_link
 
 FIGURES: Final = Path(__file__).resolve().parent.parent / "docs/figures"
 WIDTHS: Final = (1400, 400)
-SCHEMES: Final = ("light", "dark")
+Scheme = Literal["light", "dark"]
+SCHEMES: Final[tuple[Scheme, ...]] = ("light", "dark")
 VIEWS: Final = ("run", "conversations", "compare", "population", "cluster", "new")
 # Of the docs: name, view, scheme, width and height.
-DOCS: Final = (
+DOCS: Final[tuple[tuple[str, str, Scheme, int, int], ...]] = (
     ("panel", "run", "light", 1400, 900),
     ("panel-conversations", "conversations", "light", 1400, 800),
     ("panel-compare", "compare", "dark", 1400, 800),

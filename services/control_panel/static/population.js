@@ -103,7 +103,7 @@ function payoff(found, most, one, other) {
   const [cell, player] = found;
   const mean = cell.mean[player];
   const sure = cell.exact ? "computed" : `${cell.matches} matches${cell.half_width === null ? "" : `, ± ${number(cell.half_width)}`}`;
-  const strength = Math.round((70 * Math.abs(mean)) / most);
+  const strength = Math.round((40 * Math.abs(mean)) / most);
   return el(
     "td",
     { style: { background: `color-mix(in srgb, var(${mean < 0 ? "--bad" : "--good"}) ${strength}%, transparent)` }, title: `${one.member_id} against ${other.member_id}: ${number(mean)} (${sure})` },

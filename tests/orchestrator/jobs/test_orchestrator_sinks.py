@@ -145,12 +145,14 @@ import asyncio, sys, time
 from pathlib import Path
 
 sys.path.append(sys.argv[1])  # last: what this environment has comes from there
+from services.orchestrator.jobs import sinks as module
 from services.orchestrator.jobs.sinks import Sinks
 from tests.support.cluster import job_yaml
 from troupe.job import parse_job
 from troupe.v1 import orchestrator_pb2 as orch
 from wandb.proto import wandb_internal_pb2
 
+module.SINK_WAIT_SECONDS = 200.0  # the first import takes a while
 BLOCK, HEADER = 2**15, 7
 
 
