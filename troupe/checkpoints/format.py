@@ -83,13 +83,20 @@ class CheckpointFormat:
         A tied tensor may be given under any of its names.
         """
         read = functools.partial(self.read, tensors)
-        stored = isinstance(tensors, StoredTensors)
-        on_device = not stored and any(t.device.type == "cuda" for t in tensors.values())
+        if isinstance(tensors, StoredTensors | DeferredTensors):  # not to read them all
+            on_device = isinstance(tensors, DeferredTensors) and tensors.on_device
+        else:
+            on_device = any(tensor.device.type == "cuda" for tensor in tensors.values())
         return _deferred(self.conversions, read, on_device=on_device)
 
     def read(self, tensors: Tensors, name: str) -> torch.Tensor:
-        """One tensor by its name in the model, cast to its dtype in checkpoints."""
-        found = next(alias for alias in self._aliases.get(name, (name,)) if alias in tensors)
+        """One tensor by its name in the model, cast to its dtype in checkpoints.
+
+        Raises FormatMismatch if there is none.
+        """
+        known = (alias for alias in self._aliases.get(name, (name,)) if alias in tensors)
+        if (found := next(known, None)) is None:
+            raise FormatMismatch(f"it lacks '{name}'", name)
         if isinstance(tensors, StoredTensors):
             return tensors.read(found, self._dtypes[name])  # cast while it is read
         return tensors[found].detach().to(self._dtypes[name])

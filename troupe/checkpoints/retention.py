@@ -7,12 +7,13 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 from troupe.checkpoints.verifying import verify
-from troupe.rpc.errors import FailedPrecondition, NotFound
+from troupe.disks import is_full
+from troupe.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted
 
 BEST: Final = "best"
 """Folder of a job's best checkpoint (`checkpoint.best`), laid out as `checkpoints` is."""
@@ -111,24 +112,49 @@ def only_policy(kept: Collection[str], policy: str | None) -> str:
     )
 
 
-def copy_checkpoint(checkpoint: Path, to: str | Path) -> Path:
-    """Copy a checkpoint into the new directory `to`, atomically.
+def copy_checkpoint(
+    checkpoint: Path, to: str | Path, progress: Callable[[int], None] = lambda nbytes: None
+) -> Path:
+    """Copy a checkpoint into the new directory `to`, atomically; `progress` is told the bytes.
 
-    Raises `FailedPrecondition` if `to` exists or cannot be written, `DataLoss` if the checkpoint is
-    damaged.
+    Raises `FailedPrecondition` if `to` exists or cannot be written, `ResourceExhausted` if its disk
+    is full, `DataLoss` if the checkpoint is damaged.
     """
     target = target_path(to)
     scratch = scratch_beside(target)
     try:
-        # File modes are not copied: services write files that only their own user can read.
-        shutil.copytree(checkpoint, scratch, copy_function=shutil.copyfile, dirs_exist_ok=True)
-        for below in scratch.rglob("*/"):
-            below.chmod(0o755)
+        with exporting(target):
+            for file in sorted(one for one in checkpoint.rglob("*") if one.is_file()):
+                copy = scratch / file.relative_to(checkpoint)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                # File modes are not copied: services write files that only their user can read.
+                shutil.copyfile(file, copy)
+                progress(copy.stat().st_size)
         verify(scratch, called=str(checkpoint))
         publish(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+@contextlib.contextmanager
+def exporting(to: Path) -> Iterator[None]:
+    """Context that turns a failed write below `to` into ResourceExhausted of kind "storage_full",
+    or FailedPrecondition of kind "target_not_writable"."""
+    try:
+        yield
+    except FileNotFoundError:  # what is copied is gone
+        raise
+    except OSError as error:
+        if is_full(error):
+            raise ResourceExhausted(
+                "there is no room on its disk; nothing was left there",
+                kind="storage_full",
+                field="to",
+                value=to,
+                remedy="Free space, or choose a directory on another disk.",
+            ) from error
+        raise _not_writable(to, error) from error
 
 
 def target_path(to: str | Path) -> Path:
@@ -144,13 +170,17 @@ def scratch_beside(to: Path) -> Path:
         to.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     except OSError as error:
-        raise FailedPrecondition(
-            f"nothing can be written there: {error.strerror}.",
-            kind="target_not_writable",
-            field="to",
-            value=to,
-            remedy="Choose another directory.",
-        ) from error
+        raise _not_writable(to, error) from error
+
+
+def _not_writable(to: Path, error: OSError) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"nothing can be written there: {error.strerror or error}.",
+        kind="target_not_writable",
+        field="to",
+        value=to,
+        remedy="Choose another directory.",
+    )
 
 
 def publish(scratch: Path, to: Path) -> None:

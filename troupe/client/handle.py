@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import xxhash
 
-from troupe.checkpoints.retention import publish, scratch_beside, target_path
+from troupe.checkpoints.retention import exporting, publish, scratch_beside, target_path
 from troupe.checkpoints.verifying import verify
 from troupe.client.conversion import numbers_by_word
 from troupe.client.functions import with_code
@@ -170,13 +170,21 @@ class AsyncJobHandle:
         reply = await self._stub.ListCheckpoints(pb.ListCheckpointsRequest(job_id=self.id))
         return [Checkpoint.of(checkpoint) for checkpoint in reply.checkpoints]
 
-    async def export(self, policy: str, to: str | Path, version: int | None = None) -> Path:
+    async def export(
+        self,
+        policy: str,
+        to: str | Path,
+        version: int | None = None,
+        *,
+        progress: Callable[[int], None] = lambda nbytes: None,
+    ) -> Path:
         """Copy a checkpoint (default: the newest) of `policy` into the new directory `to`.
 
-        The directory appears only when every file has arrived with the right checksum.
+        The directory appears only when every file has arrived with the right checksum. `progress`
+        is told the bytes that have arrived, as they do.
         """
         request = pb.ExportCheckpointRequest(job_id=self.id, policy=policy, version=version)
-        return await receive(self._stub.ExportCheckpoint(request), to)
+        return await receive(self._stub.ExportCheckpoint(request), to, progress)
 
     async def metrics(self, names: Sequence[str] = (), after_step: int = -1) -> list[MetricsRow]:
         """Metrics per step; `names` empty: all of them."""
@@ -439,17 +447,22 @@ async def watch(
         await asyncio.sleep(pause)
 
 
-async def receive(chunks: AsyncIterable[pb.ExportCheckpointResponse], to: str | Path) -> Path:
+async def receive(
+    chunks: AsyncIterable[pb.ExportCheckpointResponse],
+    to: str | Path,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Path:
     """Write the streamed files into the directory `to` and return it.
 
     `to` must not exist or be empty. The files appear there only when all have arrived and their
-    checksums are right. Raises `FailedPrecondition`, `DataLoss`, `DeadlineExceeded`, or what the
-    stream raises.
+    checksums are right. Raises `FailedPrecondition`, `ResourceExhausted`, `DataLoss`,
+    `DeadlineExceeded`, or what the stream raises.
     """
     to = target_path(to)
     scratch = scratch_beside(to)
     try:
-        await _receive_into(chunks, scratch)
+        with exporting(to):
+            await _receive_into(chunks, scratch, progress)
         await asyncio.to_thread(verify, scratch, called="that the cluster sent")
         publish(scratch, to)
     except BaseException:
@@ -459,7 +472,9 @@ async def receive(chunks: AsyncIterable[pb.ExportCheckpointResponse], to: str | 
 
 
 async def _receive_into(
-    chunks: AsyncIterable[pb.ExportCheckpointResponse], directory: Path
+    chunks: AsyncIterable[pb.ExportCheckpointResponse],
+    directory: Path,
+    progress: Callable[[int], None],
 ) -> None:
     file: BinaryIO | None = None
     name, digest, files = "", xxhash.xxh3_64(), 0
@@ -474,6 +489,7 @@ async def _receive_into(
                 raise _damaged(name, "it ends in the middle")
             file.write(chunk.data)
             digest.update(chunk.data)
+            progress(len(chunk.data))
             if chunk.end_of_file:
                 if digest.intdigest() != chunk.checksum:
                     raise _damaged(name, "its checksum is wrong")

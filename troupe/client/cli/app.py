@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +23,15 @@ from rich.table import Table
 
 from troupe import __version__
 from troupe.checkpoints.card import rewards_in, rewards_of, write_card
-from troupe.checkpoints.merging import is_adapter_folder, merge_in_place
-from troupe.checkpoints.retention import choose, copy_checkpoint, only_policy
+from troupe.checkpoints.hub import HubRepository, is_export
+from troupe.checkpoints.merging import ByteBar, is_adapter_folder, merge_in_place
+from troupe.checkpoints.retention import (
+    choose,
+    copy_checkpoint,
+    exporting,
+    only_policy,
+    target_path,
+)
 from troupe.checkpoints.verifying import Lineage
 from troupe.client.aio import ADDRESS_VARIABLE, AsyncClient, check_address, data_directory
 from troupe.client.cli import options
@@ -33,7 +40,7 @@ from troupe.client.cli.failures import FAILED, explain
 from troupe.client.cli.functions import app as functions
 from troupe.client.cli.jobs import app as jobs
 from troupe.client.cli.jobs import evaluate, generate
-from troupe.client.cli.options import call, duration, size
+from troupe.client.cli.options import byte_bar, call, duration, size
 from troupe.client.cli.population import app as population
 from troupe.client.cli.samples import app as samples
 from troupe.client.cli.slurm import slurm
@@ -148,13 +155,21 @@ def export(
         Path | None,
         typer.Option(help="--merged: where the base is; default: where it was for the job."),
     ] = None,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME",
+            help="Also upload it to this repository (HF_TOKEN, HF_ENDPOINT); a new one is private.",
+        ),
+    ] = None,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
     """Copy a checkpoint into DIR, where transformers, PEFT and SGLang load it; a small network's,
     `troupe.networks.exported`.
 
-    From the cluster that runs, or else from the data directory of one that has stopped.
+    From the cluster that runs, or else from the data directory of one that has stopped. An upload
+    that failed goes on when the command is repeated: what is in DIR is not copied again.
     """
     if base is not None and not merged:
         raise InvalidArgument(
@@ -163,13 +178,52 @@ def export(
             value=base,
             remedy="Add --merged, or leave --base out.",
         )
+    repository = None if push_to_hub is None else HubRepository(push_to_hub)
+    if repository is None or not is_export(directory, job_id, policy, version):
+        _export(job_id, directory, policy, version, merged, base, cluster, data_dir)
+    lineage = Lineage.read(directory)
+    name = lineage.policy if lineage is not None else policy or job_id
+    say = Console().print
+    say(f"exported {name} to {target_path(directory)}", highlight=False, soft_wrap=True)
+    if repository is not None:
+        label = name if lineage is None else f"{lineage.job}: {name} @ {lineage.version}"
+        address = repository.upload(target_path(directory), label)
+        say(f"uploaded to {address}", highlight=False, soft_wrap=True)
+
+
+def _export(
+    job_id: str,
+    directory: Path,
+    policy: str | None,
+    version: int | None,
+    merged: bool | None,
+    base: Path | None,
+    cluster: str | None,
+    data_dir: Path | None,
+) -> None:
+    """Write the export into `directory`, or leave nothing there."""
     root = data_directory(data_dir)
-    if cluster or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None:
-        target, rewards = _from_cluster(job_id, directory, policy, version, cluster, data_dir)
-    else:
-        checkpoint = choose(root, job_id, policy, version)
-        target = copy_checkpoint(checkpoint, directory)
-        rewards = {}
+    with byte_bar() as progress:
+        if cluster or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None:
+            found = _from_cluster(job_id, directory, policy, version, cluster, data_dir, progress)
+            target, rewards = found
+        else:
+            checkpoint = choose(root, job_id, policy, version)
+            add = progress("copying", sum(one.stat().st_size for one in checkpoint.rglob("*")))
+            target, rewards = copy_checkpoint(checkpoint, directory, add), {}
+        _finish(target, rewards, root, job_id, merged, base, progress)
+
+
+def _finish(
+    target: Path,
+    rewards: Mapping[str, float],
+    root: Path,
+    job_id: str,
+    merged: bool | None,
+    base: Path | None,
+    progress: ByteBar,
+) -> None:
+    """Merge the copied adapter if that is wanted, and write the model card."""
     lineage = Lineage.read(target)
     if lineage is not None:
         rewards = rewards or rewards_in(root / job_id / "metrics.jsonl", lineage.step + 1)
@@ -178,7 +232,8 @@ def export(
             base = beside
     try:
         if merged and is_adapter_folder(target):
-            merge_in_place(target, base)
+            with exporting(target):
+                merge_in_place(target, base, progress)
         elif merged is False and not is_adapter_folder(target):
             raise FailedPrecondition(
                 "the policy trained all weights, it has no adapter",
@@ -191,8 +246,6 @@ def export(
         # An incomplete export is useless, and its directory would refuse the next attempt.
         shutil.rmtree(target, ignore_errors=True)
         raise
-    name = lineage.policy if lineage is not None else policy or job_id
-    Console().print(f"exported {name} to {target}", highlight=False, soft_wrap=True)
 
 
 def _from_cluster(
@@ -202,16 +255,19 @@ def _from_cluster(
     version: int | None,
     cluster: str | None,
     data_dir: Path | None,
+    progress: ByteBar,
 ) -> tuple[Path, dict[str, float]]:
     """Export from a running cluster: the new directory, and the rewards of its step."""
 
     async def export(client: AsyncClient) -> tuple[Path, dict[str, float]]:
         job = client.job(job_id)
+        listed = await job.checkpoints()
         wanted = policy
         if wanted is None:
-            kept = dict.fromkeys(one.policy for one in await job.checkpoints())
-            wanted = only_policy(kept, None)
-        target = await job.export(wanted, directory, version)
+            wanted = only_policy(dict.fromkeys(one.policy for one in listed), None)
+        of_it = [o for o in listed if o.policy == wanted and version in (None, o.version)]
+        add = progress("copying", of_it[-1].num_bytes if of_it else 0)
+        target = await job.export(wanted, directory, version, progress=add)
         lineage = await asyncio.to_thread(Lineage.read, target)
         if lineage is None or lineage.step < 0:
             return target, {}

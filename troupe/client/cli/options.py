@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
 from rich import box
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as BytesProgress
 from rich.table import Table
 
+from troupe.checkpoints.merging import ByteBar
 from troupe.client.aio import AsyncClient, data_directory, resolve_address, settings_for
 from troupe.cluster.settings import ClusterSettings
 from troupe.rpc.errors import InvalidArgument
@@ -196,6 +207,28 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
+
+
+@contextmanager
+def byte_bar() -> Iterator[ByteBar]:
+    """Context with bars of bytes on standard error, if that is a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with BytesProgress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bars:
+
+        def begin(what: str, total: int) -> Callable[[int], None]:
+            task = bars.add_task(what, total=total or None)
+            return lambda nbytes: bars.advance(task, nbytes)
+
+        yield begin
 
 
 def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = False) -> str:

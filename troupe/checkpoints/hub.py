@@ -1,0 +1,184 @@
+"""Upload of an exported checkpoint to a Hugging Face hub, through `huggingface_hub`.
+
+The library takes its token and endpoint from the environment (HF_TOKEN, HF_ENDPOINT) or from
+`hf auth login`. An upload that was interrupted goes on where it was when it is repeated: what the
+hub has is not sent again. The library waits without end for a hub that is silent; here every wait
+has a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
+
+from troupe.checkpoints.verifying import Lineage, verify
+from troupe.rpc.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    TroupeError,
+    Unauthenticated,
+    Unavailable,
+)
+
+T = TypeVar("T")
+# How long the hub may take to answer a question.
+_ANSWER_SECONDS: Final = 60.0
+# How long it may be silent in the middle of a request, which is then repeated (five times).
+_SILENT_SECONDS: Final = 120.0
+# How long an upload may take: for checks and commits, and for each byte. A link that is slower is
+# not waited for.
+_UPLOAD_SECONDS: Final = 600.0
+_UPLOAD_BYTES_PER_SECOND: Final = 1e6
+_FIELD: Final = "--push-to-hub"
+
+
+class HubRepository:
+    """A model repository of a hub that this process may write to."""
+
+    def __init__(self, name: str) -> None:
+        """Create the repository `name` ("owner/name"), private, unless it is there. Blocking.
+
+        Raises FailedPrecondition (kinds "hub_client_missing", "hub_not_writable"), InvalidArgument
+        (kind "hub_name_invalid"), Unauthenticated (kinds "hub_token_missing", "hub_token_refused"),
+        Unavailable (kind "hub_unreachable"), DeadlineExceeded.
+        """
+        try:
+            import huggingface_hub
+        except ImportError as error:
+            raise FailedPrecondition(
+                f"uploads need {error.name}",
+                kind="hub_client_missing",
+                field=_FIELD,
+                remedy="pip install 'troupe[hub]'.",
+            ) from error
+        if huggingface_hub.get_token() is None:
+            raise Unauthenticated(
+                "there is no token for the hub",
+                kind="hub_token_missing",
+                field=_FIELD,
+                value=name,
+                remedy="Set HF_TOKEN to a token that may write, or log in with `hf auth login`.",
+            )
+        self.name = name
+        # The library reads the endpoint when it is imported.
+        self._api: Any = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+        huggingface_hub.get_session().timeout = _SILENT_SECONDS
+        self._wait(
+            "to say whether it has the repository",
+            _ANSWER_SECONDS,
+            lambda: self._api.create_repo(name, exist_ok=True, private=True),
+        )
+
+    def upload(self, folder: Path, message: str) -> str:
+        """Upload the files in `folder`; returns the address of the commit. Blocking; repeatable.
+
+        Shows its progress on standard error. Raises as the constructor.
+        """
+        size = sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
+        commit = self._wait(
+            f"to take {size:,} bytes",
+            _UPLOAD_SECONDS + size / _UPLOAD_BYTES_PER_SECOND,
+            lambda: self._api.upload_folder(
+                repo_id=self.name, folder_path=folder, commit_message=message
+            ),
+        )
+        return str(commit.commit_url)
+
+    def _wait(self, what: str, seconds: float, work: Callable[[], T]) -> T:
+        """The result of `work` in another thread, which is left alone after `seconds`."""
+        found: list[T] = []
+        problems: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                found.append(work())
+            except BaseException as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=run, name="hub", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            raise DeadlineExceeded(
+                f"the hub {self._api.endpoint} took more than {seconds:.0f} s {what}",
+                kind="hub_silent",
+                field=_FIELD,
+                value=self.name,
+                remedy="Repeat the command later, or from a host with a faster link: what the hub "
+                "has is not sent again.",
+            )
+        if problems:
+            self._explain(problems[0])
+        return found[0]
+
+    def _explain(self, error: BaseException) -> NoReturn:
+        """Raise the error as a `TroupeError`; those that are no fault of hub or link as they are.
+
+        Told apart by class names: the library's HTTP client is not a dependency.
+        """
+        # One of a large file is the cause of a RuntimeError that names the file.
+        kinds = {*type(error).__mro__, *type(error.__cause__).__mro__}
+        names = {kind.__name__ for kind in kinds}
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        found: TroupeError | None = None
+        if "HFValidationError" in names:
+            found = InvalidArgument(
+                f"'{self.name}' is no name of a repository",
+                kind="hub_name_invalid",
+                field=_FIELD,
+                value=self.name,
+                remedy='Give "owner/name".',
+            )
+        elif status == 401:
+            found = Unauthenticated(
+                f"the hub {self._api.endpoint} does not know the token",
+                kind="hub_token_refused",
+                field=_FIELD,
+                value=self.name,
+                remedy="Set HF_TOKEN to a valid token that may write.",
+            )
+        elif status in (403, 404):
+            found = FailedPrecondition(
+                f"the token may not write to {self.name} ({_line(error)})",
+                kind="hub_not_writable",
+                field=_FIELD,
+                value=self.name,
+                remedy="Give a repository of your own or of your organization, and a token that "
+                "may write there (HF_TOKEN).",
+            )
+        elif status is not None or names & {"HTTPError", "ConnectionError", "TimeoutError"}:
+            found = Unavailable(
+                f"the hub {self._api.endpoint} cannot be used: {_line(error)}",
+                kind="hub_unreachable",
+                field=_FIELD,
+                value=self.name,
+                remedy="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, then repeat the "
+                "command: what the hub has is not sent again.",
+            )
+        if found is None:
+            raise error
+        raise found from error
+
+
+def is_export(folder: Path, job_id: str, policy: str | None, version: int | None) -> bool:
+    """Whether `folder` is a whole export of this job, policy (or any) and version (or any).
+
+    Raises DataLoss of kind "checkpoint_corrupt" if its files were damaged.
+    """
+    lineage = Lineage.read(folder)
+    # The model card is written last.
+    if lineage is None or lineage.job_id != job_id or not (folder / "README.md").is_file():
+        return False
+    if policy not in (None, lineage.policy) or version not in (None, lineage.version):
+        return False
+    verify(folder)
+    return True
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
