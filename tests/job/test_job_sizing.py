@@ -111,6 +111,7 @@ def test_what_a_job_says_decides_how_a_policy_is_trained() -> None:
 def test_the_sizing_page_says_what_the_model_computes() -> None:
     """docs/sizing.md is what `python -m scripts.sizing` writes, for the models that it names."""
     assert sizing.PAGE.read_text(encoding="utf-8") == sizing.page()
+    assert sizing.TRAINING.read_text(encoding="utf-8") == sizing.training_page()
     sizes = {"0.6B": 0.596, "4B": 4.022, "8B": 8.191, "14B": 14.768, "32B": 32.762}
     sizes["30B-A3B"] = 30.532
     for name, config in sizing.MODELS.items():
