@@ -68,6 +68,8 @@ class PolicyBinding:
         # Size of the training state on the device.
         self.state_bytes = 0
         self._memory: RankMemory | None = None
+        # Bytes of the model that the ranks of a gang have loaded, of how many; only meanwhile.
+        self._load = (0, 0)
         # What became of settings that the job may leave open; empty before `load`.
         self.resolved: list[pb.ResolvedSetting] = []
         self.step = 0
@@ -119,6 +121,8 @@ class PolicyBinding:
             swap_seconds=self.swap_seconds,
             checkpoint_written_bytes=self.checkpoints.progress.written,
             checkpoint_bytes=self.checkpoints.progress.total,
+            loaded_bytes=self._load[0],
+            load_bytes=self._load[1],
         )
 
     def load(self, version: int, checksum: str) -> None:
@@ -147,9 +151,13 @@ class PolicyBinding:
             self._gangs,
             self.hosts,
             self.spec_json,
+            loaded=self._note_load,
         )
         self.versions.of(learner, tokenizer)
         self.resolved = resolved_settings(self.policy, self.spec, self._settings, self._device)
+
+    def _note_load(self, done: int, total: int) -> None:
+        self._load = (done, total) if done < total else (0, 0)
 
     def move_to(self, hosts: GangHosts) -> None:
         """Have the ranks of a parked policy run on these hosts when it is resumed. Blocking."""

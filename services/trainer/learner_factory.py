@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from services.trainer.compute import gpu_memory, memory_of
-from services.trainer.gang.gang import ALONE, GangHosts, Gangs
+from services.trainer.gang.gang import ALONE, GangHosts, Gangs, Loaded
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import (
@@ -62,9 +62,11 @@ def make_learner(
     gangs: Gangs | None,
     hosts: GangHosts = ALONE,
     submitted: str = "",
+    loaded: Loaded = lambda done, total: None,
 ) -> tuple[AnyLearner, Any]:
     """Make a learner with the policy's first weights, and its tokenizer (None for a network).
-    `hosts`: those of its gang besides this one; `submitted`: the specification that they read.
+    `hosts`: those of its gang besides this one; `submitted`: the specification that they read;
+    `loaded`: is told how many bytes of a model a gang has loaded, of how many.
 
     Blocking. Raises InvalidArgument for a model or tokenizer that cannot be used,
     FailedPrecondition of kind "gang_too_large" or "gang_uneven".
@@ -99,7 +101,8 @@ def make_learner(
     if gang:
         assert gangs is not None, "a worker has them"
         key = f"{job_id}/{policy}"
-        return GangLearner(gangs, key, spec, policy, options, hosts, submitted), tokenizer
+        learner = GangLearner(gangs, key, spec, policy, options, hosts, submitted, loaded)
+        return learner, tokenizer
     return Learner(model, spec, policy, device=device, **options), tokenizer
 
 

@@ -19,7 +19,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from services.chassis.transfer import HostTransfer
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learner_factory import AnyLearner
-from services.trainer.learning.lora_bases import FrozenBase
+from services.trainer.learning.lora_bases import AdaptedBase
 from services.trainer.learning.model import policy_seed
 from services.trainer.learning.optimizer import Generators, Randomness, seeded
 from services.trainer.settings import TrainerSettings
@@ -65,7 +65,7 @@ class Publication:
         manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
         return self._reference(version, manifest.checksum, manifest.num_bytes)
 
-    def ensure_base(self, base: FrozenBase | None) -> None:
+    def ensure_base(self, base: AdaptedBase | None) -> None:
         """Publish the frozen weights under an adapter, once for all policies of the job."""
         if base is None:
             return

@@ -35,7 +35,6 @@ def written(lora: dict[str, Any], policy: dict[str, Any], pipeline: dict[str, An
         ({"target_modules": ["q-proj"]}, {}, {}, "'q-proj' is not the name of a layer"),
         ({"ranks": 1}, {}, {}, "policies.a.lora.ranks"),
         ({"dropout": 0.1}, {}, {"deterministic": True}, "policies.a.lora.dropout: what is dropped"),
-        ({}, {"trainer": {"gang": 2}}, {}, "policies.a.trainer.gang: an adapter is trained on one"),
         ({}, {"simulated": {}}, {}, "policies.a.lora: a simulated policy learns nothing"),
     ],
 )

@@ -51,6 +51,11 @@ class Conversion:
         target = target or name
         return cls((name,), {target: tensor}, _Same(name, target))
 
+    def rows(self, part: range) -> Conversion | None:
+        """The conversion of some rows (of the first dimension) of its only target, from the sources
+        that these rows come from; None where all sources are needed."""
+        return self.convert.rows(self, part) if isinstance(self.convert, _Converted) else None
+
     @property
     def renames(self) -> tuple[str, str] | None:
         """The names (source, target) if the tensor is at most renamed; None if it is converted."""
@@ -102,6 +107,12 @@ class CheckpointFormat:
         return tensors[found].detach().to(self._dtypes[name])
 
 
+def unchanged(tensors: Tensors) -> DeferredTensors:
+    """Tensors that are in checkpoint format already."""
+    conversions = [Conversion.unchanged(name, tensor) for name, tensor in tensors.items()]
+    return _deferred(conversions, tensors.__getitem__)
+
+
 class ModelArrangement:
     """Conversion of a checkpoint's tensors to those of `model`, for every variant of its format.
 
@@ -109,12 +120,16 @@ class ModelArrangement:
     checkpoint's names to the model's.
     """
 
-    def __init__(self, model: torch.nn.Module, checkpoint: Layout) -> None:
-        """Plan the conversion of a checkpoint of this layout.
+    def __init__(
+        self, model: torch.nn.Module, checkpoint: Layout, strays: list[str] | None = None
+    ) -> None:
+        """Plan the conversion of a checkpoint of this layout. `strays`: gets the names of tensors
+        that the model does not have, which are left out.
 
-        Raises FormatMismatch for a tensor that the model does not have or that cannot be converted.
+        Raises FormatMismatch for a tensor that the model does not have, without `strays`, or that
+        cannot be converted.
         """
-        self.conversions, self._used = _to_model(model, checkpoint)
+        self.conversions, self._used = _to_model(model, checkpoint, strays)
         self.layout: Layout = _joined(self.conversions)
 
     def note_in(self, model: Any) -> None:
@@ -145,6 +160,26 @@ class ModelArrangement:
     def arranged(self, checkpoint: Tensors) -> DeferredTensors:
         """The model's tensors, converted from `checkpoint` when they are read."""
         return _deferred(self.conversions, checkpoint.__getitem__)
+
+
+def cast(model: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    """Cast a model's parameters and persistent buffers, in place; also move it to `device`.
+
+    Buffers that are computed, such as rotary frequencies, stay as they are, as in a model that
+    transformers loads in `dtype`: rounded to bfloat16, they put far positions in wrong places.
+    """
+    computed = [
+        (module, leaf, buffer)
+        for module in model.modules()
+        for leaf, buffer in module.named_buffers(recurse=False)
+        if leaf in module._non_persistent_buffers_set
+    ]
+    exact = in_float32(model, dtype)
+    model = model.to(device=device, dtype=dtype)
+    keep_float32(model, exact)
+    for module, leaf, buffer in computed:
+        setattr(module, leaf, buffer if device is None else buffer.to(device))
+    return model
 
 
 def in_float32(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -209,6 +244,28 @@ class _Converted:
             for name, found in made.items()
         }
 
+    def rows(self, whole: Conversion, part: range) -> Conversion | None:
+        """`Conversion.rows`: of targets that stack their sources (a layer's experts), if all other
+        operations leave the stacking dimension alone."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        first, *others = self._converter.operations
+        stacks = isinstance(first, MergeModulelist) and first.dim == 0
+        alone = all(isinstance(one, Concatenate) and one.dim > 0 for one in others)
+        by_pattern: dict[str, list[str]] = {}
+        for name, pattern in self.collected:
+            by_pattern.setdefault(pattern, []).append(name)
+        if not (stacks and alone and part) or len(whole.layout) != 1:
+            return None
+        ((target, tensor),) = whole.layout.items()
+        if any(len(names) != len(tensor) for names in by_pattern.values()):
+            return None
+        taken = {name for names in by_pattern.values() for name in names[part.start : part.stop]}
+        some = _Converted(self._converter, self._first, self._model, self._rename)
+        some.collected = [(name, pattern) for name, pattern in self.collected if name in taken]
+        layout = {target: tensor[part.start : part.stop]}
+        return Conversion(tuple(name for name, _ in some.collected), layout, some)
+
 
 def _to_checkpoint(model: Any, outline: Any, state: Tensors) -> list[Conversion]:
     """The conversions from the model's names to a checkpoint's.
@@ -237,7 +294,9 @@ def _to_checkpoint(model: Any, outline: Any, state: Tensors) -> list[Conversion]
     )
 
 
-def _to_model(model: Any, checkpoint: Layout) -> tuple[list[Conversion], list[Any]]:
+def _to_model(
+    model: Any, checkpoint: Layout, strays: list[str] | None
+) -> tuple[list[Conversion], list[Any]]:
     """The conversions from a checkpoint's names to the model's, and transformers' own of them.
 
     They follow `transformers.core_model_loading.convert_and_load_state_dict_in_model`.
@@ -263,6 +322,9 @@ def _to_model(model: Any, checkpoint: Layout) -> tuple[list[Conversion], list[An
         target, pattern = rename_source_key(name, renamings, converters, prefix, slots)
         if target not in slots and name in slots:
             target, pattern = rename_source_key(name, [], [], prefix, slots)
+        if strays is not None and target not in slots:
+            strays.append(name)
+            return "", None
         _require(name, target, slots)
         return target, pattern
 
@@ -285,7 +347,8 @@ def _planned(
 ) -> list[Conversion]:
     """Group `tensors` (on the meta device) into conversions.
 
-    `matched`: returns a tensor's name after conversion and the pattern that matched it, or None.
+    `matched`: returns a tensor's name after conversion (empty: it is left out) and the pattern that
+    matched it, or None.
     """
     from transformers.core_model_loading import dot_natural_key
 
@@ -294,6 +357,8 @@ def _planned(
     # The order matters to some conversions: experts are stacked in the order in which they come.
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = matched(name)
+        if not target:
+            continue
         if pattern is None:
             made.append(Conversion.unchanged(name, tensors[name], rename(target)))
             continue

@@ -7,9 +7,17 @@ weights. All code that loads weights from a directory, a hub or another service 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
+
+import torch
+
+from troupe.checkpoints.format import CheckpointFormat, FormatMismatch, ModelArrangement
+from troupe.checkpoints.reading import StoredTensors
+from troupe.transfer.deferred import Layout
 
 # At most this many tensor names in an error message; a model may have thousands.
 _NAMED: Final = 3
@@ -74,17 +82,98 @@ def load_causal_lm(source: str | Path, *, dtype: Any, revision: str | None = Non
     """
     from transformers import AutoModelForCausalLM
 
-    model, about = AutoModelForCausalLM.from_pretrained(
-        source,
-        revision=revision,
-        dtype=dtype,
-        output_loading_info=True,
-        # Raised with the tensor names: transformers' own error refers to a table in the log.
-        ignore_mismatched_sizes=True,
-    )
+    try:
+        model, about = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=revision,
+            dtype=dtype,
+            output_loading_info=True,
+            # Raised with the tensor names: transformers' own error refers to a table in the log.
+            ignore_mismatched_sizes=True,
+        )
+    except RuntimeError:  # tensors that cannot be converted, such as a stack of too few experts
+        _compare(source, None)
+        raise
     missing, superfluous = set(about["missing_keys"]), set(about["unexpected_keys"])
     reshaped = {str(name): (tuple(a), tuple(b)) for name, a, b in about["mismatched_keys"]}
     missing -= reshaped.keys()
+    if missing or superfluous or reshaped:
+        _compare(source, model)
+    _refuse(model, missing, superfluous, reshaped)
+    embeddings = model.get_input_embeddings(), model.get_output_embeddings()
+    inner, outer = (getattr(one, "weight", None) for one in embeddings)
+    if claims_tied(model) and inner is not outer:
+        raise untied(model)
+    return model
+
+
+def _compare(source: str | Path, model: Any) -> None:
+    """Raise TensorsDoNotFit, by the names in its files, if a directory's checkpoint is not of its
+    model; None: that of its configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(source)
+    if not folder.is_dir():
+        return
+    if model is None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with contextlib.suppress(OSError):  # in another format than safetensors
+        fitted(model, StoredTensors.of_checkpoint(folder).layout)
+
+
+def fitted(model: Any, stored: Layout) -> ModelArrangement:
+    """The conversion of a checkpoint with the tensors `stored` to those of a transformers model,
+    which may be on the meta device. Raises TensorsDoNotFit, by the names in the files."""
+    strays: list[str] = []
+    try:
+        found = ModelArrangement(model, stored, strays)
+    except FormatMismatch as error:
+        expected = CheckpointFormat(model, model.dtype).layout
+        problem = shape_difference(_shapes(stored), _shapes(expected))
+        raise TensorsDoNotFit(problem or str(error)) from error
+    slots = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in slots.items():
+        names.setdefault(id(tensor), []).append(name)
+    lacking = {one[0] for one in names.values() if not any(name in found.layout for name in one)}
+    about = SimpleNamespace(missing_keys=lacking, unexpected_keys=set(strays))
+    model._adjust_missing_and_unexpected_keys(about)
+    missing, superfluous = set(about.missing_keys), set(about.unexpected_keys)
+    both = {name: tensor for name, tensor in found.layout.items() if name in slots}
+    reshaped = {
+        name: (tuple(tensor.shape), tuple(slots[name].shape))
+        for name, tensor in both.items()
+        if tensor.shape != slots[name].shape
+    }
+    if missing or reshaped:
+        # What the files lack of tensors that are converted, such as one expert of a stack.
+        for one in CheckpointFormat(model, model.dtype).conversions:
+            wanted = {n for n in one.sources if n in missing or n in reshaped}
+            absent = one.layout.keys() - stored.keys()
+            if one.renames is None and wanted and absent:
+                missing = (missing - wanted) | absent
+                reshaped = {n: shapes for n, shapes in reshaped.items() if n not in wanted}
+    _refuse(model, missing, superfluous, reshaped)
+    return found
+
+
+def untied(model: Any) -> TensorsDoNotFit:
+    """The error about a checkpoint with an output layer of its own, where the model's is the
+    embedding."""
+    return TensorsDoNotFit(
+        f"its config.json says that the output layer is the embedding (tie_word_embeddings: "
+        f"true), and it has '{_output_weight(model)}' with other values",
+        _UNTIED_REMEDY,
+    )
+
+
+def _refuse(
+    model: Any,
+    missing: set[str],
+    superfluous: set[str],
+    reshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]],
+) -> None:
     output = _output_weight(model)
     if missing == {output}:
         raise TensorsDoNotFit(
@@ -94,15 +183,10 @@ def load_causal_lm(source: str | Path, *, dtype: Any, revision: str | None = Non
         )
     if wrong := difference(missing, superfluous, reshaped):
         raise TensorsDoNotFit(wrong)
-    embeddings = model.get_input_embeddings(), model.get_output_embeddings()
-    inner, outer = (getattr(one, "weight", None) for one in embeddings)
-    if output and _claims_tied(model) and inner is not outer:
-        raise TensorsDoNotFit(
-            f"its config.json says that the output layer is the embedding (tie_word_embeddings: "
-            f"true), and it has '{output}' with other values",
-            _UNTIED_REMEDY,
-        )
-    return model
+
+
+def _shapes(layout: Layout) -> dict[str, Sequence[int]]:
+    return {name: tuple(tensor.shape) for name, tensor in layout.items()}
 
 
 def _output_weight(model: Any) -> str:
@@ -114,8 +198,11 @@ def _output_weight(model: Any) -> str:
     return next((n for n, p in named if p is weight and n.rpartition(".")[0] == owner), "")
 
 
-def _claims_tied(model: Any) -> bool:
-    """Whether the configuration ties input and output embeddings, and the architecture can."""
+def claims_tied(model: Any) -> bool:
+    """Whether the configuration ties input and output embeddings, and the architecture, which has
+    an output layer, can."""
+    if not _output_weight(model):
+        return False
     config = model.config
     text = config.get_text_config()
     asked = getattr(config, "tie_word_embeddings", False)

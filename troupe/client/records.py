@@ -309,6 +309,9 @@ class Binding(Record):
     # Of the checkpoint that is being written, or of the last one: bytes that are, and all of them.
     checkpoint_written_bytes: int = 0
     checkpoint_bytes: int = 0
+    # While the ranks of a gang load the model: bytes of it that they have, and all of them.
+    loaded_bytes: int = 0
+    load_bytes: int = 0
 
 
 @dataclass(frozen=True)

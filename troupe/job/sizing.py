@@ -211,7 +211,7 @@ def setup_of(
         adapter = shape.adapter(lora.rank, names)
     return TrainingSetup(
         device=device,
-        ranks=gang if own.trainable and lora is None else 1,
+        ranks=gang if own.trainable else 1,
         # Checkpoints whose type is left open are nearly all in half precision.
         half=own.language_model.dtype in ("auto", "bfloat16"),
         tokens=max(budget, longest),

@@ -391,13 +391,6 @@ class JobSpec(Section):
         critic = self.algorithm.value_function
         if critic is None:
             return self
-        for name in self.trained_policies:
-            gang = self.policies[name].trainer.gang
-            if gang > 1:
-                raise ValueError(
-                    f"policies.{name}.trainer.gang: a critic is not sharded over {gang} devices; "
-                    "use 1, or another algorithm.advantage than `gae`"
-                )
         if critic.observes == "team":
             self._team_critic()
         return self
@@ -542,8 +535,6 @@ class JobSpec(Section):
                     f"{field}: sums that several devices share round in another order; use 1 with "
                     "`pipeline.deterministic`"
                 )
-            if policy.lora is not None:
-                raise ValueError(f"{field}: an adapter is trained on one device; use 1 with `lora`")
         self.balancing.check(self.policies)
         for name, policy in self.policies.items():
             if policy.lora is None:

@@ -162,7 +162,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup) -> RankMemory:
     ranks, adapter = setup.ranks, setup.adapter
     whole = shape.parameters
     # The base under an adapter is kept in the published type, other weights in float32.
-    base = whole * (_HALF if setup.half else _FULL) if adapter else 0
+    base = -(-whole * (_HALF if setup.half else _FULL) // ranks) if adapter else 0
     if not setup.trainable:
         held = (adapter or whole) * _FULL
         return RankMemory(base=base, weights=held, overhead=_overhead(setup, 0))

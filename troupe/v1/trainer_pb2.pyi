@@ -732,6 +732,8 @@ class BindingStatus(_message.Message):
     SWAP_SECONDS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
+    LOADED_BYTES_FIELD_NUMBER: _builtins.int
+    LOAD_BYTES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     policy: _builtins.str
     state: _common_pb2.BindingState.ValueType
@@ -748,6 +750,9 @@ class BindingStatus(_message.Message):
     checkpoint_written_bytes: _builtins.int
     """Of the checkpoint that is being written, or of the last one: bytes that are, and all of them."""
     checkpoint_bytes: _builtins.int
+    loaded_bytes: _builtins.int
+    """While the ranks of a gang load the model: bytes of it that they have, and all of them."""
+    load_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -763,10 +768,12 @@ class BindingStatus(_message.Message):
         swap_seconds: _builtins.float = ...,
         checkpoint_written_bytes: _builtins.int = ...,
         checkpoint_bytes: _builtins.int = ...,
+        loaded_bytes: _builtins.int = ...,
+        load_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes", b"checkpoint_bytes", "checkpoint_written_bytes", b"checkpoint_written_bytes", "job_id", b"job_id", "policy", b"policy", "prefetched", b"prefetched", "samples", b"samples", "state", b"state", "state_bytes", b"state_bytes", "step", b"step", "swap_seconds", b"swap_seconds", "swaps", b"swaps", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes", b"checkpoint_bytes", "checkpoint_written_bytes", b"checkpoint_written_bytes", "job_id", b"job_id", "load_bytes", b"load_bytes", "loaded_bytes", b"loaded_bytes", "policy", b"policy", "prefetched", b"prefetched", "samples", b"samples", "state", b"state", "state_bytes", b"state_bytes", "step", b"step", "swap_seconds", b"swap_seconds", "swaps", b"swaps", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,6 +73,7 @@ export function drawEngines(engines, jobId) {
 // "accumulating · 12 samples · 4 swaps, 0.31 s"
 function trainerOf(binding) {
   const parts = [binding.prefetched ? "prefetched" : binding.state];
+  if (binding.load_bytes) parts[0] = `loading ${Math.round(100 * binding.loaded_bytes / binding.load_bytes)}%`;
   if (binding.samples) parts.push(`${binding.samples} samples`);
   if (binding.swaps) parts.push(`${binding.swaps} swaps, ${binding.swap_seconds.toFixed(2)} s`);
   return parts.join(" · ");

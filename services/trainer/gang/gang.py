@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -65,6 +65,8 @@ _PR_SET_PDEATHSIG = 1
 _LEND_SECONDS = 30.0
 # Deadline of the call that holds them; a gang that is older is lost, and formed again.
 _LENT_SECONDS = 30 * 86400.0
+# Is told the bytes of a model that ranks have loaded, and all that they load.
+Loaded: TypeAlias = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,9 +312,15 @@ class Gang:
         return self._channel is None
 
     def order(
-        self, name: str, body: bytes = b"", stop: threading.Event | None = None, **header: Any
+        self,
+        name: str,
+        body: bytes = b"",
+        stop: threading.Event | None = None,
+        loaded: Loaded = lambda done, total: None,
+        **header: Any,
     ) -> Frame:
-        """Have all ranks carry out an order; returns the answer of rank 0.
+        """Have all ranks carry out an order; returns the answer of rank 0. `loaded`: is told how
+        many bytes of a model they have loaded, of how many.
 
         Raises the error that ranks answer with, `Stopped` when `stop` is set, ValueError for a
         state of another model, and Aborted of kind "gang_lost" when a rank has ended: then all are
@@ -325,7 +333,7 @@ class Gang:
                 raise Stopped
             try:
                 self._channel.send(Frame({"order": name, **header}, body))
-                answer = self._answer(name, stop)
+                answer = self._answer(name, stop, loaded)
             except (EOFError, OSError) as error:
                 if not self._given_up.is_set():
                     # torchrun ends the other ranks and logs which was first.
@@ -455,11 +463,14 @@ class Gang:
             "were given TROUPE_GANG_NODES run `python -m services.trainer.gang`, each of them.",
         )
 
-    def _answer(self, name: str, stop: threading.Event | None) -> Frame:
+    def _answer(self, name: str, stop: threading.Event | None, loaded: Loaded) -> Frame:
         assert self._channel is not None
         stopped_at = 0.0
         while True:
             frame = self._channel.receive(_POLL_SECONDS)
+            if frame is not None and "loaded" in frame.header:
+                loaded(*frame.header["loaded"])
+                continue
             if frame is not None:
                 return frame
             if self._over():

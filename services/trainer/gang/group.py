@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +29,9 @@ from services.trainer.learning.ranks import (
     RankGroup,
     S,
     Stopped,
+    T,
 )
 from services.trainer.learning.samples import Row
-from troupe.rpc import TroupeError, from_status, to_status
-
-T = TypeVar("T")
 
 
 def spans(lengths: Sequence[int], size: int) -> list[range]:
@@ -111,11 +109,16 @@ class GangGroup(RankGroup):
         control: dist.ProcessGroup,
         asked_to_stop: Callable[[], bool],
         data_dir: Path,
+        *,
+        timeout_seconds: float = 120.0,
+        report_load: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """`mesh`: one device of each rank. `asked_to_stop`: whether the lead gave up the step.
 
-        `data_dir`: this host's data directory.
+        `data_dir`: this host's data directory. `timeout_seconds`: the limit of one operation.
+        `report_load`: is told how many bytes all ranks have loaded, of how many.
         """
+        self.timeout_seconds, self.report_load = timeout_seconds, report_load
         self.mesh, self.control = mesh, control
         self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
         places = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -169,29 +172,6 @@ class GangGroup(RankGroup):
                 known = [value for value in found if value != field.default]
                 merged[field.name] = known[0] if known else found[0]
         return type(sums)(**merged)
-
-    def one_per_host(self, make: Callable[[], T]) -> T:
-        """Call `make` on the ranks of a host one after another, to bound the host's memory.
-
-        Errors are raised once all ranks have called it; a `TroupeError` of one on all of them.
-        """
-        made: list[T] = []
-        problem: Exception | None = None
-        for turn in range(self.size // self.hosts):
-            if turn == self.local:
-                try:
-                    made.append(make())
-                except Exception as error:
-                    problem = error
-            dist.barrier(self.control)
-        refusal = to_status(problem) if isinstance(problem, TroupeError) else None
-        statuses = self.gather(b"" if refusal is None else refusal.SerializeToString())
-        if problem is not None:
-            raise problem
-        for status in statuses:
-            if status:
-                raise from_status(status)
-        return made[0]
 
     def _shares_disk(self, data_dir: Path) -> bool:
         if self.hosts == 1:

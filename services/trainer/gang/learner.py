@@ -12,18 +12,25 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from services.trainer.gang.gang import ALONE, Frame, GangHosts, Gangs, encode_rows
+from services.trainer.compute import gpu_memory
+from services.trainer.gang.adapters import (
+    ShardedBase,
+    adapt,
+    adapted_outline,
+    on_device,
+    shared_base,
+)
+from services.trainer.gang.gang import ALONE, Frame, GangHosts, Gangs, Loaded, encode_rows
 from services.trainer.gang.group import GangGroup
+from services.trainer.gang.loading import load_sharded
 from services.trainer.gang.sharded_state import (
     described,
     empty_state,
@@ -35,16 +42,22 @@ from services.trainer.gang.sharded_state import (
     whole,
     write_shards,
 )
+from services.trainer.learning.critic import with_value_head
 from services.trainer.learning.forward import TrainedModel
 from services.trainer.learning.learner import Applied, Learner
+from services.trainer.learning.lora import Adapter, begin_with
+from services.trainer.learning.lora_bases import AdaptedBase
 from services.trainer.learning.model import (
+    check_teacher,
+    load_base,
     load_model,
-    load_teacher,
     outline,
     outline_to_save,
     positions_of,
+    with_dtype,
 )
 from services.trainer.learning.optimizer import Moments
+from services.trainer.learning.passes import configure_model
 from services.trainer.learning.samples import (
     Load,
     Row,
@@ -60,6 +73,7 @@ from troupe.checkpoints.writing import safetensors_file
 from troupe.job import JobSpec
 from troupe.mixtures import Routers, RoutingShape
 from troupe.rpc import DataLoss, ResourceExhausted, from_status, to_status
+from troupe.scheduling.defaults import defaults_of
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.deferred import Layout
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -69,33 +83,10 @@ from troupe.workflow.shipped import opened
 _WHOLE = "whole.safetensors"
 # Seconds between questions whether all hosts have a job's models and code.
 _PREPARE_SECONDS = 0.2
+# Tensors that ranks gather.
+What: TypeAlias = Literal["published", "weights", "moments", "base"]
 # Dtype and shape by name.
 Described = Mapping[str, tuple[str, Sequence[int]]]
-
-
-def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
-    """Shard `module`, which is equal on all ranks, over the devices of `mesh` (FSDP2).
-
-    Layers are gathered one at a time. Gradients are sums over ranks, not means: the step divides
-    once, by the tokens of all of them. `half`: gather in bfloat16; sums are float32 all the same.
-    """
-    how: dict[str, Any] = {"mesh": mesh}
-    if half and mesh.device_type == "cuda":
-        how["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
-    kinds = set(getattr(module, "_no_split_modules", None) or ())
-    for part in list(module.modules()):
-        if type(part).__name__ in kinds:
-            fully_shard(part, **how)
-    # The root too, so that its weights are sharded between passes, also after a forward pass only.
-    fully_shard(module, **how, reshard_after_forward=True)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            # Gloo can only sum, and a sum is bitwise the same without pre-division.
-            part.set_force_sum_reduction_for_comms(True)
-    return module
 
 
 def gather(tensors: Mapping[str, torch.Tensor], path: Path | None) -> None:
@@ -154,36 +145,110 @@ class RankLearner(Learner):
         **options: Any,
     ) -> None:
         """`double`: in float64, for proofs; `options`: those of `Learner`."""
-        self._group, self._double = group, double
+        self._group, self._double, self._device = group, double, device
+        self._spec, self._policy_name = spec, policy
         own = spec.policies[policy]
-
-        def make() -> Any:
-            model: Any = load_model(policy, own, spec.seed)
-            if double:
-                model = model.double()
-            half = own.language_model.weight_dtype == "bfloat16"
-            return group.collectives.follow(shard(model, group.mesh, half=half))
-
-        def again() -> Any:
-            # One rank of a host after another, so that one whole model at a time is in its memory.
-            return group.one_per_host(make)
-
-        trained = ShardedModel(
-            again(), device, getattr(torch, own.language_model.weight_dtype), again
-        )
+        self._half = own.language_model.weight_dtype == "bfloat16"
+        self._frozen: ShardedBase | None = None
+        if own.lora is not None:
+            self._frozen = shared_base(group, own, spec.seed, self._load_base)
+        published = getattr(torch, own.language_model.weight_dtype)
+        module = self._sharded()
+        if own.lora is not None and own.lora.path is not None:
+            begin_with(policy, own.lora, module)
+        trained = ShardedModel(module, device, published, self._sharded)
         super().__init__(trained, spec, policy, device=device, ranks=group, **options)
         # FSDP owns the memory of the parameters: it is not released, and weights are copied.
         self._pooled = PooledParameters({}, [])
 
+    def _sharded(
+        self, weights: Mapping[str, torch.Tensor] | None = None, *, values: bool = False
+    ) -> Any:
+        """This rank's shards of the policy's model, with its first weights, or with the trained
+        `weights`; `values`: with a value function in place of the output layer."""
+        spec, name = self._spec, self._policy_name
+        own, base = spec.policies[name], self._frozen
+        given, found = weights, []
+
+        def prepare(module: Any) -> Any:
+            if own.lora is not None:
+                found.append(adapt(name, own.lora, module, spec.seed))
+            if values:
+                module = with_value_head(module, self._device)
+            return on_device(module, self._device, torch.float64 if self._double else None)
+
+        module = load_sharded(
+            self._group,
+            self._device,
+            name,
+            own,
+            lambda: load_model(name, own, spec.seed),
+            dtype=self._dtype(torch.float32 if base is None else None),
+            half=self._half,
+            prepare=prepare,
+            weights=given if base is None else base.tensors,
+            shared=base is not None,
+        )
+        if base is not None:
+            adapter = Adapter(module, base, found[0])
+            if given is not None:
+                adapter.load(given)
+            if not values:
+                module.troupe_adapter = adapter
+        return module
+
+    def _load_base(self) -> ShardedBase:
+        """This rank's shards of the frozen model under an adapter."""
+        spec, name = self._spec, self._policy_name
+        own, forms = spec.policies[name], []
+
+        def prepare(module: Any) -> Any:
+            forms.append(CheckpointFormat(module, module.dtype))
+            return module.requires_grad_(False)
+
+        module = load_sharded(
+            self._group,
+            self._device,
+            name,
+            own,
+            lambda: load_base(name, own, spec.seed),
+            dtype=self._dtype(),
+            prepare=prepare,
+        )
+        return ShardedBase(module, forms[0], self._group)
+
+    def _dtype(self, dtype: torch.dtype | None = None) -> torch.dtype:
+        """`dtype`, by default the published one; float64 in proofs."""
+        published = torch.bfloat16 if self._half else torch.float32
+        return torch.float64 if self._double else dtype or published
+
+    def _critic_module(self, policy: Any) -> Any:
+        """This rank's shards of a copy of the model `policy` with a value head."""
+        module = self._sharded(self._trained.weights(), values=True)
+        own = defaults_of(gpu_memory(self._device))
+        configure_model(self._policy_name, module, self._policy.trainer, own)
+        return module
+
     def _load_teacher(self, name: str) -> Any:
         """This rank's shard of a teacher."""
+        spec = with_dtype(name, self._job)
+        own, kept = spec.policies[name], torch.float32
+        if own.language_model.weight_dtype == "bfloat16":
+            kept = torch.bfloat16
 
-        def make() -> Any:
-            model = load_teacher(name, self._job, self.vocabulary)
-            sharded = shard(model.double() if self._double else model, self._group.mesh)
-            return self._group.collectives.follow(sharded)
+        def checked(module: Any) -> Any:
+            check_teacher(name, module, self.vocabulary)
+            return module.requires_grad_(False)
 
-        return self._group.one_per_host(make)
+        return load_sharded(
+            self._group,
+            self._device,
+            name,
+            own,
+            lambda: load_model(name, own, spec.seed),
+            dtype=torch.float64 if self._double else kept,
+            prepare=checked,
+        )
 
     def save(self, directory: Path) -> dict[str, str]:
         """Write this rank's part of the training state; checksums of its files. Where hosts share
@@ -221,7 +286,7 @@ class RankLearner(Learner):
                 name: (torch.Size(size), dtype_of(dtype))
                 for name, (size, dtype) in frame.header["tensors"].items()
             }
-        room = empty_state(known, own)
+        room = empty_state(known, own, self._sharded_tensors())
         room = room if moments else split(room)[0]
         if group.shares_disk:
             read_shards(directory, room, group.control)
@@ -248,6 +313,8 @@ class RankLearner(Learner):
         """Write the state for `resume`, also in the middle of a step; returns its plain values."""
         sums = self._step.sums
         mine = sums.tokens = self._group.merged(sums.tokens)
+        if self._critic is not None:
+            self._critic.leave_statistics(here=self._group.rank == 0)
         tensors, values = self.suspended()
         if self._group.rank:
             sums.tokens = type(mine)()  # rank 0 has the merged sums now
@@ -262,14 +329,14 @@ class RankLearner(Learner):
             found = {n: t for n, t in found.items() if not n.startswith("tokens/")}
             found |= under("tokens", fresh)
             values = {**values, "tokens": counts}
+            if self._critic is not None:
+                found, values = self._critic.without_statistics(found, values)
         self.adopt(found, values)
 
     def _received(self, tensors: Described, path: Path | None) -> Tensors:
         """This rank's shards of the tensors in a file; one whole tensor at a time is in memory."""
         found: Tensors = {}
-        # The parameters whose sharding the tensors of a state follow, by name.
-        numbered = {str(i): p.detach() for i, p in enumerate(self._trained.parameters)}
-        own = self.weights() | under("gradients", numbered)
+        own = self._sharded_tensors()
         with contextlib.ExitStack() as stack:
             file = path and stack.enter_context(safe_open(path, framework="pt"))
             for name, (dtype, shape) in tensors.items():
@@ -285,9 +352,21 @@ class RankLearner(Learner):
                     found[name] = distribute_tensor(full, mesh, owner.placements)
         return found
 
-    def gather(self, what: Literal["published", "weights", "moments"], path: Path | None) -> None:
+    def _sharded_tensors(self) -> Tensors:
+        """The parameters whose sharding the tensors of a state follow, by their names there."""
+        numbered = {str(i): p.detach() for i, p in enumerate(self._trained.parameters)}
+        trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+        critic = {} if self._critic is None else self._critic.sharded()
+        return self.weights() | trained | under("gradients", numbered) | critic
+
+    def gather(self, what: What, path: Path | None) -> None:
         """Gather whole tensors, and write them on the rank that has a `path`."""
-        if what == "published":
+        if what == "base":
+            assert self._frozen is not None, "the policy has an adapter"
+            gather_checkpoint(self._frozen.format, self._frozen.tensors, path)
+        elif what == "published" and self.base is not None:
+            gather(dict(self._trained.published()), path)
+        elif what == "published":
             gather_checkpoint(self._trained.format, self.weights(), path)
         else:
             gather(self.weights() if what == "weights" else self.moments(), path)
@@ -301,14 +380,16 @@ class ShardedModel(TrainedModel):
         module: Any,
         device: torch.device,
         published_type: torch.dtype,
-        make: Callable[[], Any],
+        make: Callable[[Mapping[str, torch.Tensor]], Any],
     ) -> None:
-        """`make`: makes another model like `module`; called by all ranks."""
+        """`make`: makes another model like `module` with other weights; called by all ranks."""
         super().__init__(module, device, published_type)
         self._make = make
 
     def weights(self) -> Tensors:
-        """This rank's shards of parameters, and persistent buffers; not copies."""
+        """This rank's shards of parameters and buffers, or of an adapter; not copies."""
+        if self.base is not None:
+            return super().weights()
         named: Tensors = {name: p.detach() for name, p in self.module.named_parameters()}
         for name, tensor in self.module.state_dict().items():
             # A tensor tied to a parameter is sharded like it.
@@ -318,9 +399,7 @@ class ShardedModel(TrainedModel):
 
     def frozen_copy(self, weights: Mapping[str, torch.Tensor]) -> Any:
         """A second sharded module with these weights, which no gradient reaches."""
-        module = self._make().requires_grad_(False)
-        module.load_state_dict(dict(weights), strict=False)
-        return module
+        return self._make(weights).requires_grad_(False)
 
 
 class GangLearner:
@@ -330,8 +409,6 @@ class GangLearner:
     `lost` until `restore`, `load` or `adopt`, which start another gang.
     """
 
-    # A gang trains all weights, so there is no frozen base.
-    base = None
     # Each rank knows a part of the tokens: none are kept for people to look at.
     kept: Final = ()
 
@@ -344,10 +421,13 @@ class GangLearner:
         options: Mapping[str, Any],
         hosts: GangHosts = ALONE,
         submitted: str = "",
+        loaded: Loaded = lambda done, total: None,
     ) -> None:
         """`key`: id of the policy among those of a gang; `options`: those of `Learner`; `hosts`:
         where ranks run, also of later gangs; `submitted`: the specification that other hosts read,
-        where this host's copies have taken the place of models in `spec`."""
+        where this host's copies have taken the place of models in `spec`; `loaded`: is told what
+        of the model is loaded."""
+        self._loaded = loaded
         self._gangs, self._key = gangs, key
         self._job, self._policy, self._options = spec, policy, dict(options)
         self._size = spec.policies[policy].trainer.gang
@@ -370,9 +450,21 @@ class GangLearner:
         self._hosts = hosts
 
     @property
+    def base(self) -> AdaptedBase | None:
+        """The frozen weights under an adapter; None where all weights are trained."""
+        return None if self._job.policies[self._policy].lora is None else self._adapted[1]
+
+    @property
     def model(self) -> Any:
         """The Hugging Face model without weights, for checkpoints; made anew by every access."""
-        return outline_to_save(self._policy, self._job.policies[self._policy])
+        own = self._job.policies[self._policy]
+        return outline_to_save(self._policy, own) if own.lora is None else self._adapted[0]
+
+    @functools.cached_property
+    def _adapted(self) -> tuple[Any, AdaptedBase]:
+        own = self._job.policies[self._policy]
+        gather = functools.partial(self._gathered, "base")
+        return adapted_outline(self._policy, own, self._base_checksum, gather)
 
     @functools.cached_property
     def _longest(self) -> int:
@@ -495,10 +587,12 @@ class GangLearner:
                 spec=self._job.model_dump_json(),
                 policy=self._policy,
                 options=self._options,
+                loaded=self._loaded,
                 code="" if code is None else str(code.folder),
             )
             self.vocabulary: int = answer.header["vocabulary"]
             self.num_parameters: int = answer.header["parameters"]
+            self._base_checksum: str = answer.header["base"]
             if self._reference is not None:
                 self.load_reference(self._reference)
         except BaseException:
@@ -535,7 +629,7 @@ class GangLearner:
         finally:
             path.unlink(missing_ok=True)
 
-    def _gathered(self, what: Literal["published", "weights", "moments"]) -> Tensors:
+    def _gathered(self, what: What) -> Tensors:
         path = self._gang.new_file()
         try:
             self._order("gather", what=what, path=str(path))

@@ -38,6 +38,8 @@ _LEAVE = Frame({"order": "leave"})
 _PAUSE_SECONDS = 0.1
 # Seconds between broadcasts to idle ranks, which show that the gang is alive.
 _IDLE_SECONDS = 10.0
+# Seconds between reports of how much of a model is loaded.
+_REPORT_SECONDS = 0.5
 
 
 class Rank:
@@ -50,12 +52,21 @@ class Rank:
         control: dist.ProcessGroup,
         channel: Channel | None,
         settings: ServiceSettings,
+        timeout_seconds: float,
     ) -> None:
         """`channel`: the connection to the lead on rank 0; None on other ranks. `settings`: of this
-        host's worker."""
+        host's worker. `timeout_seconds`: the limit of one operation of all ranks."""
         self._device, self._channel, self._settings = device, channel, settings
         self._data_dir = settings.data_dir
-        self._group = GangGroup(mesh, control, self._asked_to_stop, settings.data_dir)
+        self._reported = 0.0
+        self._group = GangGroup(
+            mesh,
+            control,
+            self._asked_to_stop,
+            settings.data_dir,
+            timeout_seconds=timeout_seconds,
+            report_load=self._report_load,
+        )
         self._members: dict[str, RankLearner] = {}
         # By key of the policy; on the first rank of each host but the lead's.
         self._specs: dict[str, HostSpecification] = {}
@@ -82,6 +93,13 @@ class Rank:
             return False
         frame = self._channel.receive(0)
         return frame is not None and frame.header["order"] == "stop"
+
+    def _report_load(self, done: int, total: int) -> None:
+        """Tell the lead how many bytes of a model all ranks have loaded, now and then."""
+        now = time.monotonic()
+        if self._channel is not None and now - self._reported > _REPORT_SECONDS:
+            self._reported = now
+            self._channel.send(Frame({"loaded": [done, total]}))
 
     def _next(self, seconds: float) -> Frame:
         assert self._channel is not None
@@ -184,7 +202,11 @@ class Rank:
             open_shipped(spec.code.sha256, Path(folder))
         member = RankLearner(spec, header["policy"], self._group, self._device, **header["options"])
         self._members[header["key"]] = member
-        return {"vocabulary": member.vocabulary, "parameters": member.num_parameters}
+        return {
+            "vocabulary": member.vocabulary,
+            "parameters": member.num_parameters,
+            "base": "" if member.base is None else member.base.checksum,
+        }
 
 
 def join_ranks(
@@ -246,7 +268,7 @@ def main() -> None:
     leads = os.environ["RANK"] == "0"
     channel = Channel.to(Path(terms.channel)) if leads else None
     device, mesh, control = join_ranks(terms, channel)
-    rank = Rank(device, mesh, control, channel, settings)
+    rank = Rank(device, mesh, control, channel, settings, terms.timeout_seconds)
     if channel is not None:
         channel.send(Frame({"ready": True}))
     rank.serve(min(_IDLE_SECONDS, terms.timeout_seconds / 3))

@@ -121,9 +121,11 @@ def scatter_state(directory: Path | None, room: Tensors, control: dist.ProcessGr
 
 
 def empty_state(
-    known: Mapping[str, tuple[torch.Size, torch.dtype]], weights: Mapping[str, torch.Tensor]
+    known: Mapping[str, tuple[torch.Size, torch.dtype]],
+    weights: Mapping[str, torch.Tensor],
+    sharded: Mapping[str, torch.Tensor],
 ) -> Tensors:
-    """Empty tensors for weights and moments as `described`, laid out as `weights`.
+    """Empty tensors for weights and moments as `described`, laid out as `sharded` (`owner_of`).
 
     Raises ValueError for those of another model.
     """
@@ -131,7 +133,7 @@ def empty_state(
     for name, (size, dtype) in known.items():
         if name in GENERATORS:
             continue
-        owner = owner_of(name, size, weights)
+        owner = owner_of(name, size, sharded)
         if owner is None:
             room[name] = torch.empty(size, dtype=dtype)
         else:
@@ -141,15 +143,23 @@ def empty_state(
     return room
 
 
-def owner_of(name: str, size: torch.Size, weights: Mapping[str, torch.Tensor]) -> DTensor | None:
-    """The sharded weight that a tensor is, or is a moment of; None if it is not sharded.
+def owner_of(name: str, size: torch.Size, sharded: Mapping[str, torch.Tensor]) -> DTensor | None:
+    """The sharded parameter that a tensor of a state is, or is a gradient or moment of; None if it
+    is not sharded. `sharded`: parameters by name, those of a critic by `critic/weight/{name}`, and
+    by number below `gradients/` and `critic/gradients/`.
 
     Raises ValueError if the shapes differ.
     """
-    owner = weights.get(name)
-    while owner is None and SEPARATOR in name and size:  # AdamW counts its steps in scalars
-        name = name.partition(SEPARATOR)[2]
-        owner = weights.get(name)
+    path, _, leaf = name.rpartition(SEPARATOR)
+    parts = path.split(SEPARATOR)
+    if not size:  # AdamW counts its steps in scalars
+        return None
+    if parts[-1] == "gradients":
+        leaf = f"gradients/{leaf}"
+        leaf = f"critic/{leaf}" if "critic" in parts else leaf
+    elif "critic" in parts:
+        leaf = f"critic/weight/{leaf}"
+    owner = sharded.get(leaf)
     if owner is not None and owner.shape != size:
         raise ValueError(f"{name} has shape {list(size)}, expected {list(owner.shape)}")
     return owner if isinstance(owner, DTensor) else None

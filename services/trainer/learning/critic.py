@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,8 @@ from services.trainer.learning.optimizer import (
     learning_rate,
     make_optimizer,
 )
-from services.trainer.learning.packing import PackedBatch
+from services.trainer.learning.packing import PackedBatch, one_token
+from services.trainer.learning.ranks import RankBatches, RankGroup
 from services.trainer.learning.samples import Row, TrainingBatch, by_token, response_lengths
 from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
@@ -39,54 +41,89 @@ from troupe.rpc import FailedPrecondition
 # Prefix of the critic's tensors in the optimizer state, and the name of its weights below it.
 _PREFIX = "critic/"
 _WEIGHT = "weight"
-# Function that packs rows into forward passes on the device; raises `Stopped` between them.
-Pack = Callable[[Sequence[Row], threading.Event | None], Iterator[PackedBatch]]
+# Function that packs rows, this rank's, into forward passes (`RankBatches`).
+Pack = Callable[[Sequence[Row], threading.Event | None], RankBatches]
+
+
+def critic_module(policy: Any) -> Any:
+    """A copy of the trunk of the model `policy`, with a new output layer of zeros.
+
+    Frozen weights stay shared: the critic of a policy with an adapter is an adapter, too.
+    """
+    memo: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    # The `Adapter` of the policy refers to the policy's own parameters.
+    memo[id(getattr(policy, "troupe_adapter", None))] = None
+    weight = policy.get_output_embeddings().weight
+    return with_value_head(copy.deepcopy(policy, memo), weight.device)
+
+
+def with_value_head(module: Any, device: torch.device) -> Any:
+    """A language model (which may be on the meta device) with a value function in place of its
+    output layer, which is on `device`."""
+    module.set_output_embeddings(ValueHead(module.get_output_embeddings().weight, device))
+    # Disabled, as a soft cap on logits (Gemma) would bound the values.
+    config = module.config.get_text_config()
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        config.final_logit_softcapping = None
+    return module
 
 
 class Critic:
     """The value function V(s_t) of one policy, and its optimizer."""
 
     def __init__(
-        self, policy: Any, spec: CriticSpec, pack: Pack, offload: Offload, *, bfloat16: bool
+        self,
+        module: Any,
+        spec: CriticSpec,
+        pack: Pack,
+        offload: Offload,
+        device: torch.device,
+        bfloat16: bool,
+        ranks: RankGroup,
     ) -> None:
-        """Copy the trunk of the model `policy`, with a new output layer of zeros.
+        """`module`: with a value head (`critic_module`), or this rank's shards of it.
 
-        Frozen weights stay shared: the critic of a policy with an adapter is an adapter, too.
-        `bfloat16`: compute under autocast to bfloat16. `offload`: unless "none", with moments in
-        host memory; the weights stay on the device.
+        `bfloat16`: compute under autocast to bfloat16. `ranks`: those that hold the other parts.
+        `offload`: unless "none", with moments in host memory; the weights stay on the device.
         """
-        memo: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
-        # The `Adapter` of the policy refers to the policy's own parameters.
-        memo[id(getattr(policy, "troupe_adapter", None))] = None
-        module = copy.deepcopy(policy, memo)
-        self._head = _ValueHead(module.get_output_embeddings().weight)
-        module.set_output_embeddings(self._head)
-        # Disabled, as a soft cap on logits (Gemma) would bound the values.
-        config = module.config.get_text_config()
-        if getattr(config, "final_logit_softcapping", None) is not None:
-            config.final_logit_softcapping = None
         # Longest input: later positions cannot be embedded (GPT-2) or were never trained.
+        config = module.config.get_text_config()
         self._positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self._module = module
         self._spec, self._pack, self._bfloat16 = spec, pack, bfloat16
+        self._device, self._ranks = device, ranks
         self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.parameters = list(self._trained.values())
         self.gradients = Gradients(self.parameters)
         self._optimizer = make_optimizer(module, spec.optimizer, offload)
-        self._pooled = PooledParameters(self._trained, self.parameters)
+        # Of a gang, FSDP owns the memory of the parameters.
+        own = self._trained if ranks.size == 1 else {}
+        self._pooled = PooledParameters(own, list(own.values()))
         self._statistics = ValueStatistics()
         self._tokens = 0
 
     def estimate(self, rows: Sequence[Row], stop: threading.Event | None) -> TrainingBatch:
         """Compute values, advantages and returns of whole chains with the current weights.
 
-        The returned batch's rows have their advantages by token. Raises `Stopped`.
+        The returned batch's rows have their advantages by token. In a gang every rank gets all
+        rows, computes its share and has the values of all. Raises `Stopped`.
         """
-        views = [self._view(row) for row in rows]
-        values = self._head.weight.new_empty(sum(response_lengths(rows)))
+        views, order = self._share(rows)
+        dtype = self._module.get_output_embeddings().weight.dtype
+        values = torch.zeros(sum(response_lengths(rows)), dtype=dtype, device=self._device)
+        smallest = functools.partial(self._values, one_token(self._device))
+        batches = self._pack(views, stop)
         with torch.no_grad():
-            for batch in self._pack(views, stop):
-                values[batch.order] = self._values(batch)
+            for batch in batches:
+                if batch is None:
+                    batches.run(smallest, smallest)
+                    continue
+                here = batch.to(self._device)
+                found = batches.run(functools.partial(self._values, here), smallest)
+                if found is not None:
+                    values[order[here.order]] = found
+        if self._ranks.size > 1:
+            values = self._ranks.summed(values.cpu()).to(self._device)
         advantages = chained_advantages(
             rows, values, gamma=self._spec.gamma, gae_lambda=self._spec.gae_lambda
         )
@@ -101,20 +138,53 @@ class Critic:
         assert batch.values is not None, "the batch is an estimate of a critic"
         assert batch.returns is not None, "the batch is an estimate of a critic"
         clip = self._spec.value_clip
+        views, order = self._share(batch.rows)
+        batches = self._pack(views, stop)
         found = []
-        for packed in self._pack([self._view(row) for row in batch.rows], stop):
-            returns, old = batch.returns[packed.order], batch.values[packed.order]
-            values = self._values(packed)
-            loss = value_loss(values, returns, old, clip).sum()
-            if not torch.isfinite(loss):
-                return f"the value loss of a micro-batch is {loss.item()}"
-            torch.autograd.backward(loss)
-            found.append((values.detach(), returns, old))
+        for packed in batches:
+            if packed is None:
+                batches.run(self._smallest_pass, self._smallest_pass)
+                continue
+            here = packed.to(self._device)
+            place = order[here.order]
+            given = batch.returns[place], batch.values[place]
+            one = functools.partial(self._pass, here, *given)
+            if (result := batches.run(one, self._smallest_pass)) is not None:
+                batches.problem, values = result
+                found.append((values, *given))
         # Not before: passes that run out of memory are repeated, all of them (pass_budget.py).
         for values, returns, old in found:
             self._statistics.add(values, returns, old, clip)
-            self._tokens += len(values)
-        return ""
+        # All ranks divide by the tokens of all.
+        self._tokens += sum(response_lengths(batch.rows))
+        return batches.problem
+
+    def _pass(
+        self, batch: PackedBatch, returns: torch.Tensor, old: torch.Tensor
+    ) -> tuple[str, torch.Tensor]:
+        """Add the gradient of one pass: why it cannot be used, and the values [N]."""
+        values = self._values(batch)
+        loss = value_loss(values, returns, old, self._spec.value_clip).sum()
+        problem = ""
+        if not torch.isfinite(loss):
+            problem = f"the value loss of a micro-batch is {loss.item()}"
+        # Also for a loss that is discarded: other ranks need this pass.
+        torch.autograd.backward(loss)
+        return problem, values.detach()
+
+    def _smallest_pass(self) -> None:
+        """Take part in a pass of other ranks."""
+        torch.autograd.backward(self._values(one_token(self._device)).sum() * 0.0)
+
+    def _share(self, rows: Sequence[Row]) -> tuple[list[Row], torch.Tensor]:
+        """The input rows that this rank computes, and where their response tokens are among those
+        of all rows: int64 [N], on the device."""
+        views = [self._view(row) for row in rows]
+        mine = self._ranks.share(views)
+        starts = np.cumsum([0, *response_lengths(rows)])
+        places = [np.arange(starts[i], starts[i + 1]) for i in mine] or [np.arange(0)]
+        order = torch.from_numpy(np.concatenate(places)).to(self._device)
+        return [views[i] for i in mine], order
 
     def finish(self) -> float:
         """Turn the summed gradient into a mean over tokens and clip it; returns its norm before."""
@@ -137,8 +207,33 @@ class Critic:
         self._statistics = ValueStatistics()
 
     def metrics(self) -> dict[str, float]:
-        """The value statistics of the current step."""
-        return self._statistics.metrics() if self._statistics.tokens else {}
+        """The value statistics of the current step, of all ranks."""
+        found = self._ranks.merged(self._statistics)
+        return found.metrics() if found.tokens else {}
+
+    def leave_statistics(self, *, here: bool) -> None:
+        """Have one rank of a gang hold the statistics of all of them; `here`: it is this one."""
+        merged = self._ranks.merged(self._statistics)
+        self._statistics = merged if here else ValueStatistics()
+
+    def without_statistics(
+        self, tensors: dict[str, torch.Tensor], values: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """A suspended state (`Learner.suspended`) with zeros for the statistics of the critic,
+        which another rank continues."""
+        begin = f"{_PREFIX}statistics/"
+        fresh, counts = suspension.split_fields(ValueStatistics())
+        found = {name: t for name, t in tensors.items() if not name.startswith(begin)}
+        found |= {f"{begin}{name}": t for name, t in fresh.items()}
+        return found, {**values, "critic": {**values["critic"], "statistics": counts}}
+
+    def sharded(self) -> dict[str, torch.Tensor]:
+        """The parameters by their names in `state`, and in gradients of `step_state`."""
+        named = {n: p.detach() for n, p in self._trained.items()}
+        numbered = {str(i): p for i, p in enumerate(named.values())}
+        return suspension.under(f"{_PREFIX}{_WEIGHT}", named) | suspension.under(
+            f"{_PREFIX}gradients", numbered
+        )
 
     def state(self) -> dict[str, torch.Tensor]:
         """Weights by `critic/weight/{parameter}`, moments by `critic/{slot}/{parameter}`."""
@@ -162,7 +257,7 @@ class Critic:
         found, own = ({n: t.shape for n, t in one.items()} for one in (weights, self._trained))
         if wrong := shape_difference(found, own):
             raise TensorsDoNotFit(f"the state's weights are not the critic's: {wrong}")
-        if copy:
+        if copy or self._ranks.size > 1:
             with torch.no_grad():
                 for name, parameter in self._trained.items():
                     parameter.copy_(weights[name])
@@ -228,13 +323,13 @@ class Critic:
             return response_logits(self._module, batch)[:, 0]
 
 
-class _ValueHead(torch.nn.Linear):
+class ValueHead(torch.nn.Linear):
     """The critic's output layer: one number per hidden state, in float32 or better."""
 
-    def __init__(self, replaced: torch.Tensor) -> None:
+    def __init__(self, replaced: torch.Tensor, device: torch.device) -> None:
         """Make a layer of zeros for the inputs of an output layer with weight `replaced` [V, d]."""
         dtype = torch.promote_types(replaced.dtype, torch.float32)
-        super().__init__(replaced.shape[1], 1, device=replaced.device, dtype=dtype)
+        super().__init__(replaced.shape[1], 1, device=device, dtype=dtype)
         torch.nn.init.zeros_(self.weight)
         torch.nn.init.zeros_(self.bias)
 

@@ -19,7 +19,7 @@ import torch
 from services.trainer.learning.attention import PACKED
 from services.trainer.learning.cpu_threads import twin
 from services.trainer.learning.lora import adapter_of
-from services.trainer.learning.lora_bases import FrozenBase
+from services.trainer.learning.lora_bases import AdaptedBase
 from services.trainer.learning.packing import PackedBatch, PassCosts, plan
 from services.trainer.learning.samples import Row
 from troupe.adapters.merge import Tensors, distinct_tensors
@@ -62,7 +62,7 @@ class TrainedModel:
         # Distinct parameters, frozen ones included.
         self.num_parameters: int = sum(p.numel() for p in self.module.parameters())
         # The frozen weights under an adapter; None where all weights are trained.
-        self.base: FrozenBase | None = self._adapter.base if self._adapter else None
+        self.base: AdaptedBase | None = self._adapter.base if self._adapter else None
         self._published_type = published_type
 
     def frozen_copy(self, weights: Mapping[str, torch.Tensor]) -> Any:

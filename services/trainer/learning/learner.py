@@ -22,7 +22,7 @@ import torch
 from torch.utils import deterministic
 
 from services.trainer.learning.advantages import AdvantageEstimator
-from services.trainer.learning.critic import Critic
+from services.trainer.learning.critic import Critic, critic_module
 from services.trainer.learning.forward import TrainedModel
 from services.trainer.learning.model import load_teacher, positions_of
 from services.trainer.learning.optimizer import (
@@ -542,6 +542,7 @@ class Learner:
 
     # Always False, as the state is in this process (see `GangLearner.lost`).
     lost = False
+    _critic_module = staticmethod(critic_module)
 
     def __init__(
         self,
@@ -567,12 +568,10 @@ class Learner:
             dtype = getattr(torch, self._policy.language_model.weight_dtype)
             model = TrainedModel(model, device or torch.device("cpu"), dtype)
         self._trained: TrainedModel = model
-        # The Hugging Face model.
         self.model: Any = model.module
         self.base, self.num_parameters = self._trained.base, self._trained.num_parameters
         # Number of token embeddings: token ids are below it.
         self.vocabulary = self._trained.vocabulary
-        # Whether the loss needs log-probs of the first version that samples do not bring.
         self.needs_reference = spec.needs_reference
         offload = self._policy.trainer.offload
         self._optimizer = make_optimizer(self.model, self._policy.optimizer, offload)
@@ -593,9 +592,10 @@ class Learner:
         self._critic: Critic | None = None
         value_function = spec.algorithm.value_function
         if value_function and self._policy.trainable and self._policy.simulated is None:
-            bfloat16 = self._policy.language_model.weight_dtype == "bfloat16"
-            pack = self._passes.packed_batches
-            self._critic = Critic(self.model, value_function, pack, offload, bfloat16=bfloat16)
+            module, pack = self._critic_module(self.model), self._passes.rank_batches
+            half = self._policy.language_model.weight_dtype == "bfloat16"
+            where = self._trained.device, half, self._ranks
+            self._critic = Critic(module, value_function, pack, offload, *where)
         self._step = Accumulation(
             spec,
             policy,

@@ -13,8 +13,9 @@ import structlog
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from services.trainer.learning.lora_bases import FrozenBase
+from services.trainer.learning.lora_bases import AdaptedBase, FrozenBase
 from troupe.adapters import AdapterContent, linear_layers, output_layer
 from troupe.adapters.content import PREFIX
 from troupe.adapters.merge import Tensors
@@ -35,10 +36,10 @@ _UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "al
 class Adapter:
     """The trained weights of an adapted model: A and B of every adapted layer, in float32."""
 
-    def __init__(self, module: Any, base: FrozenBase, content: AdapterContent) -> None:
+    def __init__(self, module: Any, base: AdaptedBase, content: AdapterContent) -> None:
         """`content`: rank, scale and layers; its tensors are the module's parameters."""
         self.base = base
-        self._about = content
+        self._about = replace(content, base=base.checksum)
         self._parameters: dict[str, torch.nn.Parameter] = {
             f"{PREFIX}{name.removesuffix(_INFIX)}.weight": parameter
             for name, parameter in module.named_parameters()
@@ -65,17 +66,23 @@ class Adapter:
             raise TensorsDoNotFit(f"the weights are not this adapter's: {wrong}")
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(weights[name])
+                given = weights[name]
+                if isinstance(parameter, DTensor) and not isinstance(given, DTensor):
+                    mesh = parameter.device_mesh
+                    there = given.to(mesh.device_type, parameter.dtype)
+                    given = distribute_tensor(there, mesh, parameter.placements)
+                parameter.copy_(given)
 
     def frozen(self, weights: Mapping[str, torch.Tensor]) -> Any:
         """A module with the adapter `weights`, without gradients, over the same base tensors.
 
         An adapter that changes nothing (B = 0) is left out.
         """
+        assert isinstance(self.base, FrozenBase), "a gang has its own way"
         module = self.base.twin()
         if any(bool(t.any()) for name, t in weights.items() if ".lora_B." in name):
-            other = _inject(module, self._about, 0.0, self.base)
-            other.load(weights)
+            inject(module, self._about, 0.0)
+            Adapter(module, self.base, self._about).load(weights)
         return module.requires_grad_(False)
 
 
@@ -96,6 +103,19 @@ def adapted_model(policy: str, lora: LoraSpec, base: FrozenBase, seed: int) -> A
     Raises InvalidArgument of kind "lora_invalid", naming the field.
     """
     module = base.twin()
+    about = described_adapter(policy, lora, module)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject(module, about, lora.dropout)
+    module.troupe_adapter = Adapter(module, base, about)
+    return module
+
+
+def described_adapter(policy: str, lora: LoraSpec, module: Any) -> AdapterContent:
+    """Rank, scale and layers of a job's adapter in `module`, without tensors and base.
+
+    Raises InvalidArgument of kind "lora_invalid", naming the field.
+    """
     shapes, unknown = linear_layers(module, lora.target_modules)
     if unknown or not shapes:
         raise _unknown_layers(policy, module, unknown)
@@ -116,17 +136,13 @@ def adapted_model(policy: str, lora: LoraSpec, base: FrozenBase, seed: int) -> A
             remedy="These names are adapted in dense layers and shared experts alone; routed "
             "experts keep the base's weights.",
         )
-    about = AdapterContent(
-        base.checksum,
+    return AdapterContent(
+        "",
         lora.rank,
         lora.alpha,
         tuple(sorted({name.rpartition(".")[2] for name in shapes})),
         any(type(module.get_submodule(name)).__name__ == "Conv1D" for name in shapes),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module.troupe_adapter = _inject(module, about, lora.dropout, base)
-    return module
 
 
 def adapter_of(module: Any) -> Adapter | None:
@@ -135,7 +151,8 @@ def adapter_of(module: Any) -> Adapter | None:
     return found
 
 
-def _inject(module: Any, about: AdapterContent, dropout: float, base: FrozenBase) -> Adapter:
+def inject(module: Any, about: AdapterContent, dropout: float) -> None:
+    """Put PEFT's layers of an adapter into `module`: A from torch's generator, B = 0."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -158,7 +175,6 @@ def _inject(module: Any, about: AdapterContent, dropout: float, base: FrozenBase
             if dropout:
                 layer.lora_dropout[_NAME] = _Dropout(dropout)
     module.eval()
-    return Adapter(module, base, about)
 
 
 def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgument:

@@ -9,12 +9,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
 from troupe.adapters.merge import distinct_tensors
-from troupe.checkpoints.format import CheckpointFormat, in_float32, keep_float32
+from troupe.checkpoints.format import CheckpointFormat, cast
 from troupe.job import ModelSpec
 from troupe.transfer import DeferredTensors, checksum_of
 
@@ -23,6 +23,21 @@ _LOCK: Final = threading.Lock()
 # The bases in use; weak, so that unused ones are freed.
 _BY_SOURCE: Final = weakref.WeakValueDictionary[Source, "FrozenBase"]()
 _BY_CONTENT: Final = weakref.WeakValueDictionary[Source, "FrozenBase"]()
+
+
+class AdaptedBase(Protocol):
+    """The frozen weights under an adapter, whoever holds them."""
+
+    @property
+    def module(self) -> Any:
+        """The model that they are of, which may be on the meta device."""
+
+    @property
+    def checksum(self) -> str:
+        """That of `weights`."""
+
+    def weights(self) -> DeferredTensors:
+        """The tensors that engines load, in checkpoint format."""
 
 
 class FrozenBase:
@@ -51,28 +66,25 @@ def frozen_base(
 
     `seed` matters for random weights only. Raises what `load` raises.
     """
-    source = (*_source(model, seed), model.weight_dtype, str(device))
+    source = base_source(model, seed, str(device))
     with _LOCK:
         known = _BY_SOURCE.get(source)
         if known is None:
-            fresh = FrozenBase(_cast(load(), getattr(torch, model.weight_dtype), device))
+            fresh = FrozenBase(
+                cast(load(), getattr(torch, model.weight_dtype), device).requires_grad_(False)
+            )
             # Two paths may have the same weights, so also look up the content.
             content = (fresh.checksum, _architecture(fresh.module), str(device))
             known = _BY_SOURCE[source] = _BY_CONTENT.setdefault(content, fresh)
         return known
 
 
-def _cast(module: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    exact = in_float32(module, dtype)
-    module = module.to(device=device, dtype=dtype).requires_grad_(False)
-    keep_float32(module, exact)
-    return module
-
-
-def _source(model: ModelSpec, seed: int) -> Source:
+def base_source(model: ModelSpec, seed: int, device: str) -> Source:
+    """What distinguishes the base of `model` on a device from others."""
+    kept = model.weight_dtype, device
     if model.path is not None:
-        return "path", model.path, model.revision or "", *_files(Path(model.path))
-    return "config", json.dumps(model.config, sort_keys=True), str(seed)
+        return "path", model.path, model.revision or "", *_files(Path(model.path)), *kept
+    return "config", json.dumps(model.config, sort_keys=True), str(seed), *kept
 
 
 def _files(directory: Path) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from services.trainer.learning.lora import adapted_model, begin_with
 from services.trainer.learning.lora_bases import frozen_base
 from troupe.adapters import linear_layers
-from troupe.checkpoints.format import ModelArrangement
+from troupe.checkpoints.format import ModelArrangement, cast
 from troupe.checkpoints.reading import StoredTensors, checkpoint_folder
 from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
 from troupe.checkpoints.verifying import verify
@@ -62,6 +62,14 @@ def load_teacher(name: str, spec: JobSpec, vocabulary: int) -> Any:
     """
     spec = with_dtype(name, spec)
     model = load_model(name, spec.policies[name], spec.seed).requires_grad_(False)
+    check_teacher(name, model, vocabulary)
+    half = spec.policies[name].language_model.weight_dtype == "bfloat16"
+    return cast(model, torch.bfloat16) if half else model
+
+
+def check_teacher(name: str, model: Any, vocabulary: int) -> None:
+    """Raise InvalidArgument of kind "teacher_vocabulary" unless `model` knows every token of a
+    student with `vocabulary` tokens."""
     found = int(model.get_input_embeddings().weight.shape[0])
     if found < vocabulary:
         raise InvalidArgument(
@@ -72,8 +80,6 @@ def load_teacher(name: str, spec: JobSpec, vocabulary: int) -> Any:
             remedy="Choose a teacher with at least the student's vocabulary, or "
             "`distillation.divergence: sampled`.",
         )
-    half = spec.policies[name].language_model.weight_dtype == "bfloat16"
-    return model.bfloat16() if half else model
 
 
 def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device) -> Any:
@@ -86,13 +92,16 @@ def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device)
     "adapter_unusable".
     """
     assert spec.lora is not None  # checked by the caller
-    base = frozen_base(
-        spec.language_model, seed, device, lambda: _load(policy, spec, policy_seed(seed, _BASE))
-    )
+    base = frozen_base(spec.language_model, seed, device, lambda: load_base(policy, spec, seed))
     model = adapted_model(policy, spec.lora, base, policy_seed(seed, policy))
     if spec.lora.path is not None:
         begin_with(policy, spec.lora, model)
     return model
+
+
+def load_base(policy: str, spec: PolicySpec, seed: int) -> Any:
+    """Load the model under an adapter, in float32 on the CPU. Raises as `load_model`."""
+    return _load(policy, spec, policy_seed(seed, _BASE))
 
 
 def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
@@ -110,7 +119,7 @@ def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
             verify(Path(source.path), ".safetensors")
             model = load_causal_lm(source.path, revision=source.revision, dtype=torch.float32)
         except Exception as error:
-            raise _explain(policy, source.path, error, source.revision) from error
+            raise load_problem(policy, source.path, error, source.revision) from error
     model.eval()  # with dropout every token would be off-policy
     return model
 
@@ -128,7 +137,7 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
         try:
             config = AutoConfig.from_pretrained(source.path, revision=source.revision)
         except Exception as error:
-            raise _explain(policy, source.path, error, source.revision) from error
+            raise load_problem(policy, source.path, error, source.revision) from error
     if method := quantization_of(config.to_dict()):
         raise InvalidArgument(
             f"its weights are quantized ({method})",
@@ -163,7 +172,7 @@ def outline(policy: str, spec: PolicySpec) -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:
         if path is not None:
-            raise _explain(policy, path, error) from error
+            raise load_problem(policy, path, error) from error
         raise _no_model(policy, config.model_type, error) from error
 
 
@@ -351,7 +360,7 @@ def _no_model(policy: str, model_type: str, error: Exception) -> InvalidArgument
     )
 
 
-def _explain(
+def load_problem(
     policy: str, path: str, error: Exception, revision: str | None = None
 ) -> InvalidArgument:
     kind, remedy = "model_not_found", _HUB_REMEDY

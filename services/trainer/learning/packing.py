@@ -412,3 +412,10 @@ def _common_prefix(left: Ints, right: Ints) -> int:
 
 def _concatenate(arrays: list[Ints]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays))
+
+
+def one_token(device: torch.device) -> PackedBatch:
+    """A batch without rows, for a rank that takes part in a pass of others."""
+    ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return PackedBatch(ids, zero, zero, zero, spans=(1,))

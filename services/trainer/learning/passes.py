@@ -26,7 +26,7 @@ from services.trainer.learning.attention import PACKED, packed_attention
 from services.trainer.learning.cpu_kernels import layers_of, use_kernels
 from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_splitting
 from services.trainer.learning.forward import Forward, Teaching, TrainedModel, costs_of
-from services.trainer.learning.packing import PackedBatch, plan
+from services.trainer.learning.packing import PackedBatch, one_token, plan
 from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
 from services.trainer.learning.samples import Row, TrainingBatch, response_lengths
 from services.trainer.memory.pass_budget import PassBudget
@@ -631,7 +631,7 @@ class Passes:
 
     def _empty_pass(self, teacher: str) -> None:
         """Take part in a pass without rows, for another rank that has one more batch."""
-        batch = self._empty_batch()
+        batch = one_token(self._model.device)
         temperatures = torch.ones((1, 1), dtype=self._model.dtype, device=self._model.device)
         if self._penalised and self._own_model.reference is not None:
             with self._autocast():
@@ -646,11 +646,6 @@ class Passes:
                 ),
             )
         torch.autograd.backward(loss)
-
-    def _empty_batch(self) -> PackedBatch:
-        ids = torch.zeros((1, 1), dtype=torch.int64, device=self._model.device)
-        zero = torch.zeros(1, dtype=torch.int64, device=self._model.device)
-        return PackedBatch(ids, zero, zero, zero, spans=(1,))
 
     def log_ratios(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
         """log(pi/pi_ref) of each row's response, summed over its tokens; float64 [n], on the CPU.
@@ -679,7 +674,7 @@ class Passes:
 
         def compute() -> torch.Tensor:
             found = torch.zeros(len(rows), dtype=torch.float64)
-            smallest = functools.partial(gaps, self._empty_batch())
+            smallest = functools.partial(gaps, one_token(self._model.device))
             batches = self._ranks.batches(self._plan(own), stop)
             for batch in batches:
                 one = smallest if batch is None else functools.partial(gaps, batch)
@@ -714,6 +709,10 @@ class Passes:
             if stop is not None and stop.is_set():
                 raise Stopped
             yield batch.to(self._model.device)
+
+    def rank_batches(self, rows: Sequence[Row], stop: threading.Event | None) -> RankBatches:
+        """Batches of rows that this rank computes; None while others have more."""
+        return self._ranks.batches(self._plan(rows), stop)
 
     def _reference_logprobs(
         self, model: _ThreadModel, batch: PackedBatch, own: TokenColumns

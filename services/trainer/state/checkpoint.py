@@ -21,7 +21,6 @@ from services.trainer.learning.lora import Adapter, adapter_of
 from services.trainer.learning.model import with_dtype
 from services.trainer.state.training_state import StateStore, reported, sync_directory, sync_file
 from services.trainer.versions import Versions
-from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints.format import CheckpointFormat, is_transformers
 from troupe.checkpoints.reading import StoredTensors
 from troupe.checkpoints.retention import prune
@@ -29,6 +28,7 @@ from troupe.checkpoints.verifying import Lineage, digests
 from troupe.checkpoints.writing import write_checkpoint
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition
+from troupe.transfer import DeferredTensors
 from troupe.transfer.checksum import checksum_of, dtype_name
 
 # The file of published tensors, if they differ from the checkpoint's own.
@@ -179,7 +179,9 @@ def _write_model(
         # Everything except the weights, of which the library would make a second copy.
         model.save_pretrained(folder, state_dict={})
         (folder / "model.safetensors").unlink(missing_ok=True)
-        tensors = CheckpointFormat(model, dtype).of(weights)
+        tensors = weights
+        if not isinstance(tensors, DeferredTensors):
+            tensors = CheckpointFormat(model, dtype).of(weights)
         progress.begin(tensors.nbytes)
         found = write_checkpoint(folder, tensors, progress.add)
     else:
@@ -202,7 +204,7 @@ def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer:
     def fill(folder: Path) -> None:
         module = adapter.base.module
         dtype = next(module.parameters()).dtype
-        _write_model(folder, module, distinct_tensors(module), dtype, CheckpointProgress())
+        _write_model(folder, module, adapter.base.weights(), dtype, CheckpointProgress())
         tokenizer.save_pretrained(folder)
 
     _write_whole(place, fill)

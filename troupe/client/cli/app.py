@@ -47,7 +47,7 @@ from troupe.client.cli.slurm import slurm
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
 from troupe.client.cli.workflow import app as workflow
-from troupe.client.records import Cluster
+from troupe.client.records import Binding, Cluster
 from troupe.client.sync import Client
 from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
 from troupe.cluster.embedded import EmbeddedCluster
@@ -520,13 +520,19 @@ def _print_trainers(console: Console, cluster: Cluster) -> None:
         table.add_row(
             binding.job_id,
             binding.policy,
-            "prefetched" if binding.prefetched else binding.state,
+            _binding_state(binding),
             str(binding.version),
             str(binding.samples),
             str(binding.swaps),
             f"{binding.swap_seconds:.2f}",
         )
     console.print(table)
+
+
+def _binding_state(binding: Binding) -> str:
+    if binding.load_bytes:
+        return f"loading {binding.loaded_bytes / binding.load_bytes:.0%}"
+    return "prefetched" if binding.prefetched else binding.state
 
 
 def _print_devices(console: Console, cluster: Cluster) -> None:

@@ -1,0 +1,448 @@
+"""Loads a model into the shards of a gang's ranks, none of which holds the whole model.
+
+The model is made on the meta device, without memory, and sharded; then each rank reads the rows of
+each tensor that its shard consists of. A tensor that a checkpoint has in another form than the
+model (a mixture's experts, which are one tensor in memory) is converted by transformers' own
+operations, from the rows alone where these allow it, else whole, one group at a time.
+
+Weights that are in no safetensors file (random ones, other formats) are made whole by rank 0 alone,
+and given to the others one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from services.trainer.gang.group import GangGroup
+from services.trainer.learning.critic import ValueHead
+from services.trainer.learning.model import load_problem, outline
+from troupe.checkpoints.format import (
+    Conversion,
+    ModelArrangement,
+    cast,
+    is_transformers,
+)
+from troupe.checkpoints.reading import StoredTensors, checkpoint_folder, weight_files
+from troupe.checkpoints.tensors import claims_tied, fitted, untied
+from troupe.checkpoints.verifying import verify
+from troupe.job import ModelSpec, PolicySpec
+from troupe.rpc import DeadlineExceeded, TroupeError, from_status, to_status
+
+T = TypeVar("T")
+# Seconds between the exchanges of ranks that load.
+_EXCHANGE_SECONDS: Final = 0.2
+_FIRST_SECONDS: Final = 0.01
+# A disk or network that brings less is not waited for.
+_SLOWEST_BYTES_PER_SECOND: Final = 20e6
+
+
+def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
+    """Shard `module`, which is equal on all ranks, over the devices of `mesh` (FSDP2).
+
+    Layers are gathered one at a time. Gradients are sums over ranks, not means: the step divides
+    once, by the tokens of all of them. `half`: gather in bfloat16; sums are float32 all the same.
+    """
+    how: dict[str, Any] = {"mesh": mesh}
+    if half and mesh.device_type == "cuda":
+        how["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    kinds = set(getattr(module, "_no_split_modules", None) or ())
+    for part in list(module.modules()):
+        if type(part).__name__ in kinds:
+            fully_shard(part, **how)
+        elif isinstance(part, ValueHead):
+            fully_shard(part, mesh=mesh)  # in float32 in any case
+    # The root too, so that its weights are sharded between passes, also after a forward pass only.
+    fully_shard(module, **how, reshard_after_forward=True)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            # Gloo can only sum, and a sum is bitwise the same without pre-division.
+            part.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+class LoadProgress:
+    """Bytes that a rank has to load, and those that it has; `add` ends a load that was given up."""
+
+    def __init__(self) -> None:
+        self.total, self.done = 0, 0
+        self.given_up = threading.Event()
+
+    def add(self, nbytes: int) -> None:
+        """Some more bytes are loaded. Raises TimeoutError once another rank has failed."""
+        self.done += nbytes
+        if self.given_up.is_set():
+            raise TimeoutError("another rank of the gang could not load its part")
+
+
+def together(group: GangGroup, what: str, work: Callable[[LoadProgress], T]) -> T:
+    """Call `work` on all ranks at once, and wait for all of them; all ranks must call this.
+
+    Ranks exchange meanwhile what they have loaded, so that one that works is waited for, by the
+    bytes that it has to load, and one that has died is noticed within the gang's timeout. A
+    `TroupeError` of one rank is raised on all. Raises DeadlineExceeded of kind "gang_load_slow".
+    """
+    progress, found, problems = LoadProgress(), [], []
+
+    def run() -> None:
+        try:
+            found.append(work(progress))
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=run, name="load", daemon=True)
+    thread.start()
+    began, pause = time.monotonic(), _FIRST_SECONDS
+    while True:
+        thread.join(pause)
+        pause = min(_EXCHANGE_SECONDS, 2 * pause)
+        elapsed = int(time.monotonic() - began) if group.rank == 0 else 0
+        ended = not thread.is_alive()
+        mine = [progress.done, progress.total, ended, ended and bool(problems), elapsed]
+        done, total, finished, failed, seconds = group.summed(torch.tensor(mine)).tolist()
+        group.report_load(done, total)
+        if finished == group.size:
+            break
+        limit = group.timeout_seconds + total / _SLOWEST_BYTES_PER_SECOND
+        if failed or seconds > limit:
+            progress.given_up.set()
+        if seconds > limit + group.timeout_seconds:
+            raise DeadlineExceeded(
+                f"{what}: {done:,} of {total:,} bytes were loaded in {seconds} s",
+                kind="gang_load_slow",
+                remedy="Keep the model on a disk of the trainers' hosts, or a faster share.",
+            )
+    problem = next(iter(problems), None)
+    refusal = to_status(problem) if isinstance(problem, TroupeError) else None
+    statuses = group.gather(b"" if refusal is None else refusal.SerializeToString())
+    for status in statuses:
+        if status:
+            raise from_status(status)
+    if problem is not None:
+        raise problem
+    if failed:
+        raise TimeoutError(f"{what}: another rank of the gang could not load its part")
+    return found[0]
+
+
+class MetaTensor:
+    """A tensor of a model on the meta device, and the modules that have it (several, if tied)."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._places: list[tuple[Any, str]] = []
+
+    def add(self, name: str, module: Any, leaf: str) -> None:
+        """One more name of it: that of attribute `leaf` of `module`."""
+        self.names.append(name)
+        self._places.append((module, leaf))
+
+    @property
+    def tensor(self) -> Any:
+        """What the modules have in its place now."""
+        module, leaf = self._places[0]
+        return getattr(module, leaf)
+
+    def within(self, modules: set[int]) -> bool:
+        """Drop places in modules of other ids; whether any are left."""
+        self._places = [one for one in self._places if id(one[0]) in modules]
+        return bool(self._places)
+
+    def part(self) -> tuple[torch.Size, range]:
+        """Shape of this rank's shard, and its rows: those of the tensor's first dimension."""
+        own = self.tensor
+        if not isinstance(own, DTensor):
+            return own.shape, range(own.shape[0] if own.ndim else 1)
+        shape, offset = compute_local_shape_and_global_offset(
+            own.shape, own.device_mesh, own.placements
+        )
+        return torch.Size(shape), range(offset[0], offset[0] + shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's shard."""
+        return self.part()[0].numel() * int(self.tensor.element_size())
+
+    def put(self, shard: torch.Tensor, device: torch.device) -> None:
+        """Give the modules this rank's shard, cast and on `device`."""
+        own = self.tensor
+        shard = shard.to(device=device, dtype=own.dtype).contiguous()
+        made: Any = shard
+        if isinstance(own, DTensor):
+            made = DTensor.from_local(
+                shard,
+                own.device_mesh,
+                own.placements,
+                run_check=False,
+                shape=own.shape,
+                stride=own.stride(),
+            )
+        if isinstance(own, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=own.requires_grad)
+        for module, leaf in self._places:
+            setattr(module, leaf, made)
+
+
+class MetaTensors:
+    """The parameters and persistent buffers of a model on the meta device, by name.
+
+    Made before the model is sharded: names and modules are those of a checkpoint's model, also
+    where adapters or another output layer are put into it afterwards.
+    """
+
+    def __init__(self, module: Any) -> None:
+        together: dict[int, MetaTensor] = {}
+        self._by_name: dict[str, MetaTensor] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            path, _, leaf = name.rpartition(".")
+            slot = self._by_name[name] = together.setdefault(id(tensor), MetaTensor())
+            slot.add(name, module.get_submodule(path), leaf)
+
+    def of(self, module: Any) -> dict[str, MetaTensor]:
+        """The slots of what `module` has become, by every name."""
+        modules = {id(one) for one in module.modules()}
+        return {name: slot for name, slot in self._by_name.items() if slot.within(modules)}
+
+
+class StoredModel:
+    """A checkpoint in safetensors files, in the form that the model needs."""
+
+    def __init__(self, policy: str, source: ModelSpec, outline: Any) -> None:
+        """Read the files' headers. Raises InvalidArgument as `load_model`."""
+        assert source.path is not None, "it has files"
+        self._policy, self._source = policy, source
+        try:
+            self._folder = checkpoint_folder(source.path, source.revision)
+            self._stored = StoredTensors.of_checkpoint(self._folder)
+            self._arrangement: ModelArrangement = fitted(outline, self._stored.layout)
+        except Exception as error:
+            raise self._explained(error) from error
+        # By the conversions, as `from_pretrained` does.
+        self._arrangement.note_in(outline)
+        self._ties = claims_tied(outline)
+        self._outline = outline
+
+    def verify(self, number: int, count: int) -> None:
+        """Compare every `count`th file, beginning with `number`, with its checksum, if it has one.
+
+        Raises InvalidArgument.
+        """
+        try:
+            for file in weight_files(self._folder)[number::count]:
+                verify(self._folder, file.name)
+        except Exception as error:
+            raise self._explained(error) from error
+
+    def fill(
+        self, slots: Mapping[str, MetaTensor], device: torch.device, progress: LoadProgress
+    ) -> None:
+        """Read this rank's shards of `slots` to `device`. Raises InvalidArgument."""
+        filled: dict[int, torch.Tensor] = {}
+        try:
+            for one in self._arrangement.conversions:
+                for name, shard in self._shards(one, slots):
+                    slot = slots[name]
+                    before = filled.setdefault(id(slot), shard)
+                    if before is not shard:  # a tied tensor that the files have twice
+                        if self._ties and not torch.equal(before, shard):
+                            raise untied(self._outline)
+                        continue
+                    slot.put(shard, device)
+                    filled[id(slot)] = shard if len(slot.names) > 1 else shard.new_empty(0)
+                    progress.add(slot.nbytes)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            raise self._explained(error) from error
+
+    def _shards(
+        self, one: Conversion, slots: Mapping[str, MetaTensor]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """This rank's shards of what a conversion makes, by names in the model."""
+        wanted = {name: slots[name] for name in one.layout if name in slots}
+        if not wanted:
+            return []
+        stored = self._stored
+        if one.renames is not None:
+            source, target = one.renames
+            slot = wanted[target]
+            rows = slot.part()[1] if stored.layout[source].ndim else None
+            return [(target, stored.read(source, slot.tensor.dtype, rows))]
+        if len(wanted) == len(one.layout) == 1:
+            ((name, slot),) = wanted.items()
+            shape, rows = slot.part()
+            if not rows:
+                return [(name, torch.empty(shape))]
+            if (part := one.rows(rows)) is not None:
+                return [(name, part.convert(stored.read)[name])]
+        whole = one.convert(stored.read)
+        return [(name, whole[name][_slice(slot.part()[1])]) for name, slot in wanted.items()]
+
+    def _explained(self, error: Exception) -> Exception:
+        if isinstance(error, TroupeError):
+            return error
+        path = self._source.path
+        assert path is not None, "it has files"
+        return load_problem(self._policy, path, error, self._source.revision)
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
+
+
+def load_sharded(
+    group: GangGroup,
+    device: torch.device,
+    policy: str,
+    spec: PolicySpec,
+    whole: Callable[[], Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    half: bool = False,
+    prepare: Callable[[Any], Any] = lambda module: module,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    shared: bool = False,
+) -> Any:
+    """This rank's shards of a policy's model, in evaluation mode; all ranks must call it.
+
+    `whole`: makes the model where it has no safetensors files. `dtype`: that of its parameters;
+    `half`: see `shard`. `prepare`: puts further modules into the model (on the meta device) before
+    it is sharded. `weights`: shards to copy, in place of those in the files; `shared`: to use
+    themselves. Raises as `load_model` and `together`.
+    """
+    module = cast(outline(policy, spec), dtype).eval()
+    slots = MetaTensors(module)
+    source = spec.language_model
+    stored = None if weights is not None else _stored_model(group, policy, source, module)
+    module = prepare(module)
+    # Its own modules are not on the meta device.
+    module = group.collectives.follow(shard(module, group.mesh, half=half))
+    wanted = slots.of(module)
+
+    def read(progress: LoadProgress) -> None:
+        assert stored is not None
+        progress.total = sum(slot.nbytes for slot in {id(s): s for s in wanted.values()}.values())
+        stored.verify(group.local, group.size // group.hosts)
+        stored.fill(wanted, device, progress)
+
+    def make(progress: LoadProgress) -> Any:
+        progress.total = sum(t.numel() * t.element_size() for t in module.parameters())
+        progress.total //= group.size
+        return whole() if group.rank == 0 else None
+
+    what = f"loading policy {policy}"
+    if weights is not None:
+        fill_from(weights, wanted, shared=shared)
+    elif stored is not None:
+        together(group, what, read)
+    else:
+        scatter_model(wanted, together(group, what, make), device, group)
+    finish(module, device)
+    return module
+
+
+def _stored_model(
+    group: GangGroup, policy: str, source: ModelSpec, outline: Any
+) -> StoredModel | None:
+    """The safetensors files of a policy's model; None where it has to be loaded as a whole: random
+    weights, other formats, and what transformers loads through more than the files.
+
+    All ranks must call it. Raises InvalidArgument as `load_model`.
+    """
+    config, path = outline.config, source.path
+    through_more = getattr(config, "transformers_weights", None) is not None or bool(
+        getattr(type(config), "extra_files", ())
+    )
+    if path is None or through_more or not is_transformers(outline):
+        return None
+
+    def fetched(progress: LoadProgress) -> bool:
+        """Whether this host has the files; a hub's are downloaded by one rank of each host."""
+        if group.local and not Path(path).is_dir():
+            return True
+        try:
+            folder = checkpoint_folder(path, source.revision)
+            return all(file.is_file() for file in weight_files(folder)[:1])
+        except Exception as error:
+            raise load_problem(policy, path, error, source.revision) from error
+
+    what = f"looking for the files of policy {policy}"
+    there = json.dumps(together(group, what, fetched)).encode()
+    if not all(json.loads(one) for one in group.gather(there)):
+        return None
+    return together(group, what, lambda progress: StoredModel(policy, source, outline))
+
+
+def fill_from(
+    tensors: Mapping[str, torch.Tensor], slots: Mapping[str, MetaTensor], *, shared: bool
+) -> None:
+    """Fill `slots` with this rank's shards of `tensors`, sharded alike: copies, unless `shared`."""
+    for slot in slots.values():
+        own = next((tensors[one] for one in slot.names if one in tensors), None)
+        if own is None or not slot.tensor.is_meta:
+            continue
+        local = (own.to_local() if isinstance(own, DTensor) else own).detach()
+        slot.put(local if shared else local.clone(), local.device)
+
+
+def scatter_model(
+    slots: Mapping[str, MetaTensor], model: Any, device: torch.device, group: GangGroup
+) -> None:
+    """Fill `slots` with the tensors of a whole `model`, which rank 0 has and the others have not.
+
+    All ranks must call it. One tensor at a time is whole on the others.
+    """
+    whole = {} if model is None else model.state_dict()
+    for name in sorted(slots):
+        slot = slots[name]
+        own = slot.tensor
+        if not own.is_meta:  # tied to one before
+            continue
+        full = torch.empty(own.shape, dtype=own.dtype, device=device)
+        if model is not None:
+            full.copy_(whole[name])
+        if isinstance(own, DTensor):
+            spread = distribute_tensor(full, own.device_mesh, own.placements)
+            slot.put(spread.to_local(), device)
+        else:
+            cpu = full.cpu()
+            dist.broadcast(cpu, 0, group.control)
+            slot.put(cpu, device)
+
+
+@torch.no_grad()
+def finish(module: Any, device: torch.device) -> None:
+    """Make what no checkpoint has: buffers that are computed, such as rotary frequencies.
+
+    As `from_pretrained` makes them: modules initialize what is not marked as loaded.
+    """
+    for one in module.modules():
+        one._is_hf_initialized = False
+        kept = one._non_persistent_buffers_set
+        for leaf, buffer in one.named_buffers(recurse=False):
+            if buffer.is_meta and leaf in kept:
+                setattr(one, leaf, torch.empty_like(buffer, device=device))
+            else:
+                buffer._is_hf_initialized = True
+        for parameter in one.parameters(recurse=False):
+            parameter._is_hf_initialized = True
+    if is_transformers(module):
+        module.initialize_weights()
+    left = [name for name, tensor in module.state_dict().items() if tensor.is_meta]
+    assert not left, f"nothing was loaded into {left[:3]}"
+    # FSDP takes over the tensors of its modules after this.
+    module.load_state_dict({}, strict=False)
