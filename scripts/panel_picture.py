@@ -46,13 +46,19 @@ def show(page: Any, link: str, view: str) -> None:
         page.evaluate("view => (location.hash = view)", view)
     page.wait_for_timeout(1_500)  # curves of all steps
     if view == "conversations":
-        # A reply whose tokens are kept, if there is one.
+        # A reply that was trained on and whose tokens are kept, if there is one.
         rows = page.locator("#trajectory-list [data-trajectory]")
-        kept = rows.filter(has_text="tokens")
+        kept = rows.filter(has_text="tokens").filter(has_not_text="held-out")
+        for _ in range(5):
+            if kept.count() or not page.locator("#trajectory-more").is_visible():
+                break
+            page.click("#trajectory-more")
+            page.wait_for_timeout(1_000)
         if rows.count():
             (kept if kept.count() else rows).first.click()
             page.select_option("#token-colour", "advantage")
             page.wait_for_timeout(700)
+            page.evaluate("scrollTo(0, 0)")
     if view == "compare":
         others = page.locator("#compare-jobs input:not(:checked)")
         for _ in range(min(2, others.count())):
