@@ -29,6 +29,8 @@ HOW: dict[str, dict[str, Any]] = {
     "compiled and checkpointed": {"trainer": {"compile": "on", "activation_checkpointing": True}},
 }
 
+COMPILES = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 
 def gradient(tokenizer: Path, rows: list[Row], dtype: str, **how: Any) -> torch.Tensor:
     """Of the summed loss, in float64; computed in float64 itself for `dtype` "float64"."""
@@ -72,7 +74,7 @@ def rounded(tokenizer: Path, rows: list[Row], exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(n, marks=[pytest.mark.slow] if "compiled" in n else []) for n in HOW],
+    [pytest.param(n, marks=COMPILES if "compiled" in n else []) for n in HOW],
 )
 def test_a_mixtures_gradient_is_the_exact_one(
     tokenizer: Path, rows: list[Row], exact: torch.Tensor, rounded: float, how: str, dtype: str
