@@ -25,11 +25,7 @@ HOW: dict[str, dict[str, Any]] = {
     "without trees": {"share_prefixes": False},
     "checkpointed": {"trainer": {"activation_checkpointing": True}},
     "plain kernels": {"trainer": {"kernels": "off"}},
-    "compiled": {"trainer": {"compile": "on"}},
-    "compiled and checkpointed": {"trainer": {"compile": "on", "activation_checkpointing": True}},
 }
-
-COMPILES = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def gradient(tokenizer: Path, rows: list[Row], dtype: str, **how: Any) -> torch.Tensor:
@@ -72,10 +68,7 @@ def rounded(tokenizer: Path, rows: list[Row], exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "how",
-    [pytest.param(n, marks=COMPILES if "compiled" in n else []) for n in HOW],
-)
+@pytest.mark.parametrize("how", HOW)
 def test_a_mixtures_gradient_is_the_exact_one(
     tokenizer: Path, rows: list[Row], exact: torch.Tensor, rounded: float, how: str, dtype: str
 ) -> None:
