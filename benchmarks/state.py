@@ -89,10 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a block; a multiple of five")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--way", action="append", choices=list(WAYS), help="default: all")
     parser.add_argument("--tokens", type=int, default=1024, help="of a step")
     options = parser.parse_args(arguments)
     if options.quick:
         options.steps, options.tokens = 5, 256
+    options.way = [
+        "never",
+        *(way for way in WAYS if way != "never" and way in (options.way or WAYS)),
+    ]
     console = Console(stderr=options.json, width=None if options.json else 110)
     with (
         scratch() as memory,
@@ -103,7 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     means = {way: statistics.fmean(job.seconds) for way, job in jobs.items()}
     console.print(_table(jobs, means))
     never = means["never"]
-    found = {f"{way}_over_never": round(means[way] / never, 3) for way in ("async", "sync")}
+    found = {
+        f"{way}_over_never": round(means[way] / never, 3) if way in means else None
+        for way in ("async", "sync")
+    }
     how = {"quick": options.quick, "threads": options.threads, "tokens": options.tokens}
     finish(found | how | {"step_seconds": round(never, 3)}, quiet=options.json)
 
@@ -125,7 +133,9 @@ async def _measure(
         threads=options.threads,
         trainer_keep_states=1,
     )
-    jobs = {way: Job(way, _spec(source, state)) for way, state in WAYS.items()}
+    jobs = {
+        way: Job(way, _spec(source, state)) for way, state in WAYS.items() if way in options.way
+    }
     async with (
         serve(TrainerService, settings) as server,
         connect(server.address) as channel,

@@ -109,16 +109,22 @@ class HostCopy:
         needed = sum(t.nbytes for name, t in tensors.items() if not self._has(name, t))
         return needed <= psutil.virtual_memory().available * _MEMORY_SHARE
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Copy `tensors`; complete when this returns. The last copy is overwritten."""
+    def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have memory for a copy of tensors of these shapes; what the last copy lacks is fresh, and
+        written to once."""
         for gone in self._buffers.keys() - tensors.keys():
             del self._buffers[gone]
         for name, tensor in tensors.items():
             if not self._has(name, tensor):
                 self._buffers.pop(name, None)
-                self._buffers[name] = torch.empty(
+                self._buffers[name] = torch.zeros(
                     tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pinned
                 )
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Copy `tensors`; complete when this returns. The last copy is overwritten."""
+        self.reserve(tensors)
+        for name, tensor in tensors.items():
             self._buffers[name].copy_(tensor.detach(), non_blocking=self._pinned)
         if self._pinned:
             torch.cuda.synchronize(self._device)
@@ -162,6 +168,8 @@ class Durability:
         self.failure: TroupeError | None = None
         self._writer: concurrent.futures.Executor | None = None
         self._writing: concurrent.futures.Future[None] | None = None
+        # Getting memory for the first copy.
+        self._reserving: concurrent.futures.Future[None] | None = None
         self._lock = threading.Lock()
         # What the next commit reports.
         self._metrics: dict[str, float] = {}
@@ -232,8 +240,11 @@ class Durability:
         returns. `prune` deletes older states; `at_once`: do not wait for the planned step.
         """
         self._over_high_water = over_high_water
+        tensors = _named("weights", state.weights) | _named("moments", state.moments)
         busy = self._writing is not None and not self._writing.done()
         behind = state.version - self._begun
+        if self._reserving is None and self._copy.fits(tensors):
+            self._reserving = self._in_background(self._copy.reserve, tensors)
         if not at_once and not is_due(
             self._plan(), behind, over_high_water=over_high_water, writing=busy
         ):
@@ -241,7 +252,8 @@ class Durability:
         self.settle()
         if self.failure is not None and not at_once:
             return  # the next step writes before its commit, which says what is wrong
-        tensors = _named("weights", state.weights) | _named("moments", state.moments)
+        if self._reserving is not None:
+            self._reserving.result()
         if not self._copy.fits(tensors):
             log.warning("no host memory for a copy: the state is written at once", **self._about())
             self._write(state, prune)
@@ -256,9 +268,14 @@ class Durability:
         with self._lock:
             self._begun = state.version
         mine = replace(state, weights=weights, moments=moments)
+        self._writing = self._in_background(self._write, mine, prune)
+
+    def _in_background(
+        self, call: Callable[..., None], *args: Any
+    ) -> concurrent.futures.Future[None]:
         if self._writer is None:
             self._writer = concurrent.futures.ThreadPoolExecutor(1, "state", initializer=_step_back)
-        self._writing = self._writer.submit(self._write, mine, prune)
+        return self._writer.submit(call, *args)
 
     def _write(self, state: TrainingState, prune: Callable[[int], None]) -> None:
         """Write, tell the store, delete older states. A failure is kept, not raised."""
@@ -295,10 +312,12 @@ class Durability:
     def close(self) -> None:
         """End the thread and free the copy's memory, once it is written. In any thread."""
         self.settle()
+        if self._reserving is not None:
+            self._reserving.result()
         self._copy.give_back()
         if self._writer is not None:
             self._writer.shutdown(wait=False)
-        self._writer = self._writing = None
+        self._writer = self._writing = self._reserving = None
 
     # Measurements.
 
@@ -353,5 +372,7 @@ def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 def _step_back() -> None:
     """Give this thread a lower priority, where the system has one for threads."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    with contextlib.suppress(OSError, AttributeError):
+        me = threading.get_native_id()
+        os.sched_setscheduler(me, os.SCHED_BATCH, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, me, _NICENESS)
