@@ -62,9 +62,9 @@ def test_moments_of_ranks_in_host_memory(tokenizer: Path) -> None:
                 assert learner.apply(version).applied
             assert_close(gang, one)
             if version == 1:
-                other = together(gangs, plain)
-                other.restore(gang.weights(), gang.moments())
+                weights, moments = gang.weights(), gang.moments()
                 gang.release()
-                gang = other
+                gang = together(gangs, plain)
+                gang.restore(weights, moments)
     finally:
         gangs.close()
