@@ -1,0 +1,220 @@
+"""What a gang copies and holds: load, publication and checkpoint of a model of 500M parameters.
+
+Ranks are gloo processes on this machine, the model has random weights and lies in safetensors files
+in float32. *Load*: the growth of a rank's peak memory over what it had with a tiny model, as a
+fraction of the model's bytes; and seconds beside one read of the files. *Publication*: bytes that
+are written of each byte that is published, by ranks and transfer. *Checkpoint*: the growth of the
+peak memory of the process that writes it from the state that ranks have saved.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks import command
+from services.trainer.gang.gang import Gangs
+from services.trainer.gang.learner import GangLearner
+from services.trainer.settings import TrainerSettings
+from services.trainer.state.checkpoint import save_checkpoint
+from services.trainer.state.training_state import Frontier, StateStore, TrainingState
+from troupe.job import JobSpec
+from troupe.transfer import Transfer
+
+RANKS = (2, 4)
+_SAMPLE_SECONDS = 0.005
+_BLOCK_BYTES = 16 << 20
+# Unit of `st_blocks`.
+_DISK_BLOCK_BYTES = 512
+
+
+def config_of(hidden: int, layers: int) -> dict[str, Any]:
+    """A Qwen3 with tied embeddings."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 32 * hidden,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 1024,
+    }
+
+
+def written(folder: Path, config: dict[str, Any]) -> int:
+    """Write a model with these dimensions to `folder`; returns the bytes of its weights."""
+    values = dict(config)
+    about = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(about, dtype=torch.float32)
+    model.save_pretrained(folder, max_shard_size="500MB")
+    return sum(p.nbytes for p in model.parameters())
+
+
+def spec_of(folder: Path, ranks: int) -> JobSpec:
+    """A job that trains the model in `folder` with a gang."""
+    return JobSpec.model_validate(
+        {
+            "name": "gang",
+            "agents": {"solver": {"policy": "solver"}},
+            "policies": {
+                "solver": {
+                    "model": {"path": str(folder), "tokenizer": "none"},
+                    "trainer": {"gang": ranks},
+                }
+            },
+            "workflow": "a.b:play",
+            "pipeline": {"queries_per_step": 1, "steps": 1},
+            "tasks": {"source": "a.b:Tasks"},
+        }
+    )
+
+
+def peak_bytes(pid: int) -> int:
+    """Peak memory of a process since `forget_peak`."""
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return 1024 * int(text.partition("VmHWM:")[2].split()[0])
+
+
+def forget_peak(pid: int) -> int:
+    """Begin with the present memory of a process; returns it."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
+    return peak_bytes(pid)
+
+
+def rank_pids() -> list[int]:
+    """The ranks below this process."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        line = process.cmdline()
+        if line[-1:] == ["services.trainer.gang.rank"] and "services.trainer.gang.gang" not in line:
+            found.append(process.pid)
+    return found
+
+
+@contextmanager
+def largest(*folders: Path) -> Iterator[list[int]]:
+    """The sum of the largest sizes that each of the folders has meanwhile, in a list."""
+    found, peaks, over = [0], [0] * len(folders), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_SAMPLE_SECONDS):
+            for i, folder in enumerate(folders):
+                peaks[i] = max(peaks[i], size_of(folder))
+
+    before = sum(map(size_of, folders))
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+        found[0] = sum(peaks) - before
+
+
+def size_of(folder: Path) -> int:
+    """Bytes that the files below `folder` have; of one that is deleted meanwhile none."""
+    sizes: dict[int, int] = {}
+    for file in folder.rglob("*"):
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            continue
+        if file.is_file():
+            sizes[found.st_ino] = found.st_blocks * _DISK_BLOCK_BYTES
+    return sum(sizes.values())
+
+
+def read_seconds(folder: Path) -> float:
+    """Seconds to read the files once, by one process."""
+    began = time.perf_counter()
+    buffer = bytearray(_BLOCK_BYTES)
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - began
+
+
+def measured(root: Path, size: int, nbytes: int) -> dict[str, float]:
+    """The figures of a gang of `size` ranks, for the model in `root`/large."""
+    settings = TrainerSettings(trainer_device="cpu", gang_ranks=size, data_dir=root / "data")
+    gangs = Gangs(settings)
+    try:
+        tiny = GangLearner(gangs, "job/tiny", spec_of(root / "tiny", size), "solver", {})
+        tiny.release()
+        before = {pid: forget_peak(pid) for pid in rank_pids()}
+        once = read_seconds(root / "large")
+        began = time.perf_counter()
+        gang = GangLearner(gangs, "job/large", spec_of(root / "large", size), "solver", {})
+        seconds = time.perf_counter() - began
+        grown = [peak_bytes(pid) - now for pid, now in before.items()]
+
+        transfer = Transfer(root / "transfer")
+        place = gangs.of(size, "job/large").directory
+        with largest(place, root / "transfer") as copied:
+            manifest = transfer.set("weights", gang.published())
+        published = manifest.num_bytes
+
+        store = StateStore(root / "data", "job", "solver", sync=False)
+        state = TrainingState(1, "a" * 32, {}, {}, {}, Frontier(), write_parts=gang.save)
+        store.save(state)
+        model, pid = gang.model, psutil.Process().pid
+        now = forget_peak(pid)
+        path = root / "checkpoint"
+        save_checkpoint(path, model, store.stored(1).tensors, None, keep=None, dtype=torch.float32)
+        writer = peak_bytes(pid) - now
+        gang.release()
+        for folder in (path, root / "data", root / "transfer"):
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        gangs.close()
+    return {
+        "load_rss_ratio": max(grown) / nbytes,
+        "load_over_read": seconds / once,
+        "load_seconds": seconds,
+        "read_seconds": once,
+        "publish_copies": copied[0] / published,
+        "checkpoint_rss_ratio": writer / nbytes,
+    }
+
+
+def main() -> None:
+    """Print the table and its JSON object."""
+    options = command.options_of(__doc__, None)
+    hidden, layers = (256, 4) if options.quick else (1024, 28)
+    with command.scratch() as root:
+        written(root / "tiny", config_of(64, 1))
+        nbytes = written(root / "large", config_of(hidden, layers))
+        found = {size: measured(root, size, nbytes) for size in RANKS}
+    if not options.json:
+        print(f"model: {nbytes / 1e9:.2f} GB in float32")
+        for size, figures in found.items():
+            print(f"{size} ranks: " + ", ".join(f"{n} {v:.2f}" for n, v in figures.items()))
+    worst = {
+        # A rank's share is 1 / ranks: how much more than that.
+        "load_rss_ratio": {
+            str(size): round(one["load_rss_ratio"], 3) for size, one in found.items()
+        },
+        "publish_copies": round(max(one["publish_copies"] for one in found.values()), 2),
+        "checkpoint_rss_ratio": round(max(o["checkpoint_rss_ratio"] for o in found.values()), 3),
+        "load_over_read": round(statistics.mean(o["load_over_read"] for o in found.values()), 2),
+    }
+    command.finish(worst, quiet=options.json)
+
+
+if __name__ == "__main__":
+    main()
