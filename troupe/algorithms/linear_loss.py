@@ -374,7 +374,8 @@ class _Work:
         row_bytes *= 1 if teacher is None else 2
         self._size = block or max(16, _BLOCK_BYTES.get(kind, 64 << 20) // row_bytes)
         self._temperatures = temperatures.to(dtype)
-        self._plain = bool((temperatures == 1).all())
+        # Asking another device would wait for it.
+        self._plain = kind == "cpu" and bool((temperatures == 1).all())
         self.logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
         self.entropy = torch.empty_like(self.logprobs)
         self._teacher = teacher

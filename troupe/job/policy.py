@@ -83,12 +83,13 @@ class TrainerSpec(Section):
     compiler refuses `on`; so does `pipeline.deterministic`. `auto`: off; measured gain 5 % on a CPU
     after half a minute of compilation, GPUs not measured."""
     kernels: Literal["auto", "off"] = "auto"
-    """Whether the trainer replaces RMSNorm and rotary embedding by its own functions. `auto`: on
-    CPUs, where it is faster, if values and gradients agree with the model's within 1e-5 in float32.
-    `off`: never."""
+    """Whether the trainer replaces RMSNorm and rotary embedding by fused functions. `auto`: by its
+    own on CPUs, where it is faster, by Liger Kernel's on GPUs, where it is installed; if values and
+    gradients agree with the model's in a trial on the device. `off`: never."""
     forward_tokens: Tokens | None = None
-    """Tokens per forward pass; micro-batches are split accordingly. A longer sequence is a pass of
-    its own. Default: 1024 on a CPU, 4096 to 16384 on a GPU, by its memory (docs/training.md)."""
+    """Tokens per forward pass; micro-batches are split accordingly. A longer sequence is cut into
+    pieces, whose keys and values stay until it is differentiated. Default: 1024 on a CPU, 4096 to
+    16384 on a GPU, by its memory (docs/training.md)."""
     gang: int = Field(default=1, ge=1, le=4096)
     """Devices over which weights, gradients and optimizer state are sharded (FSDP2); each computes
     its part of every micro-batch. 1: not sharded. Sharded sums round differently: not with
@@ -97,6 +98,9 @@ class TrainerSpec(Section):
     """What is kept in host memory, pinned on a GPU. `optimizer`: AdamW's moments, half of the
     training state, which a step brings to the device in parts while it computes others. `all`: the
     weights, too, between steps; not with a `gang`. The results are the same."""
+    context_parallel: int = Field(default=1, ge=1, le=4096)
+    """Devices of the gang that divide the tokens of each forward pass, for sequences whose
+    activations one does not hold; divides `gang`. A pass has `forward_tokens` on each of them."""
     quantum_seconds: SecondsOrNone = 1.0
     """With more policies than trainer slots: the least time that a policy with work keeps its
     device before one with older work replaces it. Larger: fewer swaps, longer waits."""
@@ -110,6 +114,15 @@ class TrainerSpec(Section):
             raise ValueError(
                 "`offload: all` is for one device: the weights of a gang belong to FSDP; use "
                 "`offload: optimizer`, or a larger `gang`, whose ranks each hold less"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.gang % self.context_parallel:
+            raise ValueError(
+                f"context_parallel is {self.context_parallel}, which does not divide the "
+                f"{self.gang} devices of `gang`; choose a divisor"
             )
         return self
 

@@ -29,7 +29,8 @@ _FRAGMENTS: Final = 0.05
 # Elements of the moments that are on the device at a time, of those that are in host memory
 # (services/trainer/memory/offload.py); a second part is on its way.
 OFFLOADED_PART: Final = 1 << 25
-# Longest row whose attention keeps its weights, on a CPU (services/trainer/learning/attention.py).
+# Longest row whose attention keeps its weights, on a CPU
+# (services/trainer/learning/sequences/attention.py).
 _SHORT_ROW: Final = 128
 # Bytes per token of ids, indices, the loss's columns and statistics.
 _COLUMNS_BYTES: Final = 192

@@ -1,7 +1,15 @@
-"""The rank group of a gang: shares of rows, passes in lockstep, collective operations."""
+"""The rank group of a gang: shares of rows, passes in lockstep, collective operations.
+
+With `trainer.context_parallel` neighbouring ranks compute the same rows, of which each has a slice
+of the tokens of a pass (sequences/packing.py). What crosses ranks is attention's keys and values,
+which are gathered layer by layer, as in the training of Llama 3 (https://arxiv.org/abs/2407.21783,
+section 3.3.2): with grouped queries they are small beside the activations, heads need not divide,
+and masks of prefix trees stay what they are.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import itertools
@@ -16,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from services.trainer.compute import give_back_memory
 from services.trainer.gang.gang import Frame
 from services.trainer.gang.pass_collectives import PassCollectives
-from services.trainer.learning.packing import PackedBatch
 from services.trainer.learning.ranks import (
     ELSEWHERE,
     PassTooLarge,
@@ -32,6 +40,7 @@ from services.trainer.learning.ranks import (
     T,
 )
 from services.trainer.learning.samples import Row
+from services.trainer.learning.sequences.packing import PackedBatch, Slices
 
 
 def spans(lengths: Sequence[int], size: int) -> list[range]:
@@ -73,11 +82,13 @@ class GangBatches(RankBatches):
         self._shortage = ""
 
     def __next__(self) -> PackedBatch | None:
+        self._settle()
         stop = self._asked_to_stop() or (self._stop is not None and self._stop.is_set())
-        mine = [bool(self._left), stop, bool(self.problem), bool(self._shortage)]
+        keeps = bool(self._left) and self._left[-1].keeps
+        mine = [bool(self._left), stop, bool(self.problem), bool(self._shortage), keeps]
         flags = torch.tensor(mine, dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
-        more, stop, broken, short = (bool(flag) for flag in flags.tolist())
+        more, stop, broken, short, self.keeping = (bool(flag) for flag in flags.tolist())
         if stop:
             raise Stopped
         if short:
@@ -87,7 +98,8 @@ class GangBatches(RankBatches):
             raise StopIteration
         if not more:
             raise StopIteration
-        return self._left.pop() if self._left else None
+        # Passes with gradients and without have other collectives: all ranks make one kind.
+        return self._pop() if self._left and keeps == self.keeping else None
 
     def run(self, compute: Callable[[], T], smallest: Callable[[], object]) -> T | None:
         self._collectives.begin()
@@ -129,12 +141,28 @@ class GangGroup(RankGroup):
         self._asked_to_stop = asked_to_stop
         # What counts the collectives of passes; every sharded model is to be followed by it.
         self.collectives = PassCollectives()
+        self._slice_group: dist.ProcessGroup | None = None
         # Whether the hosts of all ranks share the data directory of rank 0's.
         self.shares_disk = self._shares_disk(data_dir)
 
     def share(self, rows: Sequence[Row]) -> list[int]:
-        """The indices of the rows that this rank computes."""
-        return share_of(rows, self.rank, self.size)
+        """The indices of the rows that this rank computes, or divides with others."""
+        n = 1 if self.slices is None else self.slices.size
+        return share_of(rows, self.rank // n, self.size // n)
+
+    def divided(self, context_parallel: int) -> GangGroup:
+        """The same group for a policy whose passes so many ranks divide; all ranks call it."""
+        if context_parallel == 1:
+            return self
+        found = copy.copy(self)
+        found.slices, found._slice_group = slices_of(self.rank, self.size, context_parallel)
+        return found
+
+    def summed_over_slices(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of `values`, [n] on the device, over the ranks that divide this one's passes."""
+        if self._slice_group is not None:
+            dist.all_reduce(values, group=self._slice_group)
+        return values
 
     def batches(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> RankBatches:
         """Iterate over `batches`, as often as the rank with the most batches."""
@@ -215,3 +243,61 @@ class GangGroup(RankGroup):
         return [
             one[: int(length)].numpy().tobytes() for one, length in zip(found, lengths, strict=True)
         ]
+
+
+# Ranks that divide the tokens of each pass.
+
+
+def slices_of(rank: int, size: int, context_parallel: int) -> tuple[Slices, dist.ProcessGroup]:
+    """The slices that `rank` of a gang of `size` shares in, and the process group of their ranks.
+
+    All ranks call it, in the same order among the gang's collectives. Ranks that divide a pass are
+    neighbours: by torchrun's numbering on one host, where links are fastest.
+    """
+    mine: dist.ProcessGroup | None = None
+    for first in range(0, size, context_parallel):
+        members = list(range(first, first + context_parallel))
+        made = dist.new_group(members)
+        if rank in members:
+            mine = made
+    assert mine is not None, "context_parallel divides the gang"
+    group = mine
+
+    def gather(
+        key: torch.Tensor, value: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        joined = torch.cat([key, value], -1)
+        found: torch.Tensor = _GatheredStates.apply(joined, width, group)  # type: ignore[no-untyped-call]
+        keys, values = torch.split(found, [key.shape[-1], value.shape[-1]], -1)
+        return keys, values
+
+    return Slices(rank % context_parallel, context_parallel, gather), group
+
+
+class _GatheredStates(torch.autograd.Function):
+    """States [1, G, n * w, D] of all n ranks, of each w tokens, from this rank's [1, G, t, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, width: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        _, heads, tokens, size = states.shape
+        ctx.tokens, ctx.group = tokens, group
+        # Tokens first, so that the ranks' parts are adjacent.
+        mine = states.new_zeros(width, heads, size)
+        mine[:tokens] = states[0].transpose(0, 1)
+        found = mine.new_empty(dist.get_world_size(group) * width, heads, size)
+        dist.all_gather_into_tensor(found, mine, group)
+        return found.transpose(0, 1).unsqueeze(0)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Each rank's queries have a part of the gradient of everybody's keys and values: their sum,
+        # in float32, however many ranks there are.
+        kind = torch.promote_types(grad.dtype, torch.float32)
+        whole = grad[0].transpose(0, 1).to(kind).contiguous()
+        mine = whole.new_empty(len(whole) // dist.get_world_size(ctx.group), *whole.shape[1:])
+        dist.reduce_scatter_tensor(mine, whole, group=ctx.group)
+        own = mine[: ctx.tokens].transpose(0, 1).unsqueeze(0)
+        return own.to(grad.dtype), None, None

@@ -145,9 +145,10 @@ class RankLearner(Learner):
         **options: Any,
     ) -> None:
         """`double`: in float64, for proofs; `options`: those of `Learner`."""
+        own = spec.policies[policy]
+        group = group.divided(own.trainer.context_parallel)
         self._group, self._double, self._device = group, double, device
         self._spec, self._policy_name = spec, policy
-        own = spec.policies[policy]
         self._half = own.language_model.weight_dtype == "bfloat16"
         self._frozen: ShardedBase | None = None
         if own.lora is not None:

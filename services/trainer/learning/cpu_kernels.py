@@ -115,11 +115,12 @@ def _normed(module: Any, x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     if not fits or not x.numel():
         own: torch.Tensor = type(module).forward(module, x)
         return own
-    found: torch.Tensor = _RMSNorm.apply(x, module.weight, _eps(module), kind)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _RMSNorm.apply(x, module.weight, eps_of(module), kind)  # type: ignore[no-untyped-call]
     return found
 
 
-def _eps(module: Any) -> Any:
+def eps_of(module: Any) -> Any:
+    """The epsilon of an RMSNorm, by whichever name."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
@@ -128,7 +129,7 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
     named = type(module).__name__.endswith("RMSNorm")
     if not named or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
-    weight, eps = module.weight, _eps(module)
+    weight, eps = module.weight, eps_of(module)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not _is_plain(weight):
         return False
     return isinstance(eps, float) and _same_norm(module, len(weight), eps)
@@ -215,14 +216,21 @@ def _rotated(forward: Any) -> Any:
 
     The copy has other globals, so that the model's module itself is not changed.
     """
+    return rotated_with(forward, lambda own: _Rotary(own) if _same_rotary(own) else None)
+
+
+def rotated_with(forward: Any, make: Callable[[_Rotate], _Rotate | None]) -> Any:
+    """A copy of `forward` that calls what `make` makes of its rotary embedding; None if there is
+    none, or nothing is made of it."""
     if not isinstance(forward, types.FunctionType) or _ROTARY not in forward.__code__.co_names:
         return None
     own = forward.__globals__.get(_ROTARY)
-    if own is None or not _same_rotary(own):
+    made = None if own is None else make(own)
+    if made is None:
         return None
     copy = types.FunctionType(
         forward.__code__,
-        {**forward.__globals__, _ROTARY: _Rotary(own)},
+        {**forward.__globals__, _ROTARY: made},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
@@ -259,10 +267,19 @@ def _is_rounded(states: torch.Tensor) -> bool:
 def _alike(
     own: Callable[..., Any], ours: Callable[..., Any], inputs: tuple[torch.Tensor, ...]
 ) -> bool:
+    return same_function(own, ours, inputs, _TOLERANCE)
+
+
+def same_function(
+    own: Callable[..., Any],
+    ours: Callable[..., Any],
+    inputs: tuple[torch.Tensor, ...],
+    tolerance: float,
+) -> bool:
     """Whether both give the same values and gradients."""
     try:
         return all(
-            a.dtype == b.dtype and torch.allclose(a, b, rtol=_TOLERANCE, atol=_size(a) * _TOLERANCE)
+            a.dtype == b.dtype and torch.allclose(a, b, rtol=tolerance, atol=_size(a) * tolerance)
             for a, b in zip(_traced(own, inputs), _traced(ours, inputs), strict=True)
         )
     except _PROBE_ERRORS:
@@ -280,5 +297,5 @@ def _traced(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> list[
     found = call(*own)
     outputs = [found] if isinstance(found, torch.Tensor) else list(found)
     random = torch.Generator().manual_seed(1)
-    slopes = [torch.randn(t.shape, generator=random) for t in outputs]
+    slopes = [torch.randn(t.shape, generator=random).to(t.device) for t in outputs]
     return [*(t.detach() for t in outputs), *torch.autograd.grad(outputs, own, slopes)]

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.learning.attention import PACKED
 from services.trainer.learning.forward import response_logits
 from services.trainer.learning.optimizer import (
     Gradients,
@@ -27,9 +26,10 @@ from services.trainer.learning.optimizer import (
     learning_rate,
     make_optimizer,
 )
-from services.trainer.learning.packing import PackedBatch, one_token
 from services.trainer.learning.ranks import RankBatches, RankGroup
 from services.trainer.learning.samples import Row, TrainingBatch, by_token, response_lengths
+from services.trainer.learning.sequences.attention import PACKED
+from services.trainer.learning.sequences.packing import PackedBatch, one_token
 from services.trainer.state import suspension
 from services.trainer.state.suspension import PooledParameters
 from troupe.algorithms.values import ValueStatistics, gae, value_loss
@@ -41,8 +41,8 @@ from troupe.rpc import FailedPrecondition
 # Prefix of the critic's tensors in the optimizer state, and the name of its weights below it.
 _PREFIX = "critic/"
 _WEIGHT = "weight"
-# Function that packs rows, this rank's, into forward passes (`RankBatches`).
-Pack = Callable[[Sequence[Row], threading.Event | None], RankBatches]
+# Function that packs rows, this rank's, into forward passes, with gradients or without.
+Pack = Callable[[Sequence[Row], threading.Event | None, bool], RankBatches]
 
 
 def critic_module(policy: Any) -> Any:
@@ -112,7 +112,7 @@ class Critic:
         dtype = self._module.get_output_embeddings().weight.dtype
         values = torch.zeros(sum(response_lengths(rows)), dtype=dtype, device=self._device)
         smallest = functools.partial(self._values, one_token(self._device))
-        batches = self._pack(views, stop)
+        batches = self._pack(views, stop, False)
         with torch.no_grad():
             for batch in batches:
                 if batch is None:
@@ -139,9 +139,12 @@ class Critic:
         assert batch.returns is not None, "the batch is an estimate of a critic"
         clip = self._spec.value_clip
         views, order = self._share(batch.rows)
-        batches = self._pack(views, stop)
+        batches = self._pack(views, stop, True)
         found = []
         for packed in batches:
+            if batches.keeping:
+                batches.run(functools.partial(self._keep, packed), self._keep)
+                continue
             if packed is None:
                 batches.run(self._smallest_pass, self._smallest_pass)
                 continue
@@ -291,6 +294,11 @@ class Critic:
         self.discard()
         self.gradients.restore({}, [])
         return left
+
+    @torch.no_grad()
+    def _keep(self, batch: PackedBatch | None = None) -> None:
+        """Run a piece for its keys and values; None: take part in that of others."""
+        self._values(one_token(self._device) if batch is None else batch.to(self._device))
 
     def _view(self, row: Row) -> Row:
         """The critic's input row: the team's context, if observed, is put before the prompt."""

@@ -10,18 +10,18 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from services.trainer.learning.attention import PACKED
 from services.trainer.learning.cpu_threads import twin
 from services.trainer.learning.lora import adapter_of
 from services.trainer.learning.lora_bases import AdaptedBase
-from services.trainer.learning.packing import PackedBatch, PassCosts, plan
 from services.trainer.learning.samples import Row
+from services.trainer.learning.sequences.attention import PACKED
+from services.trainer.learning.sequences.packing import PackedBatch, PassCosts, plan
 from troupe.adapters.merge import Tensors, distinct_tensors
 from troupe.algorithms.expert_load import ExpertLoad
 from troupe.algorithms.linear_loss import (
@@ -40,6 +40,13 @@ from troupe.rpc import FailedPrecondition
 
 # Tolerance for equal log-probs in single precision.
 _PROBE_TOLERANCE = 1e-3
+# In half precision rounding is not small beside what wrong attention changes in a model whose
+# log-probs are all alike: on average packing may change a quarter of what reading other rows does.
+_PROBE_SHARE = 0.25
+# Tokens of a probe's piece (packing.py), and of its row for which attention has another kernel on a
+# CPU than for short ones.
+_PROBE_CUT = 48
+_PROBE_LONG = 150
 _PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError)
 
 
@@ -125,6 +132,8 @@ class Capabilities:
     packs: bool
     # Whether its logits are those of a linear output layer (linear_loss.py).
     linear_head: bool
+    # Why rows may not be packed; empty if they may.
+    unpacked: str = field(default="", compare=False)
 
 
 class Forward:
@@ -141,12 +150,14 @@ class Forward:
         capabilities: Capabilities | None = None,
         *,
         routers: Routers | None = None,
+        half: bool = False,
     ) -> None:
-        """`capabilities`: those of a model of the same kind; default: try them out. `routers`:
-        those of a mixture, which replay the routes of a batch."""
+        """`capabilities`: those of a model of the same kind; default: try them out, in bfloat16 if
+        passes are made under autocast to it (`half`). `routers`: those of a mixture, which replay
+        the routes of a batch."""
         self.model = model
         self.routers = routers
-        self.capabilities = capabilities or capabilities_of(model)
+        self.capabilities = capabilities or capabilities_of(model, half=half)
         if self.capabilities.packs:
             model.config._attn_implementation = PACKED
 
@@ -214,6 +225,15 @@ class Forward:
         with self._routing(batch):
             _with_head(self.model, batch, head)
         return found[0]
+
+    @torch.no_grad()
+    def keep(self, batch: PackedBatch) -> None:
+        """Run a piece only for the keys and values that it leaves in its history."""
+        with self._routing(batch):
+            if self.capabilities.linear_head:
+                _with_head(self.model, batch, lambda _, hidden: hidden.new_zeros(()))
+            else:
+                response_logits(self.model, batch)
 
     def _routing(
         self, batch: PackedBatch, load: ExpertLoad | None = None
@@ -353,50 +373,75 @@ def costs_of(model: Any) -> PassCosts:
     return PassCosts(token=2.0 * max(body, 1), pair=3 * 4.0 * width * config.num_hidden_layers)
 
 
-def capabilities_of(model: Any) -> Capabilities:
-    """Test the capabilities of `model` by forward passes over a few short rows."""
+def capabilities_of(model: Any, *, half: bool = False) -> Capabilities:
+    """Test the capabilities of `model` by forward passes over a few rows, as passes will be made:
+    on its device, with the kernels used there, under autocast to bfloat16 if `half`."""
     rows = _probe_rows(int(model.get_input_embeddings().weight.shape[0]))
     training = [module for module in model.modules() if module.training]
     for module in training:  # evaluation mode, as with dropout no two passes agree
         module.training = False
+    device = next(model.parameters()).device
     try:
-        with torch.no_grad():
-            plain = _scored(model, rows, packed=False)
-            packs = _may_pack(model) and _packs(model, rows, plain)
-            return Capabilities(packs=packs, linear_head=_has_linear_head(model, rows))
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
+            unpacked = _may_pack(model) or _unpacked(model, rows, half)
+            linear = _has_linear_head(model, rows[:-1])
+            return Capabilities(not unpacked, linear, unpacked)
     finally:
         for module in training:
             module.training = True
 
 
-def _packs(model: Any, rows: list[Row], plain: torch.Tensor) -> bool:
-    """Whether packed rows, with shared prefixes or without, get the log-probs of padded ones.
-
-    Models with recurrent layers or other kinds of attention do not.
-    """
+def _unpacked(model: Any, rows: list[Row], half: bool) -> str:
+    """Why rows may not be packed: they do not get the log-probs of padded ones, as with recurrent
+    layers or other kinds of attention; empty if they do, with shared prefixes or without, whole or
+    in pieces."""
+    plain = _scored(model, rows, packed=False)
     before = model.config._attn_implementation
     model.config._attn_implementation = PACKED
+    short = rows[:-1]  # together with a long row, short ones have the kernel of long ones
+    shared = PassCosts(token=1.0, pair=0.0)
     try:
         found = [
-            _scored(model, rows, packed=True, sharing=sharing)
-            for sharing in (None, PassCosts(token=1.0, pair=0.0))
+            _scored(model, some, packed=True, **how)
+            for some in (short, rows)
+            for how in (
+                {},
+                {"sharing": shared},
+                {"sharing": shared, "cut": _PROBE_CUT, "gradients": False},
+            )
         ]
-    except _PROBE_ERRORS:
-        return False
+        leaking = _scored(model, rows, packed=True, leaks=True) if half else plain
+    except _PROBE_ERRORS as error:
+        return f"its attention does not take packed rows ({type(error).__name__}: {error})"
     finally:
         model.config._attn_implementation = before
     # Tolerance by dtype: the base under an adapter may be in half precision.
-    precision = torch.finfo(model.get_input_embeddings().weight.dtype).eps
+    kinds = [model.get_input_embeddings().weight.dtype, *([torch.bfloat16] if half else [])]
+    precision = max(torch.finfo(kind).eps for kind in kinds)
     tolerance = max(_PROBE_TOLERANCE, 4 * precision * float(plain.abs().max()))
-    return all(bool((scores - plain).abs().max() <= tolerance) for scores in found)
+    wrong = float((leaking - plain).abs().mean())
+    for scores in found:
+        gaps = (scores - plain[: len(scores)]).abs()
+        largest, mean = float(gaps.max()), float(gaps.mean())
+        if not largest <= tolerance:  # also where it is no number
+            return f"packed log-probs differ from padded ones by {largest:.2g} (> {tolerance:.2g})"
+        if half and not mean <= max(_PROBE_TOLERANCE, _PROBE_SHARE * wrong):
+            return (
+                f"packed log-probs differ from padded ones by {mean:.2g} on average, and by "
+                f"{wrong:.2g} where rows attend to each other"
+            )
+    return ""
 
 
-def _may_pack(model: Any) -> bool:
-    """Whether all layers have a known kind of attention; short probe rows cannot reveal windows."""
+def _may_pack(model: Any) -> str:
+    """Why no rows may be packed, by the kinds of attention of the layers, of which short probe rows
+    cannot reveal windows; empty if nothing is known against it."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    known = kinds <= {"full_attention", "sliding_attention"}
-    return known and model.config._attn_implementation in ("sdpa", PACKED)
+    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"it has layers of the kind {unknown[0]}"
+    own = model.config._attn_implementation
+    return "" if own in ("sdpa", PACKED) else f"its attention is `{own}`, not `sdpa`"
 
 
 def _has_linear_head(model: Any, rows: list[Row]) -> bool:
@@ -412,22 +457,25 @@ def _has_linear_head(model: Any, rows: list[Row]) -> bool:
     return len(seen) == 1 and torch.equal(seen[0].squeeze(0), logits)
 
 
-def _scored(model: Any, rows: list[Row], **how: Any) -> torch.Tensor:
-    """Log-probs of all response tokens, row after row."""
+def _scored(model: Any, rows: list[Row], *, leaks: bool = False, **how: Any) -> torch.Tensor:
+    """Log-probs of all response tokens, row after row. `leaks`: where packed rows are read as one
+    sequence."""
     device = next(model.parameters()).device
     found = torch.empty(sum(row.response_length for row in rows), device=device)
     for batch in plan(rows, 1 << 20, **how):
         here = batch.to(device)
+        here = replace(here, packing=None) if leaks else here
         logits = response_logits(model, here).float()
         found[here.order] = torch.log_softmax(logits, -1).gather(1, here.targets[:, None])[:, 0]
     return found
 
 
 def _probe_rows(vocabulary: int) -> list[Row]:
-    """Rows for testing: three answers to one prompt and two to others, of different lengths."""
+    """Rows for testing: three answers to one prompt and some to others, of different lengths; the
+    last one is long."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(vocabulary, size=24)
-    others = [rng.integers(vocabulary, size=size) for size in (9, 3)]
+    others = [rng.integers(vocabulary, size=size) for size in (9, 3, _PROBE_LONG)]
     rows = []
     for index, start in enumerate([prompt, prompt, prompt, *others]):
         ids = np.concatenate([start, rng.integers(vocabulary, size=5 + 3 * index)])

@@ -680,7 +680,7 @@ class Learner:
         seconds = sums.seconds + time.perf_counter() - started
         metrics["train/seconds"] = seconds
         metrics["train/micro_batches"] = float(sums.micro_batches)
-        metrics |= self._passes.budget.metrics()
+        metrics |= self._passes.metrics()
         digest, moved = sums.summary.digest, bool(reason) and sums.updates > 0
         self.kept = self._passes.kept.take()
         self.discard()

@@ -1,8 +1,8 @@
 """Forward and backward passes of one policy: gradients of the summed loss over rows.
 
-`configure_model` chooses kernels, compilation and activation checkpointing; `TokenColumns` holds
-the loss's inputs per response token; `Passes` runs rows through the model in batches that fit the
-device, in parallel over CPU threads or the ranks of a gang.
+`configure_model` chooses kernels, compilation and activation checkpointing; `Passes` runs rows
+through the model in batches that fit the device, in parallel over CPU threads or the ranks of a
+gang.
 """
 
 from __future__ import annotations
@@ -15,100 +15,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import structlog
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from services.trainer.compute import gpu_memory
-from services.trainer.learning.attention import PACKED, packed_attention
 from services.trainer.learning.cpu_kernels import layers_of, use_kernels
 from services.trainer.learning.cpu_threads import CpuThreads, split_rows, worth_splitting
 from services.trainer.learning.forward import Forward, Teaching, TrainedModel, costs_of
-from services.trainer.learning.packing import PackedBatch, one_token, plan
+from services.trainer.learning.gpu_kernels import use_liger
 from services.trainer.learning.ranks import RankBatches, RankGroup, Stopped
-from services.trainer.learning.samples import Row, TrainingBatch, response_lengths
+from services.trainer.learning.samples import Row, response_lengths
+from services.trainer.learning.sequences.attention import PACKED, packed_attention
+from services.trainer.learning.sequences.packing import PackedBatch, one_token, plan
+from services.trainer.learning.token_loss import KeptTokens, TokenColumns, TokenLoss
 from services.trainer.memory.pass_budget import PassBudget
 from troupe.algorithms.expert_load import ExpertLoad
-from troupe.algorithms.losses import Normalize, grpo_loss_sum, token_weights
+from troupe.algorithms.linear_loss import Scores
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.job import JobSpec, TrainerSpec
 from troupe.rpc import FailedPrecondition
-from troupe.scheduling.admission import keeps_tokens
 from troupe.scheduling.defaults import CPU, DeviceDefaults, defaults_of
-from troupe.v1 import orchestrator_pb2
 
 log = structlog.get_logger("troupe.trainer")
 _CONFIGURED = "_troupe_configured"
 _CHECKPOINTED = "_troupe_checkpointed"
 # Bytes of the float32 logits of one forward pass, for models that compute them all at once.
 _LOGITS_BYTES = 256 << 20
-# Log-ratios that are kept for people to look at are cut there.
-_MOST_GAP = 50.0
-
-
-@dataclass(frozen=True)
-class TokenColumns:
-    """Inputs of the loss for T response tokens, row after row; all on one device."""
-
-    # [T] log-probs under the engine that sampled them (mu).
-    behaviour: torch.Tensor
-    # [T] advantage of each token; without a critic, that of its row.
-    advantages: torch.Tensor
-    # [T] weight w_t in the loss sum.
-    weights: torch.Tensor
-    # [T, 1] sampling temperature.
-    temperatures: torch.Tensor
-    # int64 [T] index of its row.
-    sequences: torch.Tensor
-    # [T] log-probs under the first version, if the samples bring them.
-    reference: torch.Tensor | None = None
-    # [T] recomputed log-probs under the weights that the step began with (pi_old), if any.
-    old: torch.Tensor | None = None
-    # bool [T] whether the token was given, not generated; None: none was.
-    demonstrated: torch.Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[Row],
-        advantages: torch.Tensor,
-        normalize: Normalize,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> TokenColumns:
-        """The columns of `rows` in `dtype`.
-
-        `advantages`: float64 [n], for rows that do not carry advantages by token.
-        """
-        lengths, paired = response_lengths(rows), any(row.preference for row in rows)
-        sizes = torch.tensor(lengths)
-        temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64)
-        columns = {
-            "behaviour": torch.from_numpy(np.concatenate([row.behaviour for row in rows])),
-            "advantages": torch.repeat_interleave(advantages, sizes),
-            # A pair's loss is a mean over pairs, whatever that of other losses is.
-            "weights": token_weights(lengths, "token" if paired else normalize),
-            "temperatures": torch.repeat_interleave(temperatures, sizes)[:, None],
-        }
-        for name in ("advantages", "reference", "old"):
-            found = [values for row in rows if (values := getattr(row, name)) is not None]
-            if len(found) == len(rows):
-                columns[name] = torch.from_numpy(np.concatenate(found))
-        given = torch.tensor([row.demonstration for row in rows])
-        return cls(
-            demonstrated=torch.repeat_interleave(given, sizes).to(device) if given.any() else None,
-            sequences=torch.repeat_interleave(torch.arange(len(rows)), sizes).to(device),
-            **{name: column.to(device, dtype) for name, column in columns.items()},
-        )
-
-    def at(self, order: torch.Tensor | slice) -> TokenColumns:
-        """The columns of N tokens: those that `order` (int64 [N], or a slice) selects."""
-        own = {name: t[order] for name, t in vars(self).items() if t is not None}
-        return TokenColumns(**own)
+# Budgets of tokens that a sequence may have uncut on a CPU by default.
+_CPU_UNCUT = 4
 
 
 def configure_model(policy: str, model: Any, spec: TrainerSpec, own: DeviceDefaults = CPU) -> None:
@@ -142,12 +79,13 @@ def configure_model(policy: str, model: Any, spec: TrainerSpec, own: DeviceDefau
 
 
 def choose_kernels(model: Any, spec: TrainerSpec) -> None:
-    """Use the fused CPU kernels if `spec` allows it.
+    """Use the fused kernels of the device if `spec` allows it.
 
     Also called for reference models, so that they round like the policy.
     """
     if spec.kernels == "auto" and spec.compile != "on":  # the compiler fuses operators itself
         use_kernels(model)
+        use_liger(model)
 
 
 class _CompiledForward:
@@ -206,53 +144,6 @@ def _check_compiler(device: torch.device, field: str) -> None:
         )
 
 
-class KeptTokens:
-    """What a step computes of the tokens of a few rows, for people to look at: advantages, and
-    ratios of the probability under the trained weights to the engine's.
-
-    The rows are those of the trajectories that `keeps_tokens` names. It is no part of the training
-    state: a step that was suspended keeps what was computed since, a rank of a gang nothing.
-    """
-
-    def __init__(self, spec: JobSpec) -> None:
-        self._every = spec.pipeline.queries_per_step
-        self._turns: dict[tuple[str, int], orchestrator_pb2.TrainedTurn] = {}
-
-    def measured(self, batch: TrainingBatch) -> None:
-        """Keep the advantages of rows, also of those that no gradient is computed for."""
-        for row, advantage in zip(batch.rows, batch.advantages.tolist(), strict=True):
-            played = not row.demonstration and not row.preference
-            if played and keeps_tokens(row.trajectory, self._every):
-                given = np.full(row.response_length, advantage)
-                self._turns[row.trajectory, row.turn] = orchestrator_pb2.TrainedTurn(
-                    trajectory_id=row.trajectory,
-                    turn=row.turn,
-                    advantages=given if row.advantages is None else row.advantages,
-                )
-
-    def scored(self, rows: Sequence[Row], order: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Keep the ratios of rows whose log-probs a pass computed: `logprobs` [N] of the response
-        tokens `order` (int64 [N]) of `rows`, row after row. A later pass replaces them."""
-        start = 0
-        for row in rows:
-            kept = self._turns.get((row.trajectory, row.turn))
-            end = start + row.response_length
-            if kept is not None and row.response_length:
-                here = (order >= start) & (order < end)
-                if int(here.sum()) == row.response_length:
-                    ratios = np.empty(row.response_length)
-                    found = logprobs.detach()[here.to(logprobs.device)].double().cpu().numpy()
-                    ratios[order[here].cpu().numpy() - start] = found
-                    gap = np.nan_to_num(ratios - row.behaviour, nan=0.0)
-                    kept.ratios[:] = np.exp(np.clip(gap, -_MOST_GAP, _MOST_GAP))
-            start = end
-
-    def take(self) -> list[orchestrator_pb2.TrainedTurn]:
-        """All that was kept, which is forgotten."""
-        found, self._turns = list(self._turns.values()), {}
-        return found
-
-
 @dataclass(frozen=True)
 class _ThreadModel:
     """The model that one thread uses: the policy's own, or a twin that shares its weights."""
@@ -306,13 +197,13 @@ class Passes:
         ranks: RankGroup | None = None,
     ) -> None:
         self._model = model
-        self._functions = functions
+        self._losses = TokenLoss(spec.algorithm, functions)
         self.kept = KeptTokens(spec)
-        # The first fault of a user's loss or correction in the last `backward`.
-        self.fault: FunctionFault | None = None
         self._ranks = ranks or RankGroup()
         self._job = spec
-        self._policy = spec.policies[policy]
+        self._policy, self._name = spec.policies[policy], policy
+        # Whether passes are made under autocast to bfloat16.
+        self._half = self._policy.language_model.weight_dtype == "bfloat16"
         own = defaults_of(gpu_memory(model.device))
         configure_model(policy, model.module, self._policy.trainer, own)
         self._reference: Forward | None = None
@@ -326,6 +217,10 @@ class Passes:
         wanted = self._policy.trainer.forward_tokens or forward_tokens
         tokens = wanted or own.forward_tokens
         self.budget = PassBudget(tokens, spec, policy, model.module, model.device, self._ranks)
+        # Budgets of tokens beyond which a sequence is cut. A CPU's default is what it computes
+        # fastest, not what fits: a longer sequence is a pass of its own, for cutting costs up to a
+        # third more.
+        self._uncut = 1 if wanted or own is not CPU else _CPU_UNCUT
         # Where the defaults of this device are shown.
         log.info(
             "passes",
@@ -339,7 +234,31 @@ class Passes:
     @functools.cached_property
     def _forward(self) -> Forward:
         # Made on first use: frozen and simulated policies never compute a loss.
-        return Forward(self._model.module, routers=self._model.routers)
+        found = Forward(self._model.module, half=self._half, routers=self._model.routers)
+        self._warn(found, self._name)
+        return found
+
+    def _warn(self, forward: Forward, policy: str) -> None:
+        """Say in the log that a model's rows are padded, and why. Raises FailedPrecondition of kind
+        "model_unsupported" where ranks cannot divide its passes."""
+        if why := forward.capabilities.unpacked:
+            log.warning("rows_not_packed", policy=policy, why=why)
+        if self.balances:
+            why = why or "`algorithm.router_aux_loss` is over all tokens of a row"
+        if why and self._ranks.slices is not None:
+            raise FailedPrecondition(
+                f"ranks cannot divide the passes of policy {policy}: {why}",
+                kind="model_unsupported",
+                field=f"policies.{policy}.trainer.context_parallel",
+                value=self._ranks.slices.size,
+                remedy="Set it to 1, or use a model with full or sliding attention, and no "
+                "auxiliary loss of routers.",
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """How passes are made: `train/packed` is 0 where rows are padded instead."""
+        found, made = self.budget.metrics(), self.__dict__.get("_layout")
+        return found if made is None else found | {"train/packed": float(made["packed"])}
 
     @functools.cached_property
     def _own_model(self) -> _ThreadModel:
@@ -370,12 +289,17 @@ class Passes:
         """Arguments of `plan` that suit the model."""
         models = [self._forward, *self._teachers.values()]
         packs = all(one.capabilities.packs for one in models)
-        layout: dict[str, Any] = {"packed": packs}
+        layout: dict[str, Any] = {"packed": packs, "slices": self._ranks.slices}
         if self._shares and packs:
             layout["sharing"] = costs_of(self._model.module)
         if not all(one.capabilities.linear_head for one in models):
             layout["limit"] = max(1, _LOGITS_BYTES // (4 * self._model.vocabulary))
         return layout
+
+    @property
+    def fault(self) -> FunctionFault | None:
+        """The first fault of a user's loss or correction in the last `backward`."""
+        return self._losses.fault
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights as the reference of the divergence."""
@@ -387,7 +311,8 @@ class Passes:
     def add_teacher(self, name: str, module: Any) -> None:
         """Learn from the frozen model `module`, which is on the device."""
         choose_kernels(module, self._policy.trainer)
-        self._teachers[name] = Forward(module)
+        self._teachers[name] = Forward(module, half=self._half)
+        self._warn(self._teachers[name], name)
         self._forget_models()
 
     def _forget_models(self) -> None:
@@ -420,7 +345,7 @@ class Passes:
         Returns the reason if the gradient cannot be used, else an empty text. `advantages`: float64
         [n]. In a gang every rank gets all rows and computes its share. Raises `Stopped`.
         """
-        self.fault = None
+        self._losses.fault = None
         mine = self._ranks.share(rows)
         rows, advantages = [rows[i] for i in mine], advantages[mine]
         # Rows with one teacher go together. In a gang all ranks pass through all of them.
@@ -437,10 +362,6 @@ class Passes:
                 return problem
         return ""
 
-    def _plan(self, rows: Sequence[Row]) -> Sequence[PackedBatch]:
-        """The passes over `rows` that the budget allows."""
-        return self.budget.planned(plan(rows, self.budget.tokens, **self._layout))
-
     def _backward(
         self,
         rows: list[Row],
@@ -450,34 +371,58 @@ class Passes:
     ) -> tuple[str, list[dict[str, Any]]]:
         """`backward` for the rows of this rank with one `teacher` (empty: with none): why the
         gradient cannot be used, and the statistics of each pass."""
-        self.fault = None
+        self._losses.fault = None
         if rows and self._threads is not None:
             return self._in_threads(self._threads, rows, advantages, teacher, stop)
         columns = self._columns(rows, advantages) if rows else None
         batches = self._ranks.batches(self._plan(rows), stop)
         smallest = functools.partial(self._empty_pass, teacher)
+        keeping = functools.partial(self._keep, self._own_model, None, None, teacher)
         found: list[dict[str, Any]] = []
         for batch in batches:
+            if batches.keeping:
+                keep = functools.partial(self._keep, self._own_model, batch, columns, teacher)
+                batches.run(keep, keeping)
+                continue
             if batch is None or columns is None:
                 batches.run(smallest, smallest)
                 continue
-            one = functools.partial(self._pass, rows, batch, columns, teacher)
-            if (result := batches.run(one, smallest)) is not None:
-                batches.problem, added = result
-                if self.fault is None:
-                    found.append(added)
+            one = functools.partial(self._pass, rows, batch, columns, teacher, batches)
+            if (added := batches.run(one, smallest)) is not None and self.fault is None:
+                found.append(added)
         return batches.problem, found
 
     def _pass(
-        self, rows: list[Row], batch: PackedBatch, columns: TokenColumns, teacher: str
-    ) -> tuple[str, dict[str, Any]]:
-        """One pass: why its loss cannot be used, and its statistics."""
-        loss, added = self._loss(self._own_model, batch, columns, teacher)
-        self.kept.scored(rows, batch.order, added["logprobs"])
-        problem = self._problem(loss)
+        self,
+        rows: list[Row],
+        batch: PackedBatch,
+        columns: TokenColumns,
+        teacher: str,
+        batches: RankBatches,
+    ) -> dict[str, Any]:
+        """The statistics of one pass."""
+        loss, logprobs, added = self._loss(self._own_model, batch, columns, teacher)
+        self.kept.scored(rows, batch.order, logprobs)
         # Also for a loss that is not finite, which is discarded: other ranks need this pass.
         torch.autograd.backward(loss)
-        return problem, added
+        batches.note(loss)
+        batches.problem = "" if self.fault is None else str(self.fault)
+        return added
+
+    def _plan(self, rows: Sequence[Row], *, gradients: bool = True) -> Sequence[PackedBatch]:
+        """The passes over `rows` that the budget allows, in order."""
+        tokens, layout = self.budget.tokens, self._layout
+        cut = self._uncut * tokens if self._cuts else None
+        coupled = gradients and self._losses.couples_tokens
+        batches = plan(rows, tokens, cut=cut, gradients=gradients, coupled=coupled, **layout)
+        return self.budget.planned(batches, cuts=self._cuts)
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether sequences may be cut. With dropout a piece's two passes would differ, and a row's
+        imbalance of experts is that of all its tokens."""
+        lora = self._policy.lora
+        return self._layout["packed"] and not (lora and lora.dropout) and not self.balances
 
     def _in_threads(
         self,
@@ -518,16 +463,44 @@ class Passes:
         statistics: list[dict[str, Any]] = []
         columns = self._columns(rows, advantages)
         model.attach()
-        for batch in RankBatches(self._plan(rows), stop):
+        batches = RankBatches(self._plan(rows), stop)
+        for batch in batches:
             assert batch is not None  # there are no other ranks
-            loss, added = self._loss(model, batch, columns, teacher)
-            self.kept.scored(rows, batch.order, added["logprobs"])
-            if self.fault is None:
-                statistics.append(added)
-            if problem := self._problem(loss):
-                return statistics, problem
+            if batches.keeping:
+                self._keep(model, batch, columns, teacher)
+                continue
+            loss, logprobs, added = self._loss(model, batch, columns, teacher)
+            self.kept.scored(rows, batch.order, logprobs)
+            if self._losses.fault is not None:
+                return statistics, str(self._losses.fault)
+            statistics.append(added)
             torch.autograd.backward(loss)
-        return statistics, ""
+            batches.note(loss)
+        return statistics, batches.problem
+
+    def _keep(
+        self,
+        model: _ThreadModel,
+        batch: PackedBatch | None,
+        columns: TokenColumns | None,
+        teacher: str,
+    ) -> None:
+        """Run a piece without gradients, for what later ones read of it; None: take part only."""
+        here = one_token(self._model.device) if batch is None else batch.to(self._model.device)
+        history = here.history
+        scores = self._losses.couples_tokens and history is not None
+        with self._autocast():
+            if scores and columns is not None and history is not None and here.within is not None:
+                own = columns.at(here.order)
+                found = model.forward.scores(here, own.temperatures)
+                theirs = self._reference_logprobs(model, here, own)
+                history.score(here.within, found.logprobs, found.entropy, theirs)
+            else:
+                model.forward.keep(here)
+                if self._penalised and model.reference is not None:
+                    model.reference.keep(here)
+            if teacher:
+                model.teachers[teacher].keep(here)
 
     def _columns(self, rows: list[Row], advantages: torch.Tensor) -> TokenColumns:
         device, dtype = self._model.device, self._model.dtype
@@ -537,67 +510,44 @@ class Passes:
 
     def _loss(
         self, model: _ThreadModel, batch: PackedBatch, columns: TokenColumns, teacher: str
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The summed loss of a batch, differentiable, and arguments for `TokenStatistics`."""
-        algorithm = self._job.algorithm
-        how: dict[str, Any] = {
-            "clip_low": algorithm.clip_low,
-            "clip_high": algorithm.clip_high,
-            "loss": self._functions.loss,
-            "correction": self._functions.correction,
-            "correction_cap": algorithm.correction_cap,
-        }
-        recomputed = algorithm.old_logprobs == "recomputed"
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """The summed loss of a batch, differentiable, the log-probs of its tokens, and arguments
+        for `TokenStatistics`."""
         here = batch.to(self._model.device)
         own = columns.at(here.order)
         own = replace(own, reference=self._reference_logprobs(model, here, own))
-
-        def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
-            some = own.at(part)
-            # Before the first update, old log-probs are the present ones.
-            old = logprobs.detach() if some.old is None else some.old
-            try:
-                return grpo_loss_sum(
-                    logprobs,
-                    some.behaviour,
-                    some.advantages,
-                    some.weights,
-                    sequences=some.sequences,
-                    demonstrated=some.demonstrated,
-                    old_logprobs=old if recomputed else None,
-                    reference_logprobs=some.reference,
-                    kl_coefficient=algorithm.kl_coefficient,
-                    entropy=entropy,
-                    entropy_coefficient=algorithm.entropy_coefficient,
-                    **how,
-                )
-            except FunctionFault as fault:
-                # The pass goes on, as other ranks take part in it; its gradient is discarded.
-                self.fault = self.fault or fault
-                return logprobs.sum() * 0.0
-
-        load = self._expert_load(here, own.weights)
-        whole = self._functions.couples_tokens
+        loss_of, load = self._losses.of(own), self._expert_load(here, own.weights)
+        whole = self._losses.couples_tokens
+        history = here.history if whole else None
+        total: torch.Tensor | None = None
+        if history is not None and here.within is not None:
+            # Of a piece, a loss that couples tokens is linear in their scores.
+            everything = columns.at(history.order.to(self._model.device))
+            if history.slopes is None:
+                history.merge(self._ranks.summed_over_slices)
+                everything = replace(everything, reference=history.reference)
+                total = history.differentiate(self._losses.of(everything))
+            loss_of = history.linear(here.within)
         teaching = self._teaching(model, teacher, own.weights, own.temperatures)
         with self._autocast():
             loss, scores = model.forward.loss(
-                here, own.temperatures, loss_of, whole=whole, teaching=teaching, load=load
+                here,
+                own.temperatures,
+                loss_of,
+                whole=whole and history is None,
+                teaching=teaching,
+                load=load,
             )
-        old = scores.logprobs if own.old is None else own.old
-        return loss, {
-            "loss_sum": loss.detach(),
-            "logprobs": scores.logprobs,
-            "behaviour_logprobs": own.behaviour,
-            "advantages": own.advantages,
-            "entropy": scores.entropy,
-            "sequences": own.sequences,
-            "demonstrated": own.demonstrated,
-            "old_logprobs": old if recomputed else None,
-            "reference_logprobs": own.reference,
-            "teacher_divergence": scores.divergence,
-            "load": load,
-            **how,
-        }
+        if history is None:
+            return loss, scores.logprobs, self._losses.statistics(own, loss, scores, load)
+        # The tokens of all pieces count with the first that is differentiated.
+        slices = self._ranks.slices
+        counts = total is not None and (slices is None or slices.rank == 0)
+        part = slice(None) if counts else slice(0, 0)
+        known = Scores(*(one[part] for one in history.scores()))
+        summed = loss if total is None else total
+        found = self._losses.statistics(everything.at(part), summed, known, load)
+        return loss, scores.logprobs, found
 
     def _expert_load(self, batch: PackedBatch, weights: torch.Tensor) -> ExpertLoad | None:
         """Measures a pass of a mixture over tokens with these weights; None for dense models."""
@@ -622,12 +572,6 @@ class Passes:
             return None
         scaled = distillation.coefficient * weights
         return Teaching(model.teachers[teacher], scaled, temperatures, self._ranks.size > 1)
-
-    def _problem(self, loss: torch.Tensor) -> str:
-        """Why the gradient of a loss cannot be used; empty if it can."""
-        if self.fault is not None:
-            return str(self.fault)
-        return "" if torch.isfinite(loss) else f"the loss of a micro-batch is {loss.item()}"
 
     def _empty_pass(self, teacher: str) -> None:
         """Take part in a pass without rows, for another rank that has one more batch."""
@@ -675,7 +619,7 @@ class Passes:
         def compute() -> torch.Tensor:
             found = torch.zeros(len(rows), dtype=torch.float64)
             smallest = functools.partial(gaps, one_token(self._model.device))
-            batches = self._ranks.batches(self._plan(own), stop)
+            batches = self._ranks.batches(self._plan(own, gradients=False), stop)
             for batch in batches:
                 one = smallest if batch is None else functools.partial(gaps, batch)
                 result = batches.run(one, smallest)
@@ -695,24 +639,29 @@ class Passes:
         sizes = torch.tensor(response_lengths(rows))
         temperatures = torch.repeat_interleave(by_row, sizes)[:, None].to(device)
         found = torch.empty(len(temperatures), dtype=dtype, device=device)
-        for here in self.packed_batches(rows, stop):
+        for here in self.packed_batches(rows, stop, gradients=False):
             with self._autocast():
                 scores = self._forward.scores(here, temperatures[here.order])
             found[here.order] = scores.logprobs.to(dtype)
         return found
 
     def packed_batches(
-        self, rows: Sequence[Row], stop: threading.Event | None
+        self, rows: Sequence[Row], stop: threading.Event | None, gradients: bool
     ) -> Iterator[PackedBatch]:
-        """Yield batches, on the device, that score every response token once. Raises `Stopped`."""
-        for batch in self._plan(rows):
+        """Yield batches, on the device, that score every response token once, and those that only
+        keep what these read. `gradients`: they are differentiated. Raises `Stopped`."""
+        for batch in self._plan(rows, gradients=gradients):
             if stop is not None and stop.is_set():
                 raise Stopped
             yield batch.to(self._model.device)
+            batch.forget()
 
-    def rank_batches(self, rows: Sequence[Row], stop: threading.Event | None) -> RankBatches:
-        """Batches of rows that this rank computes; None while others have more."""
-        return self._ranks.batches(self._plan(rows), stop)
+    def rank_batches(
+        self, rows: Sequence[Row], stop: threading.Event | None, gradients: bool
+    ) -> RankBatches:
+        """Batches of rows that this rank computes, with gradients or without; None while others
+        have more."""
+        return self._ranks.batches(self._plan(rows, gradients=gradients), stop)
 
     def _reference_logprobs(
         self, model: _ThreadModel, batch: PackedBatch, own: TokenColumns

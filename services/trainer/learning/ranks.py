@@ -7,14 +7,15 @@ of the weights. So all ranks make the same number of passes, and stop together.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Self, TypeVar
 
 import torch
 
-from services.trainer.learning.packing import PackedBatch
 from services.trainer.learning.samples import Row
+from services.trainer.learning.sequences.packing import PackedBatch, Slices
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -52,18 +53,45 @@ class RankBatches:
         self._stop = stop
         # The reason why the gradients of these batches cannot be used; empty if they can.
         self.problem = ""
+        # Whether the pass is one without gradients, for keys and values (`PackedBatch.keeps`). A
+        # rank that has no such batch while others do gets None, too.
+        self.keeping = False
+        self._losses: torch.Tensor | None = None
+        self._last: PackedBatch | None = None
+
+    def note(self, loss: torch.Tensor) -> None:
+        """Note the loss of a batch, which is read after the last one: reading waits for the
+        device."""
+        loss = loss.detach()
+        self._losses = loss if self._losses is None else self._losses + loss
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> PackedBatch | None:
+        self._settle()
         if self.problem:
             raise StopIteration
         if self._stop is not None and self._stop.is_set():
             raise Stopped
         if not self._left:
             raise StopIteration
-        return self._left.pop()
+        self.keeping = self._left[-1].keeps
+        return self._pop()
+
+    def _settle(self) -> None:
+        """Finish the last batch: free what no later one reads; after all, read their losses."""
+        if self._last is not None:
+            self._last.forget()
+            self._last = None
+        if self._losses is not None and not self._left:
+            total, self._losses = self._losses.item(), None
+            if not math.isfinite(total):
+                self.problem = self.problem or f"the loss of a micro-batch is {total}"
+
+    def _pop(self) -> PackedBatch:
+        self._last = self._left.pop()
+        return self._last
 
     def run(self, compute: Callable[[], T], smallest: Callable[[], object]) -> T | None:
         """The result of a pass; None if it ran out of memory, which `next` raises on all ranks.
@@ -90,6 +118,8 @@ class RankGroup:
 
     # Number of ranks.
     size = 1
+    # Those that divide the tokens of each pass of this rank; None: it computes rows by itself.
+    slices: Slices | None = None
 
     def share(self, rows: Sequence[Row]) -> list[int]:
         """Indices of the rows that this rank computes, of those that all ranks were given."""
@@ -101,6 +131,10 @@ class RankGroup:
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of `values`, [n] on the CPU."""
+        return values
+
+    def summed_over_slices(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of `values`, [n] on the device, over the ranks that divide this one's passes."""
         return values
 
     def merged(self, sums: S) -> S:

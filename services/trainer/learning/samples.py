@@ -1,8 +1,9 @@
 """Rows: the trainer's representation of claimed samples, and their parsing.
 
 A sample passes through these forms, in order: `ClaimedSample` (the store's message), `Row` (arrays
-and scalars of one sample), `TrainingBatch` (rows with their advantages), `TokenColumns` (passes.py:
-inputs of the loss by token, on the device), `PackedBatch` (packing.py: input of one forward pass).
+and scalars of one sample), `TrainingBatch` (rows with their advantages), `TokenColumns` (inputs of
+the loss by token, on the device: token_loss.py), `PackedBatch` (input of one forward pass:
+sequences/packing.py).
 """
 
 from __future__ import annotations

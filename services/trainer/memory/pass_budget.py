@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.compute import give_back_memory, gpu_memory
 from services.trainer.learning.optimizer import capture, restore
-from services.trainer.learning.packing import PackedBatch
 from services.trainer.learning.ranks import PassTooLarge, RankGroup, is_out_of_memory
 from services.trainer.learning.samples import Row
+from services.trainer.learning.sequences.packing import PackedBatch
 from troupe.job import JobSpec
 from troupe.job.sizing import setup_of, shape_of_config
 from troupe.rpc import Aborted, FailedPrecondition
@@ -34,6 +34,8 @@ T = TypeVar("T")
 # Devices whose gradients are copied to the host before passes that are larger than any so far. On a
 # CPU there is no other memory to copy them to: the step begins again instead.
 COPIED: Final = {"cuda"}
+# Tokens of a piece (sequences/history.py) below which a smaller one saves no memory to speak of.
+SMALLEST_PIECE: Final = 256
 
 
 @dataclass
@@ -72,12 +74,16 @@ class PassBudget:
         self._lock = threading.Lock()
         self._planned = PassShortage()
 
-    def planned(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
-        """Note passes that are about to be computed; returns them. From several threads."""
+    def planned(
+        self, batches: Sequence[PackedBatch], *, cuts: bool = False
+    ) -> Sequence[PackedBatch]:
+        """Note passes that are about to be computed; returns them. From several threads. `cuts`:
+        with a smaller budget a row would be computed in pieces."""
         with self._lock:
             for batch in batches:
                 self._planned.pass_max = max(self._planned.pass_max, batch.input_ids.numel())
-                self._planned.splits |= len(batch.spans) > 1
+                cuttable = cuts and batch.input_ids.numel() > SMALLEST_PIECE
+                self._planned.splits |= len(batch.spans) > 1 or cuttable
         return batches
 
     def fitting(

@@ -18,8 +18,8 @@ from services.trainer.learning.forward import (
     costs_of,
     response_logits,
 )
-from services.trainer.learning.packing import PackedBatch, PassCosts, plan
 from services.trainer.learning.samples import Row
+from services.trainer.learning.sequences.packing import PackedBatch, PassCosts, plan
 from tests.support.training import VOCABULARY, score, tiny_config
 
 FREE = PassCosts(token=1.0, pair=0.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
+from services.trainer.learning import gpu_kernels
 from services.trainer.learning.cpu_kernels import use_kernels
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
@@ -226,3 +229,55 @@ def test_a_step_of_rounded_products_is_as_near_as_without(tokenizer: Path, again
     own = error("off")
     assert 0.0 < own < 0.1 * exact.norm()
     assert error("auto") < 1.25 * own
+
+
+class _Norm(torch.autograd.Function):
+    """What Liger's RMSNorm computes, in torch's operators."""
+
+    @staticmethod
+    def forward(x: Any, weight: Any, eps: float, offset: float, mode: str, *rest: Any) -> Any:
+        assert (offset, mode, rest) == (0.0, "llama", (False, None))
+        r = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        return (x.float() * r).to(x.dtype) * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.eps = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ctx.eps) * weight
+        return *torch.autograd.grad(y, (x, weight), grad), None, None, None, None, None
+
+
+def rope(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    return modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
+def test_ligers_kernels_are_used_where_they_give_the_same(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package itself needs a GPU: here it is one of torch's operators."""
+    model = make_model(kind)
+    assert gpu_kernels.use_liger(model) == 0  # it is on a CPU
+    monkeypatch.setattr(gpu_kernels, "serves", lambda device: True)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
+    assert gpu_kernels.use_liger(model) == 0  # it is not installed
+    fake = types.ModuleType("liger_kernel.ops")
+    fake.LigerRMSNormFunction = _Norm  # type: ignore[attr-defined]
+    fake.LigerRopeFunction = types.SimpleNamespace(apply=rope)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", fake)
+    expected = outcome(copy.deepcopy(model))
+    assert gpu_kernels.use_liger(model) == MODULES[kind]
+    for ours, own in zip(outcome(model), expected, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+    # One that computes something else, or breaks, is not used.
+    for wrong in (lambda q, k, cos, sin: (q, k), lambda *_: None):
+        fake.LigerRopeFunction = types.SimpleNamespace(apply=wrong)  # type: ignore[attr-defined]
+        other = make_model(kind)
+        assert gpu_kernels.use_liger(other) == MODULES[kind] - 2  # its layers' attention

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.learning import attention
-from services.trainer.learning.attention import packed_attention
-from services.trainer.learning.packing import Packing, Segment
+from services.trainer.learning.sequences import attention
+from services.trainer.learning.sequences.attention import packed_attention
+from services.trainer.learning.sequences.packing import Packing, Segment
 
 WIDTH = 8
 

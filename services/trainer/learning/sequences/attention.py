@@ -17,7 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from services.trainer.learning.packing import Block, Packing
+from services.trainer.learning.sequences.history import Past
+from services.trainer.learning.sequences.packing import Block, Packing
 
 # Longest row, in keys, for which `short_attention` is faster than torch's kernel.
 _LONGEST: Final = 128
@@ -84,6 +85,8 @@ class _Gather:
 
 def is_short(packing: Packing, query: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether `short_attention` is faster for these states than torch's kernel."""
+    if packing.past is not None:
+        return False  # a piece of a sequence that is longer than a pass
     plain = all(t.device.type == "cpu" and t.dtype in _TYPES for t in (query, *others))
     return plain and all(block.shape[2] <= _LONGEST for block in packing.blocks)
 
@@ -244,6 +247,8 @@ def packed_attention(
     if torch.is_autocast_enabled(query.device.type):  # cast before gathering: half the bytes
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if packing.past is not None:
+        key, value = _with_others(packing, packing.past, module, key, value)
     if _has_kernel(query, value):
         return _any_lengths(packing, query, key, value, scaling, sliding_window), None
     outputs = [
@@ -253,6 +258,59 @@ def packed_attention(
     if packing.place is not None:
         joined = joined.index_select(0, packing.place)
     return joined.unsqueeze(0), None
+
+
+def _with_others(
+    packing: Packing, past: Past, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [1, G, K, D] and values of a piece's own tokens, those of all ranks that divide the pass
+    included, then of the earlier tokens that they attend to."""
+    if packing.slices is not None:
+        key, value = packing.slices.gather(key, value, packing.slice_tokens)
+    if past.keeps:
+        past.history.keep(past.piece, layer, key, value)
+    joined: tuple[torch.Tensor, torch.Tensor] = _Joined.apply(key, value, past, layer)  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _Joined(torch.autograd.Function):
+    """Keys and values of a piece, then those of earlier pieces, which are constants here.
+
+    Their gradients are added up in the history, and come into the gradient of the piece that
+    computed them when that is differentiated, after all that read it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: torch.Tensor, value: torch.Tensor, past: Past, layer: torch.nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = [key], [value]
+        for piece, index in past.earlier:
+            kept = past.history.of(piece, layer)
+            assert kept is not None, "an earlier pass keeps the piece"
+            keys.append(kept.key if index is None else kept.key.index_select(2, index))
+            values.append(kept.value if index is None else kept.value.index_select(2, index))
+        ctx.past, ctx.layer = past, layer
+        ctx.sizes = [one.shape[2] for one in keys]
+        return torch.cat(keys, 2), torch.cat(values, 2)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, by_key: torch.Tensor, by_value: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        past: Past = ctx.past
+        own_key, *keys = torch.split(by_key, ctx.sizes, 2)
+        own_value, *values = torch.split(by_value, ctx.sizes, 2)
+        for (piece, index), one, other in zip(past.earlier, keys, values, strict=True):
+            kept = past.history.of(piece, ctx.layer)
+            assert kept is not None, "it is forgotten after its own backward pass"
+            kept.add(index, one, other)
+        kept = past.history.of(past.piece, ctx.layer)
+        if kept is not None and kept.by_key is not None and kept.by_value is not None:
+            own_key = own_key + kept.by_key.to(own_key.dtype)
+            own_value = own_value + kept.by_value.to(own_value.dtype)
+        return own_key, own_value, None, None
 
 
 def _attend(
@@ -311,7 +369,7 @@ def _any_lengths(
 
     starts, ends = packing.cumulative
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if packing.query_lengths != packing.key_lengths:
+    if not packing.ordered:
         keys, values = (t.index_select(0, packing.paths) for t in (keys, values))
     # The kernel takes queries that are fewer than keys for the last tokens of the row.
     output = varlen_attn(
