@@ -217,6 +217,7 @@ async def bound(trainer: Trainer, spec: JobSpec, **version: Any) -> pb.WeightsRe
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 async def test_a_gang_makes_its_steps_again(stage: TrainingStage) -> None:
     """Its ranks write every third state before the commit, and rows are kept in between."""
     base = spec_of(stage, pipeline={"deterministic": False}).model_dump(
