@@ -86,7 +86,8 @@ _TAIL = """
 ## What a device holds
 
 - **weights, gradients, moments**: 16 bytes per parameter in all, float32, divided by the gang. With
-  LoRA: the frozen base once per worker in `model.dtype`, and 16 bytes per parameter of the adapter.
+  LoRA: the frozen base once per worker in `model.dtype` (in a gang each rank's share), and 16 bytes
+  per parameter of the adapter.
 - **reference** (`algorithm.kl_coefficient`, 4 bytes per parameter), **critic** (16 bytes),
   **exact sums** (`pipeline.deterministic`, 8 bytes), each if the job has it.
 - **gathered**: of a gang, the embedding, the output layer, a layer, the next one, and their

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from scripts import sizing
 from services.trainer.learning.model import shape_of_model
 from tests.support.architectures import ARCHITECTURES, MIXTURE
 from tests.support.training import make_spec
+from troupe.job import JobSpec
 from troupe.job.policy import ModelSpec
 from troupe.job.sizing import read_shape, setup_of, shape_of_config
+from troupe.scheduling.memory import TrainingSetup, rank_memory
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 SMALL = ARCHITECTURES["qwen3"] | {"head_dim": 8}
@@ -106,6 +109,38 @@ def test_what_a_job_says_decides_how_a_policy_is_trained() -> None:
     rich = setup_of(type(plain).model_validate(values), "solver", shape, device="cuda")
     assert (rich.reference, rich.critic) == (True, True)
     assert rich.adapter == 4 * 2 * (32 + 32)
+
+
+def test_memory_follows_how_long_sequences_are_cut() -> None:
+    """What is longer than a pass leaves keys and values; ranks that divide a pass hold parts."""
+    shape = shape_of_config({**sizing.MODELS["Qwen3-4B"], "max_position_embeddings": 131_072})
+    assert shape is not None
+    plain = make_spec(Path("/nowhere")).model_dump(mode="json")
+    solver = plain["policies"]["solver"]
+    solver["engine"] |= {"kind": "sglang", "max_context": 65_536}
+    solver["trainer"]["gang"] = 4
+    solver["model"]["dtype"] = "bfloat16"
+
+    def setup(**trainer: Any) -> TrainingSetup:
+        solver["trainer"] |= trainer
+        return setup_of(
+            JobSpec.model_validate(plain), "solver", shape, device="cuda", memory=80_000_000_000
+        )
+
+    cut = setup(forward_tokens=8192)
+    assert (cut.tokens, cut.slices, cut.history) == (8192, 1, 65_536 - 8192)
+    divided = setup(context_parallel=4)
+    assert (divided.tokens, divided.slices, divided.history) == (8192, 4, 65_536 - 4 * 8192)
+    roomy = setup(forward_tokens=32_768)
+    assert (roomy.tokens, roomy.history) == (32_768, 0)
+    # 147 KB of keys and values a token, and their gradients in float32 (docs/training.md).
+    each = (
+        rank_memory(shape, cut).activations
+        - rank_memory(shape, replace(cut, history=0)).activations
+    )
+    assert each == cut.history * (147_456 + 294_912)
+    solver["lora"] = {"rank": 4, "dropout": 0.1}
+    assert setup(forward_tokens=8192, context_parallel=1).tokens == 65_536, "dropout is not cut"
 
 
 def test_the_sizing_page_says_what_the_model_computes() -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from troupe.job.policy import ModelSpec
 from troupe.job.spec import JobSpec
 from troupe.scheduling.defaults import (
+    CPU_UNCUT,
     EMBEDDED_CONTEXT,
     LONGEST_CONTEXT,
     context_of,
@@ -198,12 +199,19 @@ def setup_of(
     own, algorithm = spec.policies[policy], spec.algorithm
     lora = own.lora
     gang = own.trainer.gang if ranks is None else ranks
-    # A row longer than the budget is a pass of its own.
     given = defaults_of(None if device == "cpu" else memory)
     room = EMBEDDED_CONTEXT if own.engine.kind == "embedded" else LONGEST_CONTEXT
     longest = context_of(own.engine.max_context, shape.positions, room) + algorithm.team_tokens
     longest = min(longest, shape.positions or longest)
-    budget = own.trainer.forward_tokens or forward_tokens or given.forward_tokens
+    wanted = own.trainer.forward_tokens or forward_tokens
+    slices = min(own.trainer.context_parallel, gang)
+    tokens = wanted or given.forward_tokens
+    whole = tokens * slices * (CPU_UNCUT if device == "cpu" and not wanted else 1)
+    # Longer sequences are cut into pieces, but for those that the trainer cannot cut.
+    if (lora is not None and lora.dropout > 0) or algorithm.router_aux_loss > 0:
+        whole = max(whole, longest)
+    history = max(0, longest - whole)
+    tokens = max(tokens, -(-min(longest, whole) // slices))
     teachers = spec.teachers_of(policy)
     adapter = 0
     if lora is not None:
@@ -214,7 +222,9 @@ def setup_of(
         ranks=gang if own.trainable else 1,
         # Checkpoints whose type is left open are nearly all in half precision.
         half=own.language_model.dtype in ("auto", "bfloat16"),
-        tokens=max(budget, longest),
+        tokens=tokens,
+        slices=slices,
+        history=history,
         checkpointing=given.activation_checkpointing
         if own.trainer.activation_checkpointing == "auto"
         else own.trainer.activation_checkpointing,

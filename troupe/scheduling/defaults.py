@@ -15,6 +15,9 @@ _GIB: Final = 1 << 30
 LONGEST_CONTEXT: Final = 32_768
 # The embedded engine's context by default, where its cache has no room for longer ones.
 EMBEDDED_CONTEXT: Final = 2048
+# A CPU's default of `trainer.forward_tokens` is what it computes fastest, not what fits: sequences
+# up to this many times longer are a pass of their own, for cutting costs up to a third more.
+CPU_UNCUT: Final = 4
 
 
 @dataclass(frozen=True, slots=True)

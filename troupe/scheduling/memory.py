@@ -89,7 +89,11 @@ class TrainingSetup:
     half: bool = True
     """Whether matrix products are computed in bfloat16."""
     tokens: int = 16_384
-    """Tokens of one forward pass."""
+    """Tokens of one forward pass, of which this rank computes so many."""
+    slices: int = 1
+    """Ranks that divide the tokens of a pass (`trainer.context_parallel`)."""
+    history: int = 0
+    """Tokens of earlier passes over the same sequence, whose keys and values are kept."""
     checkpointing: bool = True
     """Whether only the inputs of layers are kept for the backward pass."""
     trainable: bool = True
@@ -231,8 +235,16 @@ def _kept_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     stream = (_HALF if setup.half and setup.adapter else _FULL) * shape.hidden
     layer = stream if setup.checkpointing else _layer_bytes(shape, setup)
     rotary = 2 * _FULL * shape.head_dim
+    pairs = 2 * shape.kv_heads * shape.head_dim
+    product = _HALF if setup.half else _FULL
+    # Keys and values of earlier pieces, with their gradients; those of the other ranks' slices,
+    # which each layer gathers.
+    states = setup.history * shape.layers * pairs * (product + _FULL)
+    if setup.slices > 1:
+        layers = 1 if setup.checkpointing else shape.layers
+        states += setup.tokens * setup.slices * pairs * (layers * product + _FULL)
     scored = 5 * _FULL * shape.hidden + _HALF * shape.hidden + rotary + _COLUMNS_BYTES
-    return setup.tokens * (shape.layers * layer + scored)
+    return setup.tokens * (shape.layers * layer + scored) + states
 
 
 def _gathered(shape: ModelShape, setup: TrainingSetup) -> int:

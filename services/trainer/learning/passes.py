@@ -37,15 +37,13 @@ from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.job import JobSpec, TrainerSpec
 from troupe.rpc import FailedPrecondition
-from troupe.scheduling.defaults import CPU, DeviceDefaults, defaults_of
+from troupe.scheduling.defaults import CPU, CPU_UNCUT, DeviceDefaults, defaults_of
 
 log = structlog.get_logger("troupe.trainer")
 _CONFIGURED = "_troupe_configured"
 _CHECKPOINTED = "_troupe_checkpointed"
 # Bytes of the float32 logits of one forward pass, for models that compute them all at once.
 _LOGITS_BYTES = 256 << 20
-# Budgets of tokens that a sequence may have uncut on a CPU by default.
-_CPU_UNCUT = 4
 
 
 def configure_model(policy: str, model: Any, spec: TrainerSpec, own: DeviceDefaults = CPU) -> None:
@@ -217,10 +215,8 @@ class Passes:
         wanted = self._policy.trainer.forward_tokens or forward_tokens
         tokens = wanted or own.forward_tokens
         self.budget = PassBudget(tokens, spec, policy, model.module, model.device, self._ranks)
-        # Budgets of tokens beyond which a sequence is cut. A CPU's default is what it computes
-        # fastest, not what fits: a longer sequence is a pass of its own, for cutting costs up to a
-        # third more.
-        self._uncut = 1 if wanted or own is not CPU else _CPU_UNCUT
+        # Budgets of tokens beyond which a sequence is cut.
+        self._uncut = 1 if wanted or own is not CPU else CPU_UNCUT
         # Where the defaults of this device are shown.
         log.info(
             "passes",

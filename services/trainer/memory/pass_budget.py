@@ -169,20 +169,22 @@ class PassBudget:
             setup = setup_of(
                 self._job, self._policy, shape, device=self._device.type, memory=memory
             )
-            needed = rank_memory(shape, replace(setup, tokens=length))
+            alone = replace(setup, tokens=min(length, self.tokens), history=length)
+            needed = rank_memory(shape, alone)
             need = (
-                f"; by the memory model a pass over it alone needs {needed.total:,} bytes, "
+                f"; by the memory model its last pass needs {needed.total:,} bytes, "
                 f"{needed.working:,} of them besides weights, gradients and optimizer"
             )
         return FailedPrecondition(
             f"a row of {length:,} tokens of policy {self._policy} does not fit into the memory of "
-            f"the device ({memory:,} bytes), also in a pass of its own{need}: {message}",
+            f"the device ({memory:,} bytes), also cut into pieces{need}: {message}",
             kind="row_out_of_memory",
             field=f"policies.{self._policy}.trainer",
             value=length,
-            remedy="Use a larger gang (`trainer.gang`), "
-            "`trainer.activation_checkpointing: true`, `trainer.offload`, or shorter conversations "
-            "(`engine.max_context`, `sampling.max_tokens`).",
+            remedy="Use a larger gang (`trainer.gang`) whose ranks divide its tokens "
+            "(`trainer.context_parallel`), `trainer.activation_checkpointing: true`, "
+            "`trainer.offload`, or shorter conversations (`engine.max_context`, "
+            "`sampling.max_tokens`).",
         )
 
     def metrics(self) -> dict[str, float]:
