@@ -46,7 +46,7 @@ _PROBE_SHARE = 0.25
 # Tokens of a probe's piece (packing.py), and of its row for which attention has another kernel on a
 # CPU than for short ones.
 _PROBE_CUT = 48
-_PROBE_LONG = 150
+_PROBE_LONG = 170
 _PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError)
 
 
@@ -376,7 +376,9 @@ def costs_of(model: Any) -> PassCosts:
 def capabilities_of(model: Any, *, half: bool = False) -> Capabilities:
     """Test the capabilities of `model` by forward passes over a few rows, as passes will be made:
     on its device, with the kernels used there, under autocast to bfloat16 if `half`."""
-    rows = _probe_rows(int(model.get_input_embeddings().weight.shape[0]))
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    rows = _probe_rows(vocabulary, positions or _PROBE_LONG)
     training = [module for module in model.modules() if module.training]
     for module in training:  # evaluation mode, as with dropout no two passes agree
         module.training = False
@@ -470,12 +472,14 @@ def _scored(model: Any, rows: list[Row], *, leaks: bool = False, **how: Any) -> 
     return found
 
 
-def _probe_rows(vocabulary: int) -> list[Row]:
+def _probe_rows(vocabulary: int, positions: int) -> list[Row]:
     """Rows for testing: three answers to one prompt and some to others, of different lengths; the
-    last one is long."""
+    last one is long, as far as the model has `positions`."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(vocabulary, size=24)
-    others = [rng.integers(vocabulary, size=size) for size in (9, 3, _PROBE_LONG)]
+    last = 20  # tokens of the last answer
+    long = max(1, min(_PROBE_LONG, positions) - last)
+    others = [rng.integers(vocabulary, size=size) for size in (9, 3, long)]
     rows = []
     for index, start in enumerate([prompt, prompt, prompt, *others]):
         ids = np.concatenate([start, rng.integers(vocabulary, size=5 + 3 * index)])
