@@ -1,6 +1,7 @@
 """Tokens per second and memory of the trainer's update, against TRL's on the same batch.
 
-    python -m benchmarks.trainer [--quick] [--json] [--threads 1] [--steps 3] [--only BATCH]...
+    python -m benchmarks.trainer [--quick | --model DIRECTORY] [--json] [--threads 1] [--steps 3]
+                                 [--only BATCH]...
 
 Both sides train the same model from the same weights on the same samples, with AdamW, clipping and
 the same token-mean loss; the norms of their first gradients have to agree. TRL's side is
@@ -32,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.command import finish
 from benchmarks.references import TRL, ReferenceUnavailable, reference_python
-from benchmarks.trainer.cases import CASES, QUICK, Case
+from benchmarks.trainer.cases import Case, cases_of
 
 _SECONDS: Final = 1800.0
 # Of the first gradients' norms: more is another batch, or another loss.
@@ -93,7 +94,7 @@ def compare(
     if reference is not None:
         runs = [
             run_side(reference, "theirs", [*arguments, "--batch", str(batch)], options.threads)
-            for batch in ((4,) if options.quick or again else (8, 32))
+            for batch in ((4,) if options.quick or again else (4, 8) if options.model else (8, 32))
         ]
         theirs = min(runs, key=lambda run: run["seconds"])
         # The least memory is not always the fastest one's.
@@ -113,13 +114,17 @@ def main() -> None:
     """Measure, print, and end with one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
+    parser.add_argument(
+        "--model", metavar="DIRECTORY", help="a checkpoint in place of small models"
+    )
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", action="append", metavar="BATCH", help="as the table calls it")
     options = parser.parse_args()
     console = Console(stderr=True, quiet=options.json)
-    size, cases = ("quick", QUICK) if options.quick else ("full", CASES)
+    size = options.model or ("quick" if options.quick else "full")
+    cases = list(cases_of(size).values())
     with tempfile.TemporaryDirectory() as directory:
         reference: Path | None = None
         try:

@@ -1,16 +1,37 @@
 """What both sides train on: models, and batches of given lengths.
 
-Random tokens under random weights: an update's time and memory depend on shapes alone.
+Random tokens, under random weights or those of a checkpoint: an update's time and memory depend on
+shapes alone.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk, as transformers wrote it."""
+
+    path: Path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """As transformers takes it."""
+        found: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+        return found
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens."""
+        return int(self.config["vocab_size"])
 
 
 @dataclass(frozen=True)
@@ -45,7 +66,7 @@ class Case:
     """One step: groups of answers to a prompt each."""
 
     name: str
-    model: Model
+    model: Model | Checkpoint
     groups: int
     members: int
     # Tokens of a prompt, uniform between these.
@@ -94,7 +115,30 @@ QUICK: Final = (
     Case("answers of all lengths", TINY, 2, 4, (4, 24), mean=12, longest=80),
     Case("all alike", TINY, 2, 4, (8, 9), mean=16, longest=16),
 )
-BY_NAME: Final = {
-    kind: {case.name: case for case in cases}
-    for kind, cases in {"full": CASES, "quick": QUICK}.items()
-}
+
+
+def cases_of(size: str) -> dict[str, Case]:
+    """Cases by name; `size`: "full", "quick", or the directory of a checkpoint."""
+    if size in ("full", "quick"):
+        return {case.name: case for case in (CASES if size == "full" else QUICK)}
+    model = Checkpoint(Path(size))
+    cases = (
+        Case("answers of all lengths", model, 2, 8, (16, 128), mean=64, longest=512),
+        Case("all alike", model, 2, 8, (64, 65), mean=96, longest=96),
+    )
+    return {case.name: case for case in cases}
+
+
+def load(case: Case) -> Any:
+    """The case's model in float32, the same on both sides."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if isinstance(case.model, Checkpoint):
+        return AutoModelForCausalLM.from_pretrained(case.model.path, dtype=torch.float32)
+    torch.manual_seed(0)
+    config = dict(case.model.config)
+    kind = config.pop("model_type")
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **config), dtype=torch.float32
+    )

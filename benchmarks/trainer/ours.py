@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.trainer.cases import BY_NAME, Case
+from benchmarks.trainer.cases import Case, cases_of, load
 from benchmarks.trainer.measure import Meter, clock_of, resident
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.samples import Row
@@ -71,7 +70,7 @@ def rows_of(case: Case, model: Any) -> list[Row]:
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("size", choices=sorted(BY_NAME))
+    parser.add_argument("size", help="full, quick, or the directory of a checkpoint")
     parser.add_argument("case")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -80,14 +79,10 @@ def main() -> None:
     parser.add_argument("--compile", choices=["on", "off"], default="off")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    case = BY_NAME[options.size][options.case]
+    case = cases_of(options.size)[options.case]
     spec = spec_of(case, checkpointing=options.checkpointing, compiled=options.compile)
-    config = dict(case.model.config)
     before = resident()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32
-    ).eval()
+    model = load(case).eval()
     rows = rows_of(case, model)
     learner = Learner(model, spec, "solver", share_prefixes=not options.apart)
     meter = Meter(before, clock_of(options.threads))

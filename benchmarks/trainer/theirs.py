@@ -14,8 +14,6 @@ import torch
 from datasets import Dataset  # type: ignore[import-not-found]
 from tokenizers import Tokenizer, models
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     PrinterCallback,
     TrainerCallback,
@@ -23,7 +21,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 from trl.trainer.utils import pad  # type: ignore[import-not-found]
 
-from benchmarks.trainer.cases import BY_NAME, Case
+from benchmarks.trainer.cases import Case, cases_of, load
 from benchmarks.trainer.measure import Meter, clock_of, resident
 
 
@@ -74,7 +72,7 @@ class Timed(TrainerCallback):  # type: ignore[misc]
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("size", choices=sorted(BY_NAME))
+    parser.add_argument("size", help="full, quick, or the directory of a checkpoint")
     parser.add_argument("case")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -82,14 +80,10 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    case = BY_NAME[options.size][options.case]
+    case = cases_of(options.size)[options.case]
     samples = case.groups * case.members
-    config = dict(case.model.config)
     before = resident()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32
-    )
+    model = load(case)
     words = {str(index): index for index in range(2)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")),

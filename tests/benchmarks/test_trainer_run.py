@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks.trainer.cases import QUICK, load
 from tests.benchmarks.quick import quick_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -17,6 +20,12 @@ def test_a_quick_run_compares_the_same_update_with_trls() -> None:
     assert found["over_trl"] > 0
     assert found["over_trl_even"] > 0
     assert found["peak_memory_ratio"] > 0
+
+
+def test_a_checkpoint_takes_the_place_of_the_small_models(tmp_path: Path) -> None:
+    load(QUICK[0]).save_pretrained(tmp_path)
+    found = quick_run("trainer", "--steps", "1", "--model", str(tmp_path), seconds=1700)
+    assert found["over_trl"] is None or found["over_trl"] > 0
 
 
 def test_what_runs_on_a_gpu_is_tried_out_on_the_cpu() -> None:
