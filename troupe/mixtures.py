@@ -244,6 +244,8 @@ def _routers_in(model: Any) -> list[tuple[Any, _Router]]:
             for one in recorders if isinstance(recorders, list) else [recorders]:
                 if isinstance(one, OutputRecorder) and one.target_class is not None:
                     kinds[one.target_class] = one.index
+    if not kinds:
+        return []
     config = model.config.get_text_config()
     found = []
     for name, part in model.named_modules():

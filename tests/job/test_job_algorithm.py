@@ -73,13 +73,6 @@ def test_a_team_critic_reads_one_vocabulary_whenever_it_was_written() -> None:
         type(spec).model_validate(values)
 
 
-def test_a_critic_is_on_one_device() -> None:
-    values = make_spec(Path("t"), algorithm={"advantage": "gae"}).model_dump()
-    values["policies"]["solver"]["trainer"]["gang"] = 2
-    with pytest.raises(ValidationError, match="not sharded over 2 devices"):
-        JobSpec.model_validate(values)
-
-
 def test_several_updates_against_recomputed_log_probs_take_any_correction() -> None:
     several = {"epochs": 2, "minibatches": 2, "old_logprobs": "recomputed"}
     for loss in ("ppo_clip", "cispo"):

@@ -80,6 +80,7 @@ class Workshop:
         *,
         replica: int,
         deterministic: bool,
+        routed_experts: bool = False,
     ) -> FragileEngine:
         engine = FragileEngine(engine_id, policy_name, policy_spec, deterministic=deterministic)
         self.engines.setdefault(policy_name, []).append(engine)

@@ -48,6 +48,7 @@ class Servers(Workshop):
         *,
         replica: int,
         deterministic: bool,
+        routed_experts: bool = False,
     ) -> FragileEngine:
         engine = super().__call__(
             engine_id, policy_name, policy_spec, replica=replica, deterministic=deterministic

@@ -35,7 +35,7 @@ from troupe.algorithms.linear_loss import (
 from troupe.algorithms.logprobs import selective_log_softmax
 from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
-from troupe.mixtures import Routers
+from troupe.mixtures import Routers, RoutingShape
 from troupe.rpc import FailedPrecondition
 
 # Tolerance for equal log-probs in single precision.
@@ -378,7 +378,9 @@ def capabilities_of(model: Any, *, half: bool = False) -> Capabilities:
     on its device, with the kernels used there, under autocast to bfloat16 if `half`."""
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    rows = _probe_rows(vocabulary, positions or _PROBE_LONG)
+    # Routers that choose by themselves would choose otherwise wherever a pass rounds otherwise.
+    routing = Routers.shape_of(model)
+    rows = _probe_rows(vocabulary, positions or _PROBE_LONG, routing)
     training = [module for module in model.modules() if module.training]
     for module in training:  # evaluation mode, as with dropout no two passes agree
         module.training = False
@@ -467,14 +469,20 @@ def _scored(model: Any, rows: list[Row], *, leaks: bool = False, **how: Any) -> 
     for batch in plan(rows, 1 << 20, **how):
         here = batch.to(device)
         here = replace(here, packing=None) if leaks else here
-        logits = response_logits(model, here).float()
+        routers = None if here.routes is None else Routers.of(model)
+        passing = (
+            contextlib.nullcontext() if routers is None else routers.passing(None, here.routes)
+        )
+        with passing:
+            logits = response_logits(model, here).float()
         found[here.order] = torch.log_softmax(logits, -1).gather(1, here.targets[:, None])[:, 0]
     return found
 
 
-def _probe_rows(vocabulary: int, positions: int) -> list[Row]:
+def _probe_rows(vocabulary: int, positions: int, routing: RoutingShape | None = None) -> list[Row]:
     """Rows for testing: three answers to one prompt and some to others, of different lengths; the
-    last one is long, as far as the model has `positions`."""
+    last one is long, as far as the model has `positions`. `routing`: that of a mixture of experts,
+    whose rows say which experts their tokens are sent to."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(vocabulary, size=24)
     last = 20  # tokens of the last answer
@@ -484,5 +492,13 @@ def _probe_rows(vocabulary: int, positions: int) -> list[Row]:
     for index, start in enumerate([prompt, prompt, prompt, *others]):
         ids = np.concatenate([start, rng.integers(vocabulary, size=5 + 3 * index)])
         behaviour = np.zeros(len(ids) - len(start), np.float32)
-        rows.append(Row(str(index), ids, len(start), behaviour, 0.0, (0.0,), 0))
+        routes = None if routing is None else _probe_routes(ids[:-1], routing)
+        rows.append(Row(str(index), ids, len(start), behaviour, 0.0, (0.0,), 0, routes=routes))
     return rows
+
+
+def _probe_routes(ids: np.ndarray[Any, np.dtype[Any]], routing: RoutingShape) -> Any:
+    """Experts [T, layers, k] that follow from the tokens so far, so that a common prefix has the
+    same ones."""
+    first = np.cumsum(ids)[:, None, None] + np.arange(routing.layers)[None, :, None]
+    return routing.compact((first + np.arange(routing.top_k)) % routing.experts)

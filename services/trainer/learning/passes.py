@@ -252,9 +252,9 @@ class Passes:
             )
 
     def metrics(self) -> dict[str, float]:
-        """How passes are made: `train/packed` is 0 where rows are padded instead."""
+        """How passes are made: `train/packed` is 0 where rows are padded instead, else absent."""
         found, made = self.budget.metrics(), self.__dict__.get("_layout")
-        return found if made is None else found | {"train/packed": float(made["packed"])}
+        return found if made is None or made["packed"] else found | {"train/packed": 0.0}
 
     @functools.cached_property
     def _own_model(self) -> _ThreadModel:
