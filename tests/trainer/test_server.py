@@ -128,7 +128,8 @@ async def test_samples_that_come_late_are_waited_for(stage: TrainingStage) -> No
         await stage.append(query, trajectory, samples)
     events = await asyncio.wait_for(running, 30)
     assert events[-1].commit.num_samples == 8
-    assert events[-1].commit.metrics["train/wait_seconds"] > 0.3
+    # Of the 0.4 s; on a busy machine the step begins later than the first sample.
+    assert events[-1].commit.metrics["train/wait_seconds"] > 0.1
     states = [event.state for event in events]
     assert states[0] in (pb.BINDING_STATE_IDLE, pb.BINDING_STATE_ACCUMULATING)
     assert events[-1].micro_batches >= 2
