@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,15 @@ from troupe.rpc import Aborted, FailedPrecondition
 
 BUDGET = 96
 SHAPE = Shape(groups=4, members=4, prompt=12, response=10)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads would divide rows among themselves, and run out of memory each for itself."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def allocate_too_much() -> None:
