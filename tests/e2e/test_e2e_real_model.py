@@ -86,7 +86,8 @@ def check_conversation(one: Trajectory) -> None:
 async def test_a_whole_model_and_an_adapter_are_trained_exported_and_evaluated(
     house: House, smol: Path, tmp_path: Path
 ) -> None:
-    handle = await house.client.submit(short_job(smol, workflow="tests.support.again:write_again"))
+    job = short_job(smol, workflow="tests.support.again:write_by_endpoint")
+    handle = await house.client.submit(job)
     record = await handle.wait(timeout=900)
     assert record.state == "succeeded", record
     assert record.versions == {"writer": 2, "editor": 2}
