@@ -122,11 +122,12 @@ class Routers:
     def of(cls, model: Any) -> Routers | None:
         """The routers of a transformers model; None for dense models, and for those whose routers
         do not select by top-k."""
-        known: Routers | None = model.__dict__.get(_ROUTERS)
-        if known is not None:
+        if _ROUTERS in model.__dict__:
+            known: Routers | None = model.__dict__[_ROUTERS]
             return known
         found = _routers_in(model)
         if not found:
+            model.__dict__[_ROUTERS] = None  # asked with every claim of samples
             return None
         (top_k, experts), *others = {(one.top_k, one.experts) for _, one in found}
         if others or not _selects(found[0][0]):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.architectures import make
+from tests.support.architectures import LARGE, make
 from tests.support.peaks import growth
 from troupe.adapters import AdapterContent, linear_layers, merged
 from troupe.adapters.merge import distinct_tensors
@@ -108,17 +108,7 @@ def test_a_base_that_does_not_fit_is_named_and_the_adapter_stays(
 
 
 def test_a_merge_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=40_960,
-        hidden_size=256,
-        intermediate_size=4096,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=False,
-    )
+    config = AutoConfig.for_model(**LARGE)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
     for name in ("first", "out"):

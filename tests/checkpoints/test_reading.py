@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.trainer.state.checkpoint import save_checkpoint
 from tests.checkpoints.test_format import EVERY, assert_same
-from tests.support.architectures import make
+from tests.support.architectures import LARGE, make
 from tests.support.peaks import growth
 from troupe.adapters.merge import distinct_tensors
 from troupe.checkpoints import reading, writing
@@ -170,17 +170,7 @@ def test_a_checkpoint_of_kept_weights_has_the_logits_of_the_model(
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=[pytest.mark.slow]), 4])
 def test_a_checkpoint_is_written_in_the_memory_of_one_tensor(tmp_path: Path, ranks: int) -> None:
     """From float32 on disk to bfloat16, measured as the process' resident memory."""
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=40_960,
-        hidden_size=256,
-        intermediate_size=4096,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=False,
-    )
+    config = AutoConfig.for_model(**LARGE)
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config)
     kept = tmp_path / "kept"

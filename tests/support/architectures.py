@@ -125,3 +125,17 @@ def make(name: str, seed: int = 0) -> Any:
         values = ARCHITECTURES.get(name) or FURTHER[name]
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     return model.eval()
+
+
+# 50 million parameters, so that tensors are large beside what else a process holds.
+LARGE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 40_960,
+    "hidden_size": 256,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}

@@ -124,12 +124,11 @@ async def test_samples_that_come_late_are_waited_for(stage: TrainingStage) -> No
     running = asyncio.create_task(trainer.events(0, 0))
     rollouts = stage.rollouts(stage.first_model(spec))
     for query, trajectory, samples in rollouts:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         await stage.append(query, trajectory, samples)
     events = await asyncio.wait_for(running, 30)
     assert events[-1].commit.num_samples == 8
-    # Of the 0.4 s; on a busy machine the step begins later than the first sample.
-    assert events[-1].commit.metrics["train/wait_seconds"] > 0.1
+    assert events[-1].commit.metrics["train/wait_seconds"] > 0.3
     states = [event.state for event in events]
     assert states[0] in (pb.BINDING_STATE_IDLE, pb.BINDING_STATE_ACCUMULATING)
     assert events[-1].micro_batches >= 2

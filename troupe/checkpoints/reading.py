@@ -82,7 +82,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return cls(weight_files(folder))
 
     def only(self, names: Iterable[str]) -> StoredTensors:
-        """Some of the tensors."""
+        """Tensors of the given names only."""
         wanted = set(names)
         found = StoredTensors(())
         found._parts = {name: parts for name, parts in self._parts.items() if name in wanted}

@@ -83,7 +83,7 @@ class LoadProgress:
         self.given_up = threading.Event()
 
     def add(self, nbytes: int) -> None:
-        """Some more bytes are loaded. Raises TimeoutError once another rank has failed."""
+        """Count bytes that have been loaded. Raises TimeoutError once another rank has failed."""
         self.done += nbytes
         if self.given_up.is_set():
             raise TimeoutError("another rank of the gang could not load its part")
@@ -147,13 +147,13 @@ class MetaTensor:
         self._places: list[tuple[Any, str]] = []
 
     def add(self, name: str, module: Any, leaf: str) -> None:
-        """One more name of it: that of attribute `leaf` of `module`."""
+        """Add a name of the tensor: attribute `leaf` of `module`."""
         self.names.append(name)
         self._places.append((module, leaf))
 
     @property
     def tensor(self) -> Any:
-        """What the modules have in its place now."""
+        """The parameter or buffer that the modules have in its place now."""
         module, leaf = self._places[0]
         return getattr(module, leaf)
 

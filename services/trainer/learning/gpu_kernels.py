@@ -37,7 +37,7 @@ class LigerKernels:
 
 
 def liger_kernels() -> LigerKernels | None:
-    """Those of the installed package; None: there is none, or it does not import here."""
+    """Kernels of the installed package; None: there is none, or it does not import here."""
     try:
         found = importlib.import_module("liger_kernel.ops")
     except ImportError:

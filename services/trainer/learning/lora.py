@@ -202,7 +202,7 @@ def _routed_beside(module: Any, lora: LoraSpec) -> list[str]:
 
 
 def _of_experts(module: Any, names: Sequence[str]) -> list[str]:
-    """Those of `names` that are projections of routed experts, in checkpoints or in the model."""
+    """Targets in `names` that are projections of experts, in checkpoints or in the model."""
     stored = {*CheckpointFormat(module, torch.float32).layout, *module.state_dict()}
     projections = {
         name.removesuffix(".weight").rpartition(".")[2] for name in stored if ".experts." in name

@@ -80,7 +80,7 @@ def frozen_base(
 
 
 def base_source(model: ModelSpec, seed: int, device: str) -> Source:
-    """What distinguishes the base of `model` on a device from others."""
+    """Key of the base of `model` on a device, which no other base has."""
     kept = model.weight_dtype, device
     if model.path is not None:
         return "path", model.path, model.revision or "", *_files(Path(model.path)), *kept

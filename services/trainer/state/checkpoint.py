@@ -46,7 +46,7 @@ class CheckpointProgress:
         self.total, self.written = total, 0
 
     def add(self, nbytes: int) -> None:
-        """Some more bytes are written."""
+        """Count bytes that have been written."""
         self.written += nbytes
 
 

@@ -1,4 +1,4 @@
-"""What the pieces of a sequence that is longer than a forward pass leave for one another.
+"""Keys, values and scores that pieces of a sequence longer than a pass leave for one another.
 
 A piece's tokens attend to the keys and values that earlier pieces left in a `History`. Gradients
 are exact: pieces that others read are first run without gradients, and differentiated after their
@@ -47,7 +47,7 @@ def _added(
 
 
 class History:
-    """What the pieces of one sequence leave for one another: keys and values, and the scores of
+    """State that pieces of one sequence leave for one another: keys and values, and scores of
     its N tokens where a loss couples them."""
 
     def __init__(self, order: torch.Tensor) -> None:
