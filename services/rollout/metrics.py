@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from services.chassis.telemetry import Telemetry
@@ -33,6 +33,30 @@ class EnvironmentCollector(Collector):
         )
         for (event, environment), count in sorted(self._counters.all().items()):
             family.add_metric([event, environment], count)
+        yield family
+
+
+class UpdateCollector(Collector):
+    """Exports the last weight update of every engine, when scraped."""
+
+    def __init__(self, jobs: JobTable) -> None:
+        self._jobs = jobs
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Two series per engine: `part` is `exposed` or `total`."""
+        family = GaugeMetricFamily(
+            "troupe_rollout_engine_update_seconds",
+            "Last weight update of an engine by way: seconds without service, and in all.",
+            labels=["job_id", "policy", "engine_id", "way", "part"],
+        )
+        for job in self._jobs.all():
+            for name, policy in sorted(job.policies.items()):
+                for status in policy.statuses(job.job_id, ""):
+                    if not status.update_way:
+                        continue
+                    labels = [job.job_id, name, status.engine_id, status.update_way]
+                    family.add_metric([*labels, "exposed"], status.update_exposed_seconds)
+                    family.add_metric([*labels, "total"], status.update_seconds)
         yield family
 
 
@@ -96,6 +120,7 @@ class RolloutMetrics:
         )
         self._jobs = jobs
         telemetry.registry.register(EnvironmentCollector())
+        telemetry.registry.register(UpdateCollector(jobs))
         self._retries = telemetry.counter(
             "troupe_rollout_trajectory_retries",
             "Attempts at trajectories that failed in their environment and were repeated.",

@@ -56,8 +56,7 @@ def test_all_bytes_of_a_file_count(tmp_path: Path) -> None:
     manifest = transfer.set(KEY, tensors, metadata={"step": "9"}, base="job/solver/weights@2")
     path = tmp_path / KEY
     whole = path.read_bytes()
-    header = len(blob.MAGIC) + 8 + len(manifest.to_json())
-    start = len(blob.prefix(manifest))
+    header = start = len(blob.prefix(manifest))
     spans = [range(start + e.offset, start + e.offset + e.nbytes) for e in manifest.entries]
     for place in (*range(0, header, 5), *(at for span in spans for at in span[::3])):
         data = bytearray(whole)

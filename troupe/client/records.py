@@ -289,6 +289,10 @@ class Engine(Record, id_from="engine_id"):
     message: str
     restarts: int
     device_class: str = ""
+    # The last weight update: how weights came in, seconds without service, and in all.
+    update_way: str = ""
+    update_exposed_seconds: float = 0.0
+    update_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

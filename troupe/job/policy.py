@@ -300,8 +300,8 @@ class EngineSpec(Section):
     update: Literal["auto", "tensor", "disk"] = "auto"
     """`sglang`: how new weights are sent to a server. `disk`: as files on a shared file system;
     `tensor`: through shared memory to a launched server, over HTTP to an attached one. `auto`:
-    `tensor` to a launched server, `disk` to an attached one that shares a file system, else
-    `tensor`; only what the SGLang release supports."""
+    `disk` to a server of this host, which reads the published file in place, else `tensor`; only
+    what the SGLang release supports."""
     in_flight: Literal["keep", "restart"] = "keep"
     """Turns that are running when new weights arrive. `keep`: continue with recomputed keys and
     values; each token records its version. `restart`: abort and repeat, so that every turn is of

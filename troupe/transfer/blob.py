@@ -1,7 +1,8 @@
-"""The file format of a state: `magic | manifest length | manifest | tensors`.
+"""The file format of a state: safetensors, with Troupe's manifest in the header's metadata.
 
 A state is one file, so that one rename makes all of it visible or none. A reader holds a shared
 lock for as long as it has the file mapped; a file without a name and readers may be filled again.
+Other programs (an inference server) read the same file in place.
 """
 
 from __future__ import annotations
@@ -189,15 +190,20 @@ class Manifest:
         }
         if combine(parts) != manifest.checksum:
             raise ValueError("the manifest's own checksum does not match its entries")
-        _known[given] = manifest
-        with contextlib.suppress(KeyError):  # another thread may remove it first
-            while len(_known) > _MOST_KNOWN:
-                _known.popitem(last=False)
+        _keep(_known, given, manifest)
         return manifest
 
 
-# The most recently parsed manifests, by their JSON.
+# The most recently parsed manifests, by their JSON, and by the header that they are in.
 _known: Final[OrderedDict[bytes, Manifest]] = OrderedDict()
+_headers: Final[OrderedDict[bytes, Manifest]] = OrderedDict()
+
+
+def _keep(known: OrderedDict[bytes, Manifest], text: bytes, manifest: Manifest) -> None:
+    known[text] = manifest
+    with contextlib.suppress(KeyError):  # another thread may remove it first
+        while len(known) > _MOST_KNOWN:
+            known.popitem(last=False)
 
 
 def _seal(text: bytes) -> bytes:
@@ -316,11 +322,34 @@ def _chunk(spans: list[ChecksumSpan]) -> Chunk:
     return Chunk(offset, last.offset + last.nbytes - offset, tuple(spans))
 
 
-# The last byte is the format's number.
-MAGIC: Final = b"TROUPE\x00\x04"
-# Tensors start on cache lines, which every dtype's alignment divides.
+# What every header begins with; the number is that of Troupe's format.
+_LEAD: Final = '{"__metadata__":{"format":"pt","troupe":"5","manifest":'
+_OTHER: Final = re.compile(rb'\{"__metadata__":\{"format":"pt","troupe":"([0-9]+)"')
+# The first bytes of format 4 and older ones, which were not safetensors.
+_FORMER: Final = b"TROUPE\x00"
+# Tensors of whole cache lines, which nearly all are, start on cache lines.
 ALIGN: Final = 64
-_MAX_MANIFEST_BYTES: Final = 256 << 20
+# Of the safetensors library.
+_MAX_HEADER_BYTES: Final = 100_000_000
+# Names of dtypes in safetensors. Others are bytes there, and themselves in the manifest.
+_SAFETENSORS: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 # A file is locked against readers for the moment between its rename and its unlocking.
 _LOCKED_SECONDS: Final = 5.0
 _NO_CHECKSUM: Final = "0" * 32
@@ -337,13 +366,18 @@ def draft(
     base: str = "",
 ) -> tuple[Manifest, list[Bytes]]:
     """The manifest of `tensors` with empty checksums, as long as it will be with them, and their
-    bytes in the manifest's order (by name). Deferred tensors are not made for it."""
+    bytes in the manifest's order: without gaps (safetensors), those that keep their successors on
+    cache lines first, then those of wide dtypes. Deferred tensors are not made for it."""
     deferred = deferred_bytes(tensors) if isinstance(tensors, DeferredTensors) else {}
     layout = tensors.layout if isinstance(tensors, DeferredTensors) else tensors
     entries: list[TensorEntry] = []
     views: list[Bytes] = []
     offset = 0
-    for name in sorted(layout):
+    order = {
+        name: (tensor.nbytes % ALIGN != 0, -tensor.itemsize, name)
+        for name, tensor in layout.items()
+    }
+    for name in sorted(layout, key=order.__getitem__):
         tensor = layout[name]
         view: Bytes
         if deferred:
@@ -358,7 +392,7 @@ def draft(
         dtype = dtype_name(tensor.dtype)
         entries.append(TensorEntry(name, dtype, shape, offset, len(view), _NO_CHECKSUM, pieces))
         views.append(view)
-        offset = _aligned(offset + len(view))
+        offset += len(view)
     made = Manifest(key, version_in(key), _NO_CHECKSUM, tuple(entries), dict(metadata), base)
     return made, views
 
@@ -374,10 +408,20 @@ def signed(manifest: Manifest, checksums: list[tuple[str, tuple[str, ...]]]) -> 
 
 
 def prefix(manifest: Manifest) -> bytes:
-    """The bytes of a file before its tensors."""
-    header = manifest.to_json()
-    start = _aligned(len(MAGIC) + 8 + len(header))
-    return (MAGIC + len(header).to_bytes(8, "little") + header).ljust(start, b"\0")
+    """The bytes of a file before its tensors: length and header of safetensors."""
+    parts = [_LEAD, json.dumps(manifest.to_json().decode()), "}"]
+    for entry in manifest.entries:
+        dtype, shape = _SAFETENSORS.get(entry.dtype), list(entry.shape)
+        if dtype is None:
+            dtype, shape = "U8", [entry.nbytes]
+        where = f"[{entry.offset},{entry.offset + entry.nbytes}]"
+        parts.append(
+            f',{json.dumps(entry.name)}:{{"dtype":"{dtype}","shape":{shape},"data_offsets":{where}}}'
+        )
+    parts.append("}")
+    header = "".join(parts).encode()
+    length = _aligned(8 + len(header)) - 8
+    return length.to_bytes(8, "little") + header.ljust(length)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -410,13 +454,14 @@ def damaged(entry: TensorEntry, tensor: torch.Tensor) -> bool:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Inode and change time: they differ after the file at `path` was replaced or written to."""
+    """Inode and time of the last write: they differ after the file at `path` was replaced or
+    written to. (Not the change time: a further name of a file changes that.)"""
     return identity_in(path.stat())
 
 
 def identity_in(status: os.stat_result) -> tuple[int, int]:
     """`identity` of a file that is open."""
-    return status.st_ino, status.st_ctime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def leased(path: Path) -> io.BufferedReader:
@@ -468,18 +513,34 @@ def _map(path: Path) -> tuple[Manifest, mmap.mmap, int, os.stat_result]:
 
 
 def _read_header(file: io.BufferedReader) -> tuple[Manifest, int]:
-    prefix = file.read(len(MAGIC) + 8)
-    if len(prefix) < len(MAGIC) + 8 or not prefix.startswith(MAGIC[:-1]):
+    """The manifest, and where the tensors begin. ValueError unless every byte before them is what
+    was written: other programs read the rest of the header."""
+    first = file.read(8)
+    if first.startswith(_FORMER) and len(first) == 8:
+        raise _other_format(first[-1])
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or length > _MAX_HEADER_BYTES:
         raise ValueError("not a state file")
-    if not prefix.startswith(MAGIC):
-        raise ValueError(
-            f"written in format {prefix[len(MAGIC) - 1]} by another version of Troupe, this one "
-            f"reads format {MAGIC[-1]}"
-        )
-    length = int.from_bytes(prefix[len(MAGIC) :], "little")
-    if length > _MAX_MANIFEST_BYTES:
-        raise ValueError(f"a manifest of {length} bytes is longer than allowed")
-    return Manifest.from_json(file.read(length)), _aligned(len(prefix) + length)
+    header = file.read(length)
+    if not header.startswith(_LEAD.encode()):
+        other = _OTHER.match(header)
+        raise _other_format(int(other[1])) if other else ValueError("not a state file")
+    manifest = _headers.get(header)
+    if manifest is None:
+        text, _ = json.JSONDecoder().raw_decode(header.decode(), len(_LEAD))
+        if not isinstance(text, str):
+            raise ValueError("its manifest is no text")
+        manifest = Manifest.from_json(text.encode())
+        if prefix(manifest) != first + header:
+            raise ValueError("the header does not match the manifest in it")
+        _keep(_headers, header, manifest)
+    return manifest, 8 + length
+
+
+def _other_format(number: int) -> ValueError:
+    return ValueError(
+        f"written in format {number} by another version of Troupe, this one reads format 5"
+    )
 
 
 def view(mapping: Any, start: int, entry: TensorEntry) -> torch.Tensor:

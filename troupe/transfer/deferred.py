@@ -107,28 +107,32 @@ class DeferredBytes:
 
 
 class _DeferredReading:
-    """One pass over deferred tensors: groups in memory, and pieces of each that are left."""
+    """One pass over deferred tensors: groups in memory, and pieces of each tensor that are left."""
 
     def __init__(self, tensors: DeferredTensors) -> None:
         self.tensors = tensors
         self._locks = [threading.Lock() for _ in tensors.groups]
+        # Of each group that was begun: what was not read to its end.
         self._views: dict[int, dict[str, memoryview | DeviceBytes]] = {}
-        self._pieces = [sum(map(_pieces, group.layout.values())) for group in tensors.groups]
-        self._left = list(self._pieces)
+        self._left: dict[str, int] = {}
 
     def piece(self, name: str, where: slice) -> memoryview:
         """A range of bytes of a tensor, whose group is made unless it is in memory."""
         number = self.tensors.group_of(name)
         with self._locks[number]:
             views = self._views.get(number)
-            if views is None:
+            if views is None or name not in views:  # a writer begins, or begins again
                 made = self.tensors.made(number)
                 views = self._views[number] = {n: _bytes(made[n]) for n in made}
-            self._left[number] -= 1
-            if not self._left[number]:
+                self._left |= {n: _pieces(made[n]) for n in made}
+            view = views[name]
+            self._left[name] -= 1
+            # Small odd tensors are read long after their neighbours, which are freed by then.
+            if not self._left[name]:
+                del views[name]
+            if not views:
                 del self._views[number]
-                self._left[number] = self._pieces[number]  # for a writer that begins again
-        return views[name][where]
+        return view[where]
 
 
 def deferred_bytes(tensors: DeferredTensors) -> dict[str, DeferredBytes]:

@@ -122,6 +122,9 @@ class SegmentWriter:
         """Rename it to its path: all of it appears at once, in place of what was there."""
         # A last tensor without bytes would leave it short, a pooled file may be too long.
         self.file.truncate(self.nbytes)
+        # What was filled through a mapping has the times of its former content (`blob.identity`).
+        now = time.time_ns()
+        os.utime(self.file.fileno(), ns=(now, now))
         if self._pooled is None and self._pool is not None:
             self._pooled = self._pool.keep(self.file, self.temp, self.nbytes)
             if self._pooled is not None and self._data is not None:

@@ -29,6 +29,7 @@ from troupe.transfer.blob import Manifest
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.deferred import DeferredTensors
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull, TransferTimeout
+from troupe.transfer.in_place import ModelDirectories, ModelDirectory
 from troupe.transfer.segments import Mappings, SegmentStore, unusable
 from troupe.transfer.sources import (
     FetchSource,
@@ -113,6 +114,7 @@ class Transfer:
         self.last_transport = ""
         self.counters = TransferCounters()
         self._mappings = Mappings()
+        self._directories = {root: ModelDirectories(root) for root in self.roots}
         if not in_memory(self.roots[0]):
             log.warning("%s is not in shared memory: state moves through files", self.roots[0])
 
@@ -215,6 +217,26 @@ class Transfer:
         is open. Not verified. Raises KeyNotFound, Corrupt."""
         return self._segments.opened(key)
 
+    def model_directory(
+        self, key: str, files: Mapping[str, bytes], *, expected_checksum: str
+    ) -> ModelDirectory:
+        """A directory in which other processes of this host read `key` as `model.safetensors`, in
+        place, beside `files`; until it is closed the state is kept, whatever becomes of the key.
+
+        Not verified: `get` does that. Raises KeyNotFound, Corrupt for another content, and OSError
+        where the file system has no hard links.
+        """
+        path = self._segments.path(key)
+        manifest, _, file = self.opened(key)
+        with file:
+            if manifest.checksum != expected_checksum:
+                raise Corrupt(key, f"holds {manifest.checksum}, expected {expected_checksum}")
+            root = next(root for root in self.roots if path.is_relative_to(root))
+            try:
+                return self._directories[root].make(path, file, files)
+            except FileNotFoundError:
+                raise KeyNotFound(key, "deleted while being read") from None
+
     def exists(self, key: str) -> bool:
         """Whether a state is stored under `key` on this host."""
         return self._segments.holds(key)
@@ -248,6 +270,8 @@ class Transfer:
         self._mappings.sweep(0.0)
         for pool in self._segments.pools.values():
             pool.close()
+        for directories in self._directories.values():
+            directories.close()
 
     def _write(self, root: Path, path: Path, draft: Manifest, views: list[blob.Bytes]) -> Manifest:
         segments.sweep(path.parent)

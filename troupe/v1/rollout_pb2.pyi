@@ -1300,6 +1300,9 @@ class EngineStatus(_message.Message):
     DEVICE_CLASS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     DECODE_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    UPDATE_WAY_FIELD_NUMBER: _builtins.int
+    UPDATE_EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
+    UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
@@ -1320,6 +1323,13 @@ class EngineStatus(_message.Message):
     """
     prefill_tokens_per_second: _builtins.float
     decode_tokens_per_second: _builtins.float
+    update_way: _builtins.str
+    """The weight update that succeeded last: how the weights came in (docs/engines.md), seconds in
+    which nothing was generated, and seconds from reading the published weights to their
+    verification. Empty and 0 before the first.
+    """
+    update_exposed_seconds: _builtins.float
+    update_seconds: _builtins.float
     def __init__(
         self,
         *,
@@ -1340,10 +1350,13 @@ class EngineStatus(_message.Message):
         device_class: _builtins.str = ...,
         prefill_tokens_per_second: _builtins.float = ...,
         decode_tokens_per_second: _builtins.float = ...,
+        update_way: _builtins.str = ...,
+        update_exposed_seconds: _builtins.float = ...,
+        update_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "checksum", b"checksum", "decode_tokens_per_second", b"decode_tokens_per_second", "device_class", b"device_class", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "job_id", b"job_id", "kind", b"kind", "message", b"message", "policy", b"policy", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_per_second", b"tokens_per_second", "version", b"version", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "checksum", b"checksum", "decode_tokens_per_second", b"decode_tokens_per_second", "device_class", b"device_class", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "job_id", b"job_id", "kind", b"kind", "message", b"message", "policy", b"policy", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_per_second", b"tokens_per_second", "update_exposed_seconds", b"update_exposed_seconds", "update_seconds", b"update_seconds", "update_way", b"update_way", "version", b"version", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015

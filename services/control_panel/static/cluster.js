@@ -52,6 +52,13 @@ export function drawDevices(cluster) {
   byId("devices").tBodies[0].replaceChildren(...rows);
 }
 
+// "in_place · 0.41 of 2.3 s": how the last weights came in, and the part without service.
+function updateOf(engine) {
+  if (!engine.update_way) return "–";
+  const [exposed, whole] = [engine.update_exposed_seconds, engine.update_seconds];
+  return `${engine.update_way} · ${exposed.toFixed(2)} of ${whole.toFixed(1)} s`;
+}
+
 export function drawEngines(engines, jobId) {
   const rows = engines
     .filter((engine) => !jobId || engine.job_id === jobId)
@@ -66,6 +73,7 @@ export function drawEngines(engines, jobId) {
         cell(String(engine.running)),
         cell(String(engine.waiting)),
         cell(number(engine.tokens_per_second)),
+        cell(updateOf(engine)),
       ));
   byId("engines").tBodies[0].replaceChildren(...rows);
 }

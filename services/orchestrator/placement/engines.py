@@ -323,12 +323,17 @@ class Engines:
 
     def _note(self, policy: str, swaps: list[ro.UpdateWeightsResponse]) -> None:
         """Adds up an update's metrics: the transfer of the slowest host, since hosts fetch at the
-        same time, and the sum of the time in which engines did not serve."""
+        same time, the sum of the time in which engines did not serve, and the whole update of the
+        slowest engine."""
         if not swaps:
             return
         found = {
             "exposed_seconds": sum(swap.exposed_seconds for swap in swaps),
             "transfer_seconds": max(swap.transfer_seconds for swap in swaps),
+            "update_seconds": max(
+                (e.update_seconds for swap in swaps for e in swap.engines if e.policy == policy),
+                default=0.0,
+            ),
         }
         for name, value in found.items():
             name = f"{policy}/weights/{name}"

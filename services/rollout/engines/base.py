@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
@@ -38,6 +39,7 @@ from services.rollout.engines.requests import (
     SamplingParams,
     Scored,
     ScoreRequest,
+    UpdateReport,
 )
 from services.rollout.engines.state import EngineState
 from services.rollout.engines.turns import EngineTurn, TurnTable
@@ -86,6 +88,9 @@ class ServingEngine(ABC):
         # The future of each turn's response, by request id.
         self._waiting: dict[str, asyncio.Future[EngineResponse]] = {}
         self._asleep: frozenset[Memory] = frozenset()
+        # How the weights of the last update came into the engine.
+        self._way = "mapped"
+        self.last_update: UpdateReport | None = None
         # The version that was loaded last, if it was an adapter: it holds its base weights.
         self._adapted: Adapted | None = None
         # Serializes start, update, sleep and wake.
@@ -118,6 +123,12 @@ class ServingEngine(ABC):
     def restarts(self) -> int:
         """How often `start` brought the engine back from DEAD."""
         return self._life.restarts
+
+    @property
+    def held_devices(self) -> frozenset[int]:
+        """Indices of the devices of this worker that the engine computes on; empty: not known, or
+        none of its own."""
+        return frozenset()
 
     def load(self) -> EngineLoad:
         """The current load; cheap, without I/O."""
@@ -247,6 +258,7 @@ class ServingEngine(ABC):
         Repeatable. Raises `EngineAsleep` until the engine is woken.
         """
         async with self._changing:
+            began = time.monotonic()
             if self.version == ref.version and self._life.serves:
                 if self.checksum == ref.checksum:
                     return 0.0
@@ -278,6 +290,8 @@ class ServingEngine(ABC):
                 raise
             else:
                 self._life.verified(ref.version, ref.checksum)
+                total = time.monotonic() - began
+                self.last_update = UpdateReport(ref.version, self._way, exposed, total)
             finally:
                 self._settled.set()
             return exposed

@@ -124,6 +124,11 @@ class EmbeddedEngine(ServingEngine):
         self._progress_at = time.monotonic()
         self._misses = 0
 
+    @property
+    def held_devices(self) -> frozenset[int]:
+        """Those of the worker that it computes on."""
+        return self._devices.held(self.engine_id)
+
     async def _begin(self) -> None:
         """Build the model without weights and start its batcher."""
         if self._batcher is not None:  # its thread may hang: do not wait for it
@@ -273,6 +278,9 @@ class EmbeddedEngine(ServingEngine):
         batcher, model = self._require_batcher(), self._model
         assert model is not None  # alive
         self._return_turns(ref)
+        on_host = next(model.parameters()).device.type == "cpu"
+        own_memory = isinstance(batcher, SubprocessBatcher) or not on_host
+        self._way = "copied" if own_memory else "mapped"
         try:
             async with asyncio.timeout(STALL_SECONDS):
                 return await asyncio.to_thread(_swap, batcher, model, tensors, ref)

@@ -92,6 +92,26 @@ class Scored:
     checksum: str
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """A weight update of one engine that succeeded.
+
+    `way`: how the weights came in. `mapped`: from the memory where they are published, no copy;
+    `copied`: from there into the engine's own memory or its device; of SGLang servers `in_place`:
+    read from there by the server, `file`, `handles`, `values`, `ipc`, `broadcast`, `adapter`
+    (docs/engines.md). `exposed_seconds`: in which nothing was generated. `total_seconds`: from
+    reading the published weights to their verification.
+    """
+
+    version: int
+    way: str
+    exposed_seconds: float
+    total_seconds: float
+
+
+NO_UPDATE: Final = UpdateReport(-1, "", 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class DeviceSpeed:
     """The hardware of an engine: a class of devices and its measured tokens per second of prefill

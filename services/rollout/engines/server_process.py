@@ -90,6 +90,11 @@ class EngineDevices:
         numbers = [one.index for one in self.devices]
         return numbers.index(held.devices[0]) if held else 0
 
+    def held(self, engine_id: str) -> frozenset[int]:
+        """Indices of the devices that an engine has; empty on a worker without devices."""
+        member = self._held.get(engine_id)
+        return frozenset() if member is None else frozenset(member.devices)
+
     def release(self, engine_id: str) -> None:
         """Take back the devices of an engine that has ended. Repeatable."""
         self._held.pop(engine_id, None)

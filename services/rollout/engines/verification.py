@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import ChainMap
+from collections import ChainMap, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -46,6 +46,8 @@ _EFFECT: Final = 1e-3
 _SIGNS: Final = torch.where(
     torch.rand(1_000_003, generator=torch.Generator().manual_seed(0)) < 0.5, -1.0, 1.0
 )
+# Proofs that are kept: of a few policies the newest version each.
+_MOST_PROOFS: Final = 8
 # Log-probs of the same request and weights are closer than this, and those of others are not.
 _NOISE: Final = 1e-5
 
@@ -78,6 +80,7 @@ class ReferenceModel:
         self._layout, self._dtype, self._policy = layout, dtype, policy
         text = layout.config.get_text_config()
         room = getattr(text, "max_position_embeddings", 64) // 2
+        self.identity = (layout.config.to_json_string(), dtype)
         # The prompt: ids spread over the vocabulary.
         self.ids = [(7919 * i + 3) % text.vocab_size for i in range(min(_PROBE_TOKENS, room))]
 
@@ -117,6 +120,38 @@ class ReferenceModel:
         chosen = torch.tensor(self.ids[1:]).unsqueeze(1)
         found: list[float] = table.gather(1, chosen).squeeze(1).tolist()
         return found
+
+
+class SharedProofs:
+    """Proofs of published weights, each computed once for all engines of this process that load
+    them: a forward pass reads every weight."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[Any, ...], Proof] = OrderedDict()
+        # Those that are being computed, by event loop.
+        self._tasks: dict[tuple[Any, ...], asyncio.Task[Proof]] = {}
+
+    async def of(
+        self, reference: ReferenceModel, tensors: Mapping[str, torch.Tensor], checksum: str
+    ) -> Proof:
+        """The proof of `tensors`, whose checksum is `checksum`, by the model of `reference`."""
+        key = (checksum, *reference.identity)
+        if (known := self._known.get(key)) is not None:
+            return known
+        running = (asyncio.get_running_loop(), *key)
+        task = self._tasks.get(running)
+        if task is None:
+            compute = asyncio.to_thread(lambda: reference.proof(reference.in_model(tensors)))
+            task = self._tasks[running] = asyncio.ensure_future(compute)
+            task.add_done_callback(lambda _: self._tasks.pop(running, None))
+        proof = await asyncio.shield(task)
+        self._known[key] = proof
+        while len(self._known) > _MOST_PROOFS:
+            self._known.popitem(last=False)
+        return proof
+
+
+PROOFS: Final = SharedProofs()
 
 
 class NamesCheck:

@@ -14,6 +14,7 @@ from services.rollout.serving.supervision import EngineKeeper
 from services.rollout.serving.weight_versions import TargetVersion, WeightFetcher
 from troupe.job import EngineSpec, RoutingSpec
 from troupe.rpc.errors import InvalidArgument, TroupeError
+from troupe.scheduling.updates import next_wave
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -28,27 +29,47 @@ _LATE_SECONDS = 2.0
 
 
 async def roll_out(engines: Iterable[EngineKeeper]) -> float:
-    """Bring each engine to its target, running ones first; returns exposed seconds, summed.
+    """Bring all engines to their target, in waves that leave the policy serving
+    (`troupe.scheduling.updates`); returns exposed seconds, summed.
 
     Weights that do not fit one of the engines are refused before the first is touched. An engine
     that fails is left to its keeper if another one serves the target; if none does, the last error
-    is raised. Engines off their devices reach the target when they are woken.
+    is raised. Engines that are down are started last, unless one serves the target by then: then
+    their keepers do it. Engines off their devices reach the target when they are woken.
     """
-    keepers = [keeper for keeper in engines if not keeper.off_device]
-    for keeper in keepers:
-        await keeper.check_target()
+    keepers = {k.engine.engine_id: k for k in engines if not k.off_device}
+    await asyncio.gather(*(keeper.check_target() for keeper in keepers.values()))
+    waiting = {engine_id for engine_id, keeper in keepers.items() if not keeper.is_down}
+    down = [keeper for engine_id, keeper in keepers.items() if engine_id not in waiting]
     exposed, failure = 0.0, None
-    for keeper in sorted(keepers, key=lambda k: k.is_down):
-        if keeper.is_down and any(k.serves_target for k in keepers):
+
+    async def load(wave: Iterable[EngineKeeper]) -> None:
+        nonlocal exposed, failure
+        loading = list(wave)
+        results = await asyncio.gather(
+            *(keeper.reach_target() for keeper in loading), return_exceptions=True
+        )
+        for keeper, result in zip(loading, results, strict=True):
+            if isinstance(result, float | int):
+                exposed += result
+                continue
+            if not isinstance(result, TroupeError):
+                raise result
+            engine_id = keeper.engine.engine_id
+            log.error("a weight update failed", engine=engine_id, error=str(result))
+            failure = result
             keeper.nudge()
-            continue
-        try:
-            exposed += await keeper.reach_target()
-        except TroupeError as error:
-            log.error("a weight update failed", engine=keeper.engine.engine_id, error=str(error))
-            failure = error
+
+    while waiting:
+        wave = next_wave([k.as_updating(waits=name in waiting) for name, k in keepers.items()])
+        waiting.difference_update(wave)
+        await load(keepers[engine_id] for engine_id in wave)
+    if any(keeper.serves_target for keeper in keepers.values()):
+        for keeper in down:
             keeper.nudge()
-    if failure is not None and not any(k.serves_target for k in keepers):
+    else:
+        await load(down)
+    if failure is not None and not any(k.serves_target for k in keepers.values()):
         raise failure
     return exposed
 
@@ -158,10 +179,10 @@ class ServedPolicy:
         """
         if not self._target.precedes(ref):
             return 0.0
-        return await self._fetcher.fetch(ref)
+        return await self._fetcher.fetch(ref, self._target.ref)
 
     async def update(self, ref: pb.WeightsRef) -> float:
-        """Bring the engines to `ref`, one after another; returns exposed seconds, summed.
+        """Bring the engines to `ref`, in waves; returns exposed seconds, summed.
 
         Repeatable. When no engine takes the new weights, the policy stays at the former version and
         the error is raised. Raises `FailedPrecondition` for an older version or another checksum
@@ -174,7 +195,7 @@ class ServedPolicy:
                     await roll_out(self._keepers.values())
                 return 0.0
             # Fetched first: an engine that restarts meanwhile loads the former version.
-            await self._fetcher.fetch(ref)
+            await self._fetcher.fetch(ref, former)
             self._target.ref, self._target.rolling = ref, True
             try:
                 return await roll_out(self._keepers.values())

@@ -14,8 +14,10 @@ import structlog
 
 from services.rollout.engines.base import ServingEngine
 from services.rollout.engines.errors import EngineDied
+from services.rollout.engines.requests import NO_UPDATE
 from services.rollout.serving.weight_versions import TargetVersion, WeightFetcher, weights_gone
 from troupe.rpc.errors import TroupeError, Unavailable
+from troupe.scheduling.updates import UpdatingEngine
 from troupe.transfer import Corrupt, KeyNotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -82,6 +84,17 @@ class EngineKeeper:
     def is_down(self) -> bool:
         """Whether the engine must be started before it can be updated."""
         return self.engine.state in _DOWN
+
+    def as_updating(self, *, waits: bool) -> UpdatingEngine:
+        """The engine as `troupe.scheduling.updates` sees it. `waits`: it is to load weights."""
+        engine = self.engine
+        return UpdatingEngine(
+            engine.engine_id,
+            frozenset(map(str, engine.held_devices)),
+            serves=self.may_serve,
+            waits=waits,
+            turns=engine.load().running,
+        )
 
     async def reach_target(self) -> float:
         """Start the engine if it is down, and update it if it does not serve the target.
@@ -177,6 +190,7 @@ class EngineKeeper:
     def status(self, job_id: str, worker_id: str) -> rollout.EngineStatus:
         """The engine's state and load, as heartbeats and ListEngines report them."""
         engine, load = self.engine, self.engine.load()
+        update = engine.last_update or NO_UPDATE
         return rollout.EngineStatus(
             engine_id=engine.engine_id,
             job_id=job_id,
@@ -195,6 +209,9 @@ class EngineKeeper:
             device_class=engine.device.device_class,
             prefill_tokens_per_second=engine.device.prefill_tokens_per_second,
             decode_tokens_per_second=engine.device.decode_tokens_per_second,
+            update_way=update.way,
+            update_exposed_seconds=update.exposed_seconds,
+            update_seconds=update.total_seconds,
         )
 
     def _start_timed_out(self, what: str) -> Unavailable:

@@ -89,28 +89,33 @@ class WeightFetcher:
         self.transfer = transfer
         self._fetching: dict[tuple[str, str], asyncio.Task[float]] = {}
 
-    async def fetch(self, ref: pb.WeightsRef) -> float:
+    async def fetch(self, ref: pb.WeightsRef, former: pb.WeightsRef | None = None) -> float:
         """Make `ref` completely available on this host; returns the seconds of the transfer, 0 if
         it was here.
 
-        Concurrent callers share one transfer, which goes on when a caller is cancelled. Raises
-        `NotFound` of kind "weights_not_found" when no reachable host has it, and `StorageFull`.
+        What `former`, a version that this host may still have, shares with it is not sent again:
+        frozen layers, embeddings of tokens that do not occur. Concurrent callers share one
+        transfer, which goes on when a caller is cancelled. Raises `NotFound` of kind
+        "weights_not_found" when no reachable host has it, and `StorageFull`.
         """
         key = (ref.key, ref.checksum)
         task = self._fetching.get(key)
         if task is None:
-            task = asyncio.create_task(self._fetch(ref), name=f"fetch-{ref.key}")
+            task = asyncio.create_task(self._fetch(ref, former), name=f"fetch-{ref.key}")
             self._fetching[key] = task
             task.add_done_callback(lambda _: self._fetching.pop(key, None))
         return await asyncio.shield(task)
 
-    async def _fetch(self, ref: pb.WeightsRef) -> float:
+    async def _fetch(self, ref: pb.WeightsRef, former: pb.WeightsRef | None) -> float:
         if isinstance(self.transfer, HostTransfer):
             self.transfer.hint(ref.key, ref.holders)
         began = time.monotonic()
         try:
             _, choice = await asyncio.to_thread(
-                self.transfer.fetch, ref.key, expected_checksum=ref.checksum
+                self.transfer.fetch,
+                ref.key,
+                expected_checksum=ref.checksum,
+                base=former.key if former is not None and former.key != ref.key else None,
             )
         except _GONE as error:
             raise weights_gone(ref, error) from error

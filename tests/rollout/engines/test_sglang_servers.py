@@ -231,7 +231,7 @@ def test_the_way_of_weights_follows_setting_place_and_release(tmp_path: Path) ->
         )
         return type(chosen)
 
-    assert way("auto", new, "launched") is TensorLoader
+    assert way("auto", new, "launched") is EitherLoader
     assert way("auto", new, "near") is EitherLoader
     assert way("auto", new, "far") is TensorLoader
     assert way("auto", old, "launched") is DiskLoader

@@ -35,11 +35,13 @@ from services.rollout.engines.sglang.client import (
     sampling_of,
 )
 from services.rollout.engines.sglang.server import Health, Server
+from services.rollout.engines.sglang.update import NewWeights
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import Adapted, check_base, check_published, untied
 from troupe.job import PolicySpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.rpc.ids import new_id
+from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 
 MISSES_UNTIL_DEAD: Final = 3
@@ -99,6 +101,8 @@ class SglangEngine(ServingEngine):
         self._loaded: int | None = None
         # Checksum of the weights of the policy that the engine has left: loaded, but not served.
         self._former = ""
+        # Where the weights that are being loaded are published.
+        self._source: Transfer | None = None
         self._updates = 0
         self._misses = 0
         self._reported = ServerLoad()
@@ -109,6 +113,11 @@ class SglangEngine(ServingEngine):
     def url(self) -> str:
         """The server's address; after `start`."""
         return self._server.client.url
+
+    @property
+    def held_devices(self) -> frozenset[int]:
+        """Those of the worker that a launched server has."""
+        return self._server.devices.held(self.engine_id)
 
     async def _begin(self) -> None:
         """Launch or attach, within `start_timeout_seconds`."""
@@ -280,6 +289,10 @@ class SglangEngine(ServingEngine):
     async def _fits_base(self, adapted: Adapted) -> None:
         await asyncio.to_thread(check_base, adapted, self._server.layout)
 
+    def _read(self, ref: pb.WeightsRef, transfer: Transfer) -> tuple[Tensors, Adapted | None]:
+        self._source = transfer
+        return super()._read(ref, transfer)
+
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
         known, self._former = self.checksum or self._former, ""
         try:
@@ -299,12 +312,17 @@ class SglangEngine(ServingEngine):
     async def _replace(self, tensors: Tensors, ref: pb.WeightsRef, known: str) -> float:
         """Load all weights; `known`: checksum of those that the server holds, empty if unknown."""
         self._updates += 1
-        return await self._server.updater.run(
-            untied(tensors, self._server.layout),
-            ref,
+        each_once = untied(tensors, self._server.layout)
+        # With a tied tensor under both names its file is not what the server should read.
+        source = self._source if each_once.keys() == tensors.keys() else None
+        updater = self._server.updater
+        exposed = await updater.run(
+            NewWeights(each_once, ref, source),
             changed=bool(known) and known != ref.checksum,
             gate=partial(self._gate, ref),
         )
+        self._way = updater.way
+        return exposed
 
     async def _load_adapter(self, adapted: Adapted, ref: pb.WeightsRef) -> float:
         """Load the base, unless the server has it, and the adapter, while the server generates."""
@@ -313,6 +331,8 @@ class SglangEngine(ServingEngine):
             known, versions.base = versions.base, ""
             exposed = await self._replace(base.tensors, base.ref, known)
             versions.base = base.ref.checksum
+        else:
+            self._way = "adapter"
         served = await versions.load(adapted, ref)
         self._return_turns(ref)
         await versions.switch(served)

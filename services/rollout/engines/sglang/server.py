@@ -86,7 +86,7 @@ class Server:
         routed_experts: bool = False,
     ) -> None:
         self._engine_id = engine_id
-        self._devices = devices
+        self.devices = devices
         self._policy = policy
         self._spec = spec
         self._replica = replica
@@ -154,7 +154,7 @@ class Server:
             self._process = None
         release_urls(self)
         if for_good:
-            self._devices.release(self._engine_id)
+            self.devices.release(self._engine_id)
         if for_good and self._scratch is not None:
             await asyncio.to_thread(self._scratch.close)
             self._scratch = None
@@ -221,7 +221,7 @@ class Server:
             source = str(directory)
         port = free_port()
         self._name = f"troupe-{secrets.token_hex(6)}"
-        devices = self._devices.assign(self._engine_id, self._policy, spec.engine.tensor_parallel)
+        devices = self.devices.assign(self._engine_id, self._policy, spec.engine.tensor_parallel)
         command = launch_command(
             spec,
             source,

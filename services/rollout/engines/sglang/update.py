@@ -10,6 +10,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -21,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from services.rollout.engines.errors import BrokenReply, EngineStartFailed, Refused, UpdateFailed
 from services.rollout.engines.sglang.client import Features, SglangClient, prompt_logprobs
 from services.rollout.engines.verification import (
+    PROOFS,
     Fingerprint,
     NamesCheck,
     Proof,
@@ -29,6 +31,8 @@ from services.rollout.engines.verification import (
     update_failed,
 )
 from troupe.job import ModelSpec
+from troupe.transfer import Transfer
+from troupe.transfer.in_place import ModelDirectory
 from troupe.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -39,20 +43,34 @@ UpdateSetting = Literal["auto", "tensor", "disk"]
 _BUCKET_BYTES: Final = 1 << 30
 # The same by value: bounds the request, which both sides hold several times.
 _VALUE_BUCKET_BYTES: Final = 128 << 20
-# Newest versions kept on disk: a server may still read the former one.
-_KEEP: Final = 2
 # A server that is full answers the probe when one of its turns has ended.
 _ANSWER_SECONDS: Final = 600.0
 # Aborted turns leave the server within this time.
 _FLUSH_SECONDS: Final = 10.0
 
 
+@dataclass(frozen=True)
+class NewWeights:
+    """A version that is to be loaded. `tensors`: each tensor once. `source`: where it is published
+    under the key of `ref`; None if it is not published with just these tensors."""
+
+    tensors: Mapping[str, torch.Tensor]
+    ref: pb.WeightsRef
+    source: Transfer | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
 class Updater:
     """The update procedure of one server.
 
-    Pause (turns return to the server's queue) -> load -> flush the cache -> name the version ->
-    continue -> compare prompt log-probs with a plain forward pass over the published weights. The
-    first update also checks that the server takes every name (`NamesCheck`).
+    Prepare, while it serves -> pause (turns return to the server's queue, or stay where they are
+    with their cache) -> load -> flush the cache -> name the version -> continue -> compare prompt
+    log-probs with a plain forward pass over the published weights. The first update also checks
+    that the server takes every name (`NamesCheck`).
     """
 
     def __init__(
@@ -75,30 +93,30 @@ class Updater:
         self.reference = ReferenceModel(layout, model.weight_dtype, policy)
         self._names = NamesCheck(self.reference, client.url, self._put, self._fingerprint)
 
+    @property
+    def way(self) -> str:
+        """The way of the weights that were loaded last."""
+        return self._loader.way
+
     async def run(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        ref: pb.WeightsRef,
-        *,
-        changed: bool,
-        gate: Callable[[bool], None],
+        self, weights: NewWeights, *, changed: bool, gate: Callable[[bool], None]
     ) -> float:
-        """Load and verify `tensors` (each tensor once); returns the seconds of the pause.
+        """Load and verify `weights`; returns the seconds of the pause.
 
         `changed`: the server is known to hold other weights now. `gate(False)` has the engine hold
         its turns back, `gate(True)` send them again. Raises `UpdateFailed` and the client's errors
         other than `Refused`; the server then generates again, with unknown weights."""
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        reference = self.reference
-        proof = await asyncio.to_thread(lambda: reference.proof(reference.in_model(tensors)))
-        await self._loader.prepare(tensors, ref.version)
+        num_bytes, ref = weights.num_bytes, weights.ref
+        proof, _ = await asyncio.gather(
+            PROOFS.of(self.reference, weights.tensors, ref.checksum), self._loader.prepare(weights)
+        )
         before = await self._client.weights_digest(num_bytes) if changed else None
         began = time.monotonic()
         gate(False)
         try:
             await self._pause()
             try:
-                await self._loader.load(self._client, ref.version)
+                await self._loader.load(self._client)
                 await self._flush()
                 if self._features.version_call:
                     await self._client.set_version(str(ref.version))
@@ -110,13 +128,14 @@ class Updater:
             raise update_failed(ref, str(error)) from error
         finally:
             gate(True)
+        await self._loader.loaded()
         try:
             await self._verify(ref, proof, before, num_bytes)
         except UpdateFailed:
             # Skipped names are the better explanation.
-            await self._names.run(tensors, ref)
+            await self._names.run(weights.tensors, ref)
             raise
-        await self._names.run(tensors, ref)
+        await self._names.run(weights.tensors, ref)
         return paused
 
     async def _pause(self) -> None:
@@ -193,12 +212,22 @@ async def _served_logprobs(
 class Loader(Protocol):
     """A way to get tensors into a paused server."""
 
-    async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+    @property
+    def way(self) -> str:
+        """Its name in metrics: of the weights that were prepared last."""
+        ...
+
+    async def prepare(self, weights: NewWeights) -> None:
         """The part that can be done while the server still serves."""
         ...
 
-    async def load(self, client: SglangClient, version: int) -> None:
-        """The part that needs the server paused. Raises the client's errors."""
+    async def load(self, client: SglangClient) -> None:
+        """The part that needs the server paused, with what was prepared. Raises the client's
+        errors."""
+        ...
+
+    async def loaded(self) -> None:
+        """After a `load` that succeeded, while the server serves again: free what it needed."""
         ...
 
     async def put(
@@ -210,27 +239,39 @@ class Loader(Protocol):
 
 
 class DiskLoader:
-    """Through safetensors files in a directory that the server sees; in shared memory by
+    """Through a model directory that the server sees: the published file in place where there is
+    one (`Transfer.model_directory`), else a file that is written for it, in shared memory by
     default."""
 
     def __init__(self, directory: Path, config: PretrainedConfig) -> None:
         self._directory = directory
         self._config = config
-        # Of the version that was written last.
+        self._weights: NewWeights | None = None
+        self._linked: ModelDirectory | None = None
+        # Of the version that was prepared last.
         self._num_bytes = 0
 
-    async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Write the version's directory."""
-        self._num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        await asyncio.to_thread(self._write, tensors, self._path(version))
+    @property
+    def way(self) -> str:
+        """`in_place`, or `file` for a copy."""
+        return "file" if self._linked is None else "in_place"
 
-    async def load(self, client: SglangClient, version: int) -> None:
-        """Have the server read the version's directory; older ones than the last two are
-        deleted."""
-        await client.update_from_disk(str(self._path(version)), str(version), self._num_bytes)
-        old = sorted(self._directory.glob("v*"), key=lambda path: path.stat().st_mtime)
-        for path in old[:-_KEEP]:
-            shutil.rmtree(path, ignore_errors=True)
+    async def prepare(self, weights: NewWeights) -> None:
+        """Make the version's directory."""
+        self._num_bytes, self._weights = weights.num_bytes, weights
+        await asyncio.to_thread(self._make, weights)
+
+    async def load(self, client: SglangClient) -> None:
+        """Have the server read the directory."""
+        assert self._weights is not None  # prepared
+        version = str(self._weights.ref.version)
+        await client.update_from_disk(str(self._path), version, self._num_bytes)
+
+    async def loaded(self) -> None:
+        """Remove the directory. (After a failure it stays until the next version's is made: the
+        server may read it again.)"""
+        self._weights = None
+        await asyncio.to_thread(self._remove)
 
     async def put(
         self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
@@ -243,8 +284,28 @@ class DiskLoader:
         finally:
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
-    def _path(self, version: int) -> Path:
-        return self._directory / f"v{version}"
+    @property
+    def _path(self) -> Path:
+        return self._directory / "version" if self._linked is None else self._linked.path
+
+    def _make(self, weights: NewWeights) -> None:
+        self._remove()
+        self._linked = None
+        if weights.source is not None:
+            files = {"config.json": self._config.to_json_string().encode()}
+            try:
+                self._linked = weights.source.model_directory(
+                    weights.ref.key, files, expected_checksum=weights.ref.checksum
+                )
+                return
+            except OSError as error:
+                log.warning("%s cannot be read in place: %s", weights.ref.key, error)
+        self._write(weights.tensors, self._path)
+
+    def _remove(self) -> None:
+        if self._linked is not None:
+            self._linked.close()
+        shutil.rmtree(self._directory / "version", ignore_errors=True)
 
     def _write(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
@@ -270,20 +331,42 @@ class TensorLoader:
         self._sessions = sessions
         self._shared = shared
         self._names_version = names_version
-        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._weights: tuple[Mapping[str, torch.Tensor], int] | None = None
 
-    async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+    @property
+    def way(self) -> str:
+        """`handles` of shared memory, or `values`."""
+        return "handles" if self._shared else "values"
+
+    async def prepare(self, weights: NewWeights) -> None:
         """Keep the tensors for `load`: nothing can be sent before the pause."""
-        self._tensors = tensors
+        self._weights = weights.tensors, weights.ref.version
 
-    async def load(self, client: SglangClient, version: int) -> None:
+    async def load(self, client: SglangClient) -> None:
         """Send the tensors bucket by bucket."""
+        assert self._weights is not None  # prepared
+        tensors, version = self._weights
+        await self._send(client, tensors, version)
+
+    async def loaded(self) -> None:
+        """Let go of the tensors."""
+        self._weights = None
+
+    async def put(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        """Send the tensors as in an update."""
+        await self._send(client, tensors, version)
+
+    async def _send(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
         encode = shared_payload if self._shared else payload
         size = _BUCKET_BYTES if self._shared else _VALUE_BUCKET_BYTES
         if self._sessions:
             await client.begin_update()
         try:
-            groups = list(buckets(self._tensors.items(), size))
+            groups = list(buckets(tensors.items(), size))
             for number, bucket in enumerate(groups, start=1):
                 data = await asyncio.to_thread(encode, bucket)
                 # Only with the last bucket: a server that fails half-way must not name the version.
@@ -292,16 +375,8 @@ class TensorLoader:
                 num_bytes = sum(tensor.nbytes for _, tensor in bucket)
                 await client.update_from_tensors([data] * self._ranks, named, num_bytes)
         finally:
-            self._tensors = {}
             if self._sessions:
                 await client.end_update()
-
-    async def put(
-        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
-    ) -> None:
-        """Send the tensors as in an update."""
-        await self.prepare(tensors, version)
-        await self.load(client, version)
 
 
 class EitherLoader:
@@ -309,25 +384,35 @@ class EitherLoader:
 
     def __init__(self, first: Loader, second: Loader) -> None:
         self._active, self._other = first, second
-        self._prepared: tuple[Mapping[str, torch.Tensor], int] | None = None
+        self._prepared: NewWeights | None = None
 
-    async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+    @property
+    def way(self) -> str:
+        """That of the loader in use."""
+        return self._active.way
+
+    async def prepare(self, weights: NewWeights) -> None:
         """Prepare the loader in use."""
-        self._prepared = tensors, version
-        await self._active.prepare(tensors, version)
+        self._prepared = weights
+        await self._active.prepare(weights)
 
-    async def load(self, client: SglangClient, version: int) -> None:
+    async def load(self, client: SglangClient) -> None:
         """Load, by the second loader if the first is refused."""
         prepared, self._prepared = self._prepared, None
         try:
-            await self._active.load(client, version)
+            await self._active.load(client)
         except Refused as error:
             if self._other is self._active or prepared is None:
                 raise
             log.warning("%s takes no weights this way, trying another: %s", client.url, error)
-            await self._other.prepare(*prepared)
-            await self._other.load(client, version)
+            await self._other.prepare(prepared)
+            await self._other.load(client)
+            await self._active.loaded()
             self._active = self._other
+
+    async def loaded(self) -> None:
+        """Free what the loader in use needed."""
+        await self._active.loaded()
 
     async def put(
         self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
@@ -366,9 +451,9 @@ def choose_loader(
         )
     if setting == "disk" or not features.tensors:
         return disk
-    if setting == "tensor" or launched or not near:
+    if setting == "tensor" or not near:
         return tensors
-    # On this host, but perhaps in a container that does not see our files.
+    # It reads the published file in place, unless it is in a container that does not see it.
     return EitherLoader(disk, tensors)
 
 

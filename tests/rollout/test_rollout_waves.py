@@ -1,0 +1,106 @@
+"""A policy's engines load new weights in waves; what its host has is not fetched again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import pytest
+import torch
+
+from services.rollout.engines.base import Tensors
+from services.rollout.engines.errors import UpdateFailed
+from services.rollout.serving.policy import ServedPolicy
+from services.rollout.serving.weight_versions import WeightFetcher
+from testbed.simulated_engine import SimulatedEngine
+from troupe.job import EngineSpec, ModelSpec, PolicySpec, SimulatedSpec
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+from troupe.workflow.languages import Language
+
+MODEL = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
+
+
+class SlowEngine(SimulatedEngine):
+    """Loads for a while, side by side with others; `fails` does not."""
+
+    loading: ClassVar[set[str]] = set()
+    together: ClassVar[list[set[str]]] = []
+    fails: ClassVar[set[str]] = set()
+
+    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+        self.loading.add(self.engine_id)
+        self.together.append(set(self.loading))
+        await asyncio.sleep(0.02)
+        self.loading.discard(self.engine_id)
+        if self.engine_id in self.fails and ref.version:
+            raise UpdateFailed("broken", field="weights", value=ref.key, remedy="none")
+        return 0.02
+
+
+def publish(transfer: Transfer, version: int) -> pb.WeightsRef:
+    key = f"job/p/weights@{version}"
+    manifest = transfer.set(key, {"w": torch.full((4,), float(version))})
+    return pb.WeightsRef(
+        job_id="job", policy="p", version=version, key=key, checksum=manifest.checksum
+    )
+
+
+@pytest.mark.parametrize(("count", "fails"), [(4, set()), (5, {"e0", "e1"}), (1, set())])
+async def test_half_of_the_engines_load_while_the_others_serve(
+    count: int, fails: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlowEngine, "together", together := [])
+    monkeypatch.setattr(SlowEngine, "fails", fails)
+    transfer = Transfer(tmp_path)
+    spec = PolicySpec(
+        model=ModelSpec(config=MODEL, tokenizer="none"),
+        engine=EngineSpec(kind="embedded", replicas=count),
+        simulated=SimulatedSpec(load_seconds=0),
+    )
+    engines = [SlowEngine(f"e{n}", "p", spec) for n in range(count)]
+    language = cast(Language, None)
+    policy = ServedPolicy("p", language, engines, transfer, spec.engine, publish(transfer, 0))
+    await policy.bring_up()
+    together.clear()
+    fewest = policy.serving
+    task = asyncio.create_task(policy.update(publish(transfer, 1)))
+    while not task.done():
+        fewest = min(fewest, policy.serving)
+        await asyncio.sleep(0.001)
+    assert await task == pytest.approx(0.02 * (count - len(fails)))
+    assert fewest >= (1 if count > 1 else 0)
+    if count == 4:
+        assert max(map(len, together)) == 2
+    ended = [engine for engine in engines if engine.engine_id not in fails]
+    for engine in ended:
+        report = engine.last_update
+        assert report is not None
+        assert (engine.version, report.version, report.way) == (1, 1, "mapped")
+        assert report.total_seconds >= report.exposed_seconds == 0.02
+    status = policy.statuses("job", "w")[-1]
+    assert (status.update_way, status.update_exposed_seconds) == ("mapped", 0.02)
+    await policy.release("done")
+
+
+class RecordingTransfer(Transfer):
+    """Knows what it was asked to fetch."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.asked: list[tuple[str, str | None]] = []
+
+    def fetch(self, key: str, *, base: str | None = None, **options: Any) -> Any:
+        self.asked.append((key, base))
+        return super().fetch(key, base=base, **options)
+
+
+async def test_another_host_sends_what_the_served_version_lacks(tmp_path: Path) -> None:
+    transfer = RecordingTransfer(tmp_path)
+    old, new = publish(transfer, 0), publish(transfer, 1)
+    fetcher = WeightFetcher(transfer)
+    await fetcher.fetch(old)
+    await fetcher.fetch(new, old)
+    await fetcher.fetch(new, new)
+    assert transfer.asked == [(old.key, None), (new.key, old.key), (new.key, None)]
