@@ -1,6 +1,6 @@
 """Published weights on their way into engines of one host: copies, seconds, and seconds paused.
 
-    python -m benchmarks.weights [--quick] [--json] [--real] [--python PYTHON] [--small]
+    python -m benchmarks.weights [--quick] [--json] [--cache | --real [--python PYTHON] [--small]]
 
 A trainer's `Transfer` publishes versions into shared memory, and the rollout service's code brings
 the engines of a policy to them: fetch, verification, waves, load, proof. All bytes are published
@@ -8,6 +8,9 @@ and verified. Two kinds of engines:
 
 - paced: no model; a load reads every page of the published file and takes as long as a device's
   link would (`LINK`). Sizes over 2 GiB are moved in parts of 2 GiB, so that 4 GiB are resident.
+- `--cache`: an embedded engine under turns that never stop, with `engine.cache` `recompute` and
+  `keep`: tokens/s, and the mismatch (k3) between log-probs of the engine and of a full pass by the
+  version that each token names. A version moves weights by 0.1 % of their size.
 - `--real`: SGLang servers, launched as a job's are (`--python`: what has SGLang; without it the
   variables of the slow tests), with a model of half a billion parameters (`--small`: 60 million);
   the former ways, by handles and by value, beside reading in place.
@@ -43,6 +46,8 @@ from transformers import AutoConfig
 from benchmarks.command import finish
 from benchmarks.sglang import HALF_BILLION, TINY
 from services.rollout.engines.base import ServingEngine, Tensors
+from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.requests import SamplingParams
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.weights import skeleton
 from services.rollout.serving.policy import ServedPolicy
@@ -329,6 +334,136 @@ def _interpreter(place: Path) -> str:
     return str(wrapper)
 
 
+@dataclass(frozen=True)
+class CacheRow:
+    """Turns under updates. `mismatch`: mean of exp(d) - 1 - d over tokens, d the full pass's
+    log-prob minus the engine's; `mixed`: fraction of turns of several versions."""
+
+    cache: str
+    tokens_per_second: float
+    updates_per_second: float
+    mismatch: float
+    mixed: float
+
+
+async def under_updates(cache: Literal["recompute", "keep"], quick: bool, place: Path) -> CacheRow:
+    """Sixteen turns at once with prompts of 1,024 tokens, new weights after every 2,000 tokens."""
+    prompt_tokens, answer_tokens, turns, each = (
+        (64, 48, 16, 300) if quick else (1024, 256, 48, 2000)
+    )
+    config = SIXTY_MILLION | {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+    }
+    engine_spec = EngineSpec(
+        max_running=16, max_context=prompt_tokens + answer_tokens, in_flight="keep", cache=cache
+    )
+    model_spec = ModelSpec(config=config, dtype="float32", tokenizer="none")
+    engine = EmbeddedEngine("bench.0", POLICY, PolicySpec(model=model_spec, engine=engine_spec))
+    transfer = Transfer(place)
+    generator = torch.Generator().manual_seed(0)
+    layout = skeleton(AutoConfig.for_model(**config), "float32", POLICY).state_dict()
+    now = {
+        name: torch.randn(slot.shape, generator=generator) * 0.1 + ("norm" in name)
+        for name, slot in layout.items()
+        if name != "lm_head.weight"
+    }
+    versions = [now]
+
+    async def load() -> None:
+        number = len(versions) - 1
+        key = f"bench/{POLICY}/weights@{number}"
+        manifest = transfer.set(key, versions[number])
+        ref = pb.WeightsRef(
+            job_id="bench", policy=POLICY, version=number, key=key, checksum=manifest.checksum
+        )
+        await engine.update_weights(ref, transfer)
+
+    await engine.start()
+    await load()
+    prompts = torch.randint(0, 2048, (turns, prompt_tokens), generator=generator).tolist()
+    gate, answers = asyncio.Semaphore(16), {}
+
+    async def turn(number: int) -> None:
+        sampling = SamplingParams(max_new_tokens=answer_tokens, seed=number)
+        async with gate:
+            answers[number] = await engine.generate(
+                f"t{number}", prompts[number], sampling, deadline_seconds=1800
+            )
+
+    began = time.perf_counter()
+    task = asyncio.gather(*(turn(number) for number in range(turns)))
+    while not task.done():
+        await asyncio.sleep(0.005)
+        if engine.load().generated_tokens >= each * len(versions):
+            moved = {
+                name: tensor + tensor.std() * 1e-3 * torch.randn(tensor.shape, generator=generator)
+                for name, tensor in versions[-1].items()
+                if tensor.dim() > 1
+            }
+            versions.append(versions[-1] | moved)
+            await load()
+    await task
+    seconds = time.perf_counter() - began
+    await engine.stop()
+    differences: list[float] = []
+    for number, weights in enumerate(versions):
+        model = skeleton(AutoConfig.for_model(**config), "float32", POLICY)
+        model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+        for at, answer in answers.items():
+            spans = [span for span in answer.versions if span.version == number]
+            if not spans:
+                continue
+            ids = torch.tensor([[*prompts[at], *answer.token_ids]])
+            with torch.no_grad():
+                logits = model(ids, use_cache=False).logits[0, prompt_tokens - 1 : -1]
+            table = torch.log_softmax(logits, dim=-1)
+            for span in spans:
+                differences += [
+                    float(table[i, answer.token_ids[i]]) - answer.logprobs[i]
+                    for i in range(span.start, span.end)
+                ]
+    found = torch.tensor(differences, dtype=torch.float64)
+    return CacheRow(
+        cache=cache,
+        tokens_per_second=turns * answer_tokens / seconds,
+        updates_per_second=(len(versions) - 1) / seconds,
+        mismatch=float((found.exp() - 1 - found).mean()),
+        mixed=sum(len(answer.versions) > 1 for answer in answers.values()) / turns,
+    )
+
+
+def measure_cache(*, quick: bool, quiet: bool) -> None:
+    """Print what keeping the cache saves, and what it costs."""
+    rows = []
+    for cache in ("recompute", "keep"):
+        with _place() as place:
+            rows.append(asyncio.run(under_updates(cache, quick, Path(place))))
+    if not quiet:
+        table = Table("cache", "tokens/s", "updates/s", "mismatch (k3)", "turns of two versions")
+        for row in rows:
+            table.add_row(
+                row.cache,
+                f"{row.tokens_per_second:.0f}",
+                f"{row.updates_per_second:.2f}",
+                f"{row.mismatch:.2e}",
+                f"{row.mixed:.0%}",
+            )
+        Console().print(table)
+    before, after = rows
+    found = {
+        "kind": "cache",
+        "keep_over_recompute": round(after.tokens_per_second / before.tokens_per_second, 3),
+        "mismatch_recompute": before.mismatch,
+        "mismatch_keep": after.mismatch,
+    }
+    finish(found, quiet=quiet)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -337,10 +472,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
     parser.add_argument("--json", action="store_true", help="the last line only")
     parser.add_argument("--real", action="store_true", help="SGLang servers, not paced engines")
+    parser.add_argument("--cache", action="store_true", help="what keeping the cache saves")
     parser.add_argument("--python", default="", help="what has SGLang")
     parser.add_argument("--small", action="store_true", help="a real model of 60 M parameters")
     parser.add_argument("--servers", type=int, nargs="*", default=[1, 2, 4])
     options = parser.parse_args()
+    if options.cache:
+        measure_cache(quick=options.quick, quiet=options.json)
+        return
     rounds = 1 if options.quick else 3
     progress = Console(stderr=True, quiet=options.json)
     table = Table(

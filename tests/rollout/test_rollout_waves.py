@@ -51,7 +51,8 @@ def publish(transfer: Transfer, version: int) -> pb.WeightsRef:
 async def test_half_of_the_engines_load_while_the_others_serve(
     count: int, fails: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SlowEngine, "together", together := [])
+    together: list[set[str]] = []
+    monkeypatch.setattr(SlowEngine, "together", together)
     monkeypatch.setattr(SlowEngine, "fails", fails)
     transfer = Transfer(tmp_path)
     spec = PolicySpec(

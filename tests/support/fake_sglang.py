@@ -78,6 +78,10 @@ class FakeSglang:
         self.calls: dict[str, Call] = {}
         self.bodies: list[dict[str, Any]] = []
         """What `/generate` was asked for."""
+        self.modes: list[str] = []
+        """Of its pauses."""
+        self.read: list[int] = []
+        """Inodes of the files that it loaded weights from."""
         self.info: dict[str, Any] = {
             "model_path": "m",
             "served_model_name": "m",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from fastapi import Body, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file
 
 if TYPE_CHECKING:
@@ -20,6 +20,13 @@ class PauseGenerationReqInput(BaseModel):
     """Releases from 0.5.6 know modes; the name is what the client looks for."""
 
     mode: str = "abort"
+
+
+class GenerateReqInput(BaseModel):
+    """The field of newer releases that the client looks for; the others are taken as they come."""
+
+    model_config = ConfigDict(extra="allow")
+    extra_key: str | None = None
 
 
 def add_routes(fake: FakeSglang) -> None:
@@ -46,8 +53,8 @@ def add_routes(fake: FakeSglang) -> None:
         return Response(status_code=503 if fake.paused or fake.faults.unhealthy else 200)
 
     @app.post("/generate")
-    async def generate(body: dict[str, Any]) -> Response:
-        response = await fake.generate(body)
+    async def generate(given: GenerateReqInput) -> Response:
+        response = await fake.generate(given.model_dump(exclude_unset=True))
         half = bytes(response.body[: len(response.body) // 2])
         if fake.faults.cut_reply:
             return Response(half, response.status_code)
@@ -74,6 +81,7 @@ def add_routes(fake: FakeSglang) -> None:
         hidden = fake.faults.refuse_update or fake.faults.blind
         if hidden or not path.exists():
             return _outcome(False, f"Failed to get weights iterator: {path}")
+        fake.read.append(path.stat().st_ino)
         fake.load(load_file(path))
         if body.get("weight_version") is not None:
             fake.version = body["weight_version"]
@@ -131,6 +139,7 @@ def _new_routes(fake: FakeSglang) -> None:
 
     @app.post("/pause_generation")
     async def pause(body: PauseGenerationReqInput) -> dict[str, Any]:
+        fake.modes.append(body.mode)
         if body.mode == "abort":
             for call in fake.calls.values():
                 call.aborted = True

@@ -303,9 +303,12 @@ class EngineSpec(Section):
     `disk` to a server of this host, which reads the published file in place, else `tensor`; only
     what the SGLang release supports."""
     in_flight: Literal["keep", "restart"] = "keep"
-    """Turns that are running when new weights arrive. `keep`: continue with recomputed keys and
-    values; each token records its version. `restart`: abort and repeat, so that every turn is of
-    one version."""
+    """Turns that are running when new weights arrive. `keep`: continue; each token records its
+    version. `restart`: abort and repeat, so that every turn is of one version."""
+    cache: Literal["recompute", "keep"] = "recompute"
+    """Keys and values of turns that continue. `recompute`: with the new weights. `keep`: they go on
+    at once with those of the former weights; prompts of later turns are read by the new ones. Only
+    in mode `async`, whose correction weighs what the engine drew with (docs/engines.md)."""
     own_process: bool = False
     """`embedded`: run each engine's model in a process of its own. Otherwise engines and the
     rollout process compete for one interpreter lock. Pays for small models with many concurrent
@@ -337,6 +340,15 @@ class EngineSpec(Section):
             raise ValueError(
                 f"urls: servers are attached with kind `sglang`, not `{self.kind}`; use that, or "
                 "leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_what_goes_on(self) -> Self:
+        if self.cache == "keep" and self.in_flight == "restart":
+            raise ValueError(
+                "cache: `keep` is for turns that go on, and `in_flight: restart` aborts them; use "
+                "`in_flight: keep`, or `recompute`"
             )
         return self
 

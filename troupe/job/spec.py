@@ -293,6 +293,11 @@ class JobSpec(Section):
                     "pipeline.deterministic: in mode `async` what a step consists of depends on "
                     "time; use `sync` or `micro_batch`"
                 )
+        elif kept := [n for n, p in self.policies.items() if p.engine.cache == "keep"]:
+            raise ValueError(
+                f"policies.{kept[0]}.engine.cache: tokens that are drawn with keys and values of "
+                "former weights need a correction; use mode `async`, or `recompute`"
+            )
         elif pipeline.max_uses > 1:
             raise ValueError(
                 "pipeline.max_uses: a sample that is used again is of an older version; use mode "

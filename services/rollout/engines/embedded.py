@@ -370,17 +370,27 @@ class EmbeddedEngine(ServingEngine):
         if self._deterministic:
             kind = FixedBatcher
         elif fits_slots(model, running, self.max_context):
-            kind = SlotBatcher if routers is None else partial(SlotBatcher, routers=routers)
+            kept = spec.engine.cache == "keep"
+            kind = partial(SlotBatcher, routers=routers, keep_cache=kept)
             # Another process would share weights in host memory.
             if spec.engine.own_process and device.type == "cpu" and routers is None:
                 kind = partial(
                     SubprocessBatcher,
                     source=source,
+                    keep_cache=kept,
                     lora=spec.lora,
                     policy=self.policy,
                     threads=self._threads,
                     start_seconds=spec.engine.start_timeout_seconds,
                 )
+        if kind is ContinuousBatcher and spec.engine.cache == "keep":
+            raise EngineStartFailed(
+                "transformers' paged cache is recomputed when weights change",
+                field=f"policies.{self.policy}.engine.cache",
+                value="keep",
+                remedy="Use `recompute`, a smaller `max_running` or `max_context` so that all "
+                "turns fit into slots (docs/engines.md), or `kind: sglang`.",
+            )
         unknown = self._routed_experts and routers is None and is_mixture(config)
         if unknown or (routers is not None and kind is ContinuousBatcher):
             raise EngineStartFailed(

@@ -96,9 +96,12 @@ class SlotBatcher:
         drew: Callable[[int], None],
         exited: Callable[[str], None],
         routers: Routers | None = None,
+        keep_cache: bool = False,
     ) -> None:
-        """`routers`: those of the model, whose selections are returned with each turn."""
+        """`routers`: those of the model, whose selections are returned with each turn.
+        `keep_cache`: turns go on with keys and values of former weights."""
         self._model = model
+        self._keep_cache = keep_cache
         self._routers = routers
         self._running = max_running
         self._cache = self._make_cache(max_context)
@@ -161,17 +164,19 @@ class SlotBatcher:
     def swap(self, change: Callable[[], None], version: int) -> float:
         """Run `change`, which loads weights, between two passes; later tokens carry `version`.
 
-        Keys and values of the old weights are discarded and recomputed. Returns the seconds that
+        Keys and values of the old weights are discarded and recomputed, or serve the turns that
+        have them to their end (`keep_cache`). Returns the seconds that
         serving stood still. Raises RuntimeError when the thread has ended or hangs.
         """
         with self._paused():
             began = time.monotonic()
             change()
             self._version = version
+            keep = self._keep_cache and not self._tainted
             if self._tainted:
                 self._cache.clear()
                 self._tainted = False
-            for turn in self._slots.forget():
+            for turn in self._slots.forget(keep=keep):
                 if not turn.versions:
                     turn.read_tokens = 0
             self._weights_changed()

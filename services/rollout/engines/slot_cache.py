@@ -163,6 +163,8 @@ class KVSlot:
     used_at: int = 0
     # Prefix hashes by which it is found: of each page and all before it.
     page_hashes: list[int] = field(default_factory=list)
+    # Its keys and values are partly of former weights: they serve this turn, and no other.
+    of_former: bool = False
 
     @property
     def unread(self) -> int:
@@ -196,6 +198,8 @@ class SlotAllocator:
     def end(self, slot: KVSlot) -> None:
         """Free the slot of a turn that has ended; it stays findable until it is reused."""
         self.index(slot)
+        if slot.of_former:
+            slot.of_former, slot.read = False, 0
         slot.turn = None
         del self.busy[slot.index]
         self._free[slot.index] = slot
@@ -207,18 +211,24 @@ class SlotAllocator:
 
     def index(self, slot: KVSlot) -> None:
         """Enter the slot's contents into the prefix index."""
+        if slot.of_former:
+            return
         for at in range(len(slot.page_hashes) * _PAGE, slot.read - _PAGE + 1, _PAGE):
             before = slot.page_hashes[-1] if slot.page_hashes else 0
             page = hash((before, *slot.ids[at : at + _PAGE]))
             slot.page_hashes.append(page)
             self._by_hash[page] = slot.index
 
-    def forget(self) -> list[EngineTurn]:
-        """Discard all keys and values; returns the turns in slots."""
+    def forget(self, *, keep: bool = False) -> list[EngineTurn]:
+        """Discard all keys and values, but with `keep` those of turns that have drawn tokens;
+        returns the turns in slots."""
         self._by_hash.clear()
         for slot in self._slots:
-            slot.read = 0
             slot.page_hashes.clear()
+            if keep and slot.turn is not None and slot.turn.versions:
+                slot.of_former = True
+            else:
+                slot.read = 0
         # In order of memory: neighbours are computed in place.
         self._free = OrderedDict(sorted(self._free.items()))
         return [slot.turn for slot in self.busy.values() if slot.turn is not None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
 from services.rollout.engines.sglang.server import Server
-from services.rollout.engines.sglang.update import payload, prove, shared_payload
+from services.rollout.engines.sglang.update import for_ranks, payload, prove, shared_payload
 from services.rollout.engines.verification import update_failed
 from services.rollout.engines.weights import Adapted
 from troupe.v1 import common_pb2 as pb
@@ -72,16 +72,16 @@ class AdapterVersions:
             raise _refused(ref, name, "its release cannot load them while it runs")
         try:
             encode = shared_payload if server.launched else payload
-            data = await asyncio.to_thread(encode, dict(content.tensors))
-            config = content.peft_config()
-            await server.client.load_adapter(name, config, [data] * server.ranks)
+            tensors = dict(content.tensors)
+            data = await asyncio.to_thread(for_ranks, encode, tensors, server.ranks)
+            await server.client.load_adapter(name, content.peft_config(), data)
         except (ServerGone, BrokenReply, Refused) as error:
             raise _refused(ref, name, str(error)) from error
         self._names.add(name)
         try:
             # By a forward pass over base and adapter, merged.
-            tensors = adapted.parts(server.layout, ref.key)
-            proof = await asyncio.to_thread(server.updater.reference.proof, tensors)
+            parts = adapted.parts(server.layout, ref.key)
+            proof = await asyncio.to_thread(server.updater.reference.proof, parts)
             await prove(server.client, proof, ref, adapter=name)
         except BaseException:
             await self._unload(name)

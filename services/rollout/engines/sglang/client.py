@@ -129,12 +129,13 @@ class SglangClient:
         logprobs_from: int | None = None,
         adapter: str | None = None,
         routed_experts: bool = False,
+        cache_key: str | None = None,
     ) -> Json:
         """The reply's `meta_info`. No time limit of its own: the caller's deadline cancels.
 
         `logprobs_from`: also log-probs of the prompt's tokens after this position.
         `adapter`: name of a loaded LoRA adapter. `routed_experts`: also say which experts tokens
-        were sent to.
+        were sent to. `cache_key`: cached prefixes are shared with requests of the same key only.
         """
         body: Json = {
             "rid": rid,
@@ -148,6 +149,8 @@ class SglangClient:
             body["logprob_start_len"] = logprobs_from
         if adapter is not None:
             body["lora_path"] = adapter
+        if cache_key is not None:
+            body["extra_key"] = cache_key
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         reply = await self._json("POST", "/generate", body, timeout=timeout)
         meta = reply.get("meta_info")
@@ -330,13 +333,15 @@ class Features:
     """Features of a server, read from its OpenAPI document.
 
     `retract`: a pause can return running turns to the queue; otherwise they are aborted and
-    continued by us. `tensors`: weights can be sent as tensors; `sessions`: such updates run between
-    begin and end. `version_call`: the version can be set by itself, without aborting turns.
-    `memory`: weights and key-value cache can be released. `adapter_tensors`: LoRA adapters can be
-    loaded from tensors. `loads`: path of the load report.
+    continued by us. `in_place`: it can leave them where they are, with their keys and values, and
+    requests can say whose cached prefixes they share. `tensors`: weights can be sent as tensors;
+    `sessions`: such updates run between begin and end. `version_call`: the version can be set by
+    itself, without aborting turns. `memory`: weights and key-value cache can be released.
+    `adapter_tensors`: LoRA adapters can be loaded from tensors. `loads`: path of the load report.
     """
 
     retract: bool
+    in_place: bool
     pause: bool
     tensors: bool
     sessions: bool
@@ -351,9 +356,11 @@ class Features:
         paths = document.get("paths", {})
         schemas = document.get("components", {}).get("schemas", {})
         pause = schemas.get("PauseGenerationReqInput", {}).get("properties", {})
+        generate = schemas.get("GenerateReqInput", {}).get("properties", {})
         loads = next((path for path in ("/v1/loads", "/get_load") if path in paths), None)
         return Features(
             retract="/pause_generation" in paths and "mode" in pause,
+            in_place="mode" in pause and "extra_key" in generate,
             pause="/pause_generation" in paths,
             tensors="/update_weights_from_tensor" in paths,
             sessions="/begin_weight_update" in paths,

@@ -338,6 +338,12 @@ class SglangEngine(ServingEngine):
         await versions.switch(served)
         return exposed
 
+    @property
+    def _cache_key(self) -> str | None:
+        """Whose cached prefixes a request may use: where the cache is kept, those of this version.
+        (Adapters have their own caches already.)"""
+        return f"v{self._loaded}" if self._spec.engine.cache == "keep" else None
+
     def _gate(self, ref: pb.WeightsRef, is_open: bool) -> None:
         """Let turns into the server, which holds `ref`, or hold them back."""
         if is_open:
@@ -386,6 +392,7 @@ class SglangEngine(ServingEngine):
                 sampling_of(turn),
                 adapter=served.name,
                 routed_experts=self._server.routing is not None,
+                cache_key=self._cache_key,
             )
             # Tokens of weights that are not verified yet must not get out.
             await self._settled.wait()
@@ -458,6 +465,7 @@ class SglangEngine(ServingEngine):
             _NO_TOKENS,
             logprobs_from=len(asked.prompt_ids) - 1,
             adapter=served.name,
+            cache_key=self._cache_key,
         )
         found = prompt_logprobs(meta)
         if len(found) != len(asked.ids):

@@ -312,9 +312,22 @@ class Server:
             near=self.near,
             policy=self._policy,
         )
-        keep = spec.engine.in_flight == "keep"
+        if spec.engine.cache == "keep" and not features.in_place:
+            raise EngineStartFailed(
+                "the server cannot keep the cache of running turns apart from that of others",
+                field=f"policies.{self._policy}.engine.cache",
+                value="keep",
+                remedy="Use `recompute`, or a release with pauses `in_place` and `extra_key`.",
+            )
         self.updater = Updater(
-            client, features, loader, spec.language_model, self.layout, self._policy, keep=keep
+            client,
+            features,
+            loader,
+            spec.language_model,
+            self.layout,
+            self._policy,
+            keep=spec.engine.in_flight == "keep",
+            keep_cache=spec.engine.cache == "keep",
         )
 
 

@@ -83,10 +83,12 @@ class Updater:
         policy: str,
         *,
         keep: bool,
+        keep_cache: bool = False,
     ) -> None:
         """`layout`: the model without storage. `keep`: running turns continue after the update;
-        otherwise they are aborted."""
+        otherwise they are aborted. `keep_cache`: they continue with their keys and values."""
         self._keep = keep
+        self._keep_cache = keep_cache
         self._client = client
         self._features = features
         self._loader = loader
@@ -117,7 +119,8 @@ class Updater:
             await self._pause()
             try:
                 await self._loader.load(self._client)
-                await self._flush()
+                if not self._keep_cache:
+                    await self._flush()
                 if self._features.version_call:
                     await self._client.set_version(str(ref.version))
             finally:
@@ -139,6 +142,9 @@ class Updater:
         return paused
 
     async def _pause(self) -> None:
+        if self._keep_cache:
+            await self._client.pause("in_place")
+            return
         if self._features.retract:
             await self._client.pause("retract" if self._keep else "abort")
             return
@@ -368,12 +374,12 @@ class TensorLoader:
         try:
             groups = list(buckets(tensors.items(), size))
             for number, bucket in enumerate(groups, start=1):
-                data = await asyncio.to_thread(encode, bucket)
+                data = await asyncio.to_thread(for_ranks, encode, bucket, self._ranks)
                 # Only with the last bucket: a server that fails half-way must not name the version.
                 last = number == len(groups) and not self._names_version
                 named = str(version) if last else None
                 num_bytes = sum(tensor.nbytes for _, tensor in bucket)
-                await client.update_from_tensors([data] * self._ranks, named, num_bytes)
+                await client.update_from_tensors(data, named, num_bytes)
         finally:
             if self._sessions:
                 await client.end_update()
@@ -455,6 +461,16 @@ def choose_loader(
         return tensors
     # It reads the published file in place, unless it is in a container that does not see it.
     return EitherLoader(disk, tensors)
+
+
+def for_ranks(encode: Callable[[Any], str], named: Any, ranks: int) -> list[str]:
+    """The encoding of `named` for each rank of a server.
+
+    Each rank that reads a handle gives back the reference that encoding it took: one encoding read
+    by all would free the memory while later ranks, and this process, still need it."""
+    if encode is payload:
+        return [encode(named)] * ranks
+    return [encode(named) for _ in range(ranks)]
 
 
 def payload(named: Any) -> str:

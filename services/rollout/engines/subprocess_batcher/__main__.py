@@ -95,6 +95,7 @@ class _Child:
             model,
             max_running=settings["max_running"],
             max_context=settings["max_context"],
+            keep_cache=settings["keep_cache"],
             outbox=self._outbox,
             exited=self._ended,
         )

@@ -78,6 +78,7 @@ class SubprocessBatcher:
         policy: str,
         max_running: int,
         max_context: int,
+        keep_cache: bool,
         threads: int,
         start_seconds: float,
         drew: Callable[[int], None],
@@ -90,6 +91,7 @@ class SubprocessBatcher:
             "policy": policy,
             "max_running": max_running,
             "max_context": max_context,
+            "keep_cache": keep_cache,
             "threads": threads,
         }
         self._policy, self._start_seconds = policy, start_seconds
