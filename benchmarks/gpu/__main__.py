@@ -1,12 +1,13 @@
 """Everything that a GPU is needed for, in one command and one JSON object.
 
-    python -m benchmarks.gpu [--device cuda] [--quick] [--json]
+    python -m benchmarks.gpu [--device cuda] [--quick] [--json] [--only PART ...]
 
-`update`, `update_compiled`: model FLOP/s utilization of the trainer's update (0.5B-class Qwen3,
-bfloat16), without and with torch.compile. `copies`: device to pinned host memory and back, against
-the link. `swap`, `transfer`: those benchmarks on the device, the latter beside CUDA IPC. Each part
-is a process of its own; one that fails is null, and the reason is among `problems`. Without a GPU
-it takes the CPU and tiny models: that tries the command out, and measures nothing.
+`update*`: model FLOP/s utilization and memory of the trainer's update of Qwen3-0.6B and Qwen3-4B,
+with and without torch.compile, liger-kernel and moments in host memory. `copies`: device to pinned
+host memory and back, against the link. `swap`, `transfer`: those benchmarks on the device, the
+latter beside CUDA IPC. Each part is a process of its own; one that fails is null, and the reason is
+among `problems`. Without a GPU the parts take the CPU and tiny models: that tries the command out,
+and measures nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ from rich.console import Console
 from benchmarks.command import finish
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
-_SECONDS: Final = 3600.0
+# The longest that one part may take: torch.compile of a large model, first of all.
+_SECONDS: Final = 900.0
 # Name: module and its arguments.
+_UPDATE: Final = "benchmarks.gpu.update"
+_LARGE: Final = ("--model", "Qwen3-4B")
 OWN: Final = {
-    "update": ["benchmarks.gpu.update"],
-    "update_compiled": ["benchmarks.gpu.update", "--compile"],
+    "update": [_UPDATE],
+    "update_plain": [_UPDATE, "--plain"],
+    "update_compiled": [_UPDATE, "--compile"],
+    "update_offloaded": [_UPDATE, "--offload", "optimizer"],
+    "update_4b": [_UPDATE, *_LARGE],
+    "update_4b_compiled": [_UPDATE, *_LARGE, "--compile"],
+    "update_4b_offloaded": [_UPDATE, *_LARGE, "--offload", "optimizer"],
     "copies": ["benchmarks.gpu.copies"],
 }
 # Benchmarks that run without a GPU too, and have more to say with one.
@@ -93,6 +102,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default=None)
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    parser.add_argument("--only", nargs="+", choices=(*OWN, *OTHERS), help="parts of it")
     options = parser.parse_args()
     console = Console(stderr=True, quiet=options.json)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,7 +110,7 @@ def main() -> None:
     found: dict[str, Any] = {"device": name}
     problems: dict[str, str] = {}
     chosen = parts(device, options.quick or device == "cpu")
-    for part in (*OWN, *OTHERS):
+    for part in options.only or (*OWN, *OTHERS):
         found[part] = None
         if part not in chosen:
             problems[part] = "it has no --device"

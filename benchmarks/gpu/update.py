@@ -1,39 +1,37 @@
 """How much of a device's arithmetic the trainer's update uses: `python -m benchmarks.gpu.update`.
 
-The learner as a worker calls it, on a 0.5B-class Qwen3 in bfloat16 autocast (a tiny one in float32
-on a CPU). Model FLOP/s utilization (Chowdhery et al. 2022, appendix B): 6 per weight and token, the
-output layer for scored tokens only, causal attention for half of all pairs; by the rate of a large
-matrix product in the same type, measured in the same run.
+    python -m benchmarks.gpu.update [--model Qwen3-4B] [--compile] [--offload optimizer] [--plain]
+
+The learner as a worker calls it, on a Qwen3 with random weights in bfloat16 autocast (a tiny one in
+float32 on a CPU). Model FLOP/s utilization (Chowdhery et al. 2022, appendix B): 6 per weight and
+token, the output layer for scored tokens only, causal attention for half of all pairs; by the rate
+of a large matrix product in the same type, measured in the same run. Beside it the peak of the
+device's memory and what the memory model of trainers (`troupe.scheduling.memory`) says of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.command import finish
+from scripts.sizing import MODELS
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.samples import Row
 from troupe.job import JobSpec
+from troupe.job.sizing import setup_of, shape_of_config
+from troupe.scheduling.memory import RankMemory, rank_memory
 
-LARGE: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-TINY: dict[str, Any] = {
-    **LARGE,
+DEFAULT: Final = "Qwen3-0.6B"
+TINY: Final[dict[str, Any]] = {
+    **MODELS[DEFAULT],
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -42,6 +40,9 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 1,
     "head_dim": 32,
 }
+# Tokens of an update, on the average: seconds of work for one GPU of today.
+_TOKENS: Final = {"Qwen3-0.6B": 192_000, "Qwen3-4B": 48_000}
+_MICRO_BATCH: Final = 64
 
 
 def make_rows(vocabulary: int, count: int, prompt: int, mean: int) -> list[Row]:
@@ -58,8 +59,10 @@ def make_rows(vocabulary: int, count: int, prompt: int, mean: int) -> list[Row]:
     return rows
 
 
-def make_learner(config: dict[str, Any], device: torch.device, compiled: bool) -> Learner:
-    """With random weights, on `device`."""
+def make_job(
+    config: dict[str, Any], device: torch.device, *, compiled: bool = False, offload: str = "none"
+) -> JobSpec:
+    """A job of one policy of this architecture."""
     values = {
         "name": "update",
         "workflow": "nowhere:play",
@@ -68,22 +71,39 @@ def make_learner(config: dict[str, Any], device: torch.device, compiled: bool) -
         "policies": {
             "solver": {
                 "model": {
-                    "config": {"model_type": "qwen3", **config},
+                    "config": config,
                     "tokenizer": "nowhere",
                     "dtype": "bfloat16" if device.type == "cuda" else "float32",
                 },
                 "optimizer": {"lr": 1e-6},
-                "trainer": {"compile": "on" if compiled else "off"},
+                "trainer": {"compile": "on" if compiled else "off", "offload": offload},
             }
         },
         "algorithm": {"advantage": "rae"},
         "pipeline": {"steps": 1000, "queries_per_step": 1},
     }
+    return JobSpec.model_validate(values)
+
+
+def make_learner(config: dict[str, Any], device: torch.device, job: JobSpec) -> Learner:
+    """With random weights, on `device`."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen3", **config), dtype=torch.float32
-    )
-    return Learner(model.eval(), JobSpec.model_validate(values), "solver", device=device)
+    kind = str(config["model_type"])
+    rest = {name: value for name, value in config.items() if name != "model_type"}
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **rest), dtype=torch.float32
+        )
+    return Learner(model.eval(), job, "solver", device=device)
+
+
+def predicted(config: dict[str, Any], device: torch.device, job: JobSpec) -> RankMemory:
+    """What the memory model says that the device needs."""
+    shape = shape_of_config(config)
+    assert shape is not None  # an architecture that the reader knows
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    setup = setup_of(job, "solver", shape, device=device.type, memory=memory)
+    return rank_memory(shape, setup)
 
 
 def flops(config: dict[str, Any], rows: list[Row]) -> float:
@@ -126,45 +146,87 @@ def product_rate(device: torch.device, size: int) -> float:
     return times * 2.0 * size**3 / seconds_of(multiply, device, 3)
 
 
-def measure(device: torch.device, *, quick: bool, compiled: bool) -> dict[str, float]:
+def profile(call: Callable[[], Any]) -> None:
+    """Print the kernels that a call spends most of its time in, to standard error."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        call()
+    table = found.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70
+    )
+    print(table, file=sys.stderr)
+
+
+def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     """One update's tokens per second, its share of the peak, and its memory."""
-    large = device.type == "cuda" and not quick
-    config = LARGE if large else TINY
-    rows = make_rows(config["vocab_size"], *((256, 256, 512) if large else (8, 8, 16)))
-    learner = make_learner(config, device, compiled)
+    cuda = device.type == "cuda"
+    large = cuda and not options.quick
+    config = MODELS[options.model] if large else TINY
+    if options.plain:  # what `services.trainer.learning.gpu_kernels` looks for
+        sys.modules["liger_kernel"] = None  # type: ignore[assignment]
+    prompt, answer = (256, 512) if large else (8, 16)
+    count = max(_MICRO_BATCH, _TOKENS[options.model] // (prompt + answer)) if large else 8
+    rows = make_rows(config["vocab_size"], count, prompt, answer)
+    job = make_job(config, device, compiled=options.compile, offload=options.offload)
+    learner = make_learner(config, device, job)
     steps = iter(range(1_000_000))
 
     def update() -> None:
-        for start in range(0, len(rows), 64):
-            learner.accumulate(rows[start : start + 64])
+        for start in range(0, len(rows), _MICRO_BATCH):
+            learner.accumulate(rows[start : start + _MICRO_BATCH])
         applied = learner.apply(next(steps))
         if not applied.applied:
             raise SystemExit(f"the step was not applied: {applied.reason}")
 
-    if device.type == "cuda":
+    if cuda:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    update()
+    first = time.perf_counter() - began
     seconds = seconds_of(update, device, 3)
-    rate = product_rate(device, 8192 if large else 256)
-    found = {
-        "parameters": float(learner.num_parameters),
+    found: dict[str, Any] = {
+        "model": options.model if large else "tiny",
+        "parameters": learner.num_parameters,
+        "rows": len(rows),
+        "first_seconds": first,
+        "seconds": seconds,
         "tokens_per_second": sum(len(row.ids) for row in rows) / seconds,
         "flops": flops(config, rows) / seconds,
-        "mfu": flops(config, rows) / seconds / rate,
     }
-    if device.type == "cuda":
-        found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    return found
+    memory = predicted(config, device, job)
+    found["predicted_gib"] = memory.total / 2**30
+    if cuda:
+        free, total = torch.cuda.mem_get_info(device)
+        found |= {
+            "allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+            "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+            "used_gib": (total - free) / 2**30,
+            "predicted_parts_gib": {k: round(v / 2**30, 2) for k, v in memory.parts.items()},
+        }
+    if options.profile:
+        profile(lambda: learner.accumulate(rows[:_MICRO_BATCH]))
+        learner.discard()
+    if cuda:
+        torch.cuda.empty_cache()
+    rate = product_rate(device, 8192 if large else 256)
+    return found | {"peak_flops": rate, "mfu": found["flops"] / rate}
 
 
 def main() -> None:
     """Measure, and print one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
+    parser.add_argument("--model", choices=sorted(_TOKENS), default=DEFAULT)
+    parser.add_argument("--compile", action="store_true", help="layers by torch.compile")
+    parser.add_argument("--offload", choices=("none", "optimizer", "all"), default="none")
+    parser.add_argument("--plain", action="store_true", help="without liger-kernel's kernels")
+    parser.add_argument("--profile", action="store_true", help="a table of kernels, to stderr")
     options = parser.parse_args()
-    device = torch.device(options.device)
-    finish(measure(device, quick=options.quick, compiled=options.compile), quiet=True)
+    finish(measure(torch.device(options.device), options), quiet=True)
 
 
 if __name__ == "__main__":
