@@ -1,16 +1,15 @@
 """`SimulatedEngine`: an inference engine without a model that takes the time of a cost model.
 
-States, versions, weight updates and checksums work as in every engine. `SimulatedBatch` computes
+States, versions, weight updates and checksums work as in every engine. `EngineBatch` computes
 the times; one timer per engine, set to the end of the next turn, drives it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +23,7 @@ from services.rollout.engines.weights import load_config, stop_ids
 from testbed.timeline import Timeline, TimelineSpan
 from troupe.job import PolicySpec, SimulatedSpec
 from troupe.scheduling.defaults import EMBEDDED_CONTEXT
+from troupe.twin.batch import EngineBatch
 from troupe.v1 import common_pb2 as pb
 
 
@@ -71,98 +71,6 @@ def draw_response(
     return Response(ids.tolist(), (-random.exponential(size=length)).tolist())
 
 
-@dataclass(order=True)
-class _SimulatedTurn:
-    """A running turn in the batch; `begin` and `end` are decoding steps of the batch."""
-
-    # Step at which the turn has its last token.
-    end: float
-    key: str = field(compare=False)
-    # Step at which the turn was admitted.
-    begin: float = field(compare=False)
-    length: int = field(compare=False)
-
-
-class SimulatedBatch:
-    """The running turns of one engine by key, with their progress under the cost model."""
-
-    def __init__(self, pace: SimulatedSpec) -> None:
-        self._pace = pace
-        self._now = 0.0
-        # Time until which decoding is blocked by prefill or a weight update.
-        self._blocked_until = 0.0
-        # Decoding steps so far.
-        self._steps = 0.0
-        self._turns: dict[str, _SimulatedTurn] = {}
-        self._heap: list[_SimulatedTurn] = []
-
-    def __len__(self) -> int:
-        return len(self._turns)
-
-    def admit(self, key: str, prompt_tokens: int, length: int, now: float) -> None:
-        """Admit a turn of `length` response tokens; its prefill blocks the whole batch first."""
-        turn = _SimulatedTurn(self._steps + length, key, self._steps, length)
-        self._turns[key] = turn
-        heapq.heappush(self._heap, turn)
-        self.read(prompt_tokens, now)
-
-    def read(self, tokens: int, now: float) -> None:
-        """Block decoding for the prefill of `tokens` (a prompt, or kept turns again)."""
-        self.block(tokens / self._pace.prefill_tokens_per_second, now)
-
-    def block(self, seconds: float, now: float) -> None:
-        """Block decoding for `seconds` more."""
-        self._blocked_until = max(self._blocked_until, now) + seconds
-
-    def unblock(self, now: float) -> None:
-        """End the current block."""
-        self._blocked_until = now
-
-    def remove(self, key: str) -> None:
-        """Remove a turn; unknown keys are ignored."""
-        if self._turns.pop(key, None) is not None:
-            self._heap = [turn for turn in self._heap if turn.key != key]
-            heapq.heapify(self._heap)
-
-    def drawn(self, key: str) -> int:
-        """The number of tokens that a turn has, as of the last `advance`."""
-        turn = self._turns[key]
-        # Tolerates rounding of the step count.
-        return min(turn.length, math.floor(self._steps - turn.begin + 1e-6))
-
-    def advance(self, now: float) -> list[str]:
-        """Advance the batch to `now`; returns the turns that have ended, in order."""
-        ended = []
-        while True:
-            self._now = max(self._now, min(now, self._blocked_until))
-            if not self._heap or self._now >= now:
-                break
-            step = self._step_seconds
-            first = self._heap[0]
-            at = self._now + (first.end - self._steps) * step
-            if at > now:
-                self._steps += (now - self._now) / step
-                break
-            self._now, self._steps = at, first.end
-            heapq.heappop(self._heap)
-            del self._turns[first.key]
-            ended.append(first.key)
-        self._now = max(self._now, now)
-        return ended
-
-    def next_end(self) -> float | None:
-        """The time when the next turn ends if the batch does not change; None if it is empty."""
-        if not self._heap:
-            return None
-        left = (self._heap[0].end - self._steps) * self._step_seconds
-        return max(self._now, self._blocked_until) + left
-
-    @property
-    def _step_seconds(self) -> float:
-        pace = self._pace
-        return pace.decode_seconds + pace.decode_seconds_per_turn * len(self._turns)
-
-
 # Changes of the batch within this many seconds form one span of the timeline.
 _SPAN_SECONDS = 0.1
 
@@ -184,7 +92,7 @@ class SimulatedEngine(ServingEngine):
         super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
         self._pace = spec.simulated or SimulatedSpec()
-        self._batch = SimulatedBatch(self._pace)
+        self._batch = EngineBatch(self._pace)
         self._responses: dict[str, Response] = {}
         self._timer: asyncio.TimerHandle | None = None
         # The weight version that draws tokens now.
@@ -201,7 +109,7 @@ class SimulatedEngine(ServingEngine):
         self.vocabulary = config.get_text_config().vocab_size
         self.max_context = self._spec.engine.max_context or EMBEDDED_CONTEXT
         self.eos_ids = stop_ids(config, model.path, model.revision)
-        self._batch = SimulatedBatch(self._pace)
+        self._batch = EngineBatch(self._pace)
 
     async def abort(self, request_id: str) -> None:
         """End a request early: its `generate` returns the tokens so far."""

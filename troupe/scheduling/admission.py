@@ -275,6 +275,19 @@ def next_wave(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
     return count
 
 
+# Another wave starts when a quarter of the window is free: a call per wave, not per trajectory.
+_WAVE_FRACTION: Final = 0.25
+
+
+def due_wave(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:
+    """How many of the waiting groups of trajectories start now: those of `next_wave`, unless a
+    larger wave is worth waiting for."""
+    count = next_wave(sizes, in_flight=in_flight, limit=limit)
+    if count < len(sizes) and in_flight > (1 - _WAVE_FRACTION) * limit:
+        return 0
+    return count
+
+
 def too_many_failed(failed: int, total: int, max_fraction: float) -> bool:
     """Whether more than `max_fraction` of a step's `total` trajectories have failed."""
     return failed > max_fraction * total

@@ -21,7 +21,7 @@ are due, and is called again when something has changed. Its rules:
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -172,6 +172,34 @@ class Policy:
     """Overrides `BindingRules.quantum`."""
     idle: float | None = None
     """Overrides `BindingRules.idle`."""
+
+
+def ready_micro_batches(samples: int, micro_batch: int, *, final: bool) -> int:
+    """Micro-batches of a policy that could be computed now: its `Policy.work`.
+
+    `samples` can be claimed, or are claimed and not in the gradients yet. Once no further sample
+    can come (`final`), the rest is a micro-batch, too, and the optimizer step counts as one more.
+    """
+    return -(-samples // micro_batch) + 1 if final else samples // micro_batch
+
+
+class ReadyOrder:
+    """The times at which waiting micro-batches became ready, oldest first."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+
+    def note(self, ready: int, now: float) -> None:
+        """Sets how many wait now."""
+        while len(self._times) > ready:
+            self._times.popleft()
+        while len(self._times) < ready:
+            self._times.append(now)
+
+    @property
+    def oldest(self) -> float | None:
+        """When the oldest became ready; None if none waits."""
+        return self._times[0] if self._times else None
 
 
 @dataclass(frozen=True, slots=True)

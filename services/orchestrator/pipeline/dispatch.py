@@ -41,8 +41,6 @@ _log = structlog.get_logger(__name__)
 _ENDED: Final = frozenset(
     {pb.TRAJECTORY_STATE_COMPLETED, pb.TRAJECTORY_STATE_FAILED, pb.TRAJECTORY_STATE_ABORTED}
 )
-# Another wave starts when a quarter of the window is free: a call per wave, not per trajectory.
-_WAVE_FRACTION: Final = 0.25
 # Groups that `add_in_parts` adds before the event loop does something else.
 _PART_GROUPS: Final = 256
 # What is aborted has ended in the store already; aborting it at the worker only saves work.
@@ -234,8 +232,8 @@ class Dispatch:
                 self._admission = self._spawn(deaths.turn(self._job.job_id))
             return
         sizes = [len(group) for group in self._waiting]
-        count = admission.next_wave(sizes, in_flight=in_flight, limit=self._limit)
-        if count < len(sizes) and in_flight > (1 - _WAVE_FRACTION) * self._limit:
+        count = admission.due_wave(sizes, in_flight=in_flight, limit=self._limit)
+        if not count:
             return
         groups, self._waiting = self._waiting[:count], self._waiting[count:]
         by_batch: dict[TicketBatch, list[Group]] = {}

@@ -17,7 +17,7 @@ import structlog
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.errors import RENEWABLE
-from services.orchestrator.placement.trainer_scheduler import ReadyOrder, TableWatch, ready_work
+from services.orchestrator.placement.trainer_scheduler import TableWatch, ready_work
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.job import ModelSpec, PolicySpec
 from troupe.job.sizing import read_shape, setup_of
@@ -88,7 +88,7 @@ class TrainerLease:
         # Ids of workers without room for a state of this size.
         self._barred: set[str] = set()
         self._refusal: FailedPrecondition | None = None
-        self._arrivals = ReadyOrder()
+        self._arrivals = binding.ReadyOrder()
         self._bound_at = self._idle_since = time.monotonic()
         # Callers that need it bound for something else than a step, and those that use it now.
         self._needs = self._uses = 0

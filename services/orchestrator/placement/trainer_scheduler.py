@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -239,28 +238,8 @@ def ready_work(
         return 0
     # Samples that are claimed and not in the gradients are about to be computed.
     left = counts.ready + max(0, counts.claimed - accumulated)
-    if status.sealed and counts.pending == 0:
-        return math.ceil(left / micro_batch) + 1
-    return left // micro_batch
-
-
-class ReadyOrder:
-    """The times at which waiting micro-batches became ready, oldest first."""
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque()
-
-    def note(self, ready: int, now: float) -> None:
-        """Sets how many wait now."""
-        while len(self._times) > ready:
-            self._times.popleft()
-        while len(self._times) < ready:
-            self._times.append(now)
-
-    @property
-    def oldest(self) -> float | None:
-        """When the oldest became ready; None if none waits."""
-        return self._times[0] if self._times else None
+    final = status.sealed and counts.pending == 0
+    return binding.ready_micro_batches(left, micro_batch, final=final)
 
 
 class TableWatch:

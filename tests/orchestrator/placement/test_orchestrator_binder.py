@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.placement.trainer_scheduler import ReadyOrder, ready_work
+from services.orchestrator.placement.trainer_scheduler import ready_work
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import FakeTrainer, TrainerScript
 from troupe.rpc import FailedPrecondition
+from troupe.scheduling.binding import ReadyOrder
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch

@@ -18,13 +18,14 @@ from services.rollout.engines.errors import BadTurn, EngineStale, PromptTooLong
 from services.rollout.engines.factory import make_engine
 from services.rollout.engines.requests import VersionSpan
 from testbed import simulated_engine
-from testbed.simulated_engine import SimulatedBatch, SimulatedEngine, draw_response
+from testbed.simulated_engine import SimulatedEngine, draw_response
 from testbed.timeline import read_spans
 from tests.rollout.engines.asking import ask, until
 from tests.rollout.engines.models import VOCABULARY, make_model, policy_spec, publish, transfer_in
 from troupe.job import PolicySpec, SimulatedSpec
 from troupe.transfer import Transfer
 from troupe.transfer.errors import Corrupt
+from troupe.twin.batch import EngineBatch
 from troupe.v1 import common_pb2 as pb
 
 # 2 ms per token alone, 0.1 ms more per turn beside it; responses run into `max_new_tokens`.
@@ -201,7 +202,7 @@ def test_a_response_is_a_function_of_its_seed() -> None:
 
 
 def test_the_batch_keeps_time_exactly() -> None:
-    batch = SimulatedBatch(PACE)
+    batch = EngineBatch(PACE)
     batch.admit("a", 100, 100, 1.0)
     # 10 ms of reading, then 2 ms a token.
     assert batch.next_end() == pytest.approx(1.21)
@@ -237,7 +238,7 @@ def test_when_turns_end_does_not_depend_on_when_one_looks(
 ) -> None:
     def run(extra: list[float]) -> dict[str, float]:
         """When each turn ended, from the batch's own announcements."""
-        batch, ends = SimulatedBatch(PACE), dict[str, float]()
+        batch, ends = EngineBatch(PACE), dict[str, float]()
         looks = iter(sorted(extra))
         look = next(looks, None)
         arrivals = sorted((at, f"t{i}", p, n) for i, (at, p, n) in enumerate(turns))

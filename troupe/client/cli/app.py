@@ -41,6 +41,7 @@ from troupe.client.cli.functions import app as functions
 from troupe.client.cli.jobs import app as jobs
 from troupe.client.cli.jobs import evaluate, generate
 from troupe.client.cli.options import byte_bar, call, duration, size
+from troupe.client.cli.plan import plan
 from troupe.client.cli.population import app as population
 from troupe.client.cli.samples import app as samples
 from troupe.client.cli.slurm import slurm
@@ -598,6 +599,7 @@ app.command("up")(up)
 app.command("head")(head)
 app.command("node")(node)
 app.command("slurm")(slurm)
+app.command("plan")(plan)
 app.command("down")(down)
 app.command("status")(status)
 app.add_typer(jobs, name="jobs")

@@ -1,0 +1,107 @@
+"""`python -m benchmarks.twin [--quick] [--json] [--only live|speed]`
+
+The twin's step times beside those of live runs (docs/twin/live.json, measured by
+benchmarks.pipeline), and how fast twin and decisions are at 3,000 devices. The last line of stdout
+is the JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.command import finish, options_of
+from benchmarks.pipeline.workload import SETUPS, modes
+from benchmarks.twin.live import rehearse, twin_job
+from benchmarks.twin.speed import decisions, hour
+from troupe.twin.cluster import Twin, TwinMeans
+
+_LIVE: Final = Path(__file__).resolve().parents[2] / "docs" / "twin" / "live.json"
+_PARTS: Final = ("live", "speed")
+
+
+def main() -> None:
+    """Run the parts that are asked for."""
+    args = options_of(__doc__, None, parts=_PARTS)
+    parts = [args.only] if args.only else list(_PARTS)
+    console = Console(stderr=args.json, width=None if args.json else 140)
+    found: dict[str, Any] = {"quick": args.quick}
+    if "live" in parts:
+        found["live"] = beside_live(console, quick=args.quick)
+    if "speed" in parts:
+        found |= speed(console, quick=args.quick)
+    finish(found, quiet=args.json)
+
+
+def beside_live(console: Console, *, quick: bool = False) -> dict[str, Any]:
+    """Predicted and measured seconds per step of every mode and set-up; the errors."""
+    live = json.loads(_LIVE.read_text(encoding="utf-8"))
+    table = Table(title=f"Seconds per step: the twin beside live runs of {live['date']}")
+    for column in ("set-up", "mode", "live", "twin", "error", "rollout alone", "both", "training"):
+        table.add_column(column, justify="left" if column in ("set-up", "mode") else "right")
+    errors: dict[str, dict[str, float]] = {}
+    for name in ("ma",) if quick else tuple(SETUPS):
+        for mode, means in predicted(name, quick=quick).items():
+            measured = live["setups"][name][mode]
+            error = means.seconds / measured["seconds"] - 1
+            errors.setdefault(name, {})[mode] = round(error, 4)
+            table.add_row(
+                name,
+                mode,
+                f"{measured['seconds']:.2f}",
+                f"{means.seconds:.2f}",
+                f"{error:+.1%}",
+                *(
+                    f"{measured[share]:.2f} / {getattr(means, share):.2f}"
+                    for share in ("rollout_alone", "both", "training_alone")
+                ),
+            )
+    console.print(table)
+    worst = max(abs(one) for setup in errors.values() for one in setup.values())
+    return {"errors": errors, "worst_error": worst}
+
+
+def predicted(name: str, *, quick: bool = False) -> dict[str, TwinMeans]:
+    """The twin's means of every mode of a set-up, over the steps that the benchmark measures."""
+    setup = SETUPS[name]
+    rows = [mode for mode in modes() if not quick or mode.steps == 1]
+    most = max(mode.steps for mode in rows)
+    with tempfile.TemporaryDirectory(prefix="troupe-twin-") as directory:
+        queries = rehearse(setup, setup.queries_per_step * most, Path(directory))
+    return {
+        mode.name: Twin(twin_job(mode, setup, queries))
+        .run(mode.steps)
+        .means(1 if mode.steps > 1 else 0, mode.after)
+        for mode in rows
+    }
+
+
+def speed(console: Console, *, quick: bool = False) -> dict[str, Any]:
+    """A simulated hour of 3,000 GPUs, and the decisions at that size."""
+    ran, times = hour(quick=quick), decisions(quick=quick)
+    table = Table(title="Live decisions at 3,000 devices and 10,000 trajectories")
+    table.add_column("decision")
+    table.add_column("p99, ms of processor time", justify="right")
+    for name, milliseconds in times.items():
+        table.add_row(name, f"{milliseconds:.2f}")
+    console.print(table)
+    console.print(
+        f"An hour of 3,000 GPUs takes {ran.hour:.0f} s of one core: {ran.steps} steps of "
+        f"{ran.simulated_seconds / ran.steps:.0f} s with {ran.turns:,} turns took "
+        f"{ran.cpu_seconds:.1f} s, {1e6 * ran.cpu_seconds / ran.turns:.0f} microseconds per turn"
+    )
+    return {
+        "hour_of_3000_seconds": round(ran.hour, 1),
+        "microseconds_per_turn": round(1e6 * ran.cpu_seconds / ran.turns, 1),
+        "decision_p99_ms": max(times.values()),
+        "decisions_ms": times,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Small jobs for the twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from troupe.scheduling.binding import RankWorker
+from troupe.twin.cluster import EngineFleet, TwinJob, TwinPolicy
+from troupe.twin.costs import EngineRates, TrainerRates
+from troupe.twin.workload import Lengths, TeamWorkload, TwinTrajectory, TwinTurn
+
+ENGINE = EngineRates(10_000.0, 0.02, 0.0005, load_seconds=0.5, start_seconds=2.0)
+TRAINER = TrainerRates(20_000.0, 0.5, swap_seconds=0.3)
+
+
+def team(**more: Any) -> TeamWorkload:
+    """Two agents with skewed calls and a tool."""
+    return TeamWorkload(
+        agents=("big", "small"),
+        rounds=Lengths(2.0, 0.4),
+        prompt=Lengths(100.0, 0.3),
+        response=Lengths(80.0, 0.6, 600),
+        wait=Lengths(0.5, 0.8),
+        group_size=4,
+        **more,
+    )
+
+
+def constant(index: int) -> list[TwinTrajectory]:
+    """Two trajectories of one turn: 1,000 tokens read, 100 drawn."""
+    return [TwinTrajectory((TwinTurn("p", 1000, 100),))] * 2
+
+
+def two_policies(*, trainers: int = 2, engines: int = 2, **more: Any) -> TwinJob:
+    """A team of two policies; with one trainer they take turns."""
+    one = TwinPolicy((EngineFleet(engines, ENGINE, limit=8),), TRAINER, state_bytes=1)
+    workers = [RankWorker(f"t{n}", slots=1, device="cuda") for n in range(trainers)]
+    defaults: dict[str, Any] = {
+        "workload": team(),
+        "queries_per_step": 12,
+        "micro_batch": 8,
+        "in_flight": 16,
+    }
+    return TwinJob(policies={"big": one, "small": one}, trainers=workers, **defaults | more)

@@ -1,0 +1,151 @@
+"""The planner: splits that fit, what it recommends, and `troupe plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from troupe.client.cli import main
+from troupe.devices import parse_devices
+from troupe.job import JobSpec
+from troupe.rpc import InvalidArgument
+from troupe.twin.costs import device_costs
+from troupe.twin.planner import Habits, JobPlan, plan_job
+
+FEW = Habits(turns=2, prompt_tokens=300, response_tokens=400, wait_seconds=0.5)
+
+
+def job(**pipeline: Any) -> dict[str, Any]:
+    """A team of two policies, by the names of their models."""
+    return {
+        "name": "planned",
+        "workflow": "benchmarks.workloads.plain_turns:play",
+        "tasks": {"source": "benchmarks.workloads.plain_turns:Queries"},
+        "agents": {
+            "solver": {"policy": "solver", "sampling": {"max_new_tokens": 2048}},
+            "checker": {"policy": "checker", "sampling": {"max_new_tokens": 512}},
+        },
+        "policies": {
+            "solver": {
+                "model": {"path": "Qwen/Qwen3-8B"},
+                "engine": {"kind": "sglang", "max_context": 8192},
+            },
+            "checker": {
+                "model": {"path": "Qwen/Qwen3-0.6B"},
+                "engine": {"kind": "sglang", "max_context": 8192},
+            },
+        },
+        "pipeline": {
+            "mode": "micro_batch",
+            "steps": 10,
+            "queries_per_step": 8,
+            "group_size": 4,
+            "micro_batch_samples": 16,
+            **pipeline,
+        },
+        "evaluation": {"queries": 0},
+    }
+
+
+def planned(devices: str, hosts: int = 1, more: bool = False, **pipeline: Any) -> JobPlan:
+    given = parse_devices(devices)
+    costs = device_costs(given[0].device_class, memory=given[0].memory)
+    spec = JobSpec.model_validate(job(**pipeline))
+    return plan_job(spec, given, costs, hosts=hosts, habits=FEW, more=more)
+
+
+def test_the_best_split_fits_and_is_the_fastest_that_was_tried() -> None:
+    found = planned("16xH100-80GB", hosts=2, more=True)
+    best = found.best
+    engines, trainers = best.split.devices
+    assert engines + trainers == 16
+    assert all(best.means.seconds <= one.means.seconds for one in found.others)
+    assert found.considered >= 1 + len(found.others)
+    for split in best.split.policies.values():
+        assert split.engines * split.tensor_parallel <= 8
+        assert 0 < split.trainer_bytes < 80 << 30
+        assert split.gang <= trainers
+    # The large policy has at least as many of the engines' devices.
+    solver, checker = (best.split.policies[one] for one in ("solver", "checker"))
+    assert solver.engines * solver.tensor_parallel >= checker.engines * checker.tensor_parallel
+    assert found.more_seconds is not None
+    assert found.more_seconds < 1.02 * best.means.seconds
+
+
+def test_a_mode_that_overlaps_is_predicted_to_be_faster() -> None:
+    seconds = {
+        mode: planned("8xH100-80GB", mode=mode).best.means.seconds
+        for mode in ("sync", "micro_batch")
+    }
+    assert seconds["sync"] > seconds["micro_batch"]
+
+
+def test_colocated_engines_and_trainers_have_all_devices_in_turns() -> None:
+    best = planned("8xH100-80GB", mode="sync", colocate=True).best
+    assert best.split.devices == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("devices", "hosts", "change", "said"),
+    [
+        ("2xL4-24GB", 1, {}, "training solver over all 2 devices needs"),
+        ("4xH100-80GB", 1, {}, "an engine of each policy takes 2 devices"),
+        ("4xH100-80GB+4xA100-80GB", 1, {}, "2 classes"),
+        ("8xH100-80GB", 3, {}, "spread evenly over 3 hosts"),
+        ("8xH100-80GB", 0, {}, "spread evenly over 0 hosts"),
+        ("8xH100-80GB", 1, {"model": {"path": "some/thing"}}, "size of policy solver is not known"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(
+    devices: str, hosts: int, change: dict[str, Any], said: str
+) -> None:
+    raw = job()
+    raw["policies"]["solver"] |= change
+    given = parse_devices(devices)
+    with pytest.raises(InvalidArgument, match=said):
+        plan_job(JobSpec.model_validate(raw), given, device_costs("H100"), hosts=hosts, habits=FEW)
+
+
+def test_a_job_of_networks_is_refused() -> None:
+    spec = JobSpec.model_validate(job())
+    network = spec.policies["solver"].model_copy(update={"model": None})
+    spec = spec.model_copy(update={"policies": {**spec.policies, "solver": network}})
+    with pytest.raises(InvalidArgument, match="is a network"):
+        plan_job(spec, parse_devices("8xH100-80GB"), device_costs("H100"), habits=FEW)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"turns": 0}, {"turns": -2}, {"response_tokens": -1}, {"wait_seconds": float("nan")}]
+)
+def test_habits_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+        Habits(**wrong)
+
+
+def test_the_command_prints_an_object_and_writes_a_job_that_is_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "job.yaml", tmp_path / "planned.yaml"
+    path.write_text(yaml.safe_dump(job()))
+    options = ["--turns", "2", "--response-tokens", "200", "--wait-seconds", "0"]
+    line = ["plan", str(path), "--devices", "8xH100-80GB", *options]
+    assert main([*line, "--json", "--write", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["seconds_per_step"] > 0
+    split = found["best"]["policies"]["solver"]
+    written = JobSpec.model_validate(yaml.safe_load(out.read_text())).policies["solver"]
+    assert written.engine.replicas == split["replicas"]
+    assert written.engine.tensor_parallel == split["tensor_parallel"]
+    assert written.trainer.gang == split["gang"]
+    assert main(line) == 0
+    shown = capsys.readouterr().out
+    assert "s per step (predicted" in shown
+    assert f"--set policies.solver.trainer.gang={split['gang']}" in shown
+    # An existing file is not replaced; a device that nobody knows is asked about.
+    assert main([*line, "--write", str(out)]) == 2
+    assert main(["plan", str(path), "--devices", "8xQuux-80GB"]) == 2
+    assert "--tflops" in capsys.readouterr().err

@@ -1,0 +1,260 @@
+"""`troupe plan`: the best split of a cluster's devices for a job, as the twin predicts it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from troupe.client.cli import options
+from troupe.client.cli.specification import apply_assignments, load_with
+from troupe.devices import parse_devices
+from troupe.job.loading import load_text
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument
+
+if TYPE_CHECKING:
+    from troupe.job import JobSpec
+    from troupe.twin.planner import JobPlan, Prediction
+
+_GB: Final = 1 << 30
+
+
+def plan(
+    path: Annotated[Path, typer.Argument(metavar="JOB.yaml", show_default=False)],
+    devices: Annotated[
+        str,
+        typer.Option(metavar="COUNTxCLASS-MEMORY", help="All devices, as in 64xH100-80GB."),
+    ],
+    hosts: Annotated[int, typer.Option(help="Hosts that the devices are spread over.")] = 1,
+    assignments: options.Assignments = None,
+    turns: Annotated[float, typer.Option(help="Rounds of a trajectory, mean.")] = 4.0,
+    prompt_tokens: Annotated[float, typer.Option(help="New tokens that a turn reads.")] = 500.0,
+    response_tokens: Annotated[
+        float,
+        typer.Option(help="Tokens that a turn draws; 0: a third of its agent's max_new_tokens."),
+    ] = 0.0,
+    wait_seconds: Annotated[
+        float, typer.Option(help="Seconds of tools or the environment after a turn.")
+    ] = 1.0,
+    tflops: Annotated[
+        float, typer.Option(help="Peak of a device, dense bfloat16; default: of its class.")
+    ] = 0.0,
+    gigabytes_per_second: Annotated[
+        float, typer.Option(help="Bandwidth of its memory; default: of its class.")
+    ] = 0.0,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the job with the best split to this new file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """How many devices should generate and how many train, and what step time follows.
+
+    Tries splits in a simulated cluster that takes the services' decisions. Lengths and waits are
+    assumptions: give those of your job.
+    """
+    planned = _planner()
+    given = parse_devices(devices, "--devices")
+    spec = load_with(path, assignments or [])
+    if write is not None and write.exists():
+        raise InvalidArgument(
+            "the file exists", field="--write", value=str(write), remedy="Name a new file."
+        )
+    found: JobPlan = planned(
+        spec,
+        given,
+        hosts=hosts,
+        habits={
+            "turns": turns,
+            "prompt_tokens": prompt_tokens,
+            "response_tokens": response_tokens,
+            "wait_seconds": wait_seconds,
+        },
+        tflops=tflops,
+        gigabytes_per_second=gigabytes_per_second,
+    )
+    changes = _assignments(spec, found.best)
+    if as_json:
+        print(json.dumps(_object(found, hosts) | {"set": changes}))
+    else:
+        _show(spec, found, hosts, changes, Console())
+    if write is not None:
+        text = load_text(path)
+        raw = apply_assignments(text, [*(assignments or []), *changes], str(path))
+        write.write_text(yaml.safe_dump(raw, sort_keys=False, allow_unicode=True), "utf-8")
+
+
+def _planner() -> Callable[..., JobPlan]:
+    """The planner with the costs of a device class. Raises FailedPrecondition without simpy."""
+    try:
+        from troupe.twin.costs import device_costs
+        from troupe.twin.planner import Habits, plan_job
+    except ModuleNotFoundError as error:
+        raise FailedPrecondition(
+            f"the planner needs the package {error.name}",
+            field="troupe plan",
+            value=str(error.name),
+            remedy='Install it: pip install "troupe[plan]".',
+        ) from error
+
+    def planned(
+        spec: JobSpec,
+        devices: Any,
+        *,
+        hosts: int,
+        habits: dict[str, float],
+        tflops: float,
+        gigabytes_per_second: float,
+    ) -> JobPlan:
+        some = devices[0]
+        costs = device_costs(
+            some.device_class,
+            memory=some.memory,
+            tflops=tflops,
+            gigabytes_per_second=gigabytes_per_second,
+        )
+        return plan_job(spec, devices, costs, hosts=hosts, habits=Habits(**habits))
+
+    return planned
+
+
+def _assignments(spec: JobSpec, best: Prediction) -> list[str]:
+    """The fields of the job that make it run with this split, as `--set` takes them."""
+    changes = []
+    for name, one in best.split.policies.items():
+        section = f"policies.{name}"
+        changes.append(f"{section}.engine.replicas={one.engines}")
+        if spec.policies[name].engine.kind == "sglang":
+            changes.append(f"{section}.engine.tensor_parallel={one.tensor_parallel}")
+        if one.gang:
+            changes.append(f"{section}.trainer.gang={one.gang}")
+    return changes
+
+
+def _show(spec: JobSpec, found: JobPlan, hosts: int, changes: list[str], console: Console) -> None:
+    best = found.best
+    means, split = best.means, best.split
+    engines, trainers = split.devices
+    console.print(
+        f"{means.seconds:.1f} s per step (predicted; mode {spec.pipeline.mode}): "
+        f"{_where(best, hosts)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(title="Best split", title_justify="left")
+    for column in ("policy", "engines", "devices of each", "turns at once", "gang", "GB to train"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    per_host = f" x {split.engine_hosts} hosts" if split.engine_hosts > 1 else ""
+    for name, one in split.policies.items():
+        table.add_row(
+            name,
+            f"{one.engines}{per_host}",
+            str(one.tensor_parallel),
+            str(one.engine_turns),
+            str(one.gang or "-"),
+            f"{one.trainer_bytes / _GB:.0f}" if one.gang else "-",
+        )
+    console.print(table)
+    console.print(
+        f"engines are busy {means.engines:.0%} of the time, trainers {means.trainers:.0%}; "
+        f"{means.response_tokens_per_second:,.0f} response tokens/s; "
+        f"a step waits for {_BOTTLENECKS[best.bottleneck]}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if found.more_seconds is not None and math.isfinite(found.more_seconds):
+        gain = 1 - found.more_seconds / means.seconds
+        console.print(
+            f"one more host of {(engines + trainers) // hosts if hosts else 0} devices: "
+            f"{found.more_seconds:.1f} s per step ({gain:+.0%} shorter)"
+            if gain > 0.005
+            else "one more host would not shorten the step",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if found.others:
+        others = Table(title=f"Next best of {found.considered} that fit", title_justify="left")
+        for column in ("s/step", "split", "engines busy", "trainers busy", "waits for"):
+            others.add_column(column, justify="right" if column == "s/step" else "left")
+        for one_of in found.others[:4]:
+            others.add_row(
+                f"{one_of.means.seconds:.1f}",
+                f"{_where(one_of, hosts)}: {_short(one_of)}",
+                f"{one_of.means.engines:.0%}",
+                f"{one_of.means.trainers:.0%}",
+                one_of.bottleneck,
+            )
+        console.print(others)
+    console.print("In the job, or as options of `troupe train`:", highlight=False)
+    for change in changes:
+        console.print(f"  --set {change}", highlight=False, markup=False, soft_wrap=True)
+
+
+_BOTTLENECKS: Final = {
+    "engines": "engines: more of them shorten it",
+    "trainers": "trainers: more of them shorten it",
+    "longest trajectories": "its longest trajectories: faster engines (tensor_parallel) or mode "
+    "async shorten it, more engines do not",
+    "hand-over": "the services: commits, weights, the start of the next step",
+}
+
+
+def _where(one: Prediction, hosts: int) -> str:
+    engines, trainers = one.split.devices
+    if one.split.engine_hosts == one.split.training_hosts == hosts and hosts > 1:
+        return f"all {hosts} hosts generate and train in turns"
+    if hosts == 1:
+        return f"{engines} devices generate, {trainers} train"
+    return (
+        f"{one.split.engine_hosts} hosts generate ({engines} devices), "
+        f"{one.split.training_hosts} train ({trainers})"
+    )
+
+
+def _short(one: Prediction) -> str:
+    return ", ".join(
+        f"{name} {p.engines}x{p.tensor_parallel}" + (f" gang {p.gang}" if p.gang else "")
+        for name, p in one.split.policies.items()
+    )
+
+
+def _object(found: JobPlan, hosts: int) -> dict[str, Any]:
+    """The plan as a JSON object."""
+
+    def told(one: Prediction) -> dict[str, Any]:
+        means = one.means
+        return {
+            "seconds_per_step": round(means.seconds, 3),
+            "engine_hosts": one.split.engine_hosts,
+            "training_hosts": one.split.training_hosts,
+            "engine_devices": one.split.devices[0],
+            "training_devices": one.split.devices[1],
+            "engines_busy": round(means.engines, 3),
+            "trainers_busy": round(means.trainers, 3),
+            "response_tokens_per_second": round(means.response_tokens_per_second, 1),
+            "bottleneck": one.bottleneck,
+            "policies": {
+                name: {
+                    "replicas": p.engines,
+                    "tensor_parallel": p.tensor_parallel,
+                    "gang": p.gang,
+                    "turns_at_once": p.engine_turns,
+                    "trainer_bytes": p.trainer_bytes,
+                }
+                for name, p in one.split.policies.items()
+            },
+        }
+
+    return {
+        "best": told(found.best),
+        "others": [told(one) for one in found.others],
+        "considered": found.considered,
+        "hosts": hosts,
+        "seconds_with_one_more_host": found.more_seconds,
+    }

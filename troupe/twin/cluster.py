@@ -1,0 +1,767 @@
+"""A job on a cluster in simulated time: its steps in one of the pipeline modes, and what they took.
+
+`Twin` opens steps, starts waves of trajectories, closes rosters and spreads groups over rollout
+workers as `troupe.scheduling.admission` says; `services/orchestrator/pipeline` is the live side.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import simpy
+
+from troupe.scheduling import admission
+from troupe.scheduling.balancing import BalancingRules
+from troupe.scheduling.binding import BindingRules, RankWorker
+from troupe.scheduling.routing import Rates
+from troupe.twin.batch import BusyClock
+from troupe.twin.costs import EngineRates, TrainerRates
+from troupe.twin.engines import (
+    EngineWatch,
+    RoutedTurn,
+    RoutingRules,
+    TwinBalancer,
+    TwinEngine,
+    TwinRouter,
+)
+from troupe.twin.trainers import StepTable, TrainingPool
+from troupe.twin.workload import TwinTrajectory, Workload
+
+Mode: TypeAlias = Literal["serial", "sync", "micro_batch", "async"]
+TwinSpan: TypeAlias = tuple[str, str, float, float, float]
+_EAGER = frozenset({"micro_batch", "async"})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFleet:
+    """Engines of one policy and device class on each rollout worker."""
+
+    count: int
+    rates: EngineRates
+    limit: int = 64
+    """Turns that one engine runs at once."""
+    devices: int = 1
+    """Devices of one engine (tensor parallel)."""
+    device_class: str = ""
+    known_rates: Rates | None = None
+    """Its speed as the router knows it; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwinPolicy:
+    """One policy: its engines, and the gang that trains it."""
+
+    engines: tuple[EngineFleet, ...]
+    trainer: TrainerRates
+    ranks: int = 1
+    state_bytes: int = 0
+    """Bytes of its training state on each device of its gang."""
+    trained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """Seconds that the services themselves add; see `docs/benchmarks/twin.md` for their origin."""
+
+    turn: float = 0.0
+    """To a turn: workflow, tokenizer, messages between services."""
+    trajectory: float = 0.0
+    """From the end of one trajectory to the start of the next in its place: rows, events."""
+    claim: float = 0.0
+    """To a micro-batch: claiming and fetching its rows."""
+    commit: float = 0.0
+    """From an optimizer step to its version being told to engines."""
+    step: float = 0.0
+    """From the last commit of a step to the first turn of the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFaults:
+    """Failures of rollout and trainer workers: exponential, `mtbf_seconds` for each of them."""
+
+    mtbf_seconds: float
+    down_seconds: float = 300.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TwinJob:
+    """A job and its cluster, as the twin runs them."""
+
+    policies: Mapping[str, TwinPolicy]
+    workload: Workload
+    trainers: Sequence[RankWorker]
+    mode: Mode = "micro_batch"
+    alpha: int = 1
+    queries_per_step: int = 64
+    micro_batch: int = 16
+    in_flight: int = 1024
+    spare: int = 0
+    """Queries that run besides those that the step wants (`pipeline.over_sampling`)."""
+    rollout_workers: int = 1
+    """Processes that run trajectories, each with the engines of `policies` in front of it."""
+    routing: RoutingRules = field(default_factory=RoutingRules)
+    balancing: BalancingRules | None = None
+    """None: engines stay with their policies."""
+    balancing_heartbeat: float = 1.0
+    balancing_minimum: int = 1
+    binding: BindingRules = field(default_factory=BindingRules)
+    switch_seconds: float = 0.0
+    """Colocated: from rollout to training and back, each."""
+    share_prefixes: bool = False
+    """Whether the trainer computes what turns of a conversation share once."""
+    prefix_cache: bool = True
+    control: ControlPlane = ControlPlane()
+    faults: NodeFaults | None = None
+    spans: bool = False
+    """Whether every busy time is kept, for pictures."""
+    barrier: bool = False
+    """Whether environments advance as a batch: no trajectory begins its next turn before all of
+    its wave have ended theirs (what trajectory-level rollout is measured against)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwinStep:
+    """Totals at the end of a step: `at` seconds since the start."""
+
+    at: float
+    rollout_alone: float
+    both: float
+    training_alone: float
+    neither: float
+    engine_seconds: float
+    """Busy seconds of all engines together."""
+    device_seconds: float
+    """Those of trainers' devices, weighted by the devices of each gang's workers."""
+    busiest: float
+    """Busy seconds of the busiest trainer worker."""
+    response_tokens: int
+    read_tokens: int
+    trained_tokens: int
+    trajectories: int
+    staleness: float
+    """Mean of the trajectories of this step, in versions."""
+
+
+@dataclass
+class TwinRun:
+    """What a run measured."""
+
+    job: TwinJob
+    steps: list[TwinStep] = field(default_factory=list)
+    engines: int = 0
+    moves: int = 0
+    swaps: int = 0
+    failures: int = 0
+    lost_rows: int = 0
+    events: int = 0
+    """Turns that engines have ended: the unit of the twin's own work."""
+    bound: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    engine_spans: list[TwinSpan] = field(default_factory=list)
+    trainer_spans: list[TwinSpan] = field(default_factory=list)
+
+    def means(self, first: int = 1, after: int = 0) -> TwinMeans:
+        """Means per step from the end of step `first` on (0: from the start), without the last
+        `after` steps. Raises ValueError if none is left."""
+        steps = self.steps[: len(self.steps) - after] if after else self.steps
+        count = len(steps) - first
+        if count < 1:
+            raise ValueError(f"first = {first}: of {len(steps)} steps none is left")
+        zero = TwinStep(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        start, end = (steps[first - 1] if first else zero), steps[-1]
+        total = end.at - start.at
+        workers = max(1, len(self.job.trainers))
+        devices = max(1, sum(one.devices for one in self.job.trainers))
+        return TwinMeans(
+            seconds=total / count,
+            rollout_alone=(end.rollout_alone - start.rollout_alone) / count,
+            both=(end.both - start.both) / count,
+            training_alone=(end.training_alone - start.training_alone) / count,
+            neither=(end.neither - start.neither) / count,
+            engines=(end.engine_seconds - start.engine_seconds) / total / max(1, self.engines),
+            trainers=(end.device_seconds - start.device_seconds) / total / devices,
+            busiest_trainer=(end.busiest - start.busiest) / total if workers else 0.0,
+            response_tokens_per_second=(end.response_tokens - start.response_tokens) / total,
+            trained_tokens_per_second=(end.trained_tokens - start.trained_tokens) / total,
+            staleness=sum(one.staleness for one in steps[first:]) / count,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TwinMeans:
+    """Means per step. The four shares add up to `seconds`; utilizations are busy time over time."""
+
+    seconds: float
+    rollout_alone: float
+    both: float
+    training_alone: float
+    neither: float
+    engines: float
+    trainers: float
+    busiest_trainer: float
+    response_tokens_per_second: float
+    trained_tokens_per_second: float
+    staleness: float
+
+
+class _QueryGroup:
+    """The trajectories of one query in a step, and their rows by policy."""
+
+    __slots__ = ("complete", "index", "name", "open", "rows", "started", "step", "todo", "worker")
+
+    def __init__(self, index: int, step: _Step, todo: Sequence[TwinTrajectory]) -> None:
+        self.index = index
+        self.name = admission.query_id_of(index)
+        self.step = step
+        self.todo = todo
+        self.open = len(todo)
+        self.rows: dict[str, list[int]] = {}
+        self.complete = False
+        self.worker = -1
+        # Steps committed of each policy when it started.
+        self.started: Mapping[str, int] = {}
+
+
+class _Step:
+    """An open step."""
+
+    def __init__(self, env: simpy.Environment, number: int, policies: Sequence[str]) -> None:
+        self.number = number
+        self.tables = {policy: StepTable(env) for policy in policies}
+        self.groups: dict[str, _QueryGroup] = {}
+        self.closed = False
+        self.rolled_out = env.event()
+        self.committed = {policy: env.event() for policy in policies}
+        self.stale: list[float] = []
+
+
+class _Playing:
+    """One trajectory while it runs."""
+
+    __slots__ = ("at", "gone", "group", "key", "previous", "trajectory", "twin")
+
+    def __init__(
+        self, twin: Twin, group: _QueryGroup, key: str, trajectory: TwinTrajectory
+    ) -> None:
+        self.twin = twin
+        self.group = group
+        self.key = key
+        self.trajectory = trajectory
+        self.at = 0
+        self.previous: dict[str, str | None] = {}
+        self.gone = False
+
+    def begin(self, seconds: float) -> None:
+        """Reset the environment, then take the first turn."""
+        self.twin.after(seconds + self.trajectory.before, self._next)
+
+    def _next(self, _: simpy.Event | None = None) -> None:
+        if self.gone:
+            return
+        turn = self.trajectory.turns[self.at]
+        policy = turn.policy
+        wanted = RoutedTurn(
+            turn,
+            self._ended,
+            group=self.group.name,
+            key=self.key,
+            left=self.group.open,
+            previous=self.previous.get(policy),
+        )
+        self.twin.routers[self.group.worker][policy].ask(wanted)
+
+    def _ended(self, routed: RoutedTurn) -> None:
+        turn = routed.turn
+        assert routed.engine is not None
+        self.previous[turn.policy] = routed.engine.engine_id
+        self.at += 1
+        seconds = turn.after + self.twin.control_turn
+        if self.twin.barrier is not None:
+            self.twin.barrier.arrive(self, seconds)
+        else:
+            self.twin.after(seconds, self.advance)
+
+    def advance(self, _: simpy.Event | None = None) -> None:
+        """The wait after a turn is over."""
+        if self.gone:
+            return
+        if self.at < len(self.trajectory.turns):
+            self._next()
+        elif self.trajectory.fails:
+            # The environment broke: the trajectory runs again, in a new one.
+            self.trajectory = self.trajectory._replace(fails=False)
+            self.at = 0
+            self.previous.clear()
+            self.begin(0.0)
+        else:
+            self.twin.trajectory_ended(self)
+
+
+class _Barrier:
+    """Environments that advance as a batch: the slowest of all holds up every trajectory."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+        self.running = 0
+        self._arrived: list[_Playing] = []
+        self._until = 0.0
+
+    def arrive(self, one: _Playing, seconds: float) -> None:
+        """A turn has ended; its environment needs `seconds`."""
+        self._arrived.append(one)
+        self._until = max(self._until, self._env.now + seconds)
+        self.check()
+
+    def check(self) -> None:
+        """Let all go on once all have arrived."""
+        if self._arrived and len(self._arrived) >= self.running:
+            ready, self._arrived = self._arrived, []
+            event = self._env.timeout(max(0.0, self._until - self._env.now))
+            assert event.callbacks is not None
+            self._until = 0.0
+
+            def go(_: simpy.Event) -> None:
+                for one in ready:
+                    one.advance()
+
+            event.callbacks.append(go)
+
+
+class Twin:
+    """One job on one cluster. `run` once."""
+
+    def __init__(self, job: TwinJob) -> None:
+        """Raises ValueError for a job that cannot run: no engine or trainer for a policy, numbers
+        out of range."""
+        _check(job)
+        self._job = job
+        self.env = simpy.Environment()
+        self.control_turn = job.control.turn
+        self._clock = BusyClock()
+        self._shares = [0.0, 0.0, 0.0, 0.0]
+        self._shares_at = 0.0
+        self._run = TwinRun(job)
+        watch = EngineWatch(self._clock, self._account)
+        if job.spans:
+            watch.spans = self._run.engine_spans
+        self._watch = watch
+        self._trained = [name for name, one in job.policies.items() if one.trained]
+        self._pool = TrainingPool(
+            self.env,
+            job.trainers,
+            rules=job.binding,
+            changed=self._account,
+            spans=self._run.trainer_spans if job.spans else None,
+        )
+        for name in self._trained:
+            one = job.policies[name]
+            self._pool.add(name, one.trainer, ranks=one.ranks, size=one.state_bytes)
+        self.routers: list[dict[str, TwinRouter]] = []
+        self._balancers: list[TwinBalancer] = []
+        for worker in range(job.rollout_workers):
+            self._add_worker(worker)
+        self._run.engines = sum(
+            len(router.engines) for routers in self.routers for router in routers.values()
+        )
+        self.barrier = _Barrier(self.env) if job.barrier else None
+        self._serving = set(range(job.rollout_workers))
+        self._served = dict.fromkeys(self._trained, 0)
+        self._committed = dict.fromkeys(self._trained, 0)
+        self._alpha = dict.fromkeys(self._trained, job.alpha if job.mode == "async" else 0)
+        self._next_step = self._next_query = 0
+        self._open: list[_Step] = []
+        self._waiting: list[_QueryGroup] = []
+        self._running: list[dict[int, _Playing]] = [{} for _ in range(job.rollout_workers)]
+        self._in_flight = self._turn = self._numbers = self._ended_trajectories = 0
+        self._waving = False
+        self._news = self.env.event()
+        self._limit = job.in_flight
+
+    def run(self, steps: int) -> TwinRun:
+        """Run so many steps to their end. Raises RuntimeError if the job cannot go on."""
+        if steps < 1:
+            raise ValueError(f"steps = {steps} is out of range")
+        done = self.env.process(self._window(steps))
+        for balancer in self._balancers:
+            self.env.process(balancer.run())
+        if self._job.faults is not None:
+            self._start_faults(self._job.faults)
+        self.env.run(until=done)
+        run = self._run
+        run.moves = sum(one.moves for one in self._balancers)
+        run.swaps, run.lost_rows = self._pool.swaps, self._pool.lost_rows
+        run.events, run.bound = self._watch.turns, self._pool.bound()
+        return run
+
+    def after(self, seconds: float, call: Any) -> None:
+        """Call `call` with an event after so many seconds."""
+        if seconds <= 0:
+            call()
+            return
+        event = self.env.timeout(seconds)
+        assert event.callbacks is not None
+        event.callbacks.append(call)
+
+    def trajectory_ended(self, one: _Playing) -> None:
+        """A trajectory has ended: its rows, its group, and what may start now."""
+        group = one.group
+        self._leave(one)
+        self._ended_trajectories += 1
+        share = self._job.share_prefixes
+        for turn in one.trajectory.turns:
+            read = turn.prompt - turn.shared if share else turn.prompt
+            group.rows.setdefault(turn.policy, []).append(read + turn.response)
+        group.open -= 1
+        for router in self.routers[group.worker].values():
+            router.regroup(group.name, group.open)
+        if not group.open:
+            self._complete(group)
+        self._wake()
+
+    def _leave(self, one: _Playing) -> None:
+        one.gone = True
+        self._in_flight -= 1
+        del self._running[one.group.worker][id(one)]
+        if self.barrier is not None:
+            self.barrier.running -= 1
+            self.barrier.check()
+
+    def _complete(self, group: _QueryGroup) -> None:
+        step = group.step
+        group.complete = True
+        step.stale.append(
+            max((step.number - group.started.get(one, 0) for one in self._trained), default=0)
+        )
+        for policy, table in step.tables.items():
+            if rows := group.rows.get(policy):
+                table.add(rows)
+            table.close_group()
+        self._move_roster(step)
+
+    def _move_roster(self, step: _Step) -> None:
+        """Close the step's roster when it is due; the surplus leaves."""
+        job = self._job
+        progress = (
+            [
+                admission.QueryProgress(one.name, one.complete, one.complete, 1)
+                for one in step.groups.values()
+            ]
+            if job.spare
+            else ()
+        )
+        if not job.spare:
+            over = all(one.complete for one in step.groups.values())
+            move = admission.RosterMove(close=over)
+        else:
+            move = admission.next_move(
+                progress,
+                wanted=job.queries_per_step,
+                spare=job.spare,
+                max_refills=0,
+                may_close=not step.closed,
+                first_k=True,
+            )
+        if not move.close or step.closed:
+            return
+        step.closed = True
+        leaving = set(move.leave)
+        if leaving:
+            self._withdraw(step, leaving)
+        for table in step.tables.values():
+            table.seal()
+        step.rolled_out.succeed()
+
+    def _withdraw(self, step: _Step, names: set[str]) -> None:
+        for routers in self.routers:
+            for router in routers.values():
+                router.withdraw(names)
+        for running in self._running:
+            for one in [one for one in running.values() if one.group.name in names]:
+                self._leave(one)
+        self._waiting = [one for one in self._waiting if one.name not in names]
+        for name in names:
+            del step.groups[name]
+            for table in step.tables.values():
+                table.close_group()
+        self._wake()
+
+    def _window(self, steps: int) -> Generator[simpy.Event, Any, None]:
+        """Opens steps as staleness allows, and ends them in order."""
+        depth = 1 + max(self._alpha.values(), default=0)
+        running: list[tuple[_Step, simpy.Process]] = []
+        while True:
+            while (
+                self._next_step < steps
+                and len(running) < depth
+                and not admission.holding_back(self._next_step, self._served, self._alpha)
+            ):
+                before = running[-1][0] if running else None
+                step = self._open_step()
+                running.append((step, self.env.process(self._run_step(step, before))))
+            if not running:
+                return
+            yield running[0][1] | self._news
+            while running and not running[0][1].is_alive:
+                self._note(running.pop(0)[0])
+
+    def _open_step(self) -> _Step:
+        job = self._job
+        step = _Step(self.env, self._next_step, self._trained)
+        self._next_step += 1
+        for _ in range(job.queries_per_step + job.spare):
+            group = _QueryGroup(self._next_query, step, job.workload(self._next_query))
+            self._next_query += 1
+            step.groups[group.name] = group
+            self._waiting.append(group)
+        for table in step.tables.values():
+            table.open_groups = len(step.groups)
+        self._open.append(step)
+        self.after(job.control.step, lambda *_: self._wake())
+        return step
+
+    def _run_step(self, step: _Step, before: _Step | None) -> Generator[simpy.Event, Any, None]:
+        mode, env = self._job.mode, self.env
+        if mode in _EAGER:
+            trains = [env.process(self._train(one, step, before)) for one in self._trained]
+            yield env.all_of([step.rolled_out, *trains])
+            return
+        yield step.rolled_out
+        if self._job.switch_seconds:
+            yield env.timeout(self._job.switch_seconds)
+        if mode == "serial":
+            for policy in self._trained:
+                yield env.process(self._train(policy, step, before))
+        else:
+            yield env.all_of([env.process(self._train(one, step, before)) for one in self._trained])
+        if self._job.switch_seconds:
+            yield env.timeout(self._job.switch_seconds)
+
+    def _train(
+        self, policy: str, step: _Step, before: _Step | None
+    ) -> Generator[simpy.Event, Any, None]:
+        if before is not None and not before.committed[policy].triggered:
+            yield before.committed[policy]
+        yield from self._pool.train(policy, step.tables[policy], self._job.micro_batch)
+        if self._job.control.commit:
+            yield self.env.timeout(self._job.control.commit)
+        self._committed[policy] = step.number + 1
+        step.committed[policy].succeed()
+        updates = [
+            self.env.process(engine.update())
+            for routers in self.routers
+            for engine in routers[policy].engines
+            if engine.alive
+        ]
+        if updates:
+            yield self.env.all_of(updates)
+        self._served[policy] = step.number + 1
+        news, self._news = self._news, self.env.event()
+        news.succeed()
+
+    def _note(self, step: _Step) -> None:
+        now = self.env.now
+        self._account(now)
+        self._clock.settle(now)
+        self._pool.clock.settle(now)
+        busy, workers = self._pool.busy, {one.worker_id: one for one in self._job.trainers}
+        self._run.steps.append(
+            TwinStep(
+                at=now,
+                rollout_alone=self._shares[0],
+                both=self._shares[1],
+                training_alone=self._shares[2],
+                neither=self._shares[3],
+                engine_seconds=self._clock.lane_seconds,
+                device_seconds=sum(
+                    busy[name] * workers[name].devices for name in busy if name in workers
+                ),
+                busiest=max(busy.values(), default=0.0),
+                response_tokens=self._watch.response_tokens,
+                read_tokens=self._watch.read_tokens,
+                trained_tokens=self._pool.trained_tokens,
+                trajectories=self._ended_trajectories,
+                staleness=sum(step.stale) / len(step.stale) if step.stale else 0.0,
+            )
+        )
+        self._open.remove(step)
+
+    def _account(self, now: float) -> None:
+        """Count the time until now as one of the four shares."""
+        engines, trainers = self._clock.busy, self._pool.clock.busy
+        kind = 1 if engines and trainers else 0 if engines else 2 if trainers else 3
+        self._shares[kind] += now - self._shares_at
+        self._shares_at = now
+
+    def _wake(self) -> None:
+        if not self._waving and self._waiting:
+            self._waving = True
+            event = self.env.timeout(self._job.control.trajectory)
+            assert event.callbacks is not None
+            event.callbacks.append(self._start_wave)
+
+    def _start_wave(self, _: simpy.Event) -> None:
+        self._waving = False
+        waiting = self._waiting
+        if not waiting or not self._serving:
+            return
+        limit = self._limit
+        if self._job.mode == "serial":  # one query at a time
+            limit = 1
+        # More than the window cannot start: the rest need not be looked at.
+        sizes = [len(one.todo) for one in itertools.islice(waiting, limit)]
+        if len(waiting) > len(sizes):
+            sizes.append(limit + 1)
+        count = admission.due_wave(sizes, in_flight=self._in_flight, limit=limit)
+        count = min(count, len(waiting))
+        if not count:
+            return
+        groups, self._waiting = waiting[:count], waiting[count:]
+        loads = [
+            admission.RolloutWorker(f"{one:06}", len(self._running[one]))
+            for one in sorted(self._serving)
+        ]
+        self._turn += 1
+        chosen = admission.spread_queries([len(one.todo) for one in groups], loads, turn=self._turn)
+        for group, worker in zip(groups, chosen, strict=True):
+            group.worker = int(worker)
+            group.started = dict(self._served)
+            for number, trajectory in enumerate(group.todo):
+                self._begin(group, number, trajectory)
+
+    def _begin(self, group: _QueryGroup, number: int, trajectory: TwinTrajectory) -> None:
+        self._in_flight += 1
+        if self.barrier is not None:
+            self.barrier.running += 1
+        playing = _Playing(self, group, f"{group.name}-t{number}", trajectory)
+        self._running[group.worker][id(playing)] = playing
+        playing.begin(0.0)
+
+    def _add_worker(self, worker: int) -> None:
+        job, routers = self._job, dict[str, TwinRouter]()
+        for name, policy in job.policies.items():
+            engines = [
+                TwinEngine(
+                    self.env,
+                    f"{worker}/{name}/{part}.{number}",
+                    fleet.rates,
+                    limit=fleet.limit,
+                    watch=self._watch,
+                    device_class=fleet.device_class,
+                    known_rates=fleet.known_rates,
+                    prefix_cache=job.prefix_cache,
+                )
+                for part, fleet in enumerate(policy.engines)
+                for number in range(fleet.count)
+            ]
+            routers[name] = TwinRouter(name, engines, job.routing)
+        self.routers.append(routers)
+        if job.balancing is not None and len(routers) > 1:
+            self._balancers.append(
+                TwinBalancer(
+                    self.env,
+                    list(routers.values()),
+                    job.balancing,
+                    heartbeat_seconds=job.balancing_heartbeat,
+                    minimum=job.balancing_minimum,
+                )
+            )
+
+    def _start_faults(self, faults: NodeFaults) -> None:
+        for worker in range(self._job.rollout_workers):
+            rng = random.Random(f"{faults.seed}/rollout/{worker}")
+            self.env.process(self._rollout_life(worker, rng, faults))
+        for trainer in self._job.trainers:
+            rng = random.Random(f"{faults.seed}/{trainer.worker_id}")
+            self.env.process(self._trainer_life(trainer, rng, faults))
+
+    def _rollout_life(
+        self, worker: int, rng: random.Random, faults: NodeFaults
+    ) -> Generator[simpy.Event, Any, None]:
+        """A worker dies with its engines and trajectories, which start anew elsewhere."""
+        while True:
+            yield self.env.timeout(rng.expovariate(1 / faults.mtbf_seconds))
+            if len(self._serving) < 2:
+                continue
+            self._run.failures += 1
+            self._serving.discard(worker)
+            engines = [e for router in self.routers[worker].values() for e in router.engines]
+            for engine in engines:
+                engine.serving = engine.alive = False
+                engine.take_turns()
+            again: dict[int, _QueryGroup] = {}
+            lost: dict[int, list[TwinTrajectory]] = {}
+            for one in list(self._running[worker].values()):
+                self._leave(one)
+                again[id(one.group)] = one.group
+                lost.setdefault(id(one.group), []).append(one.trajectory)
+            for key, group in again.items():
+                group.todo = lost[key]
+            # What was lost comes first: it is of the oldest steps.
+            self._waiting = sorted(
+                [*again.values(), *self._waiting], key=lambda one: one.step.number
+            )
+            self._wake()
+            yield self.env.timeout(faults.down_seconds)
+            replaced: dict[str, TwinRouter] = {}
+            for name, router in self.routers[worker].items():
+                fresh = [
+                    TwinEngine(
+                        self.env,
+                        f"{engine.engine_id}+",
+                        engine.rates,
+                        limit=engine.limit,
+                        watch=self._watch,
+                        device_class=engine.device_class,
+                        known_rates=engine.known_rates,
+                        prefix_cache=engine.prefix_cache,
+                    )
+                    for engine in router.engines
+                ]
+                replaced[name] = TwinRouter(name, fresh, self._job.routing)
+            self.routers[worker] = replaced
+            self._serving.add(worker)
+            self._wake()
+
+    def _trainer_life(
+        self, trainer: RankWorker, rng: random.Random, faults: NodeFaults
+    ) -> Generator[simpy.Event, Any, None]:
+        while True:
+            yield self.env.timeout(rng.expovariate(1 / faults.mtbf_seconds))
+            self._run.failures += 1
+            self._pool.lose(trainer.worker_id)
+            yield self.env.timeout(faults.down_seconds)
+            self._pool.join(trainer)
+
+
+def _check(job: TwinJob) -> None:
+    """Raises ValueError naming the field that is wrong."""
+    if not job.policies:
+        raise ValueError("policies: a job needs at least one")
+    for name, policy in job.policies.items():
+        if not sum(fleet.count for fleet in policy.engines):
+            raise ValueError(
+                f"policies.{name}.engines: a policy needs an engine per rollout worker"
+            )
+        for fleet in policy.engines:
+            if not 0 < fleet.rates.prefill_tokens_per_second < math.inf:
+                raise ValueError(
+                    f"policies.{name}.prefill_tokens_per_second = "
+                    f"{fleet.rates.prefill_tokens_per_second}: must be above 0"
+                )
+            if fleet.rates.decode_seconds <= 0 and fleet.rates.decode_seconds_per_turn <= 0:
+                raise ValueError(f"policies.{name}.decode_seconds: must be above 0")
+        if policy.trained and not 0 < policy.trainer.backward_tokens_per_second < math.inf:
+            raise ValueError(
+                f"policies.{name}.backward_tokens_per_second = "
+                f"{policy.trainer.backward_tokens_per_second}: must be above 0"
+            )
+    if any(policy.trained for policy in job.policies.values()) and not job.trainers:
+        raise ValueError("trainers: a job that trains needs at least one")
+    for field_name in ("queries_per_step", "micro_batch", "in_flight", "rollout_workers"):
+        if getattr(job, field_name) < 1:
+            raise ValueError(f"{field_name} = {getattr(job, field_name)}: must be at least 1")

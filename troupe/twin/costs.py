@@ -1,0 +1,298 @@
+"""How long devices take: device classes, models, and what engines and trainers need for them.
+
+Peaks and bandwidths are those that makers publish (dense bfloat16, without sparsity); which part of
+them is reached is stated as `Efficiency`. A decoding step reads all weights that the batch touches
+and every turn's keys and values once, so its time is linear in the running turns; prefill and
+training are bound by arithmetic (Kaplan et al. 2020, arXiv 2001.08361, section 2.1: two operations
+per parameter and token forward, four backward; attention besides).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+from troupe.rpc import InvalidArgument
+from troupe.scheduling.memory import ModelShape
+
+GIB: Final = 1 << 30
+_HALF: Final = 2  # bytes of a weight or key in bfloat16
+_STATE: Final = 16  # bytes per trained parameter: weights, gradients and two moments in float32
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRates:
+    """The cost model of one engine (`engine_rates`)."""
+
+    prefill_tokens_per_second: float
+    decode_seconds: float
+    decode_seconds_per_turn: float
+    load_seconds: float = 0.0
+    """Seconds in which new weights block the engine."""
+    start_seconds: float = 0.0
+    """Seconds of a start with another model, or after a fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRates:
+    """The cost model of a policy's gang (`trainer_rates`)."""
+
+    backward_tokens_per_second: float
+    """Tokens of forward and backward, over the whole gang."""
+    step_seconds: float
+    """An optimizer step; the new weights are published then."""
+    swap_seconds: float = 0.0
+    """Moving the training state off the devices, or onto them."""
+    micro_batch_seconds: float = 0.0
+    """What a micro-batch costs besides its tokens: launches, collectives, fetching rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Parts of the published figures that programs reach.
+
+    Our own kernels reach 25 % in training a 0.5B model on an H100 (docs/benchmarks/gpu.md); models
+    of 7B and more are reported at 35 to 45 % (FSDP, Megatron-LM). Decoding reads memory at 60 to 70
+    % of its bandwidth, prefill computes at about half of the peak.
+    """
+
+    prefill: float = 0.5
+    bandwidth: float = 0.6
+    decode: float = 0.35
+    training: float = 0.35
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCosts:
+    """One class of device. Rates per second, of one device."""
+
+    name: str
+    flops: float
+    """Dense bfloat16 operations."""
+    bandwidth: float
+    """Bytes of its memory."""
+    memory: int
+    """Bytes."""
+    link: float
+    """Bytes to the other devices of its host, both directions together."""
+    host_link: float = 25e9
+    """Bytes to host memory, each direction."""
+    network: float = 20e9
+    """Bytes to other hosts."""
+    efficiency: Efficiency = Efficiency()
+
+
+_T: Final = 1e12
+DEVICES: Final = {
+    one.name: one
+    for one in (
+        DeviceCosts("H100", 989.4 * _T, 3.35 * _T, 80 * GIB, 900e9, 50e9, 40e9),
+        DeviceCosts("H800", 989.4 * _T, 3.35 * _T, 80 * GIB, 400e9, 50e9, 40e9),
+        DeviceCosts("H200", 989.4 * _T, 4.8 * _T, 141 * GIB, 900e9, 50e9, 40e9),
+        DeviceCosts("H20", 148 * _T, 4.0 * _T, 96 * GIB, 900e9, 50e9, 40e9),
+        DeviceCosts("A100", 312 * _T, 2.04 * _T, 80 * GIB, 600e9),
+        DeviceCosts("A800", 312 * _T, 2.04 * _T, 80 * GIB, 400e9),
+        DeviceCosts("L40S", 362 * _T, 0.864 * _T, 48 * GIB, 64e9, 25e9),
+        DeviceCosts("L4", 121 * _T, 0.3 * _T, 24 * GIB, 32e9, 12e9),
+        DeviceCosts(
+            "910B", 376 * _T, 1.6 * _T, 64 * GIB, 392e9, 25e9, 20e9, Efficiency(0.4, 0.5, 0.3, 0.3)
+        ),
+    )
+}
+"""Device classes by name; memory as sold in the usual form."""
+
+
+def device_costs(
+    name: str, *, memory: int = 0, tflops: float = 0.0, gigabytes_per_second: float = 0.0
+) -> DeviceCosts:
+    """The costs of a device class; `tflops` and `gigabytes_per_second` replace or give its peak
+    and memory bandwidth, `memory` its bytes.
+
+    Raises InvalidArgument for an unknown class without both, and for rates that are not positive.
+    """
+    for field, value in (("tflops", tflops), ("gigabytes_per_second", gigabytes_per_second)):
+        if value < 0 or not math.isfinite(value):
+            raise InvalidArgument(
+                f"a device's {field} must be above 0",
+                field=field,
+                value=value,
+                remedy="Give what its maker publishes: dense bfloat16, and memory bandwidth.",
+            )
+    known = DEVICES.get(name.upper())
+    if known is None:
+        if not (tflops and gigabytes_per_second and memory):
+            raise InvalidArgument(
+                f"nothing is known of device class {name!r}",
+                field="devices",
+                value=name,
+                remedy="Give its peak and its memory's bandwidth (--tflops, --gigabytes-per-second)"
+                f", or name one of {', '.join(sorted(DEVICES))}, as in 8xH100-80GB.",
+            )
+        known = DeviceCosts(name, tflops * _T, gigabytes_per_second * 1e9, memory, 64e9)
+    return replace(
+        known,
+        flops=tflops * _T or known.flops,
+        bandwidth=gigabytes_per_second * 1e9 or known.bandwidth,
+        memory=memory or known.memory,
+    )
+
+
+# Layers, hidden size, width of the MLP (of an expert), heads, key-value heads, experts, experts per
+# token, whether embeddings are tied: as the models' own configurations say (Qwen3).
+_QWEN3: Final = {
+    "Qwen3-0.6B": (28, 1024, 3072, 16, 8, 0, 0, True),
+    "Qwen3-1.7B": (28, 2048, 6144, 16, 8, 0, 0, True),
+    "Qwen3-4B": (36, 2560, 9728, 32, 8, 0, 0, True),
+    "Qwen3-8B": (36, 4096, 12_288, 32, 8, 0, 0, False),
+    "Qwen3-14B": (40, 5120, 17_408, 40, 8, 0, 0, False),
+    "Qwen3-32B": (64, 5120, 25_600, 64, 8, 0, 0, False),
+    "Qwen3-30B-A3B": (48, 2048, 768, 32, 4, 128, 8, False),
+    "Qwen3-235B-A22B": (94, 4096, 1536, 64, 4, 128, 8, False),
+}
+_VOCABULARY: Final = 151_936
+_HEAD: Final = 128
+
+
+def model_shape(name: str) -> ModelShape:
+    """The shape of a Qwen3 model by its name. Raises InvalidArgument for another one."""
+    if name not in _QWEN3:
+        raise InvalidArgument(
+            f"no dimensions are known of the model {name!r}",
+            field="model",
+            value=name,
+            remedy=f"Give a configuration, or one of {', '.join(_QWEN3)}.",
+        )
+    layers, hidden, wide, heads, groups, experts, active, tied = _QWEN3[name]
+    attention = hidden * _HEAD * (2 * heads + 2 * groups) + 2 * hidden + 2 * _HEAD
+    mlp = 3 * hidden * wide
+    layer = attention + (experts * (mlp + hidden) if experts else mlp)
+    embedding = _VOCABULARY * hidden
+    return ModelShape(
+        parameters=embedding * (1 if tied else 2) + layers * layer + hidden,
+        embedding=embedding,
+        output=0 if tied else embedding,
+        layers=layers,
+        layer=layer,
+        hidden=hidden,
+        intermediate=wide,
+        vocabulary=_VOCABULARY,
+        heads=heads,
+        kv_heads=groups,
+        head_dim=_HEAD,
+        experts=experts,
+        active_experts=active,
+        head_norms=True,
+        positions=40_960,
+    )
+
+
+def known_shape(path: str) -> ModelShape | None:
+    """The shape of a model by its path or its id on the hub, if the name is a Qwen3 model's."""
+    name = path.rstrip("/").rpartition("/")[2]
+    return model_shape(name) if name in _QWEN3 else None
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Parameters that one token is multiplied with: of a mixture the experts that it is routed to;
+    the output layer, but not the embedding."""
+    idle = max(0, shape.experts - shape.active_experts) * 3 * shape.hidden * shape.intermediate
+    return shape.layers * (shape.layer - idle) + shape.vocabulary * shape.hidden
+
+
+def cache_bytes(shape: ModelShape) -> int:
+    """Bytes of the keys and values of one token."""
+    return 2 * _HALF * shape.layers * shape.kv_heads * shape.head_dim
+
+
+def _attention(shape: ModelShape, context: float) -> float:
+    """Operations of a token's attention over `context` tokens, forward."""
+    return 4.0 * shape.layers * shape.heads * shape.head_dim * context
+
+
+# Seconds of one all-reduce of a decoding step between devices of a host, two per layer; and of a
+# step's launches and sampling.
+_REDUCE_SECONDS: Final = 8e-6
+_STEP_SECONDS: Final = 1.5e-3
+# Part of a device's memory that an engine may use, and bytes of its buffers.
+_ENGINE_MEMORY: Final = 0.88
+_ENGINE_BUFFERS: Final = 3 * GIB
+# Loading weights is repacking, too, not only bytes on the network.
+_LOAD_PART: Final = 0.5
+_START_SECONDS: Final = 30.0
+
+
+def engine_rates(
+    shape: ModelShape,
+    device: DeviceCosts,
+    *,
+    tensor_parallel: int = 1,
+    context: float = 2048.0,
+    running: float = 64.0,
+) -> EngineRates:
+    """The times of an engine. `context`: mean tokens of a turn in the cache; `running`: turns that
+    usually run at once, by which a mixture's touched experts are counted."""
+    part, count = device.efficiency, tensor_parallel
+    active = active_parameters(shape)
+    prefill = device.flops * count * part.prefill / (2 * active + _attention(shape, context / 2))
+    touched = float(shape.parameters - (0 if shape.tied else shape.embedding))
+    if shape.experts:
+        experts = shape.layers * shape.experts * 3.0 * shape.hidden * shape.intermediate
+        missed = (1 - shape.active_experts / shape.experts) ** max(1.0, running)
+        touched -= experts * missed
+    bandwidth = device.bandwidth * count * part.bandwidth
+    reduce = 2 * shape.layers * _REDUCE_SECONDS if count > 1 else 0.0
+    per_turn = cache_bytes(shape) * context / bandwidth
+    per_turn += (2 * active + _attention(shape, context)) / (device.flops * count * part.decode)
+    weights = float(shape.parameters * _HALF)
+    load = weights / (device.network * _LOAD_PART)
+    return EngineRates(
+        prefill_tokens_per_second=prefill,
+        decode_seconds=touched * _HALF / bandwidth + reduce + _STEP_SECONDS,
+        decode_seconds_per_turn=per_turn,
+        load_seconds=load,
+        start_seconds=_START_SECONDS + load,
+    )
+
+
+def engine_turns(
+    shape: ModelShape, device: DeviceCosts, *, tensor_parallel: int, context: float, most: int = 512
+) -> int:
+    """Turns of `context` tokens whose keys and values an engine holds at once, at most `most`; 0:
+    the weights do not fit."""
+    room = tensor_parallel * (_ENGINE_MEMORY * device.memory - _ENGINE_BUFFERS)
+    room -= shape.parameters * _HALF
+    return max(0, min(most, int(room / (cache_bytes(shape) * max(1.0, context)))))
+
+
+def trainer_rates(
+    shape: ModelShape,
+    device: DeviceCosts,
+    *,
+    ranks: int,
+    context: float = 2048.0,
+    checkpointing: bool = True,
+    adapter: int = 0,
+) -> TrainerRates:
+    """The times of a gang of `ranks` devices. `context`: mean tokens of a row; `adapter`: trained
+    parameters of a LoRA adapter, 0: all are trained."""
+    active = active_parameters(shape)
+    passes = 3.0 if not adapter else 2.0  # forward, inputs' gradients, and weights' gradients
+    passes += 1.0 if checkpointing else 0.0
+    work = passes * (2 * active + _attention(shape, context / 2))
+    speed = device.flops * ranks * device.efficiency.training
+    trained = adapter or shape.parameters
+    # The moments and weights are read and written once; then the new weights leave the devices.
+    update = 2.0 * _STATE * trained / ranks / (device.bandwidth * device.efficiency.bandwidth)
+    hosts = max(1, ranks // 8)
+    publish = (adapter or shape.parameters) * _HALF / (device.network * _LOAD_PART * hosts)
+    return TrainerRates(
+        backward_tokens_per_second=speed / work,
+        step_seconds=update + publish,
+        swap_seconds=_STATE * trained / ranks / device.host_link,
+        micro_batch_seconds=_LAUNCH_SECONDS,
+    )
+
+
+# Claiming rows, packing them and launching the layers of a micro-batch.
+_LAUNCH_SECONDS: Final = 0.2

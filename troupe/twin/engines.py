@@ -1,0 +1,530 @@
+"""Engines in the twin: the batch of each, the router of a policy, moves between policies.
+
+`TwinRouter` makes the calls of `services.rollout.serving.router.PolicyRouter` to
+`troupe.scheduling.routing`, `TwinBalancer` those of the orchestrator's balancer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import simpy
+
+from troupe.scheduling import balancing
+from troupe.scheduling.routing import (
+    AdaptiveLimit,
+    Fleet,
+    Profiles,
+    Rates,
+    TurnQueue,
+    Work,
+    classes_for,
+)
+from troupe.scheduling.routing import Policy as RoutingPolicy
+from troupe.twin.batch import BusyClock, EngineBatch
+from troupe.twin.costs import EngineRates
+from troupe.twin.workload import TwinTurn
+
+
+class RoutedTurn:
+    """A turn that wants a place on an engine, or runs on one."""
+
+    __slots__ = (
+        "began",
+        "beside",
+        "cost",
+        "done",
+        "drawn",
+        "engine",
+        "group",
+        "key",
+        "left",
+        "previous",
+        "since",
+        "turn",
+        "work",
+    )
+
+    def __init__(
+        self,
+        turn: TwinTurn,
+        done: Callable[[RoutedTurn], None],
+        *,
+        group: str,
+        key: str,
+        left: int,
+        previous: str | None,
+    ) -> None:
+        """`key` names the conversation, `group` its query, of which `left` trajectories have not
+        ended; `previous`: the engine that served the conversation before."""
+        self.turn = turn
+        self.done = done
+        self.key = key
+        self.group = group
+        self.left = left
+        self.previous = previous
+        self.since: int | None = None
+        self.work = Work(0, 0)
+        self.cost = 0.0
+        self.beside = 0
+        self.began = 0.0
+        # Tokens that lost engines have drawn of it.
+        self.drawn = 0
+        self.engine: TwinEngine | None = None
+
+
+@dataclass(slots=True)
+class EngineWatch:
+    """What engines of a cluster report: their busy time, tokens, and spans if asked for."""
+
+    clock: BusyClock
+    changed: Callable[[float], None]
+    """Called with the time before an engine begins or ends to be busy."""
+    spans: list[tuple[str, str, float, float, float]] | None = None
+    """(engine, policy, from, to, mean number of running turns)."""
+    response_tokens: int = 0
+    read_tokens: int = 0
+    turns: int = 0
+
+
+class TwinEngine:
+    """One engine: its batch, one timer, and the version that it serves."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        engine_id: str,
+        rates: EngineRates,
+        *,
+        limit: int,
+        watch: EngineWatch,
+        device_class: str = "",
+        known_rates: Rates | None = None,
+        prefix_cache: bool = True,
+    ) -> None:
+        """`known_rates`: what the router knows of its speed. `prefix_cache`: whether it keeps what
+        a conversation shares with its previous turn here."""
+        self._env = env
+        self.engine_id = engine_id
+        self.rates = rates
+        self.limit = limit
+        self.device_class = device_class
+        self.known_rates = known_rates
+        self.prefix_cache = prefix_cache
+        self.router: TwinRouter | None = None
+        self.serving = True
+        self.alive = True
+        self.running: dict[RoutedTurn, None] = {}
+        self._batch = EngineBatch(rates)
+        self._timer_at = math.inf
+        self._watch = watch
+        self._since = self._counted = self._turn_seconds = 0.0
+        self.drained: simpy.Event | None = None
+
+    def admit(self, turn: RoutedTurn) -> None:
+        """Run a turn, from the tokens that it has."""
+        now = self._env.now
+        self._tick(now)
+        if not self.running:
+            self._watch.changed(now)
+            self._watch.clock.change(1, now)
+            self._since = self._counted = now
+        self._count(now)
+        turn.engine, turn.began = self, now
+        self.running[turn] = None
+        want = turn.turn
+        read = want.prompt + turn.drawn
+        if self.prefix_cache and turn.previous == self.engine_id and not turn.drawn:
+            read -= want.shared
+        self._watch.read_tokens += read
+        self._batch.admit(turn, read, want.response - turn.drawn, now)
+        self._reschedule()
+
+    def update(self) -> Generator[simpy.Event, Any, None]:
+        """Load new weights: nothing is drawn meanwhile, then kept turns are read again."""
+        self._tick(self._env.now)
+        self.serving = False
+        self._batch.block(math.inf, self._env.now)
+        yield self._env.timeout(self.rates.load_seconds)
+        now = self._env.now
+        self._batch.advance(now)
+        self._batch.unblock(now)
+        kept = sum(one.turn.prompt + self._batch.drawn(one) for one in self.running)
+        self._batch.read(kept, now)
+        if not self.alive:
+            return
+        self.serving = True
+        self._reschedule()
+        if self.router is not None:
+            self.router.wake()
+
+    def take_turns(self) -> list[RoutedTurn]:
+        """Remove all running turns, with the tokens that they have."""
+        now = self._env.now
+        self._tick(now)
+        taken = list(self.running)
+        for turn in taken:
+            turn.drawn += self._batch.drawn(turn)
+            self._batch.remove(turn)
+            self._left(turn, now)
+        return taken
+
+    def _left(self, turn: RoutedTurn, now: float) -> None:
+        self._count(now)
+        del self.running[turn]
+        if not self.running:
+            self._watch.changed(now)
+            self._watch.clock.change(-1, now)
+            if self._watch.spans is not None and self.router is not None and now > self._since:
+                level = self._turn_seconds / (now - self._since)
+                span = (self.engine_id, self.router.policy, self._since, now, level)
+                self._watch.spans.append(span)
+            self._turn_seconds = 0.0
+            if self.drained is not None and not self.drained.triggered:
+                self.drained.succeed()
+
+    def _count(self, now: float) -> None:
+        if self._watch.spans is not None:
+            self._turn_seconds += len(self.running) * (now - self._counted)
+            self._counted = now
+
+    def _tick(self, now: float) -> None:
+        """Advance to now and hand out the turns that have ended."""
+        for turn in self._batch.advance(now):
+            self._left(turn, now)
+            self._watch.response_tokens += turn.turn.response
+            self._watch.turns += 1
+            assert self.router is not None
+            self.router.ended(turn)
+
+    def _on_timer(self, event: simpy.Event) -> None:
+        if event.value != self._timer_at:
+            return
+        self._timer_at = math.inf
+        self._tick(self._env.now)
+        self._reschedule()
+
+    def _reschedule(self) -> None:
+        """Set the timer to the next end. A timer that is early fires and is set again: most changes
+        of a batch make ends later, and simpy cannot cancel."""
+        at = self._batch.next_end()
+        if at is None or at == math.inf or at >= self._timer_at:
+            return
+        now = self._env.now
+        # Rounding must not let a timer fire just before its turn ends.
+        at = max(at, now) * (1 + 1e-12)
+        self._timer_at = at
+        event = self._env.timeout(at - now, at)
+        assert event.callbacks is not None
+        event.callbacks.append(self._on_timer)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRules:
+    """The `routing` section of a job, as far as it decides."""
+
+    policy: RoutingPolicy = "least_work"
+    sticky: bool = True
+    priority: bool = True
+    adaptive_limit: bool = True
+    infer: bool = True
+    by_domain: tuple[tuple[str, str], ...] = ()
+    """(domain, device class)."""
+    by_agent: tuple[tuple[str, str], ...] = ()
+    default: str = ""
+
+
+# Tokens that a turn is expected to draw before any of its kind has ended.
+_MOST_NEW: Final = 8192
+
+
+class TwinRouter:
+    """Queue and engines of one policy on one rollout worker: the calls that the live router makes.
+
+    Static policies choose an engine regardless of room; the twin lets a turn wait at its engine.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        engines: Iterable[TwinEngine],
+        rules: RoutingRules,
+        *,
+        max_new_tokens: int = _MOST_NEW,
+    ) -> None:
+        self.policy = policy
+        self._rules = rules
+        self._most = max_new_tokens
+        self.fleet = Fleet(rules.policy, sticky=rules.sticky)
+        self._profiles = Profiles()
+        self._queue: TurnQueue[RoutedTurn] = TurnQueue(priority=rules.priority)
+        self._bound: dict[str, deque[RoutedTurn]] = {}
+        self._engines: dict[str, TwinEngine] = {}
+        self._limits: dict[str, AdaptiveLimit] = {}
+        self._by_domain, self._by_agent = dict(rules.by_domain), dict(rules.by_agent)
+        self._rates: dict[str, Rates] = {}
+        self._leaving = 0
+        for engine in engines:
+            self.add(engine)
+
+    @property
+    def engines(self) -> Sequence[TwinEngine]:
+        """The engines that serve the policy."""
+        return tuple(self._engines.values())
+
+    @property
+    def backlog(self) -> int:
+        """Turns that wait or run, as the worker's heartbeat tells."""
+        running = sum(len(one.running) for one in self._engines.values())
+        return len(self._queue) + sum(map(len, self._bound.values())) + running + self._leaving
+
+    def add(self, engine: TwinEngine) -> None:
+        """Let turns go to the engine."""
+        engine.router = self
+        self._engines[engine.engine_id] = engine
+        if self._rules.adaptive_limit and self._rules.policy == "least_work":
+            self._limits[engine.engine_id] = AdaptiveLimit(engine.limit)
+        self.fleet.add(
+            engine.engine_id,
+            limit=engine.limit,
+            device_class=engine.device_class,
+            rates=engine.known_rates,
+        )
+        self._rates = self.fleet.rates
+        self.wake()
+
+    def remove(self, engine: TwinEngine) -> None:
+        """Send the engine no new turns."""
+        del self._engines[engine.engine_id]
+        self._limits.pop(engine.engine_id, None)
+        self.fleet.remove(engine.engine_id)
+        self._rates = self.fleet.rates
+        self._leaving += len(engine.running)
+        for turn in self._bound.pop(engine.engine_id, ()):
+            self.ask(turn)
+        self.wake()
+
+    def ask(self, turn: RoutedTurn) -> None:
+        """Place a turn, now or when an engine has room."""
+        want = turn.turn
+        kind = (want.domain, want.policy)
+        left = self._most - turn.drawn
+        turn.work = self._profiles.expected(kind, want.prompt + turn.drawn, left)
+        engine_id = None if len(self._queue) else self._choose(turn)
+        if engine_id is not None:
+            self._settle(turn, engine_id)
+            return
+        self._enqueue(turn)
+        self.wake()
+
+    def ended(self, turn: RoutedTurn) -> None:
+        """A turn has its last token."""
+        want, engine = turn.turn, turn.engine
+        assert engine is not None
+        cached = want.shared if engine.prefix_cache and turn.previous == engine.engine_id else 0
+        kind = (want.domain, want.policy)
+        self._profiles.observe(kind, want.prompt - cached, want.response)
+        self.release(turn, want.response - turn.drawn)
+        turn.done(turn)
+
+    def release(self, turn: RoutedTurn, drawn: int) -> None:
+        """Free the place of a turn whose engine drew `drawn` tokens."""
+        engine = turn.engine
+        assert engine is not None
+        engine_id = engine.engine_id
+        if engine_id not in self._engines:
+            self._leaving -= 1
+            return
+        self.fleet.take_back(engine_id, turn.cost)
+        limit = self._limits.get(engine_id)
+        if limit is not None and drawn:
+            beside = (turn.beside + len(engine.running) + 1) / 2
+            limit.ended(beside, engine._env.now - turn.began, drawn)
+            self.fleet.set_limit(engine_id, limit.now)
+        self.wake()
+
+    def regroup(self, group: str, left: int) -> None:
+        """Raise the priority of a query's turns: only `left` of its trajectories remain."""
+        self._queue.regroup(group, left)
+
+    def withdraw(self, groups: set[str]) -> list[RoutedTurn]:
+        """Remove the turns of some queries, waiting and running; those that ran."""
+        for turn in [one for one in self._queue if one.group in groups]:
+            turn.group = ""
+            turn.done = _nothing
+        gone = []
+        for engine in self._engines.values():
+            for turn in [one for one in engine.running if one.group in groups]:
+                engine._batch.remove(turn)
+                engine._left(turn, engine._env.now)
+                self.release(turn, 0)
+                gone.append(turn)
+        return gone
+
+    def wake(self) -> None:
+        """Place waiting turns on engines with room."""
+        if self._bound:
+            self._wake_bound()
+        queue = self._queue
+        if not len(queue):
+            return
+        self.fleet.look_again()
+        while (turn := queue.peek()) is not None:
+            if turn.done is _nothing:
+                queue.pop()
+                continue
+            engine_id = self._choose(turn)
+            if engine_id is None:
+                return
+            # Before it is given: an engine that takes it may end others, which wake this queue.
+            queue.pop()
+            self._settle(turn, engine_id)
+
+    def _wake_bound(self) -> None:
+        for engine_id, waiting in list(self._bound.items()):
+            engine = self._engines[engine_id]
+            while waiting and engine.serving and self.fleet.has_room(engine_id):
+                self._give(engine, waiting.popleft())
+            if not waiting:
+                self._bound.pop(engine_id, None)
+
+    def _choose(self, turn: RoutedTurn) -> str | None:
+        rules, want = self._rules, turn.turn
+        kind = (want.domain, want.policy)
+        inferred = None
+        if rules.infer and len(self._rates) > 1:
+            inferred = self._profiles.fitting(kind, self._rates)
+        return self.fleet.choose(
+            turn.work,
+            self._serves,
+            previous=turn.previous,
+            classes=classes_for(
+                *kind,
+                by_domain=self._by_domain,
+                by_agent=self._by_agent,
+                default=rules.default,
+                inferred=inferred,
+            ),
+            key=turn.key,
+        )
+
+    def _settle(self, turn: RoutedTurn, engine_id: str) -> None:
+        """Give a turn to the engine that was chosen, or let it wait there (static policies)."""
+        if self.fleet.has_room(engine_id):
+            self._give(self._engines[engine_id], turn)
+        else:
+            self._bound.setdefault(engine_id, deque()).append(turn)
+
+    def _give(self, engine: TwinEngine, turn: RoutedTurn) -> None:
+        turn.cost = self.fleet.give(engine.engine_id, turn.work)
+        turn.beside = len(engine.running) + 1
+        engine.admit(turn)
+
+    def _enqueue(self, turn: RoutedTurn) -> None:
+        entry = self._queue.push(
+            turn,
+            group=turn.group,
+            left=turn.left,
+            places=self.fleet.places,
+            since=turn.since,
+        )
+        turn.since = entry.since
+
+    def _serves(self, engine_id: str) -> bool:
+        return self._engines[engine_id].serving
+
+
+def _nothing(turn: RoutedTurn) -> None:
+    """The end of a turn that nobody waits for any more."""
+
+
+class TwinBalancer:
+    """Moves the engines of one rollout worker between its policies, at every heartbeat."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        routers: Sequence[TwinRouter],
+        rules: balancing.BalancingRules,
+        *,
+        heartbeat_seconds: float = 1.0,
+        drain_seconds: float = 10.0,
+        minimum: int = 1,
+        rates_of: Callable[[str, TwinEngine], EngineRates] | None = None,
+    ) -> None:
+        """`rates_of`: the cost model of an engine once it serves another policy; default: the one
+        that it has."""
+        self._env = env
+        self._routers = {one.policy: one for one in routers}
+        self._rules = rules
+        self._heartbeat = heartbeat_seconds
+        self._drain = drain_seconds
+        self._minimum = minimum
+        self._rates_of = rates_of
+        self._memory = balancing.Memory()
+        self._moving: dict[str, tuple[TwinEngine, str]] = {}
+        self.moves = 0
+
+    def run(self) -> Generator[simpy.Event, Any, None]:
+        """Decides at every heartbeat."""
+        while True:
+            yield self._env.timeout(self._heartbeat)
+            self.look()
+
+    def look(self) -> None:
+        """Decides once."""
+        demands = [
+            balancing.Demand(name, float(router.backlog), self._minimum)
+            for name, router in self._routers.items()
+        ]
+        assignments = [
+            balancing.EngineAssignment(
+                engine.engine_id, name, serving=engine.serving, work=float(len(engine.running))
+            )
+            for name, router in self._routers.items()
+            for engine in router.engines
+        ]
+        assignments += [
+            balancing.EngineAssignment(
+                engine.engine_id,
+                target,
+                serving=False,
+                moving=True,
+                work=float(len(engine.running)),
+            )
+            for engine, target in self._moving.values()
+        ]
+        moves, self._memory = balancing.decide(
+            self._rules, self._memory, demands, assignments, self._env.now
+        )
+        for move in moves:
+            router = self._routers[move.source]
+            engine = next(one for one in router.engines if one.engine_id == move.engine_id)
+            self._moving[move.engine_id] = (engine, move.target)
+            self._env.process(self._move(engine, router, move))
+
+    def _move(
+        self, engine: TwinEngine, source: TwinRouter, move: balancing.Move
+    ) -> Generator[simpy.Event, Any, None]:
+        source.remove(engine)
+        if engine.running:
+            engine.drained = self._env.event()
+            yield engine.drained | self._env.timeout(self._drain)
+            engine.drained = None
+            for turn in engine.take_turns():
+                source.release(turn, 0)
+                turn.previous = None
+                source.ask(turn)
+        if self._rates_of is not None:
+            engine.rates = self._rates_of(move.target, engine)
+            engine._batch = EngineBatch(engine.rates)
+        yield self._env.timeout(engine.rates.start_seconds or engine.rates.load_seconds)
+        del self._moving[move.engine_id]
+        self._memory = balancing.succeeded(self._memory, move.source, move.target)
+        self.moves += 1
+        if engine.alive:
+            self._routers[move.target].add(engine)

@@ -1,0 +1,587 @@
+"""Which split of a cluster's devices is best for a job: a search, with trials in the twin.
+
+A split says how many hosts (or, on one host, devices) train, over how many devices each policy's
+gang is sharded, how many devices one engine takes, and how many engines each policy has. Splits
+that do not fit into memory, or that `troupe.scheduling.devices.plan` cannot place, are left out;
+the others are ordered by a bound, and the best are run in the twin, on the same trajectories.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from troupe.devices import Device
+from troupe.job import JobSpec
+from troupe.job.sizing import SOLD, read_shape, setup_of
+from troupe.rpc import InvalidArgument
+from troupe.scheduling.binding import RankWorker
+from troupe.scheduling.devices import DeviceHost, DeviceRequest
+from troupe.scheduling.devices import plan as place
+from troupe.scheduling.memory import ModelShape, rank_memory
+from troupe.twin.cluster import ControlPlane, EngineFleet, Twin, TwinJob, TwinMeans, TwinPolicy
+from troupe.twin.costs import (
+    DeviceCosts,
+    TrainerRates,
+    engine_rates,
+    engine_turns,
+    known_shape,
+    trainer_rates,
+)
+from troupe.twin.workload import Lengths, TeamWorkload, TwinTurn
+
+Bottleneck = Literal["engines", "trainers", "longest trajectories", "hand-over"]
+
+_TENSOR_PARALLEL: Final = (1, 2, 4, 8)
+# Splits that are run in the twin, of those with the best bounds.
+_TRIED: Final = 8
+# Steps of a trial: the first one is not counted. In mode `async` nothing follows the last one.
+_STEPS: Final = 3
+# Trajectories of a step in a trial; more are scaled down, with engines and trainers.
+_MOST_TRAJECTORIES: Final = 2048
+# The services' own seconds on machines of a GPU cluster: a turn, a trajectory, a commit, a step.
+_CONTROL: Final = ControlPlane(turn=0.01, trajectory=0.01, commit=0.1, step=0.1)
+# A step whose parts are within this of each other is bound by its longest trajectories.
+_SLACK: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What is assumed of a job's trajectories, since its model has not played them yet."""
+
+    turns: float = 4.0
+    """Rounds of a trajectory; in each one every agent speaks."""
+    prompt_tokens: float = 500.0
+    """New tokens that a turn reads."""
+    response_tokens: float = 0.0
+    """Tokens that a turn draws; 0: a third of its agent's `max_new_tokens`."""
+    response_sigma: float = 0.7
+    wait_seconds: float = 1.0
+    """Seconds of tools or the environment after a turn."""
+    wait_sigma: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("turns", "prompt_tokens", "response_tokens", "wait_seconds"):
+            value = getattr(self, name)
+            lowest = 0.0 if name in ("response_tokens", "wait_seconds") else 1.0
+            if not lowest <= value < math.inf:
+                raise InvalidArgument(
+                    f"{name} = {value:g} is no number from {lowest:g} up",
+                    field=name,
+                    value=value,
+                    remedy="Give the mean of a trajectory of the job.",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySplit:
+    """The devices of one policy."""
+
+    engines: int
+    """Per host that runs engines (on one host: in all): `engine.replicas`."""
+    tensor_parallel: int
+    gang: int
+    """`trainer.gang`; 0: not trained."""
+    engine_turns: int
+    """Turns that one engine runs at once."""
+    trainer_bytes: int
+    """Bytes on each device of its gang."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSplit:
+    """How a cluster's devices are divided. On one host devices are divided, on several hosts."""
+
+    policies: Mapping[str, PolicySplit]
+    engine_hosts: int
+    training_hosts: int
+    engine_devices: int
+    """Devices of engines on each host that has any."""
+    training_devices: int
+    """Devices of trainers on each host that has any."""
+
+    @property
+    def devices(self) -> tuple[int, int]:
+        """Devices of engines and of trainers, in all."""
+        return (
+            self.engine_hosts * self.engine_devices,
+            self.training_hosts * self.training_devices,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A split with what the twin measured of it."""
+
+    split: ClusterSplit
+    means: TwinMeans
+    bottleneck: Bottleneck
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The best split of a job on a cluster, others, and what one more host would bring."""
+
+    best: Prediction
+    others: Sequence[Prediction] = ()
+    considered: int = 0
+    more_seconds: float | None = None
+    """Seconds per step with one more host; None: not asked for, or nothing fits."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A job on a cluster, with what depends on neither split nor trial."""
+
+    spec: JobSpec
+    device: DeviceCosts
+    hosts: int
+    per_host: int
+    workload: TeamWorkload
+    shapes: Mapping[str, ModelShape]
+    context: Mapping[str, float]
+    decoded: Mapping[str, float]
+    """Response tokens of a step by policy, from a sample of its queries."""
+    read: Mapping[str, float]
+    rows: Mapping[str, float]
+    """Tokens of a step's rows by policy."""
+    longest: float = 0.0
+    """Response tokens of the longest trajectory of the sample."""
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_job(
+    spec: JobSpec,
+    devices: Sequence[Device],
+    costs: DeviceCosts,
+    *,
+    hosts: int = 1,
+    habits: Habits | None = None,
+    more: bool = True,
+) -> JobPlan:
+    """The best split of `devices`, which are spread evenly over `hosts`, for a job.
+
+    `more`: also look at one more host. Raises InvalidArgument: devices of several classes, hosts
+    that do not divide them, a job with networks, models whose shape is not known here, a cluster
+    that is too small (it says what is missing).
+    """
+    classes = {one.device_class for one in devices}
+    if len(classes) != 1:
+        raise InvalidArgument(
+            f"devices of {len(classes)} classes are not planned together",
+            field="devices",
+            value="+".join(sorted(classes)),
+            remedy="Plan for one class at a time.",
+        )
+    if hosts < 1 or len(devices) % hosts:
+        raise InvalidArgument(
+            f"{len(devices)} devices cannot be spread evenly over {hosts} hosts",
+            field="hosts",
+            value=hosts,
+            remedy="Give a number of hosts that divides the number of devices.",
+        )
+    case = _case(spec, costs, hosts, len(devices) // hosts, habits or Habits())
+    splits = list(_splits(case, devices))
+    if not splits:
+        raise _too_small(case)
+    splits.sort(key=lambda one: _bound(case, one))
+    tried = sorted(
+        (_predict(case, one) for one in splits[:_TRIED]), key=lambda one: one.means.seconds
+    )
+    more_seconds = None
+    if more:
+        wider = replace(case, hosts=hosts + 1)
+        added = _devices(devices, wider)
+        options = sorted(_splits(wider, added), key=lambda one: _bound(wider, one))
+        if options:
+            more_seconds = min(_predict(wider, one).means.seconds for one in options[:3])
+    return JobPlan(tried[0], tried[1:], len(splits), more_seconds)
+
+
+def _case(spec: JobSpec, costs: DeviceCosts, hosts: int, per_host: int, habits: Habits) -> _Case:
+    shapes: dict[str, ModelShape] = {}
+    for name, policy in spec.policies.items():
+        if policy.model is None:
+            raise InvalidArgument(
+                f"policy {name} is a network, not a language model",
+                field=f"policies.{name}",
+                value="network",
+                remedy="Networks train on one device or on CPUs; docs/networks.md says how.",
+            )
+        shape = read_shape(policy.model) or known_shape(policy.model.path or "")
+        if shape is None:
+            raise InvalidArgument(
+                f"the size of policy {name} is not known here: this machine cannot read the "
+                "model's configuration, or has no rule for its architecture",
+                field=f"policies.{name}.model",
+                value=str(policy.model.path or "config"),
+                remedy="Run it where the checkpoint is, or give `model.config`.",
+            )
+        shapes[name] = shape
+    workload = _workload(spec, habits)
+    pipeline = spec.pipeline
+    sample = min(pipeline.queries_per_step, max(8, 256 // pipeline.group_size))
+    scale = pipeline.queries_per_step / sample
+    decoded, read, rows = (dict.fromkeys(shapes, 0.0) for _ in range(3))
+    contexts: dict[str, list[int]] = {name: [] for name in shapes}
+    longest = 0.0
+    for index in range(sample):
+        for trajectory in workload(index):
+            longest = max(longest, sum(turn.response for turn in trajectory.turns))
+            for turn in trajectory.turns:
+                _add(turn, decoded, read, rows, contexts, scale)
+    context = {name: sum(all_) / max(1, len(all_)) for name, all_ in contexts.items()}
+    return _Case(
+        spec, costs, hosts, per_host, workload, shapes, context, decoded, read, rows, longest
+    )
+
+
+def _add(
+    turn: TwinTurn,
+    decoded: dict[str, float],
+    read: dict[str, float],
+    rows: dict[str, float],
+    contexts: dict[str, list[int]],
+    scale: float,
+) -> None:
+    decoded[turn.policy] += scale * turn.response
+    read[turn.policy] += scale * (turn.prompt - turn.shared)
+    # The trainer computes what turns of a conversation share once.
+    rows[turn.policy] += scale * (turn.prompt - turn.shared + turn.response)
+    contexts[turn.policy].append(turn.prompt + turn.response // 2)
+
+
+def _workload(spec: JobSpec, habits: Habits) -> TeamWorkload:
+    """Trajectories of the job's agents. Agents of one policy are its turns, one after another."""
+    policies, responses, most = [], {}, 0
+    for one in spec.agents.values():
+        policies.append(one.policy)
+        drawn = one.sampling.max_new_tokens
+        mean = habits.response_tokens or drawn / 3
+        responses[one.policy] = Lengths(min(mean, drawn), habits.response_sigma, drawn)
+        most = max(most, spec.policies[one.policy].engine.max_context or 32_768)
+    return TeamWorkload(
+        agents=tuple(policies),
+        rounds=Lengths(habits.turns, 0.3),
+        prompt=Lengths(habits.prompt_tokens, 0.3),
+        response=Lengths(habits.response_tokens or 256.0, habits.response_sigma),
+        wait=Lengths(habits.wait_seconds, habits.wait_sigma),
+        group_size=spec.pipeline.group_size,
+        own_response=responses,
+        most_context=most,
+        seed=spec.seed,
+    )
+
+
+def _splits(case: _Case, devices: Sequence[Device]) -> Iterator[ClusterSplit]:
+    """All splits that fit into memory and can be placed."""
+    spec = case.spec
+    trained = set(spec.trained_policies)
+    width = {name: _widths(case, name) for name in case.shapes}
+    if not all(width.values()):
+        return
+    for engine_hosts, training_hosts, engine_devices, training_devices in _divisions(case):
+        total = training_hosts * training_devices
+        gangs = [_gangs(case, name, total) if name in trained else [(0, 0)] for name in case.shapes]
+        if not all(gangs):
+            continue
+        for widths in itertools.product(*(width[name] for name in case.shapes)):
+            engines = _shares(case, dict(zip(case.shapes, widths, strict=True)), engine_devices)
+            if engines is None:
+                continue
+            # The smallest and the largest gang of each: in between nothing is gained.
+            for pick in (0, -1) if any(len(one) > 1 for one in gangs) else (0,):
+                split = ClusterSplit(
+                    {
+                        name: PolicySplit(
+                            engines[name],
+                            tensor_parallel,
+                            gangs[number][pick][0],
+                            engine_turns(
+                                case.shapes[name],
+                                case.device,
+                                tensor_parallel=tensor_parallel,
+                                context=1.5 * case.context[name],
+                            ),
+                            gangs[number][pick][1],
+                        )
+                        for number, (name, tensor_parallel) in enumerate(
+                            zip(case.shapes, widths, strict=True)
+                        )
+                    },
+                    engine_hosts,
+                    training_hosts,
+                    engine_devices,
+                    training_devices,
+                )
+                if _placed(case, split, devices):
+                    yield split
+
+
+def _divisions(case: _Case) -> Iterator[tuple[int, int, int, int]]:
+    """(hosts with engines, with trainers, devices of engines on each, devices of trainers)."""
+    hosts, each = case.hosts, case.per_host
+    if not case.spec.trained_policies:
+        yield hosts, 0, each, 0
+    elif case.spec.pipeline.colocate:
+        yield hosts, hosts, each, each
+    elif hosts == 1:
+        for training in range(1, each):
+            yield 1, 1, each - training, training
+    else:
+        steps = sorted({max(1, round(hosts * part / 16)) for part in range(1, 16)})
+        for training in steps:
+            if training < hosts:
+                yield hosts - training, training, each, each
+
+
+def _widths(case: _Case, name: str) -> list[int]:
+    """Tensor-parallel sizes with which an engine of a policy fits; at most three, small first."""
+    fitting = [
+        count
+        for count in _TENSOR_PARALLEL
+        if count <= case.per_host
+        and case.shapes[name].kv_heads % min(count, case.shapes[name].kv_heads) == 0
+        and engine_turns(
+            case.shapes[name],
+            case.device,
+            tensor_parallel=count,
+            context=1.5 * case.context[name],
+        )
+        >= 4
+    ]
+    kind = case.spec.policies[name].engine.kind
+    return fitting[:3] if kind == "sglang" else fitting[:1]
+
+
+def _gangs(case: _Case, name: str, devices: int) -> list[tuple[int, int]]:
+    """(devices, bytes on each) of the gangs that can train a policy, small first."""
+    found = []
+    size = 1
+    while size <= devices:
+        needed = _trainer_bytes(case, name, size)
+        if needed <= SOLD * case.device.memory:
+            found.append((size, needed))
+        size *= 2
+    return found
+
+
+def _trainer_bytes(case: _Case, name: str, ranks: int) -> int:
+    setup = setup_of(
+        case.spec,
+        name,
+        case.shapes[name],
+        device="cuda",
+        memory=case.device.memory,
+        ranks=ranks,
+    )
+    return rank_memory(case.shapes[name], setup).total
+
+
+def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> dict[str, int] | None:
+    """Engines of each policy on a host, by their work: one each, then one more to whoever has most
+    work per engine. None: there is no room for one of each."""
+    engines = dict.fromkeys(widths, 1)
+    left = devices - sum(widths.values())
+    if left < 0:
+        return None
+    work = {name: _engine_seconds(case, name, widths[name]) for name in widths}
+    while True:
+        fitting = [name for name in widths if widths[name] <= left and work[name] > 0]
+        if not fitting:
+            return engines
+        most = max(fitting, key=lambda name: work[name] / engines[name])
+        engines[most] += 1
+        left -= widths[most]
+
+
+def _engine_seconds(case: _Case, name: str, tensor_parallel: int) -> float:
+    """Seconds of one engine for all that a step reads and draws, with a full batch."""
+    shape, context = case.shapes[name], case.context[name]
+    rates = engine_rates(shape, case.device, tensor_parallel=tensor_parallel, context=context)
+    turns = engine_turns(shape, case.device, tensor_parallel=tensor_parallel, context=1.5 * context)
+    turns = max(1, min(turns, 64))
+    each = rates.decode_seconds / turns + rates.decode_seconds_per_turn
+    return case.decoded[name] * each + case.read[name] / rates.prefill_tokens_per_second
+
+
+def _placed(case: _Case, split: ClusterSplit, devices: Sequence[Device]) -> bool:
+    """Whether the hosts have room for all engines and gangs."""
+    each = case.per_host
+    hosts = [
+        DeviceHost(
+            f"h{number}",
+            tuple(replace(one, index=i) for i, one in enumerate(devices[:each])),
+        )
+        for number in range(case.hosts)
+    ]
+    if case.spec.pipeline.colocate:
+        return True
+    wanted = [
+        DeviceRequest(
+            f"{name}/engine", "engine", one.engines * split.engine_hosts, one.tensor_parallel
+        )
+        for name, one in split.policies.items()
+    ]
+    # Gangs that take turns on the same trainers need no devices of their own.
+    if gang := max(one.gang for one in split.policies.values()):
+        wanted.append(DeviceRequest("trainer", "trainer", gang))
+    return not place(hosts, wanted).refusals
+
+
+def _bound(case: _Case, split: ClusterSplit) -> float:
+    """A lower bound of the seconds of a step: engines, trainers, or both in turns."""
+    rollout = max(
+        _engine_seconds(case, name, one.tensor_parallel) / (one.engines * split.engine_hosts)
+        for name, one in split.policies.items()
+    )
+    slowest = max(
+        case.longest / max(1, len(case.shapes)) * _turn_seconds(case, name, one.tensor_parallel)
+        for name, one in split.policies.items()
+    )
+    training = 0.0
+    total = split.devices[1]
+    for name, one in split.policies.items():
+        if one.gang:
+            rates = _trainer(case, name, one.gang)
+            seconds = case.rows[name] / rates.backward_tokens_per_second + rates.step_seconds
+            training += seconds * one.gang / max(1, total)
+    rollout = max(rollout, slowest)
+    if case.spec.pipeline.mode in ("serial", "sync"):
+        return rollout + training
+    return max(rollout, training) + 0.05 * min(rollout, training)
+
+
+def _turn_seconds(case: _Case, name: str, tensor_parallel: int) -> float:
+    rates = engine_rates(
+        case.shapes[name],
+        case.device,
+        tensor_parallel=tensor_parallel,
+        context=case.context[name],
+    )
+    return rates.decode_seconds + 8 * rates.decode_seconds_per_turn
+
+
+def _trainer(case: _Case, name: str, ranks: int) -> TrainerRates:
+    spec = case.spec
+    setup = setup_of(
+        spec, name, case.shapes[name], device="cuda", memory=case.device.memory, ranks=ranks
+    )
+    return trainer_rates(
+        case.shapes[name],
+        case.device,
+        ranks=ranks,
+        context=case.context[name],
+        checkpointing=setup.checkpointing,
+        adapter=setup.adapter,
+    )
+
+
+def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
+    """The job on a split of the cluster, for the twin."""
+    spec, pipeline = case.spec, case.spec.pipeline
+    policies = {}
+    for name, one in split.policies.items():
+        running = min(one.engine_turns, spec.policies[name].engine.max_running or one.engine_turns)
+        rates = engine_rates(
+            case.shapes[name],
+            case.device,
+            tensor_parallel=one.tensor_parallel,
+            context=case.context[name],
+            running=running,
+        )
+        fleet = EngineFleet(one.engines, rates, limit=max(1, running), devices=one.tensor_parallel)
+        policies[name] = TwinPolicy(
+            (fleet,),
+            _trainer(case, name, max(1, one.gang)),
+            ranks=max(1, one.gang),
+            state_bytes=one.trainer_bytes // 2,
+            trained=one.gang > 0,
+        )
+    trainers = [
+        RankWorker(
+            f"trainer{number:04}",
+            memory=case.device.memory,
+            device="cuda",
+            devices=split.training_devices,
+            host=f"host{number:04}",
+        )
+        for number in range(split.training_hosts)
+    ]
+    switch = 0.0
+    if pipeline.colocate:
+        switch = max(one.trainer_bytes / case.device.host_link for one in split.policies.values())
+    return TwinJob(
+        policies=policies,
+        workload=case.workload,
+        trainers=trainers,
+        mode=pipeline.mode,
+        alpha=pipeline.alpha,
+        queries_per_step=pipeline.queries_per_step,
+        micro_batch=pipeline.micro_batch_samples,
+        in_flight=spec.limits.max_concurrent_trajectories,
+        spare=pipeline.over_sampling,
+        rollout_workers=split.engine_hosts,
+        switch_seconds=switch,
+        share_prefixes=True,
+        control=_CONTROL,
+    )
+
+
+def _predict(case: _Case, split: ClusterSplit) -> Prediction:
+    late = 1 if case.spec.pipeline.mode == "async" else 0
+    run = Twin(twin_of(case, split)).run(_STEPS + late)
+    means = run.means(1, late)
+    return Prediction(split, means, _bottleneck(means))
+
+
+def _bottleneck(means: TwinMeans) -> Bottleneck:
+    """What a step waits for most."""
+    if means.neither > 0.5 * means.seconds:
+        return "hand-over"
+    if means.trainers > 1 - 2 * _SLACK or means.training_alone > means.rollout_alone:
+        return "trainers"
+    if means.engines < 0.5 and means.rollout_alone > _SLACK * means.seconds:
+        return "longest trajectories"
+    return "engines"
+
+
+def _too_small(case: _Case) -> InvalidArgument:
+    """What the cluster lacks for the job."""
+    total = case.hosts * case.per_host
+    gib = 1 << 30
+    lacking = []
+    for name, shape in case.shapes.items():
+        if not _widths(case, name):
+            lacking.append(
+                f"no engine of {name} fits on {case.per_host} devices of one host: its weights "
+                f"alone are {2 * shape.parameters / gib:.0f} GB"
+            )
+        elif name in case.spec.trained_policies and not _gangs(case, name, total):
+            needed = _trainer_bytes(case, name, total)
+            lacking.append(
+                f"training {name} over all {total} devices needs {needed / gib:.0f} GB on each, "
+                f"which have {case.device.memory / gib:.0f} GB"
+            )
+    if not lacking:
+        engines = sum(_widths(case, name)[0] for name in case.shapes)
+        gangs = max(
+            (_gangs(case, name, total)[0][0] for name in case.spec.trained_policies), default=0
+        )
+        lacking.append(
+            f"an engine of each policy takes {engines} devices and the largest gang {gangs}"
+        )
+    return InvalidArgument(
+        f"{total} devices are too few for the job: {'; '.join(lacking)}",
+        field="devices",
+        value=f"{total}x{case.device.name}",
+        remedy="Add devices or hosts, or train adapters (`lora`), or smaller models.",
+    )
+
+
+def _devices(devices: Sequence[Device], case: _Case) -> list[Device]:
+    """The devices of a cluster of `case.hosts` hosts like those given."""
+    return [replace(devices[0], index=number) for number in range(case.hosts * case.per_host)]

@@ -1,0 +1,136 @@
+"""What trajectories do in the twin: the turns of each, how long they are, what is waited for.
+
+A workload is a function of a query's index, so that two splits of a cluster are compared on the
+same trajectories. `TeamWorkload` draws them from a few published properties of agentic jobs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+
+class TwinTurn(NamedTuple):
+    """One turn: `policy` reads `prompt` tokens, of which the first `shared` are those of its
+    previous turn in the trajectory, and draws `response` tokens; `after` seconds pass before the
+    next turn (tools, environment)."""
+
+    policy: str
+    prompt: int
+    response: int
+    after: float = 0.0
+    shared: int = 0
+    domain: str = ""
+
+
+class TwinTrajectory(NamedTuple):
+    """One run of a workflow: `before` seconds (environment reset), then its turns one after
+    another. `fails`: whether the environment breaks at the end of its last turn, so that the
+    trajectory runs again."""
+
+    turns: tuple[TwinTurn, ...]
+    before: float = 0.0
+    fails: bool = False
+
+
+Workload: TypeAlias = Callable[[int], Sequence[TwinTrajectory]]
+"""The trajectories of query `index`, one per member of its group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A lognormal law: its mean, and sigma of its logarithm; draws end at `most`."""
+
+    mean: float
+    sigma: float = 0.6
+    most: float = math.inf
+
+    def draw(self, rng: random.Random) -> float:
+        """One draw."""
+        if self.mean <= 0 or self.sigma <= 0:
+            return min(self.mean, self.most)
+        location = math.log(self.mean) - self.sigma * self.sigma / 2
+        return min(self.most, rng.lognormvariate(location, self.sigma))
+
+
+@dataclass(frozen=True)
+class TeamWorkload:
+    """Rounds of a team: in each one the k-th agent of the query's order speaks with probability
+    `1 / k ** skew`, so that calls per agent follow Zipf's law within a query (FlexMARL's skew).
+
+    `lead`: the agent that is always first; the order of the others depends on the query. With
+    `skew` 0 all speak in every round. Prompts grow by what was said before (`history`).
+    """
+
+    agents: tuple[str, ...]
+    rounds: Lengths
+    prompt: Lengths
+    response: Lengths
+    wait: Lengths = Lengths(0.0)
+    group_size: int = 8
+    skew: float = 0.0
+    lead: str = ""
+    history: float = 1.0
+    """Part of a turn's prompt and response that the agent's next prompt contains again."""
+    own_response: Mapping[str, Lengths] = field(default_factory=dict)
+    own_prompt: Mapping[str, Lengths] = field(default_factory=dict)
+    group_spread: float = 0.0
+    """Sigma of a factor on all lengths of a query: hard questions are long for all of a group."""
+    reset: Lengths = Lengths(0.0)
+    faults: float = 0.0
+    """Share of trajectories whose environment fails once."""
+    stalls: float = 0.0
+    stall_seconds: float = 0.0
+    """In a share `stalls` of trajectories one wait takes `stall_seconds` longer."""
+    most_context: int = 32_768
+    seed: int = 0
+
+    def __call__(self, index: int) -> list[TwinTrajectory]:
+        """The trajectories of a query."""
+        rng = random.Random(f"{self.seed}/{index}")
+        others = [name for name in self.agents if name != self.lead]
+        rng.shuffle(others)
+        order = [self.lead, *others] if self.lead else others
+        rounds = max(1, round(self.rounds.draw(rng)))
+        hard = Lengths(1.0, self.group_spread).draw(rng) if self.group_spread else 1.0
+        return [self._trajectory(rng, order, rounds, hard) for _ in range(self.group_size)]
+
+    def _trajectory(
+        self, rng: random.Random, order: Sequence[str], rounds: int, hard: float
+    ) -> TwinTrajectory:
+        turns: list[TwinTurn] = []
+        kept: dict[str, int] = {}
+        speaks = [1.0 / rank**self.skew if self.skew else 1.0 for rank in range(1, len(order) + 1)]
+        for _ in range(rounds):
+            for agent, chance in zip(order, speaks, strict=True):
+                if chance < 1.0 and rng.random() >= chance:
+                    continue
+                new = self.own_prompt.get(agent, self.prompt).draw(rng)
+                said = self.own_response.get(agent, self.response).draw(rng) * hard
+                shared = kept.get(agent, 0)
+                room = max(2, self.most_context - shared)
+                read, drawn = max(1, round(min(new, room / 2))), max(1, round(min(said, room / 2)))
+                turns.append(TwinTurn(agent, shared + read, drawn, self.wait.draw(rng), shared))
+                kept[agent] = round(self.history * (shared + read + drawn))
+        if self.stalls and rng.random() < self.stalls:
+            at = rng.randrange(len(turns))
+            turns[at] = turns[at]._replace(after=turns[at].after + self.stall_seconds)
+        fails = bool(self.faults) and rng.random() < self.faults
+        return TwinTrajectory(tuple(turns), self.reset.draw(rng), fails)
+
+
+class Replayed:
+    """A workload of recorded trajectories, as a rehearsal of the workflow made them."""
+
+    def __init__(self, queries: Sequence[Sequence[TwinTrajectory]]) -> None:
+        """Raises ValueError without queries."""
+        if not queries:
+            raise ValueError("queries: a workload needs at least one recorded query")
+        self._queries = queries
+
+    def __call__(self, index: int) -> Sequence[TwinTrajectory]:
+        """The recorded trajectories of a query, from the first one again after the last."""
+        return self._queries[index % len(self._queries)]
