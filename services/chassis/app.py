@@ -21,7 +21,7 @@ from services.chassis import logs
 from services.chassis.interceptor import ChassisInterceptor
 from services.chassis.process import bind, server_options, watch_parent
 from services.chassis.settings import ServiceSettings, read_settings
-from services.chassis.telemetry import Telemetry, configure_tracing
+from services.chassis.telemetry import LoopWatch, Telemetry, configure_tracing
 from troupe.outcomes import described
 from troupe.rpc import TroupeError
 from troupe.rpc.addresses import bypass_proxy
@@ -69,6 +69,7 @@ class RunningServer(Generic[S]):
         self._make = make
         self.settings = settings
         self.telemetry = Telemetry()
+        self._loop_watch = LoopWatch(self.telemetry)
         self.service: ServiceDefinition | None = None
         self._interceptor = ChassisInterceptor(settings, self.telemetry)
         self._server: grpc.aio.Server | None = None
@@ -129,6 +130,7 @@ class RunningServer(Generic[S]):
         self._interceptor.problem = lambda: getattr(service, "problem", None)
         await self.service.start()
         self._interceptor.state = "serving"
+        self._loop_watch.start()
         for name in ("", self.service.name):
             await self._health.set(name, _SERVING)
         settings = self.settings
@@ -147,6 +149,7 @@ class RunningServer(Generic[S]):
         if server is None or self.service is None:
             return
         settings = self.settings
+        self._loop_watch.stop()
         self._interceptor.state = "draining"
         await self._health.enter_graceful_shutdown()
         log.info("draining", name=self.service.name, seconds=settings.drain_seconds)

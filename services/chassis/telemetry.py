@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -28,6 +30,15 @@ SECONDS_BUCKETS: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
 )
+
+# Buckets of delays of an event loop: fine about those at which heartbeats and deadlines suffer.
+LOOP_BUCKETS: Final = (
+    *(0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1.0, 1.5, 2.5, 5.0, 10.0, 30.0),
+)
+# How often the event loop is looked at: short against the stalls that matter, long against what
+# looking costs (a thousandth of a core).
+_LOOK_SECONDS: Final = 0.025
 
 
 class Telemetry:
@@ -93,6 +104,46 @@ class Telemetry:
             httpd.server_close()
 
         threading.Thread(target=shut, name="metrics-close", daemon=True).start()
+
+
+class LoopWatch:
+    """Measures for how long a server's event loop advances nothing else.
+
+    A timer that comes late shows the time in which no other call, heartbeat or deadline was looked
+    at. Two clocks tell why: `cpu` is what the loop's own thread computed of it; the rest it waited
+    for a core, for the interpreter lock, or for a blocking call.
+    """
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._late = telemetry.histogram(
+            "troupe_event_loop_late_seconds",
+            "By how much a timer of the event loop, forty times a second, came late (wall), and "
+            "what the loop's thread computed meanwhile (cpu).",
+            ["clock"],
+            LOOP_BUCKETS,
+        )
+        self._due = self._computed = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start to watch the running loop, in the thread that runs it."""
+        self._look_later(asyncio.get_running_loop())
+
+    def stop(self) -> None:
+        """Stop watching. Repeatable."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._computed = time.thread_time()
+        self._due = time.monotonic() + _LOOK_SECONDS
+        self._timer = loop.call_later(_LOOK_SECONDS, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        late = max(0.0, time.monotonic() - self._due)
+        self._late.labels("wall").observe(late)
+        self._late.labels("cpu").observe(min(late, time.thread_time() - self._computed))
+        self._look_later(loop)
 
 
 def configure_tracing(service: str) -> Any:

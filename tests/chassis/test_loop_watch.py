@@ -1,0 +1,51 @@
+"""The metric of an event loop that stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from services.chassis.telemetry import LoopWatch, Telemetry
+
+
+def late(telemetry: Telemetry, clock: str, seconds: float) -> float:
+    """How many looks came at most so many seconds late."""
+    labels = {"clock": clock, "le": str(seconds)}
+    return (
+        telemetry.registry.get_sample_value("troupe_event_loop_late_seconds_bucket", labels) or 0.0
+    )
+
+
+def looks(telemetry: Telemetry) -> float:
+    """How often it looked."""
+    name = "troupe_event_loop_late_seconds_count"
+    return telemetry.registry.get_sample_value(name, {"clock": "wall"}) or 0.0
+
+
+async def until_looked(telemetry: Telemetry, more: int) -> None:
+    """Waits for `more` looks."""
+    wanted = looks(telemetry) + more
+    async with asyncio.timeout(20):
+        while looks(telemetry) < wanted:  # noqa: ASYNC110 - nothing announces a look
+            await asyncio.sleep(0.01)
+
+
+async def test_a_blocking_call_and_one_that_computes_are_told_apart() -> None:
+    telemetry = Telemetry()
+    watch = LoopWatch(telemetry)
+    watch.start()
+    await until_looked(telemetry, 1)
+    time.sleep(0.4)  # noqa: ASYNC251 - that is what is measured
+    await until_looked(telemetry, 1)
+    # It was late by a third of a second at least, and has computed next to nothing of it.
+    assert looks(telemetry) - late(telemetry, "wall", 0.3) >= 1
+    assert looks(telemetry) == late(telemetry, "cpu", 0.3)
+    busy = time.thread_time()
+    while time.thread_time() - busy < 0.4:
+        pass
+    await until_looked(telemetry, 1)
+    assert looks(telemetry) - late(telemetry, "cpu", 0.3) >= 1
+    watch.stop()
+    seen = looks(telemetry)
+    await asyncio.sleep(0.1)
+    assert looks(telemetry) == seen
