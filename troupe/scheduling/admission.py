@@ -19,10 +19,12 @@ from troupe.scheduling.curriculum import TaskChoice, choice_of, number_of
 
 @dataclass(frozen=True)
 class RolloutWorker:
-    """A rollout worker that accepts work. `running`: trajectories that it runs now."""
+    """A rollout worker that accepts work. `running`: trajectories that it runs now. `share`: its
+    part of all trajectories, relative to the others' (`troupe.scheduling.sharing`)."""
 
     worker_id: str
     running: int = 0
+    share: float = 1.0
 
 
 def spread_queries(
@@ -30,22 +32,22 @@ def spread_queries(
 ) -> tuple[str, ...]:
     """The worker of each group of trajectories, given the groups' sizes in order.
 
-    A group goes whole to the worker with the fewest trajectories, because its members share a
-    cached prompt. Ties are broken in an order rotated by `turn`, so that no worker is favoured over
-    many calls. Raises ValueError without workers.
+    A group goes whole to the worker with the fewest trajectories for its share, because its members
+    share a cached prompt. Ties are broken in an order rotated by `turn`, so that no worker is
+    favoured over many calls. Raises ValueError without workers.
     """
     if not workers:
         raise ValueError("no rollout worker to place queries on")
     ordered = sorted(workers, key=lambda worker: worker.worker_id)
     offset = turn % len(ordered)
     ordered = ordered[offset:] + ordered[:offset]
-    heap = [(worker.running, rank) for rank, worker in enumerate(ordered)]
+    heap = [(worker.running / worker.share, rank) for rank, worker in enumerate(ordered)]
     heapq.heapify(heap)
     chosen = []
     for size in sizes:
-        running, rank = heapq.heappop(heap)
+        filled, rank = heapq.heappop(heap)
         chosen.append(ordered[rank].worker_id)
-        heapq.heappush(heap, (running + size, rank))
+        heapq.heappush(heap, (filled + size / ordered[rank].share, rank))
     return tuple(chosen)
 
 

@@ -33,6 +33,7 @@ from services.orchestrator.placement.engines import Engines
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.rpc import TroupeError, Unavailable, new_id
 from troupe.scheduling import admission
+from troupe.scheduling.sharing import CapacityShares
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 
@@ -65,6 +66,7 @@ class Dispatch:
         self._by_query: dict[str, set[str]] = {}
         # Groups that wait for a worker, oldest step first.
         self._waiting: list[Group] = []
+        self._shares = CapacityShares()
         # Trajectories per worker that are dispatched and not ended.
         self._running: dict[WorkerHandle, set[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -256,7 +258,9 @@ class Dispatch:
         if not workers:
             return groups
         loads = [
-            admission.RolloutWorker(worker_id, len(self._running.get(worker, ())))
+            admission.RolloutWorker(
+                worker_id, len(self._running.get(worker, ())), self._shares.share(worker_id)
+            )
             for worker_id, worker in workers.items()
         ]
         self._turn += 1
@@ -307,6 +311,9 @@ class Dispatch:
         ended = {event.trajectory_id for event in events if self._handle_event(event)}
         if not ended:
             return
+        for event in events:
+            if event.state == pb.TRAJECTORY_STATE_COMPLETED:
+                self._shares.ended(worker.worker_id, event.seconds)
         left -= ended
         if (running := self._running.get(worker)) is not None:
             running -= ended
@@ -359,6 +366,7 @@ class Dispatch:
             self._engines.lost_job(worker)
         elif not worker.alive:
             self._running.pop(worker, None)
+            self._shares.forget(worker.worker_id)
         count = sum(len(group) for group in left.values())
         lasting = Deadline(f"work on {worker}", math.inf, "")
         attempts = self._attempts.setdefault(worker, RetryBackoff(lasting))
