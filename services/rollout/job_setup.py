@@ -27,6 +27,7 @@ from troupe.rpc.errors import InvalidArgument
 from troupe.scheduling.defaults import CPU, defaults_of, described_device
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
+from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import Role, Workflow, WorkflowError, load_workflow
 from troupe.workflow.errors import as_invalid_argument
 from troupe.workflow.languages import Language, load_language, role_of, token_counter
@@ -220,9 +221,13 @@ class Preparation:
         return found
 
     async def make(
-        self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef]
+        self,
+        job_id: str,
+        spec: JobSpec,
+        refs: Mapping[str, pb.WeightsRef],
+        servers: Sequence[rollout.SharedServer] = (),
     ) -> PreparedJob:
-        """A job whose engines serve `refs`.
+        """A job whose engines serve `refs`. `servers`: attached ones that other workers may use.
 
         Raises `TroupeError` naming the field of the job at fault, or the error of an engine that
         does not start; nothing keeps running then.
@@ -235,14 +240,19 @@ class Preparation:
         with using(code):
             play = await self._load_code(spec)
             try:
-                return await self._make(job_id, spec, refs, play)
+                return await self._make(job_id, spec, refs, servers, play)
             except BaseException:
                 if play.arena is not None:
                     await asyncio.to_thread(play.arena.close)
                 raise
 
     async def _make(
-        self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef], play: _JobCode
+        self,
+        job_id: str,
+        spec: JobSpec,
+        refs: Mapping[str, pb.WeightsRef],
+        servers: Sequence[rollout.SharedServer],
+        play: _JobCode,
     ) -> PreparedJob:
         functions = JobFunctions(self._rewards, job_id, spec, self._sources)
         await functions.announce()
@@ -262,6 +272,7 @@ class Preparation:
                 # jobs, nor where all of it must be of one version, which the next may not have.
                 resume=policy.engine.in_flight == "keep" and not spec.pipeline.deterministic,
             )
+        share_servers(job_id, self._worker_id, policies, servers)
         try:
             outcomes = await asyncio.gather(
                 *(policy.bring_up() for policy in policies.values()), return_exceptions=True
@@ -332,7 +343,7 @@ class Preparation:
         self, job_id: str, name: str, spec: JobSpec, arena: Arena | None
     ) -> list[ServingEngine]:
         return [
-            self._engine(spec, arena, f"{job_id}.{name}.{number}@{self._worker_id}", name)
+            self._engine(spec, arena, engine_id_of(job_id, name, number, self._worker_id), name)
             for number in range(engine_count(spec.policies[name]))
         ]
 
@@ -354,6 +365,23 @@ class Preparation:
         # It stays on its device, which follows from the policy that it started with.
         engine.device = devices_of(spec.policies[first], self._device)[int(number)]
         return engine
+
+
+def engine_id_of(job_id: str, policy: str, number: int, worker_id: str) -> str:
+    """The id of a policy's engine `number` on a worker."""
+    return f"{job_id}.{policy}.{number}@{worker_id}"
+
+
+def share_servers(
+    job_id: str,
+    worker_id: str,
+    policies: Mapping[str, ServedPolicy],
+    servers: Sequence[rollout.SharedServer],
+) -> None:
+    """Keep, or follow, the engines of attached servers as the orchestrator says."""
+    for server in servers:
+        if (policy := policies.get(server.policy)) is not None:
+            policy.share(engine_id_of(job_id, server.policy, server.replica, worker_id), server)
 
 
 def _torch_sees_gpu() -> bool:

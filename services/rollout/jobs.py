@@ -6,10 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
-from services.rollout.job_setup import Preparation, by_policy, parse_spec, settle
+from services.rollout.job_setup import (
+    Preparation,
+    by_policy,
+    parse_spec,
+    settle,
+    share_servers,
+)
 from services.rollout.prepared_job import PreparedJob
 from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
+from troupe.v1 import rollout_pb2 as rollout
 
 
 class JobTable:
@@ -42,9 +49,14 @@ class JobTable:
             ) from None
 
     async def prepare(
-        self, job_id: str, spec_json: str, weights: Sequence[pb.WeightsRef]
+        self,
+        job_id: str,
+        spec_json: str,
+        weights: Sequence[pb.WeightsRef],
+        servers: Sequence[rollout.SharedServer] = (),
     ) -> PreparedJob:
-        """Load the job's code and start its engines at `weights`.
+        """Load the job's code and start its engines at `weights`. `servers`: attached ones that
+        other workers may use, too.
 
         Idempotent: a job that is prepared with the same specification only gets the weights. Raises
         `InvalidArgument` and `FailedPrecondition` naming the field at fault, and the error of an
@@ -55,11 +67,12 @@ class JobTable:
         async with self._locks.setdefault(job_id, asyncio.Lock()):
             known = self._jobs.get(job_id)
             if known is not None and known.spec == spec:
+                share_servers(job_id, self._worker_id, known.policies, servers)
                 await self._update_weights(known, refs)
                 return known
             if known is not None:
                 await self._release(job_id, "the job's specification has changed")
-            job = await self._preparation.make(job_id, spec, refs)
+            job = await self._preparation.make(job_id, spec, refs, servers)
             self._jobs[job_id] = job
             return job
 

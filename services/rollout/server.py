@@ -27,6 +27,7 @@ from services.rollout.job_setup import (
     Preparation,
     collect_seldom,
     parse_spec,
+    share_servers,
 )
 from services.rollout.jobs import JobTable
 from services.rollout.metrics import RolloutMetrics
@@ -163,7 +164,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     ) -> pb.PrepareJobResponse:
         """Start a job's engines at the given versions."""
         _require("job_id", request.job_id)
-        job = await self._jobs.prepare(request.job_id, request.spec_json, request.weights)
+        job = await self._jobs.prepare(
+            request.job_id, request.spec_json, request.weights, request.servers
+        )
         response = pb.PrepareJobResponse(
             engines=job.statuses(self._worker_id),
             resolved=self._preparation.resolved(parse_spec(request.spec_json), job),
@@ -231,6 +234,16 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             exposed_seconds=exposed,
             transfer_seconds=transfer,
         )
+
+    async def ShareServers(
+        self, request: pb.ShareServersRequest, context: Any
+    ) -> pb.ShareServersResponse:
+        """Keep or follow the job's attached servers."""
+        job = self._jobs.get(request.job_id)
+        share_servers(job.job_id, self._worker_id, job.policies, request.servers)
+        shared = {server.policy for server in request.servers}
+        await asyncio.gather(*(job.policy(name).follow() for name in shared))
+        return pb.ShareServersResponse(engines=job.statuses(self._worker_id))
 
     async def SleepEngines(
         self, request: pb.SleepEnginesRequest, context: Any

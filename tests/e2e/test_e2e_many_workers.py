@@ -7,7 +7,6 @@ import os
 import signal
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from tests.e2e.conftest import House
 from tests.support.noted_turns import noted
 from troupe.client import AsyncClient
 from troupe.cluster import ClusterSettings, EmbeddedCluster
+from troupe.job import JobSpec
 
 QUERIES, GROUP, TURNS = 24, 2, 6
 PACE = {
@@ -29,10 +29,10 @@ PACE = {
 }
 
 
-def job(directory: Path, notes: Path) -> dict[str, Any]:
+def job(directory: Path, notes: Path) -> JobSpec:
     """One step of conversations on engines that take seconds per turn."""
     vocabulary = save_tokenizer(directory / "tokenizer", ends=False)
-    return {
+    values = {
         "name": "many-workers",
         "workflow": "tests.support.noted_turns:play",
         "tasks": {
@@ -61,6 +61,7 @@ def job(directory: Path, notes: Path) -> dict[str, Any]:
         "limits": {"turn_seconds": 600, "trajectory_seconds": 600},
         "logging": {"tensorboard": False},
     }
+    return JobSpec.model_validate(values)
 
 
 @pytest.mark.slow
@@ -103,4 +104,4 @@ async def test_a_worker_that_dies_costs_its_own_trajectories_only(tmp_path: Path
     assert audit.passed, audit
     (policy,) = audit.policies
     assert policy.trained == policy.appended == count * TURNS
-    assert audit.trajectories_by_state == {"completed": count}
+    assert audit.trajectories_by_state == {"COMPLETED": count}

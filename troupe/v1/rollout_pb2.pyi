@@ -28,6 +28,7 @@ class PrepareJobRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     spec_json: _builtins.str
@@ -36,6 +37,10 @@ class PrepareJobRequest(_message.Message):
     def weights(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WeightsRef]:
         """One per policy, frozen ones included."""
 
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedServer]:
+        """Attached servers of the job, which other workers may use, too; empty: all are this worker's own."""
+
     def __init__(
         self,
         *,
@@ -43,10 +48,11 @@ class PrepareJobRequest(_message.Message):
         job_id: _builtins.str = ...,
         spec_json: _builtins.str = ...,
         weights: _abc.Iterable[_common_pb2.WeightsRef] | None = ...,
+        servers: _abc.Iterable[Global___SharedServer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id", "spec_json", b"spec_json", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id", "servers", b"servers", "spec_json", b"spec_json", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -658,6 +664,99 @@ class UpdateWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
+
+@_typing.final
+class SharedServer(_message.Message):
+    """An attached server as one rollout worker may use it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    replica: _builtins.int
+    """Its number in `engine.urls`."""
+    kept: _builtins.bool
+    """This worker brings it to new weights and looks after it. Otherwise it follows: another worker
+    does, and this one only sends turns.
+    """
+    workers: _builtins.int
+    """Workers that use it, and this one's number among them: each runs its part of `max_running`."""
+    place: _builtins.int
+    version: _builtins.int
+    """What its keeper has verified in it; absent while that is unknown."""
+    checksum: _builtins.str
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        replica: _builtins.int = ...,
+        kept: _builtins.bool = ...,
+        workers: _builtins.int = ...,
+        place: _builtins.int = ...,
+        version: _builtins.int | None = ...,
+        checksum: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "checksum", b"checksum", "kept", b"kept", "place", b"place", "policy", b"policy", "replica", b"replica", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___SharedServer: _TypeAlias = SharedServer  # noqa: Y015
+
+@_typing.final
+class ShareServersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedServer]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        servers: _abc.Iterable[Global___SharedServer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id", "servers", b"servers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareServersRequest: _TypeAlias = ShareServersRequest  # noqa: Y015
+
+@_typing.final
+class ShareServersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
+    def __init__(
+        self,
+        *,
+        engines: _abc.Iterable[Global___EngineStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareServersResponse: _TypeAlias = ShareServersResponse  # noqa: Y015
 
 @_typing.final
 class SleepEnginesRequest(_message.Message):

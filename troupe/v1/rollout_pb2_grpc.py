@@ -64,6 +64,11 @@ class RolloutStub:
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.WakeEnginesRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_rollout__pb2.WakeEnginesResponse.FromString,
                 _registered_method=True)
+        self.ShareServers = channel.unary_unary(
+                '/troupe.v1.Rollout/ShareServers',
+                request_serializer=troupe_dot_v1_dot_rollout__pb2.ShareServersRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_rollout__pb2.ShareServersResponse.FromString,
+                _registered_method=True)
         self.Generate = channel.unary_unary(
                 '/troupe.v1.Rollout/Generate',
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
@@ -142,6 +147,14 @@ class RolloutServicer:
 
     def WakeEngines(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShareServers(self, request, context):
+        """Which attached servers of a job this worker keeps, and which it follows: the present state, not
+        a change. Answers when engines serve what they were told to follow.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -226,6 +239,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.WakeEngines,
                     request_deserializer=troupe_dot_v1_dot_rollout__pb2.WakeEnginesRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_rollout__pb2.WakeEnginesResponse.SerializeToString,
+            ),
+            'ShareServers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShareServers,
+                    request_deserializer=troupe_dot_v1_dot_rollout__pb2.ShareServersRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_rollout__pb2.ShareServersResponse.SerializeToString,
             ),
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
@@ -425,6 +443,33 @@ class Rollout:
             '/troupe.v1.Rollout/WakeEngines',
             troupe_dot_v1_dot_rollout__pb2.WakeEnginesRequest.SerializeToString,
             troupe_dot_v1_dot_rollout__pb2.WakeEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShareServers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Rollout/ShareServers',
+            troupe_dot_v1_dot_rollout__pb2.ShareServersRequest.SerializeToString,
+            troupe_dot_v1_dot_rollout__pb2.ShareServersResponse.FromString,
             options,
             channel_credentials,
             insecure,

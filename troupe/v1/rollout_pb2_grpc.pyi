@@ -44,6 +44,10 @@ class RolloutStub:
     them back to their targets. Both are idempotent.
     """
     WakeEngines: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.WakeEnginesRequest, _rollout_pb2.WakeEnginesResponse]
+    ShareServers: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ShareServersRequest, _rollout_pb2.ShareServersResponse]
+    """Which attached servers of a job this worker keeps, and which it follows: the present state, not
+    a change. Answers when engines serve what they were told to follow.
+    """
     Generate: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
     Score: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]
     """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
@@ -75,6 +79,10 @@ class RolloutAsyncStub(RolloutStub):
     them back to their targets. Both are idempotent.
     """
     WakeEngines: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeEnginesRequest, _rollout_pb2.WakeEnginesResponse]  # type: ignore[assignment]
+    ShareServers: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ShareServersRequest, _rollout_pb2.ShareServersResponse]  # type: ignore[assignment]
+    """Which attached servers of a job this worker keeps, and which it follows: the present state, not
+    a change. Answers when engines serve what they were told to follow.
+    """
     Generate: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
     Score: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]  # type: ignore[assignment]
     """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
@@ -139,6 +147,16 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.WakeEnginesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.WakeEnginesResponse, _abc.Awaitable[_rollout_pb2.WakeEnginesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ShareServers(
+        self,
+        request: _rollout_pb2.ShareServersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ShareServersResponse, _abc.Awaitable[_rollout_pb2.ShareServersResponse]]:
+        """Which attached servers of a job this worker keeps, and which it follows: the present state, not
+        a change. Answers when engines serve what they were told to follow.
+        """
 
     @_abc_1.abstractmethod
     def Generate(

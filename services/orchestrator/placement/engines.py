@@ -7,6 +7,7 @@ load it, and `ready` names the workers that may run a query which needs it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
@@ -23,6 +24,7 @@ from services.orchestrator.errors import (
     run_all,
 )
 from services.orchestrator.placement.engine_balancer import WEIGHTS_GONE, Balancer
+from services.orchestrator.placement.shared_servers import SharedServers
 from services.orchestrator.placement.workers import WorkerHandle
 from troupe.rpc import TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
@@ -31,6 +33,8 @@ from troupe.v1 import rollout_pb2 as ro
 
 # Time for loading weights and the like, beyond the start of the engines themselves.
 _MARGIN_SECONDS: Final = 60.0
+# Workers that are prepared at the same time are ready within such a time of each other.
+_LEAST_GATHERING_SECONDS: Final = 1.0
 
 
 class Engines:
@@ -79,6 +83,9 @@ class Engines:
         limits = [policy.engine.start_timeout_seconds for policy in job.spec.policies.values()]
         # How long a worker may take to have all engines up.
         self.prepare_seconds = max(limits) + _MARGIN_SECONDS
+        # Whether the job may begin on the workers that are ready.
+        self._gathered = False
+        self._shared = SharedServers(job, lambda: self._served)
         self._balancer = Balancer(
             job, lambda: self._served, republish, start_seconds=self.prepare_seconds
         )
@@ -86,13 +93,14 @@ class Engines:
     def ready(self, floors: Mapping[str, int] | None = None) -> list[WorkerHandle]:
         """The workers that may run queries now: those that serve the newest version of every
         policy, or at least the version in `floors`."""
-        if self._asleep:
+        if self._asleep or not self._gathered:
             return []
         wanted = {policy: ref.version for policy, ref in self._wanted.items()} | dict(floors or {})
         return [
             worker
             for worker, versions in self._served.items()
             if worker.usable
+            and self._shared.serves(worker)
             and versions.keys() == wanted.keys()
             and all(versions[policy] >= version for policy, version in wanted.items())
         ]
@@ -121,12 +129,32 @@ class Engines:
 
     async def run(self) -> None:
         """Keeps every rollout worker prepared and its engines balanced, until cancelled."""
-        await run_all(self._keep_all(), self._balancer.run())
+        await run_all(
+            self._keep_all(), self._balancer.run(), self._shared.run(), self._gather_workers()
+        )
 
     def values(self) -> dict[str, float]:
         """Metrics since the last call."""
         swaps, self._swaps = self._swaps, {}
         return self._balancer.values() | swaps
+
+    async def _gather_workers(self) -> None:
+        """Let the job begin when all its workers are prepared, or fail to be, or have had twice the
+        time that the first one took: otherwise the first would get all of the first step."""
+        clock = asyncio.get_running_loop()
+        began = clock.time()
+        while not self._served:
+            await self.change()
+        took = clock.time() - began
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(_LEAST_GATHERING_SECONDS, took)):
+                while any(
+                    worker not in self._served and worker not in self._troubles
+                    for worker in self._job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+                ):
+                    await self.change()
+        self._gathered = True
+        self._notify()
 
     async def _keep_all(self) -> None:
         """Runs a task per rollout worker that keeps it prepared."""
@@ -134,7 +162,9 @@ class Engines:
         workers = self._job.shared.workers
         try:
             while True:
-                for worker in workers.usable(orch.WORKER_KIND_ROLLOUT):
+                usable = workers.usable(orch.WORKER_KIND_ROLLOUT)
+                self._shared.join(usable)
+                for worker in usable:
                     if worker not in keepers:
                         keepers[worker] = asyncio.create_task(self._keep(worker))
                 joined = asyncio.ensure_future(workers.change())
@@ -165,6 +195,8 @@ class Engines:
             workers = list(self._served)
             swaps: list[ro.UpdateWeightsResponse] = []
             await run_all(*(self._update(worker, weights, deadline, swaps) for worker in workers))
+            # Servers are followed to what their keepers have verified.
+            await self._shared.tell()
             self._note(weights.policy, swaps)
         self._notify()
 
@@ -236,6 +268,8 @@ class Engines:
                 if attempts.worth_a_notice:
                     await self._job.warn(f"{worker} could not be prepared: {error}")
                 self._notify()
+        if self._shared.leave(worker):
+            await self._shared.tell()
         if self._served.pop(worker, None) is not None:
             await self._job.warn(f"{worker} was lost")
         self._troubles.pop(worker, None)
@@ -298,9 +332,12 @@ class Engines:
             job_id=self._job.job_id,
             spec_json=self._job.spec_json,
             weights=wanted.values(),
+            servers=(shared := self._shared.plan(worker)),
         )
         self._touched.add(worker)
         answer = await worker.rollout.PrepareJob(request, timeout=self.prepare_seconds)
+        self._shared.told(worker, shared)
+        self._shared.note(worker, answer.engines)
         # Every worker says the same.
         self.evaluation_items.update(answer.evaluation_items)
         self.task_items = self.task_items or tuple(answer.task_items)
@@ -320,6 +357,7 @@ class Engines:
                 versions[ref.policy] = ref.version
             behind = [ref for ref in self._wanted.values() if versions[ref.policy] != ref.version]
         self._served[worker] = versions
+        await self._shared.tell()
 
     def _note(self, policy: str, swaps: list[ro.UpdateWeightsResponse]) -> None:
         """Adds up an update's metrics: the transfer of the slowest host, since hosts fetch at the
@@ -372,7 +410,9 @@ class Engines:
         self, worker: WorkerHandle, ref: pb.WeightsRef, seconds: float
     ) -> ro.UpdateWeightsResponse:
         request = ro.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)
-        return await worker.rollout.UpdateWeights(request, timeout=seconds)
+        answer = await worker.rollout.UpdateWeights(request, timeout=seconds)
+        self._shared.note(worker, answer.engines)
+        return answer
 
     def _notify(self) -> None:
         self._changed.set()

@@ -43,7 +43,7 @@ from services.rollout.engines.requests import (
 )
 from services.rollout.engines.state import EngineState
 from services.rollout.engines.turns import EngineTurn, TurnTable
-from troupe.rpc.errors import TroupeError
+from troupe.rpc.errors import FailedPrecondition, TroupeError
 from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as pb
 
@@ -295,6 +295,28 @@ class ServingEngine(ABC):
             finally:
                 self._settled.set()
             return exposed
+
+    def follow_keeper(self, followed: bool) -> None:
+        """Say whether another worker brings this engine to new weights. Repeatable."""
+        if followed:
+            raise FailedPrecondition(
+                f"a '{self.kind}' engine is its worker's own",
+                kind="engine_not_shared",
+                field=f"policies.{self.policy}.engine.urls",
+                remedy="Share attached SGLang servers only.",
+            )
+
+    async def follow(self, ref: pb.WeightsRef) -> None:
+        """Serve `ref`, to which another worker has brought the engine and verified it.
+
+        Raises `UpdateFailed` when the engine holds another version.
+        """
+        self.follow_keeper(True)
+
+    def distrust(self, reason: str) -> None:
+        """Serve nothing until the next update: what the engine holds is in doubt. Repeatable."""
+        if self._life.serves:
+            self._life.distrusted(reason)
 
     @property
     def asleep(self) -> frozenset[Memory]:

@@ -68,6 +68,12 @@ class EngineState:
         """-> STALE: the engine's weights are unknown; it serves nothing until updated."""
         self._move(pb.ENGINE_STATE_STALE, reason)
 
+    def distrusted(self, reason: str) -> None:
+        """-> STALE, of an engine that serves: what it holds is in doubt until the next update."""
+        if self._now == pb.ENGINE_STATE_HEALTHY:
+            self._move(pb.ENGINE_STATE_SUSPECT, reason)
+        self.lost_weights(reason)
+
     def suspect(self, reason: str) -> None:
         """-> SUSPECT: a probe was missed."""
         self._move(pb.ENGINE_STATE_SUSPECT, reason)

@@ -14,6 +14,7 @@ from services.rollout.serving.supervision import EngineKeeper
 from services.rollout.serving.weight_versions import TargetVersion, WeightFetcher
 from troupe.job import EngineSpec, RoutingSpec
 from troupe.rpc.errors import InvalidArgument, TroupeError
+from troupe.scheduling.sharing import split_limit
 from troupe.scheduling.updates import next_wave
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
@@ -37,7 +38,7 @@ async def roll_out(engines: Iterable[EngineKeeper]) -> float:
     is raised. Engines that are down are started last, unless one serves the target by then: then
     their keepers do it. Engines off their devices reach the target when they are woken.
     """
-    keepers = {k.engine.engine_id: k for k in engines if not k.off_device}
+    keepers = {k.engine.engine_id: k for k in engines if k.kept and not k.off_device}
     await asyncio.gather(*(keeper.check_target() for keeper in keepers.values()))
     waiting = {engine_id for engine_id, keeper in keepers.items() if not keeper.is_down}
     down = [keeper for engine_id, keeper in keepers.items() if engine_id not in waiting]
@@ -96,6 +97,7 @@ class ServedPolicy:
         self._fetcher = WeightFetcher(transfer)
         self._start_timeout = spec.start_timeout_seconds
         self._attached = bool(spec.urls)
+        self._limit = spec.running_limit
         # Attached engines that are still starting although the policy serves.
         self._late: set[asyncio.Task[float]] = set()
         self._keepers: dict[str, EngineKeeper] = {}
@@ -177,7 +179,7 @@ class ServedPolicy:
 
         Returns the seconds of the transfer from another host. Raises as `update` does.
         """
-        if not self._target.precedes(ref):
+        if not self._target.precedes(ref) or not self._keeps_any:
             return 0.0
         return await self._fetcher.fetch(ref, self._target.ref)
 
@@ -195,7 +197,8 @@ class ServedPolicy:
                     await roll_out(self._keepers.values())
                 return 0.0
             # Fetched first: an engine that restarts meanwhile loads the former version.
-            await self._fetcher.fetch(ref, former)
+            if self._keeps_any:
+                await self._fetcher.fetch(ref, former)
             self._target.ref, self._target.rolling = ref, True
             try:
                 return await roll_out(self._keepers.values())
@@ -206,6 +209,39 @@ class ServedPolicy:
             finally:
                 self._target.rolling = False
                 self.router.wake()
+
+    def share(self, engine_id: str, server: rollout.SharedServer) -> None:
+        """Keep an engine whose server other workers use, too, or follow its keeper.
+
+        Repeatable; without effect for an engine that is not this policy's.
+        """
+        if (keeper := self._keepers.get(engine_id)) is None:
+            return
+        verified = (server.version, server.checksum) if server.HasField("version") else None
+        keeper.share(kept=server.kept, vouched=verified)
+        places = {str(number): 1.0 for number in range(max(1, server.workers))}
+        self.router.set_limit(engine_id, split_limit(self._limit, places)[str(server.place)])
+
+    async def follow(self) -> None:
+        """Have the engines whose servers others keep serve the target, as far as they hold it.
+
+        One that fails is left to its keeper here.
+        """
+        followed = [keeper for keeper in self._keepers.values() if not keeper.kept]
+        results = await asyncio.gather(
+            *(keeper.reach_target() for keeper in followed), return_exceptions=True
+        )
+        for keeper, result in zip(followed, results, strict=True):
+            if isinstance(result, TroupeError):
+                log.warning("not followed", engine=keeper.engine.engine_id, error=str(result))
+                keeper.nudge()
+            elif isinstance(result, BaseException):
+                raise result
+        self.router.wake()
+
+    @property
+    def _keeps_any(self) -> bool:
+        return any(keeper.kept for keeper in self._keepers.values())
 
     async def sleep(self) -> None:
         """Take the engines off their devices until `wake`. Repeatable.

@@ -70,6 +70,7 @@ class EngineSlot:
     """One engine of the router with the turns that it was given."""
 
     engine: ServingEngine
+    most: int
     limit: AdaptiveLimit | None
     in_flight: int = 0
     outstanding: float = 0.0
@@ -283,7 +284,7 @@ class PolicyRouter:
                 value=engine.engine_id,
             )
         adaptive = self._spec.adaptive_limit and self._spec.policy == "least_work"
-        slot = EngineSlot(engine, AdaptiveLimit(self._limit) if adaptive else None)
+        slot = EngineSlot(engine, self._limit, AdaptiveLimit(self._limit) if adaptive else None)
         self._slots[engine.engine_id] = slot
         device = engine.device
         rates = None
@@ -310,6 +311,18 @@ class PolicyRouter:
         slot.removed = True
         if slot.in_flight:
             self._leaving.add(slot)
+        self.wake()
+
+    def set_limit(self, engine_id: str, limit: int) -> None:
+        """Change how many turns an engine runs at most; further ones run to their end. Repeatable,
+        without effect for an engine that is not in the router."""
+        slot = self._slots.get(engine_id)
+        if slot is None or slot.most == limit:
+            return
+        slot.most = limit
+        if slot.limit is not None:
+            slot.limit = AdaptiveLimit(limit)
+        self._fleet.set_limit(engine_id, limit)
         self.wake()
 
     def regroup(self, group: str, left: int) -> None:

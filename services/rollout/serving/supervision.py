@@ -59,6 +59,33 @@ class EngineKeeper:
         self._retired = False
         # Whether trainers have the devices: the engine sleeps, and is not restarted if it dies.
         self._off_device = False
+        # Whether this worker brings the engine to new weights. Else another one does (its keeper),
+        # and `_vouched` is the version and checksum that it has verified there.
+        self._kept = True
+        self._vouched: tuple[int, str] | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether this worker brings the engine to new weights, not another one."""
+        return self._kept
+
+    def share(self, *, kept: bool, vouched: tuple[int, str] | None) -> None:
+        """Keep the engine, or follow another worker's. Repeatable.
+
+        One that is taken over is loaded again: its keeper may have died in the middle of a load.
+        """
+        taken_over = kept and not self._kept
+        self._kept, self._vouched = kept, vouched
+        self.engine.follow_keeper(not kept)
+        if taken_over:
+            self.engine.distrust("its keeper was lost")
+            self.nudge()
+
+    @property
+    def _may_follow(self) -> bool:
+        """Whether the keeper of the engine has brought it to the target."""
+        target = self._target.ref
+        return self._vouched == (target.version, target.checksum)
 
     @property
     def busy(self) -> bool:
@@ -115,6 +142,11 @@ class EngineKeeper:
                     raise self._start_timed_out("start") from error
             if self.serves_target:
                 return 0.0
+            if not self._kept:
+                if self._may_follow:
+                    await self.engine.follow(self._target.ref)
+                    self._on_change()
+                return 0.0
             # Read once: if the target moves meanwhile, its own update follows.
             ref = self._target.ref
             await self._fetcher.fetch(ref)
@@ -154,7 +186,7 @@ class EngineKeeper:
 
     async def check_target(self) -> None:
         """Raise `WeightsRefused` when the target cannot fit the engine's model; changes nothing."""
-        if self.is_down or self.off_device or self.serves_target:
+        if not self._kept or self.is_down or self.off_device or self.serves_target:
             return
         ref = self._target.ref
         await self._fetcher.fetch(ref)
@@ -255,6 +287,8 @@ class EngineKeeper:
         needs_repair = behind or self.is_down or engine.state == pb.ENGINE_STATE_STALE
         if self.off_device or not needs_repair:
             return 0.0
+        if not (self._kept or self.is_down or self._may_follow):
+            return 0.0  # its keeper is about to
         log.warning(
             "an engine is being brought back",
             engine=engine.engine_id,

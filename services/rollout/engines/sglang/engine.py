@@ -20,6 +20,7 @@ from services.rollout.engines.errors import (
     ReplyBroken,
     ScoreRefused,
     ServerGone,
+    TurnReturned,
     UpdateFailed,
 )
 from services.rollout.engines.requests import EngineLoad, EngineResponse, Memory, ScoreRequest
@@ -49,6 +50,8 @@ MISSES_UNTIL_DEAD: Final = 3
 _ABORT_SECONDS: Final = 2.0
 # A check ends before its caller gives up on it, so that a missed one is counted.
 _CHECK_SECONDS: Final = 18.0
+# How long a turn waits for the version of a server that another worker keeps, before it asks again.
+_CATCH_UP_SECONDS: Final = 5.0
 # Continuations that are scored at once.
 _SCORES_AT_ONCE: Final = 64
 _BAD_REQUEST: Final = 400
@@ -108,6 +111,11 @@ class SglangEngine(ServingEngine):
         self._reported = ServerLoad()
         self._finished_since_check = 0
         self._health: Health
+        # Whether another worker keeps the server; set, and made anew, when it serves a version.
+        self._followed = False
+        # Whether a keeper that was lost may have left a session of updates open.
+        self._left_open = False
+        self._caught_up = asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -130,6 +138,48 @@ class SglangEngine(ServingEngine):
         super().assign(policy)
         # The next update checks, as any other, that the server replaces it.
         self._former = former
+
+    def follow_keeper(self, followed: bool) -> None:
+        """See `ServingEngine.follow_keeper`."""
+        self._followed = self._server.followed = followed
+
+    async def follow(self, ref: pb.WeightsRef) -> None:
+        """See `ServingEngine.follow`. Nothing is paused: turns in flight go on, and the server says
+        which version drew each of their tokens."""
+        async with self._changing:
+            self._require_alive()
+            if (held := await self._named_version()) != str(ref.version):
+                raise UpdateFailed(
+                    f"{self.url} holds version '{held}', its keeper said {ref.version}",
+                    field="engine",
+                    value=self.engine_id,
+                    remedy="Wait until its keeper has brought it there.",
+                )
+            self._life.updating(ref.version)
+            self._loaded = ref.version
+            self._updates += 1
+            self._life.verified(ref.version, ref.checksum)
+            self._caught_up.set()
+            self._caught_up = asyncio.Event()
+
+    async def _named_version(self) -> str:
+        """The name of the version that the server holds. Raises `UpdateFailed`."""
+        try:
+            return str((await self._server.client.model_info()).get("weight_version"))
+        except (ServerGone, BrokenReply, Refused) as error:
+            raise UpdateFailed(
+                f"{self.url} does not say what it holds: {error}",
+                field="engine",
+                value=self.engine_id,
+                remedy="Look at the server's log.",
+            ) from error
+
+    async def _catch_up(self) -> None:
+        """Wait until the engine follows its server's keeper to another version, or a while: a turn
+        that was asked of the former one is better asked anew then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CATCH_UP_SECONDS):
+                await self._caught_up.wait()
 
     async def abort(self, request_id: str) -> None:
         """End a request early: its `generate` returns the tokens so far."""
@@ -171,9 +221,13 @@ class SglangEngine(ServingEngine):
         client, healthy = self._server.client, False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CHECK_SECONDS):
-                healthy = await self._health.generates(
-                    answered, len(self._turns), serves=self._life.serves
-                )
+                if self._followed:
+                    # Whether it still generates is its keeper's concern, which may have paused it.
+                    healthy = await client.alive()
+                else:
+                    healthy = await self._health.generates(
+                        answered, len(self._turns), serves=self._life.serves
+                    )
         # An update may have begun meanwhile: a paused server does not generate.
         if not self._life.alive or self.state == pb.ENGINE_STATE_UPDATING:
             return self.state
@@ -183,6 +237,8 @@ class SglangEngine(ServingEngine):
                 self._reported = await self._server.load()
             if self.state == pb.ENGINE_STATE_SUSPECT:
                 self._life.recovered()
+            if self._followed:
+                await self._compare_version()
         else:
             self._misses += 1
             if self._misses >= MISSES_UNTIL_DEAD or not await client.alive():
@@ -190,6 +246,16 @@ class SglangEngine(ServingEngine):
             elif self.state == pb.ENGINE_STATE_HEALTHY:
                 self._life.suspect(f"{client.url} missed a probe")
         return self.state
+
+    async def _compare_version(self) -> None:
+        """STALE if the server was started anew: it holds neither our version nor a later one."""
+        with contextlib.suppress(UpdateFailed):
+            held = await self._named_version()
+            known = self.version
+            if known is None or self.state != pb.ENGINE_STATE_HEALTHY:
+                return
+            if not held.isdecimal() or int(held) < known:
+                self._life.distrusted(f"the server holds version '{held}' now")
 
     async def stop(self) -> None:
         """End turns as aborted, then a launched server; an attached one keeps running."""
@@ -293,7 +359,16 @@ class SglangEngine(ServingEngine):
         self._source = transfer
         return super()._read(ref, transfer)
 
+    def distrust(self, reason: str) -> None:
+        """See `ServingEngine.distrust`. A session of the lost keeper is closed before the load."""
+        super().distrust(reason)
+        self._left_open = True
+
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+        if self._left_open:
+            self._left_open = False
+            with contextlib.suppress(ServerGone, BrokenReply, Refused):
+                await self._server.client.end_update()
         known, self._former = self.checksum or self._former, ""
         try:
             if self._adapted is not None:
@@ -396,11 +471,16 @@ class SglangEngine(ServingEngine):
             )
             # Tokens of weights that are not verified yet must not get out.
             await self._settled.wait()
-            steady = updates == self._updates
+            # Of a server that another worker keeps only its own word counts.
+            steady = updates == self._updates and not self._followed
             reply = parse(meta, asked_of, steady=steady, adapter=served.version)
             if reply.versions is None:
                 turn.restart()
+                if self._followed:
+                    await self._catch_up()
                 continue
+            while self._followed and max(reply.versions, default=0) > (self.version or 0):
+                await self._caught_up.wait()  # until its keeper has verified that version
             if not turn.versions:
                 turn.read_tokens = len(turn.prompt_ids) - reply.cached_tokens
             for row in zip(reply.token_ids, reply.logprobs, reply.versions, strict=True):
@@ -415,7 +495,11 @@ class SglangEngine(ServingEngine):
                 return turn.result(aborted=aborted)
             if turn.remaining == 0:
                 return turn.result()
-            if updates == self._updates:
+            if self._followed:
+                if self._in_flight == "restart":
+                    raise TurnReturned(self.engine_id, "new weights are being loaded")
+                await self._catch_up()
+            elif updates == self._updates:
                 raise BrokenReply(f"the server aborted it: {reply.message or 'no reason given'}")
             turn.incarnation += 1
 
@@ -455,6 +539,8 @@ class SglangEngine(ServingEngine):
             self._versions.ended(served)
         version = loaded if served.version is None else served.version
         if version is None or updates != self._updates:
+            return None
+        if self._followed and await self._named_version() != str(version):
             return None
         return [row.result() for row in rows], version
 

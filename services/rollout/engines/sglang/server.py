@@ -8,6 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +49,8 @@ _POLL_SECONDS: Final = 0.25
 _IDLE_SECONDS: Final = 10.0
 # Launches until one gets its port before another process does.
 _PORTS_TRIED: Final = 3
+# Name of weights that nobody has verified: no version.
+UNNAMED: Final = "unverified"
 # Adapters of one batch: the served version, former ones whose turns still run, none (the base).
 PER_BATCH: Final = 4
 
@@ -93,6 +96,8 @@ class Server:
         self._scratch: Scratch | None = None
         self._deterministic = deterministic
         self._routed_experts = routed_experts
+        # Whether another worker keeps the server: it may be paused on purpose.
+        self.followed = False
         # How the model's routers choose, if turns say which experts they used.
         self.routing: RoutingShape | None = None
         self._process: ServerProcess | None = None
@@ -258,12 +263,14 @@ class Server:
             await asyncio.sleep(_POLL_SECONDS)
         if self.launched:
             await self._check_name()
-        else:
-            # A rollout process that died in the middle of an update leaves the server paused.
-            for repair in (self.client.end_update, self.client.resume):
+        elif not self.followed:
+            # A rollout process that died in the middle of an update leaves the server paused, with
+            # parts of two versions: workers that follow it must not take them for either.
+            unnamed = partial(self.client.set_version, UNNAMED)
+            for repair in (self.client.end_update, unnamed, self.client.resume):
                 with contextlib.suppress(Refused):
                     await repair()
-        while not await self.client.healthy():
+        while not self.followed and not await self.client.healthy():
             if self.exited is not None:
                 raise self._unlaunchable(self.exited)
             await asyncio.sleep(_POLL_SECONDS)
@@ -299,6 +306,14 @@ class Server:
             )
         check_lora(info, spec, self._policy, target_names(spec, self.layout))
         self.max_context = min(self.max_context, _context_of(info, self.max_context))
+        if self.followed and not features.pause:
+            raise EngineStartFailed(
+                "several rollout workers share the server, and its release cannot be paused while "
+                "one of them loads weights",
+                field=f"policies.{self._policy}.engine.urls",
+                value=client.url,
+                remedy="Use a newer release of SGLang, or one rollout worker.",
+            )
         self.features = features
         self.ranks = int(info.get("tp_size") or 1)
         self.frees_memory = features.memory and bool(info.get("enable_memory_saver"))
