@@ -115,13 +115,14 @@ class LoopWatch:
     """
 
     def __init__(self, telemetry: Telemetry) -> None:
-        self._late = telemetry.histogram(
+        late = telemetry.histogram(
             "troupe_event_loop_late_seconds",
             "By how much a timer of the event loop, forty times a second, came late (wall), and "
             "what the loop's thread computed meanwhile (cpu).",
             ["clock"],
             LOOP_BUCKETS,
         )
+        self._wall, self._cpu = late.labels("wall"), late.labels("cpu")
         self._due = self._computed = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -141,8 +142,8 @@ class LoopWatch:
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         late = max(0.0, time.monotonic() - self._due)
-        self._late.labels("wall").observe(late)
-        self._late.labels("cpu").observe(min(late, time.thread_time() - self._computed))
+        self._wall.observe(late)
+        self._cpu.observe(min(late, time.thread_time() - self._computed))
         self._look_later(loop)
 
 
