@@ -2,13 +2,17 @@
 
 Ranks are gloo processes on this machine, the model has random weights and lies in safetensors files
 in float32. *Load*: the growth of a rank's peak memory over what it had with a tiny model, as a
-fraction of the model's bytes; and seconds beside one read of the files. *Publication*: bytes that
+fraction of the model's bytes; seconds beside one read of the files by one process into memory of
+its own, with the files in the page cache and without; and the seconds of them that do not depend on
+the bytes, measured with a model of as many tensors whose rows are short. *Publication*: bytes that
 are written of each byte that is published, by ranks and transfer. *Checkpoint*: the growth of the
 peak memory of the process that writes it from the state that ranks have saved.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import shutil
 import statistics
 import threading
@@ -34,6 +38,8 @@ from troupe.transfer import Transfer
 RANKS = (2, 4)
 _SAMPLE_SECONDS = 0.005
 _BLOCK_BYTES = 16 << 20
+# Loads of which the fastest counts.
+_LOADS = 3
 # Unit of `st_blocks`.
 _DISK_BLOCK_BYTES = 512
 
@@ -139,14 +145,26 @@ def size_of(folder: Path) -> int:
 
 
 def read_seconds(folder: Path) -> float:
-    """Seconds to read the files once, by one process."""
+    """Seconds to read the files once, by one process, into fresh memory."""
     began = time.perf_counter()
-    buffer = bytearray(_BLOCK_BYTES)
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+    for path in sorted(folder.glob("*.safetensors")):
+        size, done = path.stat().st_size, 0
+        with (
+            path.open("rb", buffering=0) as file,
+            mmap.mmap(-1, size) as room,
+            memoryview(room) as left,
+        ):
+            while count := file.readinto(left[done : done + _BLOCK_BYTES]):
+                done += count
     return time.perf_counter() - began
+
+
+def forget_pages(folder: Path) -> None:
+    """Have the files read from disk the next time."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measured(root: Path, size: int, nbytes: int) -> dict[str, float]:
@@ -157,10 +175,27 @@ def measured(root: Path, size: int, nbytes: int) -> dict[str, float]:
         tiny = GangLearner(gangs, "job/tiny", spec_of(root / "tiny", size), "solver", {})
         tiny.release()
         before = {pid: forget_peak(pid) for pid in rank_pids()}
-        once = read_seconds(root / "large")
-        began = time.perf_counter()
-        gang = GangLearner(gangs, "job/large", spec_of(root / "large", size), "solver", {})
-        seconds = time.perf_counter() - began
+        large, spec = root / "large", spec_of(root / "large", size)
+
+        def loaded(spec: JobSpec) -> tuple[GangLearner, float]:
+            began = time.perf_counter()
+            found = GangLearner(gangs, "job/large", spec, "solver", {})
+            return found, time.perf_counter() - began
+
+        forget_pages(large)
+        cold_read = read_seconds(large)
+        once = read_seconds(large)
+        fixed, seconds = [], []
+        for _ in range(_LOADS):
+            gang, took = loaded(spec_of(root / "narrow", size))
+            fixed.append(took)
+            gang.release()
+        forget_pages(large)
+        gang, cold = loaded(spec)
+        for _ in range(_LOADS):
+            gang.release()
+            gang, took = loaded(spec)
+            seconds.append(took)
         grown = [peak_bytes(pid) - now for pid, now in before.items()]
 
         transfer = Transfer(root / "transfer")
@@ -184,9 +219,13 @@ def measured(root: Path, size: int, nbytes: int) -> dict[str, float]:
         gangs.close()
     return {
         "load_rss_ratio": max(grown) / nbytes,
-        "load_over_read": seconds / once,
-        "load_seconds": seconds,
+        "load_over_read": min(seconds) / once,
+        "cold_load_over_read": cold / cold_read,
+        "load_seconds": min(seconds),
+        "fixed_seconds": min(fixed),
         "read_seconds": once,
+        "cold_load_seconds": cold,
+        "cold_read_seconds": cold_read,
         "publish_copies": copied[0] / published,
         "checkpoint_rss_ratio": writer / nbytes,
     }
@@ -198,6 +237,7 @@ def main() -> None:
     hidden, layers = (256, 4) if options.quick else (1024, 28)
     with command.scratch() as root:
         written(root / "tiny", config_of(64, 1))
+        written(root / "narrow", config_of(64, layers))
         nbytes = written(root / "large", config_of(hidden, layers))
         found = {size: measured(root, size, nbytes) for size in RANKS}
     if not options.json:
@@ -211,7 +251,10 @@ def main() -> None:
         },
         "publish_copies": round(max(one["publish_copies"] for one in found.values()), 2),
         "checkpoint_rss_ratio": round(max(o["checkpoint_rss_ratio"] for o in found.values()), 3),
-        "load_over_read": round(statistics.mean(o["load_over_read"] for o in found.values()), 2),
+        **{
+            name: round(statistics.mean(one[name] for one in found.values()), 2)
+            for name in ("load_over_read", "cold_load_over_read")
+        },
     }
     command.finish(worst, quiet=options.json)
 

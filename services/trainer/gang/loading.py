@@ -145,6 +145,7 @@ class MetaTensor:
     def __init__(self) -> None:
         self.names: list[str] = []
         self._places: list[tuple[Any, str]] = []
+        self._part: tuple[torch.Size, range] | None = None
 
     def add(self, name: str, module: Any, leaf: str) -> None:
         """Add a name of the tensor: attribute `leaf` of `module`."""
@@ -163,14 +164,18 @@ class MetaTensor:
         return bool(self._places)
 
     def part(self) -> tuple[torch.Size, range]:
-        """Shape of this rank's shard, and its rows: those of the tensor's first dimension."""
-        own = self.tensor
-        if not isinstance(own, DTensor):
-            return own.shape, range(own.shape[0] if own.ndim else 1)
-        shape, offset = compute_local_shape_and_global_offset(
-            own.shape, own.device_mesh, own.placements
-        )
-        return torch.Size(shape), range(offset[0], offset[0] + shape[0])
+        """Shape of this rank's shard, and its rows: those of the tensor's first dimension. Not to
+        be asked before the model is sharded."""
+        if self._part is None:
+            own = self.tensor
+            if isinstance(own, DTensor):
+                found, offset = compute_local_shape_and_global_offset(
+                    own.shape, own.device_mesh, own.placements
+                )
+                self._part = torch.Size(found), range(offset[0], offset[0] + found[0])
+            else:
+                self._part = own.shape, range(own.shape[0] if own.ndim else 1)
+        return self._part
 
     @property
     def nbytes(self) -> int:
@@ -183,14 +188,8 @@ class MetaTensor:
         shard = shard.to(device=device, dtype=own.dtype).contiguous()
         made: Any = shard
         if isinstance(own, DTensor):
-            made = DTensor.from_local(
-                shard,
-                own.device_mesh,
-                own.placements,
-                run_check=False,
-                shape=own.shape,
-                stride=own.stride(),
-            )
+            # As FSDP makes them: `from_local` takes three times as long.
+            made = DTensor(shard, own._spec, requires_grad=False)
         if isinstance(own, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=own.requires_grad)
         for module, leaf in self._places:
