@@ -497,8 +497,9 @@ class Versions:
 
     @property
     def copies(self) -> bool:
-        """Whether states can be written in the background: those of a gang are its ranks'."""
-        return not isinstance(self.learner, GangLearner)
+        """Whether states can be written in the background: those of a gang by its ranks, where
+        their hosts share a disk."""
+        return not isinstance(self.learner, GangLearner) or self.learner.shares_disk
 
     def make_durable(self, version: int) -> None:
         """Write the state of `version` if it is the committed one, in memory, and not on disk.
@@ -737,9 +738,13 @@ class Versions:
 
     def _write_behind(self, *, over_high_water: bool = False, at_once: bool = False) -> None:
         if self.copies:
-            state = self._snapshot(self.weights, self.frontier, committed=True)
+            learner = self.learner
             self.durability.write_behind(
-                state, self._prune_states, over_high_water=over_high_water, at_once=at_once
+                self._snapshot(self.weights, self.frontier, committed=True),
+                self._prune_states,
+                copy_parts=learner.copy_parts if isinstance(learner, GangLearner) else None,
+                over_high_water=over_high_water,
+                at_once=at_once,
             )
         elif at_once:
             self.make_durable(self.committed)

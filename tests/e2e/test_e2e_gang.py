@@ -24,10 +24,10 @@ RANK = "services.trainer.gang.rank"
 
 
 async def trained(
-    house: House, models: Path, gang: int, *, kill: bool = False
+    house: House, models: Path, gang: int, *, kill: bool = False, **changes: Any
 ) -> Mapping[str, torch.Tensor]:
-    """The solver's weights after the last step."""
-    over: dict[str, Any] = {"pipeline.mode": "sync", "pipeline.steps": STEPS}
+    """The solver's weights after the last step, and those of its critic."""
+    over: dict[str, Any] = {"pipeline.mode": "sync", "pipeline.steps": STEPS, **changes}
     over["policies.solver.trainer"] = {"gang": gang}
     # A step far above what Adam makes of rounding.
     over["policies.solver.optimizer"] = {"lr": 1e-3, "eps": 1e-3}
@@ -43,9 +43,16 @@ async def trained(
     state = StateStore(house.data_dir, handle.id, "solver").load(STEPS)
     assert state.path is not None
     assert len(list(state.path.glob("shard-*"))) == (gang if gang > 1 else 0)
-    saved = load_file(f"{checkpoint.path}/model.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in state.weights.items())
-    return state.weights
+    if "policies.solver.lora" in over:
+        saved = load_file(f"{checkpoint.path}/adapter_model.safetensors")
+        assert len(saved) == len(state.weights)
+        assert all(bool(tensor.any()) for tensor in saved.values()), "B began as zeros"
+    else:
+        saved = load_file(f"{checkpoint.path}/model.safetensors")
+        assert all(torch.equal(saved[name], tensor) for name, tensor in state.weights.items())
+    critic = {n: t for n, t in state.moments.items() if n.startswith("critic/weight/")}
+    assert bool(critic) == ("algorithm" in over)
+    return state.weights | critic
 
 
 async def kill_a_rank(trainer: int, handle: AsyncJobHandle) -> None:
@@ -66,6 +73,27 @@ async def test_a_gang_learns_what_one_device_does_although_a_rank_is_killed(
 ) -> None:
     one = await trained(house, models, 1)
     two = await trained(house, models, 2, kill=True)
+    assert set(one) == set(two)
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policies.solver.lora": {"rank": 4, "alpha": 16}},
+        {"algorithm": {"advantage": "gae", "critic": {"optimizer": {"lr": 1e-3, "eps": 1e-3}}}},
+    ],
+    ids=["lora", "critic"],
+)
+async def test_adapters_and_critics_in_a_gang_outlive_a_rank(
+    house: House, models: Path, changes: dict[str, Any]
+) -> None:
+    """The state is written behind the steps, so that a rank's death costs those since the first."""
+    one = await trained(house, models, 1, **changes)
+    two = await trained(house, models, 2, kill=True, state={"every": 4}, **changes)
     assert set(one) == set(two)
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)

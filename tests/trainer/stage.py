@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from services.trainer.learning.model import load_model
 from tests.support.training import make_rollout, make_spec, score
 from troupe.job import JobSpec
-from troupe.rpc import new_id
+from troupe.rpc import DeadlineExceeded, new_id
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -54,6 +55,13 @@ class Trainer:
         )
         weights: pb.WeightsRef = (await self.stub.Bind(request)).weights
         return weights
+
+    async def bind_again(self, spec: JobSpec, **version: Any) -> pb.WeightsRef:
+        """Bind as the orchestrator does: again, where it takes longer than a call's deadline."""
+        for _ in range(4):
+            with contextlib.suppress(DeadlineExceeded):
+                return await self.bind(spec, **version)
+        raise AssertionError("the policy was not bound")
 
     async def events(
         self, step: int, version: int, policy: str = "solver", oldest_version: int | None = None

@@ -81,6 +81,8 @@ from troupe.workflow.shipped import opened
 
 # File of a state that rank 0 writes for all.
 _WHOLE = "whole.safetensors"
+# Seconds between questions whether all ranks have written their copies of a state.
+_WRITTEN_SECONDS = 0.2
 # Seconds between questions whether all hosts have a job's models and code.
 _PREPARE_SECONDS = 0.2
 # Tensors that ranks gather.
@@ -541,6 +543,20 @@ class GangLearner:
         files: dict[str, str] = self._order("save", directory=where).header["files"]
         return files
 
+    def copy_parts(self) -> Callable[[Path], dict[str, str]] | None:
+        """Have every rank copy its part of weights and moments to host memory: what has the copies
+        written while steps go on; None where a rank has no memory for one."""
+        return self._write_copy if self._order("copy").header["copied"] else None
+
+    def _write_copy(self, directory: Path) -> dict[str, str]:
+        """As `save`, of the copies; in any thread: other orders come in between."""
+        self._order("write_copy", directory=self._gangs.below_data_dir(directory))
+        while True:
+            files: dict[str, str] | None = self._order("copy_written").header["files"]
+            if files is not None:
+                return files
+            time.sleep(_WRITTEN_SECONDS)
+
     def load(self, directory: Path) -> None:
         """Have every rank read its part of what `save` or a single device has written."""
         self._revive()
@@ -594,6 +610,8 @@ class GangLearner:
             self.vocabulary: int = answer.header["vocabulary"]
             self.num_parameters: int = answer.header["parameters"]
             self._base_checksum: str = answer.header["base"]
+            # Whether the hosts of all ranks have this host's data directory.
+            self.shares_disk: bool = answer.header["shares_disk"]
             if self._reference is not None:
                 self.load_reference(self._reference)
         except BaseException:

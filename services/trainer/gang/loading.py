@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from services.trainer.gang.group import GangGroup
+from services.trainer.gang.sharded_state import as_shard
 from services.trainer.learning.critic import ValueHead
 from services.trainer.learning.model import load_problem, outline
 from troupe.checkpoints.format import (
@@ -188,8 +189,7 @@ class MetaTensor:
         shard = shard.to(device=device, dtype=own.dtype).contiguous()
         made: Any = shard
         if isinstance(own, DTensor):
-            # As FSDP makes them: `from_local` takes three times as long.
-            made = DTensor(shard, own._spec, requires_grad=False)
+            made = as_shard(shard, own)
         if isinstance(own, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=own.requires_grad)
         for module, leaf in self._places:

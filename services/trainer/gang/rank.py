@@ -25,10 +25,11 @@ from services.trainer.compute import choose_device, give_back_memory
 from services.trainer.gang.gang import Channel, Frame, RankSettings, decode_rows, end_with_parent
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.learner import RankLearner
+from services.trainer.gang.shard_copy import ShardCopy
 from services.trainer.learning.ranks import Stopped
 from services.trainer.specifications import HostSpecification
 from troupe.job import JobSpec
-from troupe.rpc import TroupeError, from_status, to_status
+from troupe.rpc import FailedPrecondition, TroupeError, from_status, to_status
 from troupe.workflow.shipped import open_shipped
 
 # Keys of the rendezvous store.
@@ -68,6 +69,8 @@ class Rank:
             report_load=self._report_load,
         )
         self._members: dict[str, RankLearner] = {}
+        # Copies of their states; one that is being written when its policy leaves stays until then.
+        self._copies: dict[str, ShardCopy] = {}
         # By key of the policy; on the first rank of each host but the lead's.
         self._specs: dict[str, HostSpecification] = {}
 
@@ -131,8 +134,11 @@ class Rank:
             return {"ready": self._prepare(header)}
         if name in ("open", "close"):
             self._members.pop(key, None)
+            self._drop_copy(key)
             give_back_memory()
             return self._open(header) if name == "open" else None
+        if name in ("write_copy", "copy_written"):
+            return self._write_copy(key, header)
         member = self._members[key]
         # In the shared memory of the lead's host, which is that of rank 0; None on other ranks.
         path = Path(header["path"]) if "path" in header and self._channel is not None else None
@@ -149,6 +155,10 @@ class Rank:
                 files = member.save(self._data_dir / header["directory"])
                 everyone = self._group.gather(json.dumps(files).encode())
                 return {"files": {k: v for one in everyone for k, v in json.loads(one).items()}}
+            case "copy":
+                if key not in self._copies:
+                    self._copies[key] = ShardCopy(self._group, self._device)
+                return {"copied": self._copies[key].take(member.weights() | member.moments())}
             case "load":
                 member.load(self._data_dir / header["directory"])
             case "reference":
@@ -164,6 +174,30 @@ class Rank:
             case _:
                 raise AssertionError(f"there is no order '{name}'")
         return None
+
+    def _write_copy(self, key: str, header: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin to write the copy of a policy's state into `directory`, or answer whether it is
+        written. Raises FailedPrecondition where other ranks had made the copy."""
+        copy = self._copies.get(key)
+        if copy is None or copy.busy == ("directory" in header):
+            raise FailedPrecondition(
+                "the ranks that had a copy of the state have ended",
+                kind="gang_lost",
+                remedy="None is needed: the next state is written before its commit.",
+            )
+        if "directory" in header:
+            copy.write(self._data_dir / header["directory"])
+            return {}
+        try:
+            return {"files": copy.files()}
+        finally:
+            if key not in self._members:
+                self._drop_copy(key)
+
+    def _drop_copy(self, key: str) -> None:
+        """Free the copy of a policy's state, unless it is being written."""
+        if key in self._copies and not self._copies[key].busy:
+            self._copies.pop(key).close()
 
     def _prepare(self, header: Mapping[str, Any]) -> bool:
         """Have each host but the lead's get models and code of a job; whether all have them.
@@ -206,6 +240,7 @@ class Rank:
             "vocabulary": member.vocabulary,
             "parameters": member.num_parameters,
             "base": "" if member.base is None else member.base.checksum,
+            "shares_disk": self._group.shares_disk,
         }
 
 

@@ -174,6 +174,12 @@ def file_checksum(path: Path) -> str:
             return bytes_checksum(view)
 
 
+def as_shard(local: torch.Tensor, of: DTensor) -> DTensor:
+    """The DTensor like `of` whose shard on this rank is `local`, as FSDP makes them: `from_local`
+    takes three times as long, and moves `local` to the mesh's device."""
+    return DTensor(local, of._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Gather the full tensor of a DTensor on all ranks; a collective that all ranks must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 import psutil
 import structlog
@@ -41,6 +42,11 @@ _READ_SECONDS: Final = 600.0
 _MEMORY_SHARE: Final = 0.8
 # The writer yields to threads that compute, where cores are short (as `nice`).
 _NICENESS: Final = 10
+
+
+# Has the ranks of a gang copy their shards: what writes the copy into a directory and returns the
+# files' checksums, or None where a rank has no memory for one.
+CopyParts: TypeAlias = Callable[[], Callable[[Path], dict[str, str]] | None]
 
 
 class KeptRowsClient:
@@ -99,15 +105,16 @@ class HostCopy:
     """Host memory for one copy of a policy's tensors, reused by the next copy: fresh pages, and
     pinned ones all the more, cost several times as much as the copy itself."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, sharers: int = 1) -> None:
+        """`sharers`: how many processes of this host make such a copy at once."""
         self._pinned = device.type == "cuda"
-        self._device = device
+        self._device, self._sharers = device, sharers
         self._buffers: Tensors = {}
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the host has memory for what the buffers lack."""
         needed = sum(t.nbytes for name, t in tensors.items() if not self._has(name, t))
-        return needed <= psutil.virtual_memory().available * _MEMORY_SHARE
+        return needed * self._sharers <= psutil.virtual_memory().available * _MEMORY_SHARE
 
     def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have memory for a copy of tensors of these shapes; what the last copy lacks is fresh, and
@@ -180,7 +187,7 @@ class Durability:
         """Whether this step may be committed before its state is on disk, so that its rows have to
         be kept from its first micro-batch on.
 
-        `copies`: whether the learner's tensors can be copied (a gang's are written by its ranks).
+        `copies`: whether the learner's tensors can be copied (`Versions.copies`).
         """
         spec, plan = self._spec, self._plan()
         if spec.population is not None or self.failure is not None or self._is_wanted(step):
@@ -230,6 +237,7 @@ class Durability:
         state: TrainingState,
         prune: Callable[[int], None],
         *,
+        copy_parts: CopyParts | None = None,
         over_high_water: bool = False,
         at_once: bool = False,
     ) -> None:
@@ -237,13 +245,14 @@ class Durability:
 
         At most one copy exists: when twice as many steps as planned are behind, this waits until
         the one before is written. Without memory for a copy the state is written before this
-        returns. `prune` deletes older states; `at_once`: do not wait for the planned step.
+        returns. `prune` deletes older states; `copy_parts`: for a gang, has its ranks copy their
+        shards; `at_once`: do not wait for the planned step.
         """
         self._over_high_water = over_high_water
         tensors = _named("weights", state.weights) | _named("moments", state.moments)
         busy = self._writing is not None and not self._writing.done()
         behind = state.version - self._begun
-        if self._reserving is None and self._copy.fits(tensors):
+        if self._reserving is None and tensors and self._copy.fits(tensors):
             self._reserving = self._in_background(self._copy.reserve, tensors)
         if not at_once and not is_due(
             self._plan(), behind, over_high_water=over_high_water, writing=busy
@@ -254,27 +263,43 @@ class Durability:
             return  # the next step writes before its commit, which says what is wrong
         if self._reserving is not None:
             self._reserving.result()
-        if not self._copy.fits(tensors):
+        began = time.perf_counter()
+        try:
+            copy = self._copied(state, tensors, copy_parts)
+        except TroupeError as error:
+            # A gang has lost a rank. The step is committed: the next one finds out.
+            log.warning("state not copied", error=str(error), **self._about())
+            return
+        if copy is None:
             log.warning("no host memory for a copy: the state is written at once", **self._about())
             self._write(state, prune)
             return
-        began = time.perf_counter()
-        copied = self._copy.take(tensors)
         seconds = time.perf_counter() - began
         self._costs = replace(self._costs, copying=seconds)
         self._metrics["train/state_copy_seconds"] = seconds
-        weights = {n.partition("/")[2]: t for n, t in copied.items() if n.startswith("weights/")}
-        moments = {n.partition("/")[2]: t for n, t in copied.items() if n.startswith("moments/")}
         with self._lock:
             self._begun = state.version
-        mine = replace(state, weights=weights, moments=moments)
-        self._writing = self._in_background(self._write, mine, prune)
+        self._writing = self._in_background(self._write, copy, prune)
+
+    def _copied(
+        self, state: TrainingState, tensors: Tensors, copy_parts: CopyParts | None
+    ) -> TrainingState | None:
+        """The state over a copy of its tensors, or of a gang's shards; None without memory."""
+        if copy_parts is not None:
+            write = copy_parts()
+            return None if write is None else replace(state, write_parts=write)
+        if not self._copy.fits(tensors):
+            return None
+        copied = self._copy.take(tensors)
+        weights = {n.partition("/")[2]: t for n, t in copied.items() if n.startswith("weights/")}
+        moments = {n.partition("/")[2]: t for n, t in copied.items() if n.startswith("moments/")}
+        return replace(state, weights=weights, moments=moments)
 
     def _in_background(
         self, call: Callable[..., None], *args: Any
     ) -> concurrent.futures.Future[None]:
         if self._writer is None:
-            self._writer = concurrent.futures.ThreadPoolExecutor(1, "state", initializer=_step_back)
+            self._writer = concurrent.futures.ThreadPoolExecutor(1, "state", initializer=step_back)
         return self._writer.submit(call, *args)
 
     def _write(self, state: TrainingState, prune: Callable[[int], None]) -> None:
@@ -370,7 +395,7 @@ def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
-def _step_back() -> None:
+def step_back() -> None:
     """Give this thread a lower priority, where the system has one for threads."""
     with contextlib.suppress(OSError, AttributeError):
         me = threading.get_native_id()

@@ -1,4 +1,5 @@
-"""A rank that is killed in each order of a step, and while its policy is suspended or resumed."""
+"""A rank that is killed in each order of a step, while a state is written behind the steps, and
+while its policy is suspended or resumed."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from services.trainer.gang.gang import Gang
+from services.trainer.state.training_state import StateStore
 from tests.trainer.gang.test_gang import gang_spec
 from tests.trainer.gang.test_gang_steps import (
     assert_close,
@@ -74,7 +76,7 @@ async def test_a_rank_killed_in_any_order_of_a_step_costs_that_step_only(
     job, alone = await stage.sibling()
     await alone.bind(one)
     trainer, killer = await stage.trainer(gang_ranks=2), Killer(monkeypatch)
-    await trainer.bind(two)
+    await trainer.bind_again(two)
     for number, order in enumerate(
         ("discard", "accumulate", "complete", "apply", "gather", "save")
     ):
@@ -97,6 +99,38 @@ async def test_a_rank_killed_in_any_order_of_a_step_costs_that_step_only(
     await trainer.release()
 
 
+@pytest.mark.parametrize("order", ["copy", "write_copy", "copy_written"])
+async def test_a_rank_killed_while_a_state_is_written_costs_no_committed_step(
+    stage: TrainingStage, rooms: Path, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """The steps since the state before are made again, bit by bit, from the rows that are kept."""
+    spec = gang_spec(stage.tokenizer, 2, optimizer=_OPTIMIZER, state={"every": 2})
+    trainer, killer = await stage.trainer(gang_ranks=2), Killer(monkeypatch)
+    await trainer.bind_again(spec)
+    versions = trainer.worker.bindings.bound[(stage.job_id, "solver")].versions
+    states = StateStore(stage.root / "runs", stage.job_id, "solver")
+    await step(stage, trainer, 0, spec)
+    killer.order = order
+    await step(stage, trainer, 1, spec)
+    await asyncio.to_thread(versions.durability.settle)
+    assert killer.killed == 1
+    assert states.versions() == [0], "what was half written has no name"
+    await stage.open(2, version=2)
+    await stage.play(stage.first_model(spec), step=2, version=2)
+    commit = await trainer.run(2, 2)
+    assert commit.metrics["train/state_recomputed_steps"] == 2
+    assert not versions.pack().document["rounded"], "the committed weights, bit by bit"
+    await step(stage, trainer, 3, spec)
+    await step(stage, trainer, 4, spec)
+    await asyncio.to_thread(versions.durability.settle)
+    assert max(states.versions()) >= 3
+    states.load(max(states.versions()))
+    assert left_over(stage, rooms) == []
+    assert await violations(stage) == []
+    await trainer.release()
+    assert max(states.versions()) == 5, "a policy that leaves has its state on disk"
+
+
 async def half(stage: TrainingStage, trainer: Trainer, spec: JobSpec) -> asyncio.Task[Any]:
     """Half of step 0 is in the gradients."""
     for query, trajectory, samples in stage.rollouts(stage.first_model(spec))[:4]:
@@ -115,7 +149,7 @@ async def test_a_rank_killed_in_a_swap_costs_the_step_that_it_was_in(
     await alone.bind(one)
     _, expected = await step(job, alone, 0, one)
     trainer, killer = await stage.trainer(gang_ranks=2), Killer(monkeypatch)
-    await trainer.bind(two)
+    await trainer.bind_again(two)
     await stage.open()
     running = await half(stage, trainer, two)
     before, killer.order = gang_of(os.getpid()), order
@@ -127,7 +161,7 @@ async def test_a_rank_killed_in_a_swap_costs_the_step_that_it_was_in(
     await gone(before)
     assert await trainer.statuses() == []
     assert left_over(stage, rooms) == []
-    await trainer.bind(two)
+    await trainer.bind_again(two)
     for query, trajectory, samples in stage.rollouts(stage.first_model(two))[4:]:
         await stage.append(query, trajectory, samples)
     commit = await trainer.run(0, 0)
