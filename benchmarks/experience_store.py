@@ -21,6 +21,8 @@ Redis has given back. Ratios are medians of those of the rounds. The last line i
 - `ready_p99_ms`: from sending the last reward of a group to having the claim that waited for it.
 - `million_rows_latency_ratio`: median claim with 1,000,000 rows in the store over that with 1,000.
 - `memory_ratio`: bytes that Redis holds per byte of payload, the worst of all lengths.
+- `bytes_over_unique`: bytes of conversations of ten cumulative turns over those of their unique
+  tokens, by the tokens of a conversation: on both wires, in Redis and in its append-only file.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import finish, options_of, quantile
-from benchmarks.store import echo, raw, scale, served
+from benchmarks.store import conversations, echo, raw, scale, served
 from benchmarks.store.servers import Servers, Stub, started
 from benchmarks.store.workload import GROUP_SIZE, Shape, make_appends
 from services.chassis.process import keep_freed_memory
@@ -73,10 +75,16 @@ class Plan:
     many: int
     many_steps: int
     claims: int
+    talks: tuple[conversations.Talk, ...]
 
 
-FULL = Plan((512, 4096, 32_768), 96 * 2**20, 5, 500, 1_000_000, 10, 90)
-QUICK = Plan((4096,), 2**20, 1, 10, 4000, 2, 30)
+_TALKS = (
+    conversations.Talk(4000, 32),
+    conversations.Talk(40_000, 8),
+    conversations.Talk(4000, 2, routes=48 * 8),
+)
+FULL = Plan((512, 4096, 32_768), 96 * 2**20, 5, 500, 1_000_000, 10, 90, _TALKS)
+QUICK = Plan((4096,), 2**20, 1, 10, 4000, 2, 30, (conversations.Talk(4000, 4),))
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,9 @@ async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, A
             with servers.client() as client:
                 memory[tokens] = await scale.memory_ratio(stub, client, shape)
             console.print(f"memory per payload byte, {tokens} tokens: {memory[tokens]:.2f}")
+        with servers.client() as client:
+            talks = [await conversations.carried(stub, client, talk) for talk in plan.talks]
+        console.print(_talk_table(talks))
         # The last: the heap of a Redis that held a million rows is not what others start with.
         low, high = await scale.latency_by_rows(stub, 1000, plan.many, plan.many_steps, plan.claims)
         console.print(
@@ -194,7 +205,26 @@ async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, A
         "ready_p99_ms": round(quantile(ready, 0.99) * 1e3, 2),
         "million_rows_latency_ratio": round(high / low, 2),
         "memory_ratio": round(max(memory.values()), 3),
+        "bytes_over_unique": {
+            f"{one.talk.tokens}{' with routes' if one.talk.routes else ''}": {
+                link: round(one.once[link], 3) for link in conversations.LINKS
+            }
+            for one in talks
+        },
     }
+
+
+def _talk_table(talks: Sequence[conversations.Carried]) -> Table:
+    table = Table(
+        title="bytes of conversations of ten cumulative turns over those of their unique tokens",
+        caption="In brackets: where every turn carries all its tokens.",
+    )
+    for heading in ("tokens", "routes", *conversations.LINKS):
+        table.add_column(heading, justify="right")
+    for one in talks:
+        ratios = [f"{one.once[at]:.2f} ({one.whole[at]:.2f})" for at in conversations.LINKS]
+        table.add_row(f"{one.talk.tokens}", f"{one.talk.routes}", *ratios)
+    return table
 
 
 def _table(cells: Sequence[Cell]) -> Table:

@@ -84,14 +84,14 @@ async def memory_ratio(stub: Stub, client: redis.Redis, shape: Shape) -> float:
     job = await create(stub)
     await stub.OpenStep(open_request(job, 0, shape))
     appends = make_appends(job, 0, shape)
-    before = await _used(client)
+    before = await used_bytes(client)
     await append_all(stub, map(Ending.of, appends), 8, Timings())
-    held = await _used(client) - before
+    held = await used_bytes(client) - before
     await drop(stub, job)
     return held / payload_bytes(appends)
 
 
-async def _used(client: redis.Redis) -> int:
+async def used_bytes(client: redis.Redis) -> int:
     """Bytes in use for data, without buffers of connections and of the append-only file."""
     while int(client.info("memory")["lazyfree_pending_objects"]):  # noqa: ASYNC110
         await asyncio.sleep(0.01)

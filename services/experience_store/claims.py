@@ -39,6 +39,7 @@ from troupe.v1 import experience_store_pb2 as store_pb
 Response = store_pb.ClaimMicroBatchResponse
 
 _SAMPLES: Final = tag(Response.SAMPLES_FIELD_NUMBER)
+_STEMS: Final = tag(Response.STEMS_FIELD_NUMBER)
 _SAMPLE: Final = tag(store_pb.ClaimedSample.SAMPLE_FIELD_NUMBER)
 
 
@@ -62,9 +63,10 @@ class Delivery:
         claim: str,
         rows: Iterable[tuple[Payload, SampleRecord, int]],
         rewards: Sequence[Sequence[float]],
+        stems: Iterable[Payload] = (),
     ) -> Delivery:
         """An answer with samples: the payload and record of each, and the index of its group's
-        rewards in `rewards`."""
+        rewards in `rewards`; `stems`: payloads of others that they refer to."""
         ends = [
             store_pb.ClaimedSample(group_rewards=values).SerializeToString() for values in rewards
         ]
@@ -78,6 +80,8 @@ class Delivery:
             size = len(begin) + len(payload) + len(moved) + len(end)
             parts += (_SAMPLES, varint(size), begin, payload, moved, end)
             count += 1
+        for payload in stems:
+            parts += (_STEMS, varint(len(payload)), payload)
         return Delivery(outcome, b"".join(parts), count)
 
 
@@ -201,8 +205,8 @@ class Claims:
         parsed = list(zip(ids, map(SampleRecord.parse, texts), strict=True))
         rewards_of = [[float(one) for one in line.split(b",")] for line in rewards.split(b"\n")]
         try:
-            payloads = await self._samples.take(
-                request.job_id, request.policy, request.step, parsed
+            payloads, stems = await self._samples.take(
+                request.job_id, request.policy, request.step, parsed, request.known_claims
             )
         except PayloadGoneError as error:
             # Committed or dropped by another caller since the script ran.
@@ -213,7 +217,7 @@ class Claims:
                 payloads, parsed, groups.split(b","), strict=True
             )
         )
-        return Delivery.claimed(request.request_id, rows, rewards_of)
+        return Delivery.claimed(request.request_id, rows, rewards_of, stems)
 
     async def renew(
         self, job: str, policy: str, step: int, claimant: str, lease_seconds: float

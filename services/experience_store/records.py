@@ -25,6 +25,8 @@ PREFIX: Final = "troupe"
 JOBS: Final = f"{PREFIX}:jobs"
 # Field of staged rows that holds their records (lua/policy.lua); no id looks like it.
 RECORDS: Final = "\t"
+# Begins the field of rows that counts what needs a payload (`PolicyKeys.rows`).
+NEEDED: Final = "\t"
 # Items of a hash of success rates (lua/read_pools.lua).
 _RATES: Final = 100
 # Matches the channels of all policies of all jobs.
@@ -159,7 +161,8 @@ class PolicyKeys:
         return f"{self.base}:{step}:{name}"
 
     def rows(self, step: int, trajectory: str) -> str:
-        """Hash: sample -> payload; `sample TAB column` -> a column that came late.
+        """Hash: sample -> payload; `sample TAB column` -> a column that came late; `TAB sample` ->
+        1, and 1 for each payload that refers to this one (lua/samples.lua).
 
         `trajectory@step` where samples of an earlier step came back.
         """
@@ -213,27 +216,36 @@ class StagedRow(NamedTuple):
     """Sorted."""
     version: str
     """As in `SampleRecord`."""
+    parent: int | None = None
+    """Turn of the sample that its stem refers to."""
+    shared: int = 0
+    """Tokens of its stem; they count among `tokens`."""
 
     @staticmethod
     def of(sample: store_pb.Sample, payload: Payload | None = None) -> StagedRow:
         """The row of `sample`; `payload`: its serialization, where that is known."""
         versions = sample.versions
         columns = sample.columns
+        stem = sample.stem if sample.HasField("stem") else None
+        shared = 0 if stem is None else stem.tokens
         return StagedRow(
             sample.sample_id,
             sample.policy,
             sample.SerializeToString() if payload is None else payload,
-            sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape),
+            shared + sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape),
             sample.turn,
             sample.agent,
             sample.group_id,
             sample.reward if sample.HasField("reward") else None,
             sorted(columns) if columns else (),
             str(min(span.version for span in versions)) if versions else "",
+            None if stem is None else stem.turn,
+            shared,
         )
 
-    def record(self, query: str, trajectory: str, required: Collection[str]) -> str:
-        """First `SampleRecord` of a sample, formatted; `required`: columns besides the reward."""
+    def record(self, query: str, trajectory: str, required: Collection[str], stem: str = "") -> str:
+        """First `SampleRecord` of a sample, formatted; `required`: columns besides the reward;
+        `stem`: as in the record."""
         missing = [name for name in required if name not in self.columns]
         if self.reward is None:
             missing.append(REWARD)
@@ -244,8 +256,43 @@ class StagedRow(NamedTuple):
         # A `SampleRecord` in the order of its fields, written out because it is made for every row.
         return (
             f"{_PENDING}\t{self.tokens}\t{len(self.payload)}\t{self.turn}\t{reward}\t{lacks}\t{early}"
-            f"\t\t{query}\t{trajectory}\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t\t{spread}"
+            f"\t\t{query}\t{trajectory}\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t\t{stem}\t{spread}"
         )
+
+
+class StemTree:
+    """How the rows of one trajectory and policy refer to each other (Sample.stem)."""
+
+    def __init__(self, rows: Sequence[StagedRow]) -> None:
+        """`rows`: each behind the one that it refers to."""
+        self._turns: dict[int, tuple[list[int], int]] = {}
+        self.referring: dict[str, int] = {}
+        """Sample -> samples that refer to it directly; without those that none refers to."""
+        if all(row.parent is None for row in rows):
+            return
+        names = {row.turn: row.sample for row in rows}
+        sizes = {row.turn: len(row.payload) for row in rows}
+        for row in rows:
+            if row.parent is None:
+                continue
+            path, size = self._turns.get(row.parent, ([], 0))
+            self._turns[row.turn] = [*path, row.parent], size + sizes[row.parent]
+            name = names[row.parent]
+            self.referring[name] = self.referring.get(name, 0) + 1
+
+    def text(self, turn: int) -> str:
+        """`SampleRecord.stem` of a row."""
+        if turn not in self._turns:
+            return ""
+        path, size = self._turns[turn]
+        ranges: list[list[int]] = []
+        for one in path:
+            if ranges and ranges[-1][1] == one - 1:
+                ranges[-1][1] = one
+            else:
+                ranges.append([one, one])
+        turns = (f"{first}-{last}" if first < last else f"{first}" for first, last in ranges)
+        return f"{','.join(turns)} {size}"
 
 
 class SampleRecord(NamedTuple):
@@ -280,6 +327,9 @@ class SampleRecord(NamedTuple):
     """When it entered the table, ms of the Redis clock; empty while it is only staged."""
     origin: str
     """The step that it was appended to, where it comes back in a later one; else empty."""
+    stem: str
+    """The turns whose samples hold the beginning of its prompt, as `0-3,7`, from the first on, a
+    blank, and the bytes of their payloads; empty for none."""
     spread: str
     """Random characters. Lua hashes only every third to eighth character of a string of this
     length: records that differ in few others would share one bucket of its string table, and each
@@ -288,6 +338,15 @@ class SampleRecord(NamedTuple):
     def format(self) -> str:
         """The text in Redis."""
         return "\t".join(self)
+
+    def ancestors(self) -> list[str]:
+        """The samples whose payloads hold the beginning of its prompt."""
+        found: list[str] = []
+        for part in self.stem.partition(" ")[0].split(",") if self.stem else ():
+            first, _, last = part.partition("-")
+            turns = range(int(first), int(last or first) + 1)
+            found += (f"{self.query}_{turn}_{self.trajectory}" for turn in turns)
+        return found
 
     @staticmethod
     def parse(text: str) -> SampleRecord:

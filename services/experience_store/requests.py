@@ -298,6 +298,10 @@ def _check_value(field: str, column: store_pb.Column) -> None:
                 ) from error
         case "ref":
             check_id(f"{field}.ref", column.ref)
+        case "parts":
+            raise InvalidArgument(
+                "is not stored in parts", kind="column_type", field=f"{field}.parts"
+            )
 
 
 def check_vector(field: str, tensor: pb.Tensor, dtype: pb.Dtype.ValueType) -> None:

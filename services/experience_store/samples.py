@@ -13,7 +13,7 @@ import binascii
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -25,6 +25,7 @@ from services.experience_store.records import STATE_OF, Payload, PolicyKeys, Sam
 from services.experience_store.requests import ROW_BYTES, Fill
 from services.experience_store.steps import StepStore
 from services.experience_store.tables import TableRegistry
+from troupe.prefixes import restored
 from troupe.protobuf_wire import repeated, tag, varint
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -94,6 +95,14 @@ class RecentRows:
         self.missed += len(records) - len(taken)
         return taken
 
+    def peek(
+        self, job: str, policy: str, rows: Iterable[tuple[str, SampleRecord]]
+    ) -> dict[str, Payload]:
+        """Payloads of those of these samples that are kept, each with the record of one that refers
+        to it. They stay."""
+        keys = ((sample, (job, policy, sample, record.since)) for sample, record in rows)
+        return {sample: self._rows[key] for sample, key in keys if key in self._rows}
+
     def forget(self, job: str) -> None:
         """Remove the rows of a job whose tables are dropped."""
         for key in [key for key in self._rows if key[0] == job]:
@@ -136,6 +145,7 @@ _BEHIND: Final = frozenset(
         "final_reward",
         "demonstration",
         "preference",
+        "stem",
     }
 )
 _BEHIND_BYTES: Final = 256
@@ -212,18 +222,20 @@ class FastRowReader:
         who, role = agent.decode("ascii"), group.decode("ascii")
         if behind is None or not (who.isprintable() and role.isprintable()):
             return None
-        version, reward = behind
+        version, reward, parent, shared = behind
         return StagedRow(
             sample.decode("ascii"),
             policy.decode("ascii"),
             payload,
-            prompt + response,
+            shared + prompt + response,
             turn,
             who,
             role,
             reward,
             (),
             version,
+            parent,
+            shared,
         )
 
 
@@ -286,9 +298,11 @@ def _begin(text: bytes, field: int, dtype: pb.Dtype.ValueType) -> tuple[int, byt
 
 
 @functools.lru_cache(maxsize=4096)
-def _behind(text: bytes) -> tuple[str, float | None] | None:
-    """Oldest version and reward from the last fields of a sample; None where there are other
-    fields. Cached: rows of one job end in few different ways. Raises `DecodeError`.
+def _behind(text: bytes) -> tuple[str, float | None, int | None, int] | None:
+    """Oldest version, reward, and turn and tokens of the stem, from the last fields of a sample.
+
+    None where there are other fields. Cached: rows of one job end in few different ways. Raises
+    `DecodeError`.
     """
     sample = _Sample.FromString(text)
     reward = sample.reward if sample.HasField("reward") else None
@@ -299,7 +313,10 @@ def _behind(text: bytes) -> tuple[str, float | None] | None:
         or min(versions, default=0) < 0
     ):
         return None
-    return (str(min(versions)) if versions else ""), reward
+    parent, shared = (
+        (sample.stem.turn, sample.stem.tokens) if sample.HasField("stem") else (None, 0)
+    )
+    return (str(min(versions)) if versions else ""), reward, parent, shared
 
 
 # A page stays well under the message limit (64 MiB by default), however long its rows.
@@ -443,20 +460,51 @@ class Samples:
                 return reply
 
     async def take(
-        self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
-    ) -> list[Payload]:
-        """`payloads` of claimed samples, from memory where they were appended to this replica."""
+        self,
+        job: str,
+        policy: str,
+        step: int,
+        records: Sequence[tuple[str, SampleRecord]],
+        known_claims: Sequence[str] = (),
+    ) -> tuple[list[Payload], list[Payload]]:
+        """`payloads` of claimed samples, from memory where they were appended to this replica, and
+        the payloads of those that they refer to and that are neither among them nor among the
+        samples of `known_claims`."""
+        before = _referred(records)
+        if before and known_claims:
+            key = PolicyKeys(job, policy).step(step, "claims")
+            for text in await self._database.call("HMGET", key, *known_claims):
+                # The text of a claim that was lost names no samples.
+                for sample in text.decode().split("\n") if text else ():
+                    before.pop(sample, None)
         recent = self._recent.take(job, policy, records)
+        stems = self._recent.peek(job, policy, before.items())
         rest = [one for one in records if one[0] not in recent]
-        read = await self.payloads(job, policy, step, rest)
-        recent.update(zip((sample for sample, _ in rest), read, strict=True))
-        return [recent[sample] for sample, _ in records]
+        absent = {sample: record for sample, record in before.items() if sample not in stems}
+        if rest or absent:
+            read = await self._read(job, policy, step, rest, absent)
+            recent.update((sample, read[sample]) for sample, _ in rest)
+            stems.update((sample, read[sample]) for sample in absent)
+        return [recent[sample] for sample, _ in records], [stems[sample] for sample in before]
 
     async def payloads(
         self, job: str, policy: str, step: int, records: Sequence[tuple[str, SampleRecord]]
     ) -> list[bytes]:
         """The payloads with their late columns, for `SampleRecord.read`. Raises `PayloadGoneError`
         when one was freed."""
+        read = await self._read(job, policy, step, records, {})
+        return [read[sample] for sample, _ in records]
+
+    async def _read(
+        self,
+        job: str,
+        policy: str,
+        step: int,
+        records: Sequence[tuple[str, SampleRecord]],
+        before: Mapping[str, SampleRecord],
+    ) -> dict[str, bytes]:
+        """`payloads` by sample, also of those in `before`, each with the record of a sample that
+        refers to it."""
         keys = PolicyKeys(job, policy)
         wanted: dict[str, list[str]] = {}
         for sample, record in records:
@@ -464,6 +512,8 @@ class Samples:
             fields.append(sample)
             if record.late:
                 fields += [f"{sample}\t{name}" for name in record.late.split(",")]
+        for sample, record in before.items():
+            wanted.setdefault(record.rows, []).append(sample)
         replies = await self._database.call_each(
             [
                 ("HMGET", keys.rows(step, trajectory), *fields)
@@ -478,7 +528,7 @@ class Samples:
                 sample, _, column = name.partition("\t")
                 # Concatenated serialized messages merge when they are parsed.
                 parts[sample] = parts[sample] + value if column else value
-        return [parts[sample] for sample, _ in records]
+        return parts
 
     async def page(
         self,
@@ -509,7 +559,7 @@ class Samples:
                     if len(found) >= size or size_in_bytes > PAGE_BYTES:
                         return found, _PageStart(number, after).format()
                     found.append(await self._row(job, policy, number, sample, record))
-                    size_in_bytes += int(record.size)
+                    size_in_bytes += found[-1].ByteSize()
                     after = member
                 if len(members) < size:
                     break
@@ -547,11 +597,27 @@ class Samples:
     ) -> store_pb.Sample:
         if record.state not in _FREED:
             try:
-                [payload] = await self.payloads(job, policy, step, [(sample, record)])
-                return record.read(payload)
+                before = dict.fromkeys(record.ancestors(), record)
+                read = await self._read(job, policy, step, [(sample, record)], before)
+                stems = [store_pb.Sample.FromString(read[name]) for name in before]
+                return restored(record.read(read[sample]), stems)
             except PayloadGoneError:
                 pass
         return record.outline(sample, policy)
+
+
+def _referred(records: Sequence[tuple[str, SampleRecord]]) -> dict[str, SampleRecord]:
+    """The samples whose payloads these refer to and that are not among them; each with the record
+    of one that refers to it, since their own may be gone."""
+    found: dict[str, SampleRecord] = {}
+    own: set[str] = set()
+    for _, record in records:
+        if record.stem:
+            own = own or {sample for sample, _ in records}
+            for sample in record.ancestors():
+                if sample not in own:
+                    found[sample] = record
+    return found
 
 
 def _values(fills: Sequence[Fill]) -> list[str | bytes | int]:

@@ -77,8 +77,32 @@ def check_append(
                 "occurs twice", field=f"samples[{index}].sample_id", value=row.sample
             )
         seen.add(row.sample)
+        if row.parent is not None:
+            _check_stem(f"samples[{index}].stem", row, rows)
         rows.append(row)
     return rows
+
+
+def _check_stem(field: str, row: StagedRow, before: Sequence[StagedRow]) -> None:
+    """Check that a row's stem is the beginning of an earlier one."""
+    for one in reversed(before):
+        if one.turn == row.parent and one.policy == row.policy:
+            if 0 < row.shared <= one.tokens:
+                return
+            raise InvalidArgument(
+                f"turn {one.turn} has {one.tokens} tokens",
+                kind="stem_unknown",
+                field=f"{field}.tokens",
+                value=row.shared,
+                remedy="Make stems with troupe.prefixes.",
+            )
+    raise InvalidArgument(
+        "must name an earlier sample of the same policy in this call",
+        kind="stem_unknown",
+        field=f"{field}.turn",
+        value=row.parent,
+        remedy="Send the samples of a trajectory in the order of their turns.",
+    )
 
 
 def _read(field: str, request: store_pb.AppendTrajectoryRequest, payload: Payload) -> StagedRow:
@@ -408,6 +432,8 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         requests.check_not_negative("max_tokens", request.max_tokens)
         requests.check_not_negative("oldest_version", request.oldest_version)
         requests.check_not_negative("wait_seconds", request.wait_seconds)
+        for claim in request.known_claims:
+            requests.check_id("known_claims", claim)
         wait = min(request.wait_seconds, requests.LONGEST_WAIT)
         remaining = context.time_remaining()
         if remaining is not None:

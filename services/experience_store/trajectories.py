@@ -24,6 +24,7 @@ from services.chassis.redis import Command
 from services.experience_store.database import Database, ScriptCall
 from services.experience_store.notices import Notices
 from services.experience_store.records import (
+    NEEDED,
     RECORDS,
     REDUNDANT,
     Ending,
@@ -31,6 +32,7 @@ from services.experience_store.records import (
     Payload,
     PolicyKeys,
     StagedRow,
+    StemTree,
 )
 from services.experience_store.samples import RecentRows
 from services.experience_store.steps import StepStore, not_open
@@ -92,12 +94,15 @@ class Append:
         """
         keys, query = PolicyKeys(self.job, policy), self.ending.query
         staged = keys.staged(step, self.trajectory, self.ending.attempt)
-        fields: list[str | Payload] = []
+        fields: list[str | Payload | int] = []
         records: list[str] = []
+        tree = StemTree(self.by_policy[policy])
         for row in self.by_policy[policy]:
-            record = row.record(query, self.trajectory, table.required)
+            record = row.record(query, self.trajectory, table.required, tree.text(row.turn))
             records.append(f"{row.sample}\t{record}")
             fields += (row.sample, row.payload)
+        for sample, number in tree.referring.items():
+            fields += (NEEDED + sample, number + 1)
         return [
             ("SADD", keys.step(step, "stages"), staged),
             ("HSET", staged, *fields, RECORDS, "\n".join(records)),

@@ -113,9 +113,12 @@ async def _score(
     )
 
 
-async def add_teacher_logprobs(job: PreparedJob, samples: Sequence[store_pb.Sample]) -> None:
+async def add_teacher_logprobs(
+    job: PreparedJob, samples: Sequence[store_pb.Sample], prompts: Sequence[Sequence[int]]
+) -> None:
     """Add the column of teachers' log-probs to samples of agents that learn from one by its
     engines (`distillation.divergence: sampled`), at the temperature that the samples were drawn at.
+    `prompts`: their whole prompts.
 
     Raises `WorkflowError` of kind "teacher" for engines that cannot score, and what `_score` raises
     that may pass.
@@ -123,17 +126,14 @@ async def add_teacher_logprobs(job: PreparedJob, samples: Sequence[store_pb.Samp
     spec = job.spec.algorithm.distillation
     if spec is None or spec.divergence != "sampled":
         return
-    asked: dict[tuple[str, float], list[store_pb.Sample]] = {}
-    for sample in samples:
+    asked: dict[tuple[str, float], list[tuple[store_pb.Sample, Sequence[int]]]] = {}
+    for sample, prompt in zip(samples, prompts, strict=True):
         if (teacher := spec.teachers.get(sample.agent)) is not None:
-            asked.setdefault((teacher, sample.temperature or 1.0), []).append(sample)
+            asked.setdefault((teacher, sample.temperature or 1.0), []).append((sample, prompt))
     for (teacher, temperature), some in asked.items():
         requests = [
-            ScoreRequest(
-                tuple(from_proto(one.prompt_ids).tolist()),
-                tuple(from_proto(one.response_ids).tolist()),
-            )
-            for one in some
+            ScoreRequest(tuple(prompt), tuple(from_proto(one.response_ids).tolist()))
+            for one, prompt in some
         ]
         limit = job.spec.limits.turn_limit
         try:
@@ -146,7 +146,7 @@ async def add_teacher_logprobs(job: PreparedJob, samples: Sequence[store_pb.Samp
                 value=teacher,
                 remedy=error.remedy,
             ) from error
-        for sample, row in zip(some, scored.logprobs, strict=True):
+        for (sample, _), row in zip(some, scored.logprobs, strict=True):
             sample.columns[TEACHER_COLUMN].tensor.CopyFrom(to_proto(np.array(row, np.float32)))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ import structlog
 
 from services.trainer.learning.samples import Load
 from services.trainer.state.suspension import SuspendedStep
+from troupe import prefixes
 from troupe.job import JobSpec
 from troupe.rpc import (
     Attempts,
@@ -45,6 +47,9 @@ Claim = store_pb.ClaimMicroBatchResponse
 # Seconds that the deadline of a claim exceeds the time that the store is asked to wait.
 _SLACK_SECONDS = 20.0
 _UNREACHABLE: Final = (Unavailable, DeadlineExceeded)
+# Claims, and bytes of them, that are kept since later samples begin as theirs do.
+_RECENT_CLAIMS: Final = 16
+_RECENT_BYTES: Final = 128 * 2**20
 # Retries once a second without limit, after the channel's own retries have failed.
 _STORE_RETRY: Final = RetryPolicy(
     max_attempts=None, initial_backoff=1.0, max_backoff=1.0, jitter=0.0
@@ -106,12 +111,18 @@ class Values:
         """Copies of samples of the last claim that hold the values which `read` has loaded."""
         whole = []
         for item in claimed:
-            if any(c.HasField("ref") for c in item.sample.columns.values()):
+            columns = item.sample.columns.values()
+            if any(c.HasField("ref") or c.HasField("parts") for c in columns):
                 given, item = item, store_pb.ClaimedSample()
                 item.CopyFrom(given)
                 for column in item.sample.columns.values():
                     if column.HasField("ref") and column.ref in self._found:
                         column.tensor.CopyFrom(to_proto(self._found[column.ref]))
+                    elif column.HasField("parts"):
+                        refs = (part.column.ref for part in column.parts.parts)
+                        if all(ref in self._found for ref in refs if ref):
+                            value = prefixes.column_value(column.parts, self._found.__getitem__)
+                            column.tensor.CopyFrom(to_proto(value))
             whole.append(item)
         return whole
 
@@ -123,6 +134,37 @@ class Values:
                 raise
             self._left = 0.0
             raise ValueGone(f"the value '{key}' is gone") from error
+
+
+class RecentClaims:
+    """The last claims of an attempt at a step, as they came: later ones refer to samples of theirs,
+    which the store then does not send again."""
+
+    def __init__(self, limit: int = _RECENT_BYTES) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._claims: OrderedDict[str, tuple[int, list[store_pb.Sample]]] = OrderedDict()
+
+    @property
+    def claim_ids(self) -> list[str]:
+        """The claims whose samples are here."""
+        return list(self._claims)
+
+    def complete(self, claim: Claim) -> None:
+        """Add the stems of its samples that earlier claims brought to those of `claim`; keep it."""
+        samples = [item.sample for item in claim.samples]
+        size = claim.ByteSize()
+        if any(sample.HasField("stem") for sample in samples):
+            known = {prefixes.key_of(one): one for _, some in self._claims.values() for one in some}
+            known |= {prefixes.key_of(one): one for one in claim.stems}
+            stems = prefixes.stems_of(samples, known)
+            sent = {prefixes.key_of(one) for one in claim.stems}
+            claim.stems.extend(one for one in stems if prefixes.key_of(one) not in sent)
+        self._claims[claim.claim_id] = size, samples
+        self._bytes += size
+        while self._claims and (self._bytes > self._limit or len(self._claims) > _RECENT_CLAIMS):
+            _, (size, _) = self._claims.popitem(last=False)
+            self._bytes -= size
 
 
 class StepClaims:
@@ -153,6 +195,7 @@ class StepClaims:
         self._late_release: asyncio.Task[None] | None = None
         self._closed = False
         self.claim_ids: list[str] = [] if unfinished is None else list(unfinished.claim_ids)
+        self._recent = RecentClaims()
         # Request id of the last claim, and of a suspended step's claim that has to be repeated.
         self.last_request = ""
         self._repeated_request = "" if unfinished is None else unfinished.pending_claim
@@ -190,6 +233,7 @@ class StepClaims:
                 **bounds,
                 lease_seconds=self._lease,
                 wait_seconds=wait,
+                known_claims=self._recent.claim_ids,
             )
             response: Claim = await self._repeated(
                 self._stub.ClaimMicroBatch, request, timeout=wait + _SLACK_SECONDS
@@ -198,6 +242,7 @@ class StepClaims:
                 if not self.claim_ids:
                     self._extended = began
                 self.claim_ids.append(response.claim_id)
+                self._recent.complete(response)
             if response.outcome != Claim.OUTCOME_WAIT or self._closed:
                 return response
 
@@ -250,7 +295,7 @@ class StepClaims:
             request_id=new_id("keep"),
             claimant=self.claimant,
             index=index,
-            samples=samples,
+            samples=prefixes.share(samples),
         )
         await self._repeated(self._stub.KeepRows, request)
 
@@ -387,6 +432,10 @@ def last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
 
 
 def refs_of(samples: Iterable[store_pb.Sample]) -> Iterator[str]:
-    """The keys of columns that samples keep by reference."""
+    """The keys of columns that samples keep by reference, without those of earlier samples that
+    theirs begin with."""
     for sample in samples:
-        yield from (column.ref for column in sample.columns.values() if column.HasField("ref"))
+        for column in sample.columns.values():
+            own = column.parts.parts[-1].column if column.HasField("parts") else column
+            if own.HasField("ref"):
+                yield own.ref

@@ -22,6 +22,7 @@ from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import SuspendedStep
 from services.trainer.state.training_state import Frontier
+from troupe.prefixes import restore
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -219,7 +220,8 @@ class Attempt:
         if self._run.stop.is_set():
             raise Stopped
         binding = self._binding
-        rows, gone = self._values.read(claim.samples, binding.learner.read)
+        samples = restore(claim.samples, claim.stems)
+        rows, gone = self._values.read(samples, binding.learner.read)
         self.progress.refs += last_refs(claim, binding.spec.pipeline.max_uses)
         if rows:
             binding.draw(binding.learner.accumulate, rows, self._run.stop)
@@ -227,7 +229,7 @@ class Attempt:
         if self.progress.keeping:
             lost = {sample.sample_id for sample in gone}
             kept = self._values.with_values(
-                one for one in claim.samples if one.sample.sample_id not in lost
+                one for one in samples if one.sample.sample_id not in lost
             )
         return sum(row.size for row in rows), gone, kept
 
@@ -237,9 +239,10 @@ class Attempt:
         log.warning("values gone", policy=self._binding.policy, step=self._run.step, samples=names)
         await self.claims.drop_gone(claim_id, names)
         self.progress.gone += len(gone)
-        # Their other values are not needed either. They are deleted now, not at the commit, since a
-        # later attempt does not see these samples.
-        await self._drop_values(refs_of(gone))
+        # Later samples of the step may begin with what their other values hold, and, where they are
+        # used again, samples of later steps; what is left then goes with the job.
+        if self._binding.spec.pipeline.max_uses == 1:
+            self.progress.refs += refs_of(gone)
 
     async def _drop_values(self, refs: Iterable[str]) -> None:
         """Delete column values by key, waiting at most `_DROP_SECONDS`.

@@ -18,6 +18,7 @@ from troupe.v1 import experience_store_pb2 as store_pb
 _RECORD = SampleRecord(
     state="C",
     spread="",
+    stem="",
     tokens="8",
     size="0",
     turn="1",

@@ -32,8 +32,9 @@ async def held(stage: Stage) -> dict[str, int]:
         pattern = f"{PolicyKeys(stage.job, policy).base}:*:rows:*"
         total = 0
         for key in await stage.store.database.call("KEYS", pattern.replace("{", "\\{")):
-            for value in await stage.store.database.call("HVALS", key):
-                total += len(value)
+            rows = await stage.store.database.call("HGETALL", key)
+            # Without the numbers of what needs a payload.
+            total += sum(len(v) for name, v in rows.items() if not name.startswith(b"\t"))
         found[policy] = total
     return found
 

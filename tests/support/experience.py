@@ -154,6 +154,7 @@ class Stage:
         oldest: int | None = None,
         whole: bool = False,
         balance: bool = False,
+        known: Sequence[str] = (),
     ) -> Response:
         """Claim a micro-batch; by default without waiting."""
         request = store_pb.ClaimMicroBatchRequest(
@@ -168,6 +169,7 @@ class Stage:
             oldest_version=oldest,
             whole_groups=whole,
             balance_tokens=balance,
+            known_claims=known,
         )
         delivery = await self.store.claims.claim(request, wait)
         response = Response.FromString(delivery.message)

@@ -93,6 +93,7 @@ class Sample(_message.Message):
     FINAL_REWARD_FIELD_NUMBER: _builtins.int
     DEMONSTRATION_FIELD_NUMBER: _builtins.int
     PREFERENCE_FIELD_NUMBER: _builtins.int
+    STEM_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """{query}_{turn}_{trajectory}"""
     policy: _builtins.str
@@ -150,6 +151,10 @@ class Sample(_message.Message):
     def columns(self) -> _containers.MessageMap[_builtins.str, Global___Column]:
         """User-defined columns."""
 
+    @_builtins.property
+    def stem(self) -> Global___Stem:
+        """What precedes `prompt_ids` and values of columns, where an earlier sample has that already."""
+
     def __init__(
         self,
         *,
@@ -176,10 +181,11 @@ class Sample(_message.Message):
         final_reward: _builtins.float | None = ...,
         demonstration: _builtins.bool = ...,
         preference: _builtins.bool = ...,
+        stem: Global___Stem | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "earned", b"earned", "final_reward", b"final_reward", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "earned", b"earned", "final_reward", b"final_reward", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward", "stem", b"stem", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "demonstration", b"demonstration", "earned", b"earned", "final_reward", b"final_reward", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "own_reward", b"own_reward", "policy", b"policy", "preference", b"preference", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "demonstration", b"demonstration", "earned", b"earned", "final_reward", b"final_reward", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "own_reward", b"own_reward", "policy", b"policy", "preference", b"preference", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "stem", b"stem", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__earned: _TypeAlias = _typing.Literal["earned"]  # noqa: Y015
     _WhichOneofArgType__earned: _TypeAlias = _typing.Literal["_earned", b"_earned"]  # noqa: Y015
@@ -201,33 +207,173 @@ class Sample(_message.Message):
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
 
 @_typing.final
+class Stem(_message.Message):
+    """The beginning that a sample shares with an earlier one of its trajectory and policy: each token of
+    a conversation is sent and stored once (troupe/prefixes.py).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ColumnsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___SharedEntries: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___SharedEntries | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TURN_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    turn: _builtins.int
+    """Of the earlier sample, which may have a stem itself."""
+    tokens: _builtins.int
+    """So many tokens of that sample, counted from the first of its own stem, precede `prompt_ids`."""
+    checksum: _builtins.int
+    """xxh3-64 of the whole prompt's bytes: `checksum` of its tensor."""
+    @_builtins.property
+    def columns(self) -> _containers.MessageMap[_builtins.str, Global___SharedEntries]: ...
+    def __init__(
+        self,
+        *,
+        turn: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        checksum: _builtins.int = ...,
+        columns: _abc.Mapping[_builtins.str, Global___SharedEntries] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "columns", b"columns", "tokens", b"tokens", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stem: _TypeAlias = Stem  # noqa: Y015
+
+@_typing.final
+class SharedEntries(_message.Message):
+    """The beginning of a column's value, along its first axis."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    entries: _builtins.int
+    checksum: _builtins.int
+    """xxh3-64 of the bytes of the whole value."""
+    def __init__(
+        self,
+        *,
+        entries: _builtins.int = ...,
+        checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "entries", b"entries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedEntries: _TypeAlias = SharedEntries  # noqa: Y015
+
+@_typing.final
 class Column(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TENSOR_FIELD_NUMBER: _builtins.int
     JSON_FIELD_NUMBER: _builtins.int
     REF_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     json: _builtins.str
     ref: _builtins.str
     """Key of a large value in the transfer layer (one tensor, named "value")."""
     @_builtins.property
     def tensor(self) -> _common_pb2.Tensor: ...
+    @_builtins.property
+    def parts(self) -> Global___ColumnParts:
+        """Only within a trainer, where a sample was put together again whose value is in several parts."""
+
     def __init__(
         self,
         *,
         tensor: _common_pb2.Tensor | None = ...,
         json: _builtins.str = ...,
         ref: _builtins.str = ...,
+        parts: Global___ColumnParts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["json", b"json", "ref", b"ref", "tensor", b"tensor", "value", b"value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["json", b"json", "parts", b"parts", "ref", b"ref", "tensor", b"tensor", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json", "ref", b"ref", "tensor", b"tensor", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json", "parts", b"parts", "ref", b"ref", "tensor", b"tensor", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["tensor", "json", "ref"]  # noqa: Y015
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["tensor", "json", "ref", "parts"]  # noqa: Y015
     _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
 
 Global___Column: _TypeAlias = Column  # noqa: Y015
+
+@_typing.final
+class ColumnParts(_message.Message):
+    """Arrays that are joined along their first axis."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    checksum: _builtins.int
+    """xxh3-64 of the bytes of the whole value."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ColumnPart]: ...
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___ColumnPart] | None = ...,
+        checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ColumnParts: _TypeAlias = ColumnParts  # noqa: Y015
+
+@_typing.final
+class ColumnPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COLUMN_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    entries: _builtins.int
+    """Its first so many entries."""
+    @_builtins.property
+    def column(self) -> Global___Column:
+        """A tensor or a ref."""
+
+    def __init__(
+        self,
+        *,
+        column: Global___Column | None = ...,
+        entries: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["column", b"column"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "entries", b"entries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ColumnPart: _TypeAlias = ColumnPart  # noqa: Y015
 
 @_typing.final
 class CreateTablesRequest(_message.Message):
@@ -845,6 +991,7 @@ class ClaimMicroBatchRequest(_message.Message):
     OLDEST_VERSION_FIELD_NUMBER: _builtins.int
     WHOLE_GROUPS_FIELD_NUMBER: _builtins.int
     BALANCE_TOKENS_FIELD_NUMBER: _builtins.int
+    KNOWN_CLAIMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Becomes the claim's id: repeating the call returns the same samples."""
     job_id: _builtins.str
@@ -864,6 +1011,10 @@ class ClaimMicroBatchRequest(_message.Message):
     """Never split a group over two claims, even if that exceeds the bounds."""
     balance_tokens: _builtins.bool
     """Choose samples such that claims have about equally many tokens."""
+    @_builtins.property
+    def known_claims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Claims whose samples the caller still has: stems of samples that are among them are left out."""
+
     def __init__(
         self,
         *,
@@ -879,10 +1030,11 @@ class ClaimMicroBatchRequest(_message.Message):
         oldest_version: _builtins.int | None = ...,
         whole_groups: _builtins.bool = ...,
         balance_tokens: _builtins.bool = ...,
+        known_claims: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "oldest_version", b"oldest_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "balance_tokens", b"balance_tokens", "claimant", b"claimant", "job_id", b"job_id", "lease_seconds", b"lease_seconds", "max_samples", b"max_samples", "max_tokens", b"max_tokens", "oldest_version", b"oldest_version", "policy", b"policy", "request_id", b"request_id", "step", b"step", "wait_seconds", b"wait_seconds", "whole_groups", b"whole_groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "balance_tokens", b"balance_tokens", "claimant", b"claimant", "job_id", b"job_id", "known_claims", b"known_claims", "lease_seconds", b"lease_seconds", "max_samples", b"max_samples", "max_tokens", b"max_tokens", "oldest_version", b"oldest_version", "policy", b"policy", "request_id", b"request_id", "step", b"step", "wait_seconds", b"wait_seconds", "whole_groups", b"whole_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_version: _TypeAlias = _typing.Literal["oldest_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_version: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version"]  # noqa: Y015
@@ -918,20 +1070,28 @@ class ClaimMicroBatchResponse(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     CLAIM_ID_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    STEMS_FIELD_NUMBER: _builtins.int
     outcome: Global___ClaimMicroBatchResponse.Outcome.ValueType
     claim_id: _builtins.str
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClaimedSample]: ...
+    @_builtins.property
+    def stems(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]:
+        """Samples that those above refer to (Sample.stem) and that are neither among them nor in
+        `known_claims`: to read, not to train.
+        """
+
     def __init__(
         self,
         *,
         outcome: Global___ClaimMicroBatchResponse.Outcome.ValueType = ...,
         claim_id: _builtins.str = ...,
         samples: _abc.Iterable[Global___ClaimedSample] | None = ...,
+        stems: _abc.Iterable[Global___Sample] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim_id", b"claim_id", "outcome", b"outcome", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim_id", b"claim_id", "outcome", b"outcome", "samples", b"samples", "stems", b"stems"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1276,7 +1436,9 @@ class KeepRowsRequest(_message.Message):
     """Place of the micro-batch among those of the step; repeated, it replaces the earlier copy."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClaimedSample]:
-        """As they were claimed, without those that were dropped; large values are in the samples."""
+        """As they were claimed, without those that were dropped; large values are in the samples. A stem
+        refers to a sample of this message.
+        """
 
     def __init__(
         self,

@@ -6,7 +6,7 @@
 local FIELD = '[^\t\n]*'
 local STAGED = '(' .. FIELD .. ')\t(' .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t'
   .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(5) .. '(' .. FIELD .. ')\t'
-  .. (FIELD .. '\t'):rep(3) .. ')\t(\t' .. FIELD .. ')\n?'
+  .. (FIELD .. '\t'):rep(3) .. ')\t(\t' .. FIELD .. '\t' .. FIELD .. ')\n?'
 
 -- Queries that may be complete now.
 local complete, seen = {}, {}

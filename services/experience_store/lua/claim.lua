@@ -14,17 +14,20 @@ end
 local now = now_ms()
 expire(now)
 
--- State, tokens, size, reward, query, group, reason and origin, in the text of a record.
+-- State, tokens, size, reward, query, group, reason, origin and stem, in the text of a record.
 local LOOK = '^(.)\t([^\t]*)\t([^\t]*)\t[^\t]*\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)'
-  .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)\t[^\t]*$'
+  .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(3)
+  .. '\t([^\t]*)\t([^\t]*)\t[^\t]*$'
 local looks = {}
 local function look(sample, text)
   local found = looks[sample]
   if not found then
-    local state, tokens, size, reward, query, group, reason, origin = text:match(LOOK)
+    local state, tokens, size, reward, query, group, reason, origin, stem = text:match(LOOK)
     found = {
       state = state, reason = reason, tokens = tonumber(tokens), size = tonumber(size), reward = reward,
       family = origin == '' and query or query .. '@' .. origin, group = group,
+      -- With the payloads that it refers to, which its claim may have to bring.
+      whole_size = tonumber(size) + (stem == '' and 0 or tonumber(stem:match(' (%d+)$'))),
     }
     looks[sample] = found
   end
@@ -186,7 +189,7 @@ local function take(unit)
   local more_tokens, more_bytes = tokens, bytes
   for _, sample in ipairs(unit) do
     local own = look(sample, book[sample])
-    more_tokens, more_bytes = more_tokens + own.tokens, more_bytes + own.size
+    more_tokens, more_bytes = more_tokens + own.tokens, more_bytes + own.whole_size
   end
   if #samples > 0 and (#samples + #unit > max_samples or more_bytes > max_bytes
       or (max_tokens > 0 and more_tokens > max_tokens)) then

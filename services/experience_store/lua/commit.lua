@@ -63,7 +63,7 @@ if keeps >= 0 and redis.call('HLEN', keeping) ~= keeps then
 end
 
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
--- Payloads that must be kept: rows -> field -> true.
+-- Payloads that must be kept: rows -> field -> record of its sample, or true.
 local kept = {}
 local samples = {}
 if to == 'T' and most_uses == 1 then
@@ -92,14 +92,34 @@ for _, sample in ipairs(samples) do
       leave(sample, record)
       local fields = kept[rows_of(record)] or {}
       kept[rows_of(record)] = fields
-      fields[sample] = true
+      fields[sample] = record
       for name in pairs(set_of(record[F.late])) do
-        fields[sample .. '\t' .. name] = true
+        fields[sample .. '\t' .. name] = record
       end
     end
   end
 end
 leave_lost()
+-- Payloads that dropped samples have left, and those of them that leaving samples refer to.
+local left_bytes = get('stem_bytes')
+count('stem_bytes', -left_bytes)
+weigh(-left_bytes)
+for rows, fields in pairs(kept) do
+  local stems = {}
+  for _, record in pairs(fields) do
+    if record[F.stem] ~= '' then
+      for _, sample in ipairs(ancestors(record)) do
+        stems[sample] = stems[sample] or not fields[sample]
+      end
+    end
+  end
+  for sample, absent in pairs(stems) do
+    if absent then
+      leave_stem(redis.call('HSTRLEN', rows, sample))
+      fields[sample] = true
+    end
+  end
+end
 local commit = number .. '\n' .. ARGV[7]
 redis.call('HSET', COMMITS, STEP_NUMBER, commit)
 if version >= 0 then
@@ -118,7 +138,8 @@ local function free_rows(rows)
     return
   end
   for _, field in ipairs(redis.call('HKEYS', rows)) do
-    if not kept[rows][field] then
+    -- A kept payload's field that counts what needs it is kept, too.
+    if not kept[rows][field] and not (field:sub(1, 1) == NEEDED and kept[rows][field:sub(2)]) then
       redis.call('HDEL', rows, field)
     end
   end

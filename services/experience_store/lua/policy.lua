@@ -18,19 +18,21 @@ local KEEPING = key('keeping')
 local COMMITS, KEPT = BASE .. ':commits', BASE .. ':kept'
 -- Field of staged rows that holds their records; no sample id can be equal to it.
 local RECORDS = '\t'
+-- Begins the field of rows that counts what needs a payload (samples.lua).
+local NEEDED = '\t'
 
 -- Fields of a record, in the order of records.Record.
 local F = {
   state = 1, tokens = 2, size = 3, turn = 4, reward = 5, missing = 6, early = 7, late = 8,
   query = 9, trajectory = 10, agent = 11, group = 12, reason = 13, version = 14, uses = 15,
-  since = 16, origin = 17, spread = 18,
+  since = 16, origin = 17, stem = 18, spread = 19,
 }
 
 -- The reason with which claimed samples are dropped that have lost a value.
 local VALUE_GONE = 'value_gone'
 
 -- One match for all fields, not one per field: scripts read up to hundreds of records.
-local RECORD = '^' .. ('([^\t]*)\t'):rep(17) .. '([^\t]*)$'
+local RECORD = '^' .. ('([^\t]*)\t'):rep(18) .. '([^\t]*)$'
 local function parse(text)
   return {text:match(RECORD)}
 end

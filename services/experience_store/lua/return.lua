@@ -19,7 +19,7 @@ local function neighbour(by)
 end
 
 -- Prefix of the fields of LEAVING that name a group with its lost members; no sample id begins with
--- it.
+-- it. Alone it is the field of the bytes of dropped samples' payloads.
 local GROUP = '\t'
 
 -- Groups of which samples leave: their name in the next step -> {family, group, name} here.
@@ -35,6 +35,13 @@ local function leave(sample, record)
   parting[group_name(copy)] = own
   redis.call('HSET', LEAVING, sample, table.concat(copy, '\t'))
   weigh(copy[F.size])
+end
+
+-- Notes that a payload of so many bytes, whose sample was dropped, enters the next step with samples
+-- that refer to it.
+local function leave_stem(bytes)
+  redis.call('HINCRBY', LEAVING, GROUP, bytes)
+  weigh(bytes)
 end
 
 -- Notes which members the leaving groups have lost, in this step or earlier.
@@ -68,7 +75,9 @@ local function arrive()
   end
   local groups, moved, samples = {}, {}, {}
   for index = 1, #parked, 2 do
-    if parked[index]:sub(1, 1) == GROUP then
+    if parked[index] == GROUP then
+      count('stem_bytes', tonumber(parked[index + 1]))
+    elseif parked[index]:sub(1, 1) == GROUP then
       redis.call('HSET', GONE, parked[index]:sub(2), parked[index + 1])
       gone_known = 1
     else

@@ -15,6 +15,13 @@ local function tally_row(record, by)
   end
 end
 
+-- Counts a payload that is left of a dropped row, since others refer to it, as above.
+local function tally_left(sample, record, by)
+  if record[F.state] == 'D' then
+    count('stem_bytes', by * redis.call('HSTRLEN', rows_of(record), sample))
+  end
+end
+
 -- Removes all rows of these queries (query -> true) from the current step; returns them by query.
 local function take_out(queries)
   local taken = {}
@@ -32,6 +39,7 @@ local function take_out(queries)
       redis.call('HDEL', BOOK, sample)
       redis.call('ZREM', MEMBERS, query .. '\t' .. record[F.group] .. '\t' .. sample)
       tally_row(record, -1)
+      tally_left(sample, record, -1)
     end
     redis.call('HDEL', QUERIES, query)
     redis.call('HDEL', COMPLETED, query)
@@ -83,13 +91,13 @@ local function put_in(query, from, taken)
   end
   for _, member in ipairs(taken.rows) do
     local sample, record = member[1], member[2]
+    tally_left(sample, record, 1)
     if redis.call('HSETNX', BOOK, sample, table.concat(record, '\t')) == 1 then
       redis.call('ZADD', MEMBERS, 0, query .. '\t' .. record[F.group] .. '\t' .. sample)
       tally_row(record, 1)
     else
       if record[F.state] ~= 'D' then
         free(sample, record)
-        weigh(-record[F.size])
       end
       count_dropped('sample_id_taken')
     end

@@ -46,7 +46,7 @@ local function move(sample, record, to)
   if to == 'C' or from == 'C' then
     count('claimed_bytes', (to == 'C' and 1 or -1) * tonumber(record[F.size]))
   end
-  if to == 'T' or to == 'D' then
+  if to == 'T' then
     weigh(-record[F.size])
   end
   record[F.state] = to
@@ -56,7 +56,7 @@ end
 
 -- Extracts family() and group of a sample from the text of its record.
 local FAMILY = '^' .. ('[^\t]*\t'):rep(8) .. '([^\t]*)\t' .. ('[^\t]*\t'):rep(2) .. '([^\t]*)\t'
-  .. ('[^\t]*\t'):rep(4) .. '([^\t]*)\t[^\t]*$'
+  .. ('[^\t]*\t'):rep(4) .. '([^\t]*)\t[^\t]*\t[^\t]*$'
 local function family_of(text)
   local query, group, origin = text:match(FAMILY)
   return origin == '' and query or query .. '@' .. origin, group
@@ -79,12 +79,56 @@ local function count_dropped(reason, by)
   end
 end
 
--- Frees the payload of a sample that is no longer needed.
+-- The samples whose payloads hold the beginning of a sample's prompt, from the first on.
+local function ancestors(record)
+  local found = {}
+  local turns = record[F.stem]:match('^[^ ]*')
+  for part in turns:gmatch('[^,]+') do
+    local first, last = part:match('^(%d+)%-?(%d*)$')
+    for turn = tonumber(first), tonumber(last == '' and first or last) do
+      found[#found + 1] =
+        string.format('%s_%d_%s', record[F.query], turn, record[F.trajectory])
+    end
+  end
+  return found
+end
+
+-- A payload is needed by its own sample and by each payload that refers to it directly: their number
+-- is in the field TAB sample beside it, where it is not 1. Takes one off; the payload is freed, and
+-- true returned, when that was the last.
+local function need_less(rows, sample)
+  local needed = NEEDED .. sample
+  if tonumber(redis.call('HGET', rows, needed) or 1) > 1 then
+    redis.call('HINCRBY', rows, needed, -1)
+    return false
+  end
+  redis.call('HDEL', rows, sample, needed)
+  return true
+end
+
+-- Frees what is not needed without this sample: its late columns, its payload unless others refer to
+-- it ('stem_bytes' counts those that stay), and the payloads of dropped samples that only it had
+-- referred to.
 local function free(sample, record)
   local rows = rows_of(record)
-  redis.call('HDEL', rows, sample)
+  local bytes = redis.call('HSTRLEN', rows, sample)
   for name in pairs(set_of(record[F.late])) do
     redis.call('HDEL', rows, sample .. '\t' .. name)
+  end
+  weigh(-record[F.size])
+  if not need_less(rows, sample) then
+    weigh(bytes)
+    count('stem_bytes', bytes)
+    return
+  end
+  local path = record[F.stem] ~= '' and ancestors(record) or {}
+  for at = #path, 1, -1 do
+    bytes = redis.call('HSTRLEN', rows, path[at])
+    if not need_less(rows, path[at]) then
+      return
+    end
+    weigh(-bytes)
+    count('stem_bytes', -bytes)
   end
 end
 

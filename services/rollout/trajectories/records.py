@@ -18,6 +18,7 @@ import structlog
 
 from troupe.experience import ExperienceWriter
 from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
+from troupe.prefixes import PrefixIndex
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from troupe.rpc.ids import new_id
 from troupe.tensors import to_proto
@@ -175,8 +176,10 @@ class TrajectoryLog:
 def samples_of(
     rows: Sequence[SampleRow], *, ticket: rollout.Ticket, shelf: LargeColumns
 ) -> list[store.Sample]:
-    """The rows of a trajectory as messages. Columns too large for a row are added to `shelf`."""
+    """The rows of a trajectory as messages, which carry each token once (troupe/prefixes.py).
+    Columns too large for a row are added to `shelf`."""
     samples = []
+    earlier = PrefixIndex()
     for row in rows:
         turn, reply = row.turn, row.turn.reply
         assert reply is not None  # rows are made of answered turns
@@ -187,6 +190,8 @@ def samples_of(
         if routes is not None:
             # A reply may be shorter than what was drawn, cut at a stop string.
             columns[ROUTES_COLUMN] = routes[: len(turn.prompt_ids) + len(reply.token_ids) - 1]
+        prompt, response = np.array(turn.prompt_ids, np.int32), np.array(reply.token_ids, np.int32)
+        own = earlier.add(turn.role.policy, turn.position, prompt, response, columns)
         samples.append(
             store.Sample(
                 sample_id=row.sample_id,
@@ -196,18 +201,19 @@ def samples_of(
                 agent=turn.role.name,
                 turn=turn.position,
                 group_id=row.group_id,
-                prompt_ids=to_proto(np.array(turn.prompt_ids, np.int32)),
-                response_ids=to_proto(np.array(reply.token_ids, np.int32)),
+                prompt_ids=to_proto(own.prompt),
+                response_ids=to_proto(response),
                 logprobs=to_proto(np.array(reply.logprobs, np.float32)),
                 versions=spans_of(turn),
                 reward=row.reward,
                 finish_reason=reply.finish_reason,
                 temperature=turn.sampling.temperature,
-                columns=shelf.columns_of(row.sample_id, columns),
+                columns=shelf.columns_of(row.sample_id, own.columns),
                 chain=row.chain,
                 own_reward=row.own_reward,
                 earned=row.earned,
                 final_reward=row.final,
+                stem=own.stem,
             )
         )
     return samples

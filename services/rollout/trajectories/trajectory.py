@@ -310,7 +310,7 @@ class RunningTrajectory:
             team_tokens=job.spec.algorithm.team_tokens,
         )
         samples = records.samples_of(rows, ticket=ticket, shelf=self._shelf)
-        await add_teacher_logprobs(job, samples)
+        await add_teacher_logprobs(job, samples, [row.turn.prompt_ids for row in rows])
         return samples
 
     def _note_unawaited(self, agents: Agents) -> None:

@@ -19,6 +19,7 @@ from troupe import tensors
 from troupe.job import AlgorithmSpec
 from troupe.job.algorithm import REFERENCE_COLUMN, ROUTES_COLUMN, TEACHER_COLUMN, TEAM_COLUMN
 from troupe.mixtures import RoutingShape
+from troupe.prefixes import column_value
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -250,6 +251,8 @@ def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any,
             value = tensors.from_proto(column.tensor)
         case "ref":
             value = load(column.ref)
+        case "parts":
+            value = column_value(column.parts, load)
         case _:
             text = f"{name} is no tensor"
             raise malformed(sample.sample_id, text, "Append an array of one axis.")

@@ -27,6 +27,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.state.training_state import StateStore, TrainingState
 from troupe.adapters.merge import Tensors
 from troupe.job import JobSpec
+from troupe.prefixes import restore
 from troupe.rpc import TroupeError, new_id
 from troupe.rpc.channel import connect_sync
 from troupe.scheduling.durability import StateCosts, StatePlan, is_due, plan_states
@@ -81,7 +82,7 @@ class KeptRowsClient:
         request = store_pb.ReadKeptRowsRequest(version=version, **self._named)
         with self._store() as store:
             for batch in store.ReadKeptRows(request, timeout=_READ_SECONDS):
-                yield batch.samples
+                yield restore(batch.samples)
 
     def free(self, version: int, checksum: str) -> None:
         """Tell the store that `version` is on disk."""

@@ -1,0 +1,333 @@
+"""Stems: samples of one conversation that carry each of its tokens once.
+
+The prompt of a turn usually begins with all that was said before: the prompt and the response of an
+earlier turn. Such a sample has a `Stem`, which names the earlier sample and how many of its tokens
+come first; its `prompt_ids` hold the others only. So it is with columns along the tokens, as routes
+to experts. Turns that branch off share what they have in common; an agent of another policy has
+samples of its own and shares nothing with these. A trainer packs the same trees again by their ids
+(services/trainer/learning/sequences/packing.py).
+
+`PrefixIndex` makes stems where a trajectory ends, `share` in a micro-batch that is kept, `restore`
+puts whole samples together. Checksums of the whole values travel with the stems: a sample that was
+put together from wrong parts is found as one whose bytes have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import xxhash
+
+from troupe.rpc.errors import DataLoss
+from troupe.tensors import ChecksumError, from_proto, to_proto
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+Array: TypeAlias = np.ndarray[Any, Any]
+# Policy, trajectory and turn of a sample.
+Key: TypeAlias = tuple[str, str, int]
+
+# A shorter common beginning is not worth a stem, which takes some 40 bytes here and in records.
+LEAST_TOKENS: Final = 32
+_ID_BYTES: Final = 4
+
+
+def key_of(sample: store_pb.Sample) -> Key:
+    """What names `sample` among those of a table."""
+    return sample.policy, sample.trajectory_id, sample.turn
+
+
+def stem_key_of(sample: store_pb.Sample) -> Key:
+    """What names the sample that the stem of `sample` refers to."""
+    return sample.policy, sample.trajectory_id, sample.stem.turn
+
+
+@dataclass
+class _IndexedRow:
+    turn: int
+    ids: Array
+    columns: Mapping[str, Array]
+    stem: _IndexedRow | None = None
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What a row does not share with earlier ones."""
+
+    stem: store_pb.Stem | None
+    prompt: Array
+    columns: dict[str, Any]
+
+
+@dataclass
+class PrefixIndex:
+    """The rows of one trajectory so far, among which the stem of the next one is looked up."""
+
+    _rows: dict[str, list[_IndexedRow]] = field(default_factory=dict)
+
+    def add(
+        self,
+        policy: str,
+        turn: int,
+        prompt: Array,
+        response: Array,
+        columns: Mapping[str, Any],
+    ) -> OwnPart:
+        """Add a row; returns what it does not share with those before.
+
+        `prompt`, `response`: int32 [n]. Of `columns` numpy arrays can be shared. A prompt keeps at
+        least its last token.
+        """
+        arrays = {
+            name: np.ascontiguousarray(value)
+            for name, value in columns.items()
+            if isinstance(value, np.ndarray) and value.ndim
+        }
+        row = _IndexedRow(turn, np.concatenate([prompt, response]), arrays)
+        earlier = self._rows.setdefault(policy, [])
+        row.stem, row.shared = _longest(earlier, prompt)
+        earlier.append(row)
+        if row.stem is None:
+            return OwnPart(None, prompt, dict(columns))
+        stem = store_pb.Stem(turn=row.stem.turn, tokens=row.shared, checksum=_checksum(prompt))
+        own = dict(columns)
+        for name, value in arrays.items():
+            entries = _entries(row.stem.columns.get(name), value)
+            # Less than it takes to say so.
+            if entries * (value.nbytes // max(1, len(value))) >= LEAST_TOKENS * _ID_BYTES:
+                stem.columns[name].entries = entries
+                stem.columns[name].checksum = _checksum(value)
+                own[name] = value[entries:]
+        return OwnPart(stem, prompt[row.shared :], own)
+
+
+def _longest(rows: Sequence[_IndexedRow], prompt: Array) -> tuple[_IndexedRow | None, int]:
+    """The row with the longest beginning of `prompt` but its last token, and how long that is."""
+    best, found = 0, None
+    for row in reversed(rows):
+        most = min(len(row.ids), len(prompt) - 1)
+        if most <= best or row.ids[best] != prompt[best]:
+            continue
+        length = _common(row.ids[:most], prompt[:most])
+        if length > best:
+            best, found = length, row
+        if best == len(prompt) - 1:
+            break
+    if found is None or best < LEAST_TOKENS:
+        return None, 0
+    # The row that has these tokens itself: fewer samples depend on one another.
+    while found.stem is not None and found.shared >= best:
+        found = found.stem
+    return found, best
+
+
+def _common(one: Array, other: Array) -> int:
+    """The number of leading elements that two arrays of one length and axis have in common."""
+    differs = one != other
+    first = int(differs.argmax()) if len(differs) else 0
+    return first if len(differs) and differs[first] else len(differs)
+
+
+def _entries(one: Array | None, other: Array) -> int:
+    """The number of leading entries that are the same bytes in two arrays."""
+    if one is None or one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
+        return 0
+    most = min(len(one), len(other))
+    width = other.nbytes // max(1, len(other))
+    if not most or not width:
+        return 0
+    a, b = (array[:most].reshape(-1).view(np.uint8) for array in (one, other))
+    return _common(a, b) // width
+
+
+def _checksum(array: Array) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(array).tobytes())
+
+
+def share(claimed: Sequence[store_pb.ClaimedSample]) -> list[store_pb.ClaimedSample]:
+    """Copies of whole samples, in their order, with stems that refer to others of them."""
+    indices: dict[str, PrefixIndex] = {}
+    made: dict[int, store_pb.ClaimedSample] = {}
+    for place, item in sorted(enumerate(claimed), key=lambda one: one[1].sample.turn):
+        sample = item.sample
+        columns = {
+            name: from_proto(column.tensor)
+            for name, column in sample.columns.items()
+            if column.HasField("tensor") and column.tensor.dtype != pb.DTYPE_BFLOAT16
+        }
+        index = indices.setdefault(sample.trajectory_id, PrefixIndex())
+        prompt, response = from_proto(sample.prompt_ids), from_proto(sample.response_ids)
+        own = index.add(sample.policy, sample.turn, prompt, response, columns)
+        if own.stem is None:
+            made[place] = item
+            continue
+        copy = made[place] = store_pb.ClaimedSample()
+        copy.CopyFrom(item)
+        copy.sample.stem.CopyFrom(own.stem)
+        copy.sample.prompt_ids.CopyFrom(to_proto(own.prompt))
+        for name in own.stem.columns:
+            copy.sample.columns[name].tensor.CopyFrom(to_proto(own.columns[name]))
+    return [made[place] for place in range(len(claimed))]
+
+
+def stems_of(
+    samples: Iterable[store_pb.Sample], known: Mapping[Key, store_pb.Sample]
+) -> list[store_pb.Sample]:
+    """Those of `known` that `samples` refer to, directly or not, and that are not among them.
+
+    Raises `DataLoss` of kind "stem_missing".
+    """
+    own = {key_of(sample): sample for sample in samples}
+    found: dict[Key, store_pb.Sample] = {}
+    for sample in own.values():
+        while sample.HasField("stem") and (key := stem_key_of(sample)) not in found:
+            if key in own:
+                break
+            if key not in known:
+                raise _missing(sample)
+            sample = found[key] = known[key]
+    return list(found.values())
+
+
+def restore(
+    claimed: Iterable[store_pb.ClaimedSample], stems: Iterable[store_pb.Sample] = ()
+) -> list[store_pb.ClaimedSample]:
+    """The samples of a claim without stems: those that have one are put together in copies.
+
+    `stems`: further samples that they refer to. Raises `DataLoss` of kind "stem_missing".
+    """
+    given = list(claimed)
+    joiner = _Joiner([*(item.sample for item in given), *stems])
+    whole = []
+    for item in given:
+        if item.sample.HasField("stem"):
+            copy = store_pb.ClaimedSample()
+            copy.CopyFrom(item)
+            joiner.join(copy.sample)
+            item = copy
+        whole.append(item)
+    return whole
+
+
+def restored(sample: store_pb.Sample, stems: Iterable[store_pb.Sample]) -> store_pb.Sample:
+    """`restore` of one sample."""
+    if not sample.HasField("stem"):
+        return sample
+    (item,) = restore([store_pb.ClaimedSample(sample=sample)], stems)
+    return item.sample
+
+
+class _Joiner:
+    """Puts samples together from their own parts and those of the samples that they refer to."""
+
+    def __init__(self, samples: Iterable[store_pb.Sample]) -> None:
+        self._samples = {key_of(sample): sample for sample in samples}
+        self._tokens: dict[Key, bytes] = {}
+
+    def join(self, sample: store_pb.Sample) -> None:
+        """Make `sample` whole, in place."""
+        stem = store_pb.Stem()
+        stem.CopyFrom(sample.stem)
+        path = self._path(sample)
+        before = self._ids(path[-1])[: stem.tokens * _ID_BYTES]
+        if len(before) != stem.tokens * _ID_BYTES:
+            raise _missing(sample)
+        prompt = sample.prompt_ids
+        prompt.data = before + prompt.data
+        prompt.shape[:] = [len(prompt.data) // _ID_BYTES]
+        prompt.checksum = stem.checksum
+        for name, shared in stem.columns.items():
+            parts = _parts_of(path, name, shared.entries)
+            parts.append(store_pb.ColumnPart(column=sample.columns[name]))
+            whole = sample.columns[name]
+            if all(part.column.HasField("tensor") for part in parts):
+                whole.tensor.CopyFrom(_joined(parts, shared.checksum))
+            else:
+                whole.parts.CopyFrom(store_pb.ColumnParts(parts=parts, checksum=shared.checksum))
+        sample.ClearField("stem")
+
+    def _path(self, sample: store_pb.Sample) -> list[store_pb.Sample]:
+        """The samples that `sample` refers to, from one without a stem on."""
+        path: list[store_pb.Sample] = []
+        while sample.HasField("stem"):
+            earlier = self._samples.get(stem_key_of(sample))
+            if earlier is None or len(path) > len(self._samples):
+                raise _missing(sample)
+            sample = earlier
+            path.append(sample)
+        return path[::-1]
+
+    def _ids(self, sample: store_pb.Sample) -> bytes:
+        """The tokens of a sample's whole prompt and response."""
+        if (found := self._tokens.get(key_of(sample))) is not None:
+            return found
+        ids = b""
+        for one in [*self._path(sample), sample]:
+            key = key_of(one)
+            if key not in self._tokens:
+                before = ids[: one.stem.tokens * _ID_BYTES]
+                self._tokens[key] = before + one.prompt_ids.data + one.response_ids.data
+            ids = self._tokens[key]
+        return ids
+
+
+def _parts_of(path: Sequence[store_pb.Sample], name: str, entries: int) -> list[Any]:
+    """The first `entries` entries of the column of the last sample of `path`, as ColumnParts."""
+    found: list[store_pb.ColumnPart] = []
+    for at in range(len(path) - 1, -1, -1):
+        shared = path[at].stem.columns[name].entries if name in path[at].stem.columns else 0
+        if entries > shared:
+            if name not in path[at].columns:
+                raise _missing(path[at])
+            part = store_pb.ColumnPart(column=path[at].columns[name], entries=entries - shared)
+            found.append(part)
+        entries = min(entries, shared)
+        if not entries:
+            break
+    return found[::-1]
+
+
+def _joined(parts: Sequence[store_pb.ColumnPart], checksum: int) -> pb.Tensor:
+    """The tensor that consists of `parts`, which are tensors."""
+    first = parts[0].column.tensor
+    data, entries = [], 0
+    for part in parts:
+        tensor = part.column.tensor
+        length = tensor.shape[0]
+        number = part.entries or length
+        if number > length or list(tensor.shape[1:]) != list(first.shape[1:]):
+            raise DataLoss("a column's parts do not fit", kind="stem_missing", field="columns")
+        data.append(tensor.data[: len(tensor.data) // max(1, length) * number])
+        entries += number
+    shape = [entries, *first.shape[1:]]
+    return pb.Tensor(dtype=first.dtype, shape=shape, data=b"".join(data), checksum=checksum)
+
+
+def column_value(parts: store_pb.ColumnParts, load: Callable[[str], Array]) -> Array:
+    """The array of a column in parts; `load` gives the value behind a reference.
+
+    Raises `ChecksumError`, and what `load` raises.
+    """
+    arrays = []
+    for part in parts.parts:
+        ref = part.column.HasField("ref")
+        array = load(part.column.ref) if ref else from_proto(part.column.tensor)
+        arrays.append(array[: part.entries] if part.entries else array)
+    whole = np.concatenate(arrays)
+    if _checksum(whole) != parts.checksum:
+        raise ChecksumError("a column was put together from other parts than it was made of")
+    return whole
+
+
+def _missing(sample: store_pb.Sample) -> DataLoss:
+    return DataLoss(
+        f"sample {sample.sample_id} begins as turn {sample.stem.turn} does, which is not there",
+        kind="stem_missing",
+        field="stem.turn",
+        value=sample.stem.turn,
+        remedy="This is a fault of the experience store; report it with the sample id.",
+    )
