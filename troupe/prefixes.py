@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import xxhash
 
+from troupe.job.algorithm import ROUTES_COLUMN, TEAM_COLUMN
 from troupe.rpc.errors import DataLoss
 from troupe.tensors import ChecksumError, from_proto, to_proto
 from troupe.v1 import common_pb2 as pb
@@ -30,6 +31,8 @@ Array: TypeAlias = np.ndarray[Any, Any]
 # Policy, trajectory and turn of a sample.
 Key: TypeAlias = tuple[str, str, int]
 
+# Columns along the tokens of prompt and response, whose beginnings are shared, too.
+SHARED_COLUMNS: Final = frozenset({ROUTES_COLUMN, TEAM_COLUMN})
 # A shorter common beginning is not worth a stem, which takes some 40 bytes here and in records.
 LEAST_TOKENS: Final = 32
 _ID_BYTES: Final = 4
@@ -79,13 +82,13 @@ class PrefixIndex:
     ) -> OwnPart:
         """Add a row; returns what it does not share with those before.
 
-        `prompt`, `response`: int32 [n]. Of `columns` numpy arrays can be shared. A prompt keeps at
-        least its last token.
+        `prompt`, `response`: int32 [n]. Of `columns` those in `SHARED_COLUMNS` are shared. A prompt
+        keeps at least its last token.
         """
         arrays = {
             name: np.ascontiguousarray(value)
             for name, value in columns.items()
-            if isinstance(value, np.ndarray) and value.ndim
+            if name in SHARED_COLUMNS and isinstance(value, np.ndarray) and value.ndim
         }
         row = _IndexedRow(turn, np.concatenate([prompt, response]), arrays)
         earlier = self._rows.setdefault(policy, [])
@@ -157,7 +160,7 @@ def share(claimed: Sequence[store_pb.ClaimedSample]) -> list[store_pb.ClaimedSam
         columns = {
             name: from_proto(column.tensor)
             for name, column in sample.columns.items()
-            if column.HasField("tensor") and column.tensor.dtype != pb.DTYPE_BFLOAT16
+            if name in SHARED_COLUMNS and column.HasField("tensor")
         }
         index = indices.setdefault(sample.trajectory_id, PrefixIndex())
         prompt, response = from_proto(sample.prompt_ids), from_proto(sample.response_ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -431,11 +431,13 @@ def last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
     return refs_of(c.sample for c in claim.samples if c.sample.uses + 1 >= max_uses)
 
 
-def refs_of(samples: Iterable[store_pb.Sample]) -> Iterator[str]:
+def refs_of(samples: Iterable[store_pb.Sample], besides: Collection[str] = ()) -> Iterator[str]:
     """The keys of columns that samples keep by reference, without those of earlier samples that
-    theirs begin with."""
+    theirs begin with; `besides`: columns that are left out."""
     for sample in samples:
-        for column in sample.columns.values():
+        for name, column in sample.columns.items():
+            if name in besides:
+                continue
             own = column.parts.parts[-1].column if column.HasField("parts") else column
             if own.HasField("ref"):
                 yield own.ref

@@ -22,7 +22,7 @@ from services.trainer.learning.ranks import Stopped
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import SuspendedStep
 from services.trainer.state.training_state import Frontier
-from troupe.prefixes import restore
+from troupe.prefixes import SHARED_COLUMNS, restore
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -239,10 +239,10 @@ class Attempt:
         log.warning("values gone", policy=self._binding.policy, step=self._run.step, samples=names)
         await self.claims.drop_gone(claim_id, names)
         self.progress.gone += len(gone)
-        # Later samples of the step may begin with what their other values hold, and, where they are
-        # used again, samples of later steps; what is left then goes with the job.
-        if self._binding.spec.pipeline.max_uses == 1:
-            self.progress.refs += refs_of(gone)
+        # Their other values are not needed either. They are deleted now, not at the commit, since a
+        # later attempt does not see these samples; but for those that others may begin with, which
+        # are deleted with the job.
+        await self._drop_values(refs_of(gone, besides=SHARED_COLUMNS))
 
     async def _drop_values(self, refs: Iterable[str]) -> None:
         """Delete column values by key, waiting at most `_DROP_SECONDS`.

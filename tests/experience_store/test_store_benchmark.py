@@ -22,7 +22,15 @@ def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[st
         "ready_p99_ms",
         "million_rows_latency_ratio",
         "memory_ratio",
+        "bytes_over_unique",
     }
+    ((talk, links),) = results.pop("bytes_over_unique").items()
+    assert talk == "4000"
+    # Both wires; what Redis keeps beside a row is more than its jemalloc rounds up.
+    assert 1 < links["rollout to store"] < 1.1
+    assert 1 < links["store to trainer"] < 1.12
+    assert 1 < links["Redis"] < 1.5
+    assert 1 < links["append-only file"] < 1.5
     assert set(results.pop("cpu_us_per_row_4k")) == {
         "client",
         "store",
