@@ -268,7 +268,7 @@ class RealBench(Bench):
             max_context=64,
             start_timeout_seconds=900,
             update=way,
-            launch=["--max-total-tokens", "512"],
+            launch=["--max-total-tokens", "512", "--mem-fraction-static", "0.5"],
         )
         model = ModelSpec(config=config, dtype="bfloat16", tokenizer="none")
         spec = PolicySpec(model=model, engine=engine)

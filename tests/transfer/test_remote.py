@@ -150,7 +150,7 @@ def test_a_byte_that_changed_on_the_way_is_sent_again(
     sent = corrupting(monkeypatch, spoil)
     assert checksum_of(here.get(KEY)[0]) == manifest.checksum
     assert here.counters.retries() == {"corrupt_chunk": 1}
-    assert sent == [0, 1, 2, 3, 4, 1]  # only that one
+    assert sent == [0, 1, 2, 3, 1]  # only that one
 
 
 @pytest.mark.parametrize("fault", ["changed", "short", "long"])
@@ -178,7 +178,7 @@ def test_a_state_that_is_corrupt_at_its_owner_is_refused(there: Transfer, here: 
     with open(there.roots[0] / KEY, "r+b") as file:
         file.seek(-5, os.SEEK_END)
         file.write(b"\xff\x00\xff\x00\xff")
-    with pytest.raises(Corrupt, match="'large'"):
+    with pytest.raises(Corrupt, match="'a'"):
         here.get(KEY)
     with open(there.roots[0] / KEY, "r+b") as file:
         file.write(b"nonsense")

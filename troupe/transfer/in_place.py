@@ -4,7 +4,7 @@ The file of a state is safetensors (`troupe.transfer.blob`). An inference server
 checkpoint wants a directory: it gets one with a hard link of that file and the small files that
 belong to a checkpoint. Such a reader takes no lock; but a file with a further name is never filled
 again (`segment_pool`), so a state that is deleted or replaced meanwhile stays what it was until the
-directory is closed. Directories of dead processes are removed by the next process that makes one.
+directory is closed. Directories of dead processes are swept, as what they left half written is.
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ class ModelDirectories:
     def _place(self) -> Path:
         """This process's own directory."""
         with self._mutex:
-            if self._own is None or not self._own.is_dir():
+            # (One that was not locked yet may have been swept.)
+            while self._own is None or not self._own.is_dir():
                 self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-                self._sweep()
+                self.sweep()
                 own = self._root / secrets.token_hex(8)
                 own.mkdir(mode=0o700)
                 lock = open(own / _LOCK, "wb")  # noqa: SIM115
@@ -90,9 +91,10 @@ class ModelDirectories:
                 self._own, self._lock = own, lock
             return self._own
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Remove the directories of processes that have ended."""
-        for left in self._root.iterdir():
-            with contextlib.suppress(OSError), open(left / _LOCK, "rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            for left in self._root.iterdir():
+                with contextlib.suppress(OSError), open(left / _LOCK, "rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)

@@ -264,6 +264,8 @@ class Transfer:
         """Free idle mappings and pooled files, and files that dead processes left half filled."""
         self._mappings.sweep()
         self._segments.sweep()
+        for directories in self._directories.values():
+            directories.sweep()
 
     def close(self) -> None:
         """Free the mappings and pooled files of this process. States stay where they are."""
