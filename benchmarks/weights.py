@@ -6,8 +6,9 @@ A trainer's `Transfer` publishes versions into shared memory, and the rollout se
 the engines of a policy to them: fetch, verification, waves, load, proof. All bytes are published
 and verified. Two kinds of engines:
 
-- paced: no model; a load reads every page of the published file and takes as long as a device's
-  link would (`LINK`). Sizes over 2 GiB are moved in parts of 2 GiB, so that 4 GiB are resident.
+- paced: no model; a load reads every page of the published file and takes as long as the links of
+  its devices would (`LINK`; one device per 32 GiB). Sizes over 2 GiB are moved in parts of 2 GiB,
+  so that 4 GiB are resident.
 - `--cache`: an embedded engine under turns that never stop, with `engine.cache` `recompute` and
   `keep`: tokens/s, and the mismatch (k3) between log-probs of the engine and of a full pass by the
   version that each token names. A version moves weights by 0.1 % of their size.
@@ -61,8 +62,10 @@ POLICY: Final = "solver"
 GIB: Final = 1 << 30
 PART_BYTES: Final = 2 * GIB
 TENSOR_BYTES: Final = 64 << 20
-# Bytes per second that one paced engine loads at: pinned memory over one PCIe 4 x16 link.
+# Bytes per second of one device's link (PCIe 4 x16), and bytes of weights that one device holds: a
+# larger model is served by several devices, each of which loads its part over its own link.
 LINK: Final = 25e9
+DEVICE_BYTES: Final = 32 * GIB
 SIXTY_MILLION: Final = HALF_BILLION | {
     "vocab_size": 32_000,
     "hidden_size": 512,
@@ -99,13 +102,16 @@ class Row:
 
 class PacedEngine(SimulatedEngine):
     """An engine without a model whose loads touch every page of the published weights and last as
-    long as a link of `LINK` bytes/s needs for them."""
+    long as its `links`, of `LINK` bytes/s each, need for them."""
+
+    only_copies = True
+    links = 1
 
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
         began = time.monotonic()
         size = sum(tensor.nbytes for tensor in tensors.values())
         await asyncio.to_thread(_touch, tensors)
-        await asyncio.sleep(max(0.0, size / LINK - (time.monotonic() - began)))
+        await asyncio.sleep(max(0.0, size / (LINK * self.links) - (time.monotonic() - began)))
         self._drawing = ref.version
         self._way = "in_place"
         return time.monotonic() - began
@@ -231,17 +237,17 @@ class Bench:
 class PacedBench(Bench):
     """Paced engines; the trainer's tensors are made from one buffer as they are published."""
 
-    def __init__(self, count: int, part_bytes: int, place: Path) -> None:
+    def __init__(self, count: int, part_bytes: int, links: int, place: Path) -> None:
         self._part_bytes = part_bytes
         self._buffer = torch.randint(0, 1 << 15, (TENSOR_BYTES // 2,), dtype=torch.int16)
         simulated = SimulatedSpec(load_seconds=0.0)
         model = ModelSpec(config=TINY, tokenizer="none")
         engine = EngineSpec(kind="embedded", replicas=count)
         spec = PolicySpec(model=model, engine=engine, simulated=simulated)
-        engines: list[ServingEngine] = [
-            PacedEngine(f"bench.{n}", POLICY, spec) for n in range(count)
-        ]
-        super().__init__(engines, spec, place)
+        engines = [PacedEngine(f"bench.{n}", POLICY, spec) for n in range(count)]
+        for one in engines:
+            one.links = links
+        super().__init__(list(engines), spec, place)
 
     def weights(self, version: int) -> DeferredTensors:
         """2 GiB in tensors of 64 MiB, of which the first differs by version."""
@@ -293,12 +299,12 @@ class RealBench(Bench):
 
 
 def paced(sizes: Sequence[int], counts: Sequence[int], rounds: int) -> Iterator[Row]:
-    """Paced engines: every size with one and four engines, the largest with all `counts`."""
+    """Paced engines: the first size with all `counts`, others with one and four engines."""
     for size in sizes:
-        for count in counts if size == sizes[-1] else (1, 4):
+        for count in counts if size == sizes[0] else (1, 4):
             part = min(size, PART_BYTES)
             with _place() as place:
-                bench = PacedBench(count, part, Path(place))
+                bench = PacedBench(count, part, -(-size // DEVICE_BYTES), Path(place))
                 yield asyncio.run(bench.measure(rounds, size // part))
 
 
@@ -475,6 +481,7 @@ def main() -> None:
     parser.add_argument("--cache", action="store_true", help="what keeping the cache saves")
     parser.add_argument("--python", default="", help="what has SGLang")
     parser.add_argument("--small", action="store_true", help="a real model of 60 M parameters")
+    parser.add_argument("--gib", type=int, nargs="+", default=[4, 16, 64], help="sizes, paced")
     parser.add_argument("--servers", type=int, nargs="*", default=[1, 2, 4])
     options = parser.parse_args()
     if options.cache:
@@ -494,8 +501,8 @@ def main() -> None:
                 config = TINY
             made = real(config, options.servers, options.python, rounds, Path(place))
         else:
-            sizes = [GIB // 4] if options.quick else [4 * GIB, 16 * GIB, 64 * GIB]
-            made = paced(sizes, (1, 4) if options.quick else (1, 2, 4), 1 if options.quick else 2)
+            sizes = [GIB // 4] if options.quick else [gib * GIB for gib in options.gib]
+            made = paced(sizes, (1, 4) if options.quick else (1, 2, 4), 1)
         for row in made:
             progress.print(row)
             rows.append(row)

@@ -85,6 +85,8 @@ def add_routes(fake: FakeSglang) -> None:
         fake.load(load_file(path))
         if body.get("weight_version") is not None:
             fake.version = body["weight_version"]
+        if body.get("flush_cache", True) and fake.calls and not fake.paused:
+            return _outcome(False, "Cache flush failed after updating weights")
         return _outcome(True, "Succeeded to update model weights.")
 
     @app.post("/weights_checker")

@@ -72,6 +72,9 @@ class ServingEngine(ABC):
 
     kind: ClassVar[str]
     """The name of the kind, as in `policies.X.engine.kind`."""
+    only_copies: ClassVar[bool] = False
+    """Whether published tensors are only copied from, and never served from: then the engines of a
+    process read them through one mapping, whose pages are looked up once."""
 
     def __init__(self, engine_id: str, policy: str, *, in_flight: InFlight = "keep") -> None:
         """`engine_id`: unique within the rollout worker."""
@@ -531,7 +534,7 @@ class ServingEngine(ABC):
         """The tensors published as `ref`, and the adapter with its base if it is one. Blocking."""
         from services.rollout.engines.weights import with_base  # imports torch: takes seconds
 
-        tensors, _ = transfer.get(ref.key, expected_checksum=ref.checksum)
+        tensors, _ = transfer.get(ref.key, expected_checksum=ref.checksum, lasting=self.only_copies)
         known = self._adapted.base if self._adapted is not None else None
         return tensors, with_base(tensors, ref, transfer, known)
 

@@ -107,8 +107,7 @@ async def test_the_safe_order_of_an_update(stage: Stage) -> None:
     control = [path for path in stage.fake.seen if path != "/weights_checker"]
     assert control == [
         "/pause_generation",
-        "/update_weights_from_disk",
-        "/flush_cache",
+        "/update_weights_from_disk",  # and flush
         "/update_weight_version",
         "/continue_generation",
         "/model_info",

@@ -191,15 +191,18 @@ class SglangClient:
         """Close the session."""
         await self._acknowledged("/end_weight_update", {})
 
-    async def update_from_disk(self, path: str, version: str, num_bytes: int = 0) -> None:
-        """Load safetensors of `num_bytes` from a directory that the server sees."""
+    async def update_from_disk(
+        self, path: str, version: str, num_bytes: int = 0, *, flush: bool = False
+    ) -> None:
+        """Load safetensors of `num_bytes` from a directory that the server sees. `flush`: then
+        forget cached prefixes; refused, after the load, while something runs."""
         await self._acknowledged(
             "/update_weights_from_disk",
             {
                 "model_path": path,
                 # The server may have been launched with `dummy`, which it would use again.
                 "load_format": "auto",
-                "flush_cache": False,
+                "flush_cache": flush,
                 "weight_version": version,
             },
             seconds_for(num_bytes),

@@ -69,6 +69,7 @@ class SglangEngine(ServingEngine):
     """
 
     kind: ClassVar[str] = "sglang"
+    only_copies: ClassVar[bool] = True
 
     def __init__(
         self,

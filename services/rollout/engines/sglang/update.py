@@ -118,8 +118,10 @@ class Updater:
         try:
             await self._pause()
             try:
-                await self._loader.load(self._client)
-                if not self._keep_cache:
+                # Retracted turns leave the cache free at once; aborted ones take a moment.
+                together = self._keep and self._features.retract and not self._keep_cache
+                flushed = await self._loader.load(self._client, flush=together)
+                if not (flushed or self._keep_cache):
                     await self._flush()
                 if self._features.version_call:
                     await self._client.set_version(str(ref.version))
@@ -227,9 +229,10 @@ class Loader(Protocol):
         """The part that can be done while the server still serves."""
         ...
 
-    async def load(self, client: SglangClient) -> None:
-        """The part that needs the server paused, with what was prepared. Raises the client's
-        errors."""
+    async def load(self, client: SglangClient, *, flush: bool) -> bool:
+        """The part that needs the server paused, with what was prepared; `flush`: forget cached
+        prefixes in the same call, if that is possible. Returns whether they were forgotten. Raises
+        the client's errors."""
         ...
 
     async def loaded(self) -> None:
@@ -267,11 +270,19 @@ class DiskLoader:
         self._num_bytes, self._weights = weights.num_bytes, weights
         await asyncio.to_thread(self._make, weights)
 
-    async def load(self, client: SglangClient) -> None:
-        """Have the server read the directory."""
+    async def load(self, client: SglangClient, *, flush: bool) -> bool:
+        """Have the server read the directory. Flushing by itself would also return memory to the
+        allocator, which takes longer than the load of a small model."""
         assert self._weights is not None  # prepared
-        version = str(self._weights.ref.version)
-        await client.update_from_disk(str(self._path), version, self._num_bytes)
+        path, version = str(self._path), str(self._weights.ref.version)
+        if flush:
+            try:
+                await client.update_from_disk(path, version, self._num_bytes, flush=True)
+                return True
+            except Refused as error:  # perhaps of the flush only: the weights are in then
+                log.info("%s is asked again, without a flush: %s", client.url, error)
+        await client.update_from_disk(path, version, self._num_bytes)
+        return False
 
     async def loaded(self) -> None:
         """Remove the directory. (After a failure it stays until the next version's is made: the
@@ -348,11 +359,12 @@ class TensorLoader:
         """Keep the tensors for `load`: nothing can be sent before the pause."""
         self._weights = weights.tensors, weights.ref.version
 
-    async def load(self, client: SglangClient) -> None:
-        """Send the tensors bucket by bucket."""
+    async def load(self, client: SglangClient, *, flush: bool) -> bool:
+        """Send the tensors bucket by bucket; nothing is flushed."""
         assert self._weights is not None  # prepared
         tensors, version = self._weights
         await self._send(client, tensors, version)
+        return False
 
     async def loaded(self) -> None:
         """Let go of the tensors."""
@@ -402,19 +414,20 @@ class EitherLoader:
         self._prepared = weights
         await self._active.prepare(weights)
 
-    async def load(self, client: SglangClient) -> None:
+    async def load(self, client: SglangClient, *, flush: bool) -> bool:
         """Load, by the second loader if the first is refused."""
         prepared, self._prepared = self._prepared, None
         try:
-            await self._active.load(client)
+            return await self._active.load(client, flush=flush)
         except Refused as error:
             if self._other is self._active or prepared is None:
                 raise
             log.warning("%s takes no weights this way, trying another: %s", client.url, error)
             await self._other.prepare(prepared)
-            await self._other.load(client)
+            flushed = await self._other.load(client, flush=flush)
             await self._active.loaded()
             self._active = self._other
+            return flushed
 
     async def loaded(self) -> None:
         """Free what the loader in use needed."""
