@@ -13,7 +13,7 @@ and verified. Two kinds of engines:
   `keep`: tokens/s, and the mismatch (k3) between log-probs of the engine and of a full pass by the
   version that each token names. A version moves weights by 0.1 % of their size.
 - `--real`: SGLang servers, launched as a job's are (`--python`: what has SGLang; without it the
-  variables of the slow tests), with a model of half a billion parameters (`--small`: 60 million);
+  variables of the slow tests), with a model of half a billion parameters (`--small`: 47 million);
   the former ways, by handles and by value, beside reading in place.
 
 The last line is one JSON object. `copies`: bytes that this host's memory grew by while a first
@@ -66,7 +66,7 @@ TENSOR_BYTES: Final = 64 << 20
 # larger model is served by several devices, each of which loads its part over its own link.
 LINK: Final = 25e9
 DEVICE_BYTES: Final = 32 * GIB
-SIXTY_MILLION: Final = HALF_BILLION | {
+SMALL: Final = HALF_BILLION | {
     "vocab_size": 32_000,
     "hidden_size": 512,
     "intermediate_size": 2048,
@@ -353,11 +353,9 @@ class CacheRow:
 
 
 async def under_updates(cache: Literal["recompute", "keep"], quick: bool, place: Path) -> CacheRow:
-    """Sixteen turns at once with prompts of 1,024 tokens, new weights after every 2,000 tokens."""
-    prompt_tokens, answer_tokens, turns, each = (
-        (64, 48, 16, 300) if quick else (1024, 256, 48, 2000)
-    )
-    config = SIXTY_MILLION | {
+    """Sixteen turns at once with prompts of 512 tokens, new weights after every 1,000 tokens."""
+    prompt_tokens, answer_tokens, turns, each = (64, 48, 16, 300) if quick else (512, 128, 24, 1000)
+    config = SMALL | {
         "vocab_size": 2048,
         "hidden_size": 256,
         "intermediate_size": 768,
@@ -480,7 +478,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="SGLang servers, not paced engines")
     parser.add_argument("--cache", action="store_true", help="what keeping the cache saves")
     parser.add_argument("--python", default="", help="what has SGLang")
-    parser.add_argument("--small", action="store_true", help="a real model of 60 M parameters")
+    parser.add_argument("--small", action="store_true", help="a real model of 47 M parameters")
     parser.add_argument("--gib", type=int, nargs="+", default=[4, 16, 64], help="sizes, paced")
     parser.add_argument("--servers", type=int, nargs="*", default=[1, 2, 4])
     options = parser.parse_args()
@@ -496,7 +494,7 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="troupe-bench-") as place:
         if options.real:
-            config = SIXTY_MILLION if options.small else HALF_BILLION
+            config = SMALL if options.small else HALF_BILLION
             if options.quick:
                 config = TINY
             made = real(config, options.servers, options.python, rounds, Path(place))
