@@ -20,8 +20,9 @@ from troupe.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 log = structlog.get_logger("troupe.heartbeat")
 
 Message = Callable[[], orchestrator_pb2.HeartbeatRequest]
-# Timeout of one beat.
-_TIMEOUT_SECONDS = 2.0
+# Timeout of one beat. Others follow meanwhile, so that it may be long: a busy event loop needs
+# seconds until it sees an answer that has arrived.
+_TIMEOUT_SECONDS = 10.0
 # Interval while the orchestrator is unreachable, so that it learns of workers soon after a restart.
 _AWAY_SECONDS = 0.25
 # Bounds of the interval that the orchestrator may ask for.
@@ -42,6 +43,8 @@ class Heartbeat:
         self._message = message
         self._interval = interval
         self._task: asyncio.Task[None] | None = None
+        # Beats that have not been answered.
+        self._beats: set[asyncio.Task[float]] = set()
         self._process = psutil.Process()
         self._reached: bool | None = None
         self._leaving = False
@@ -75,9 +78,23 @@ class Heartbeat:
     async def _beat_on(self) -> None:
         async with self._channel() as channel:
             stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
-            while True:
-                pause = await self._beat(stub)
-                await asyncio.sleep(pause)
+            pause = self._interval
+            try:
+                while True:
+                    beat = asyncio.create_task(self._beat(stub), name="beat")
+                    self._beats.add(beat)
+                    beat.add_done_callback(self._beats.discard)
+                    # The next one does not wait for an answer that is late: where thousands of
+                    # trajectories share the event loop, each step of a call takes seconds, and a
+                    # worker that says nothing meanwhile counts as lost.
+                    done, _ = await asyncio.wait({beat}, timeout=pause)
+                    if done:
+                        pause = beat.result()
+                        await asyncio.sleep(pause)
+            finally:
+                for beat in self._beats:
+                    beat.cancel()
+                await asyncio.gather(*self._beats, return_exceptions=True)
 
     async def _beat(
         self, stub: orchestrator_pb2_grpc.OrchestratorAsyncStub, *, leaving: bool = False

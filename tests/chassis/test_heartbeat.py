@@ -55,6 +55,26 @@ async def test_it_beats_fills_in_and_says_goodbye() -> None:
     assert last.draining
 
 
+async def test_a_late_answer_does_not_keep_it_from_beating() -> None:
+    class Slow(Listener):
+        async def Heartbeat(
+            self, request: pb.HeartbeatRequest, context: Any
+        ) -> pb.HeartbeatResponse:
+            answer = await super().Heartbeat(request, context)
+            await asyncio.sleep(60)
+            return answer
+
+    listener = Slow()
+    async with serve(listener, ServiceSettings(drain_seconds=0.2)) as server:
+        worker = ServiceSettings(orchestrator_address=server.address, port=7, worker_id="w1")
+        beat = Heartbeat(worker, pb.HeartbeatRequest, interval=0.05)
+        await beat.start()
+        async with asyncio.timeout(5):
+            await until(lambda: len(listener.heard) >= 5)
+        await beat.stop()
+        assert listener.heard[-1].draining
+
+
 async def test_it_survives_the_orchestrators_absence(caplog: pytest.LogCaptureFixture) -> None:
     settings = ServiceSettings(drain_seconds=0.2)
     async with serve(Listener(), settings) as server:
