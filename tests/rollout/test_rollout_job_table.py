@@ -27,7 +27,7 @@ class Preparation:
     async def with_defaults(self, spec: Any) -> Any:
         return spec
 
-    async def make(self, job_id: str, spec: Any, refs: Any) -> Any:
+    async def make(self, job_id: str, spec: Any, refs: Any, servers: Any) -> Any:
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.001)
