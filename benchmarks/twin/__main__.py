@@ -1,8 +1,8 @@
-"""`python -m benchmarks.twin [--quick] [--json] [--only live|speed]`
+"""`python -m benchmarks.twin [--quick] [--json] [--only live|flexmarl|speed]`
 
 The twin's step times beside those of live runs (docs/twin/live.json, measured by
-benchmarks.pipeline), and how fast twin and decisions are at 3,000 devices. The last line of stdout
-is the JSON object.
+benchmarks.pipeline), FlexMARL's table at its own scale, and how fast twin and decisions are at
+3,000 devices. The last line of stdout is the JSON object.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from rich.table import Table
 
 from benchmarks.command import finish, options_of
 from benchmarks.pipeline.workload import SETUPS, modes
+from benchmarks.twin import flexmarl
 from benchmarks.twin.live import rehearse, twin_job
 from benchmarks.twin.speed import decisions, hour
 from troupe.twin.cluster import Twin, TwinMeans
 
 _LIVE: Final = Path(__file__).resolve().parents[2] / "docs" / "twin" / "live.json"
-_PARTS: Final = ("live", "speed")
+_PARTS: Final = ("live", "flexmarl", "speed")
 
 
 def main() -> None:
@@ -33,6 +34,8 @@ def main() -> None:
     found: dict[str, Any] = {"quick": args.quick}
     if "live" in parts:
         found["live"] = beside_live(console, quick=args.quick)
+    if "flexmarl" in parts:
+        found["flexmarl"] = published(console, quick=args.quick)
     if "speed" in parts:
         found |= speed(console, quick=args.quick)
     finish(found, quiet=args.json)
@@ -81,6 +84,37 @@ def predicted(name: str, *, quick: bool = False) -> dict[str, TwinMeans]:
     }
 
 
+def published(console: Console, *, quick: bool = False) -> dict[str, float]:
+    """FlexMARL's rows beside what the twin gives; errors are of ratios to the row of all."""
+    found: dict[str, float] = {}
+    for name in ("ca",) if quick else tuple(flexmarl.SETUPS):
+        told = flexmarl.PUBLISHED[name]
+        means = flexmarl.table(name, quick=quick)
+        table = Table(title=f"FlexMARL {name.upper()}, 48 hosts of 16 devices: seconds per step")
+        for column in ("", "published", "twin", "ratio published", "ratio twin", "error"):
+            table.add_column(column, justify="right" if column else "left")
+        best, worst = means["flexmarl"], 0.0
+        for row, one in means.items():
+            ratio = one.seconds / best.seconds
+            wanted = told[row] / told["flexmarl"]
+            worst = max(worst, abs(ratio / wanted - 1))
+            found[f"{name}_over_{row}"] = round(ratio, 3)
+            table.add_row(
+                flexmarl.ROWS[row],
+                f"{told[row]:.1f}",
+                f"{one.seconds:.1f}",
+                f"{wanted:.2f}",
+                f"{ratio:.2f}",
+                f"{ratio / wanted - 1:+.1%}",
+            )
+        console.print(table)
+        found[f"{name}_error"] = round(worst, 4)
+        if "serial" in means:
+            used = best.engines / means["serial"].engines
+            found[f"{name}_engine_utilization_over_serial"] = round(used, 2)
+    return found
+
+
 def speed(console: Console, *, quick: bool = False) -> dict[str, Any]:
     """A simulated hour of 3,000 GPUs, and the decisions at that size."""
     ran, times = hour(quick=quick), decisions(quick=quick)
@@ -91,12 +125,15 @@ def speed(console: Console, *, quick: bool = False) -> dict[str, Any]:
         table.add_row(name, f"{milliseconds:.2f}")
     console.print(table)
     console.print(
-        f"An hour of 3,000 GPUs takes {ran.hour:.0f} s of one core: {ran.steps} steps of "
+        f"An hour of 3,000 GPUs{' with a tenth of the trajectories' if quick else ''} takes "
+        f"{ran.hour:.0f} s of one core: {ran.steps} steps of "
         f"{ran.simulated_seconds / ran.steps:.0f} s with {ran.turns:,} turns took "
         f"{ran.cpu_seconds:.1f} s, {1e6 * ran.cpu_seconds / ran.turns:.0f} microseconds per turn"
     )
+    # A quick run has a tenth of the trajectories.
+    whole = {} if quick else {"hour_of_3000_seconds": round(ran.hour, 1)}
     return {
-        "hour_of_3000_seconds": round(ran.hour, 1),
+        **whole,
         "microseconds_per_turn": round(1e6 * ran.cpu_seconds / ran.turns, 1),
         "decision_p99_ms": max(times.values()),
         "decisions_ms": times,

@@ -24,5 +24,6 @@ def test_steps_are_predicted_within_ten_percent_of_live_ones(name: str) -> None:
 def test_a_quick_run_reports_what_it_predicts() -> None:
     found = quick_run("twin", seconds=300)
     assert found["live"]["worst_error"] < 0.1
+    assert found["flexmarl"]["ca_over_fixed"] > 1
     assert found["microseconds_per_turn"] > 0
     assert found["decision_p99_ms"] == max(found["decisions_ms"].values())

@@ -21,7 +21,7 @@ are due, and is called again when something has changed. Its rules:
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -444,6 +444,9 @@ class _Table:
         """Workers that could hold `policy`, the leader first, each with a price: 0: free now; more:
         others must leave. Those of fewest workers come first."""
         plans = list(self._plans.values())
+        groups = sorted({one.bound for plan in plans for one in (*plan.held, *plan.taken)})
+        # By device class: workers that would lend their devices, and those that would lead.
+        lending: dict[str, tuple[list[tuple[float, WorkerPlan]], ...]] = {}
         for count in range(1, min(policy.ranks, len(plans)) + 1):
             if policy.ranks % count:
                 continue
@@ -452,22 +455,28 @@ class _Table:
                 if options := self._options(policy, enough, leads=True):
                     yield options[0][0], [options[0][1]]
                 continue
-            groups = {one.bound for plan in plans for one in (*plan.held, *plan.taken)}
-            for group in sorted(groups):
+            for group in groups:
                 members = [self._plans[name] for name in group if name in self._plans]
-                if len(group) == count == len(members) and all(one in enough for one in members):
+                if len(group) == count == len(members) and all(
+                    one.worker.devices * count >= policy.ranks for one in members
+                ):
                     options = self._options(policy, members, group=group)
                     if len(options) == count:
                         yield max(price for price, _ in options), members
-            lenders = [plan for plan in enough if plan.worker.lends]
-            for device in sorted({plan.worker.device for plan in lenders}):
-                same = [plan for plan in lenders if plan.worker.device == device]
-                options = self._options(policy, same)
+            for device in sorted({plan.worker.device for plan in enough if plan.worker.lends}):
+                if device not in lending:
+                    same = [p for p in plans if p.worker.lends and p.worker.device == device]
+                    leading = self._options(policy, same, leads=True)
+                    lending[device] = self._options(policy, same), leading
+                options, leading = (
+                    [one for one in some if one[1].worker.devices * count >= policy.ranks]
+                    for some in lending[device]
+                )
                 if way := _cheapest(policy, options, count):
                     yield way
                 # One that leads needs not be empty.
                 prices = {plan.worker.worker_id: price for price, plan in options}
-                for price, plan in self._options(policy, same, leads=True):
+                for price, plan in leading:
                     if price >= prices.get(plan.worker.worker_id, math.inf):
                         continue
                     others = [one for one in options if one[1] is not plan]
@@ -596,21 +605,24 @@ def _together(policy: Policy, plans: Sequence[WorkerPlan], count: int) -> list[W
     whole, then the one that the rest fits best. Workers of a host are neighbours; the first leads.
     """
     near = [plan for plan in plans if plan.worker.worker_id in policy.near][:count]
-    left = [plan for plan in plans if plan not in near]
-    sizes = Counter(map(_host, left))
-    chosen = list(near)
+    chosen, taken = list(near), {plan.worker.worker_id for plan in near}
+    left: dict[str, list[WorkerPlan]] = {}
+    for plan in plans:
+        if plan.worker.worker_id not in taken:
+            left.setdefault(_host(plan), []).append(plan)
     for host in dict.fromkeys(_host(plan) for plan in near):
-        chosen += [plan for plan in left if _host(plan) == host][: count - len(chosen)]
-        sizes.pop(host, None)
-    while len(chosen) < count:
+        chosen += left.pop(host, [])[: count - len(chosen)]
+    order = sorted(left, key=lambda host: -len(left[host]))
+    for at, host in enumerate(order):
         needed = count - len(chosen)
-        fitting = [host for host, size in sizes.items() if size >= needed]
-        # The smallest that is enough; else the largest. Of equals the one that is best for it.
-        host = min(fitting, key=sizes.__getitem__) if fitting else max(sizes, key=sizes.__getitem__)
-        chosen += [plan for plan in left if _host(plan) == host][:needed]
-        del sizes[host]
-    hosts = list(dict.fromkeys(map(_host, chosen)))
-    return sorted(chosen, key=lambda plan: hosts.index(_host(plan)))
+        if len(left[host]) >= needed:
+            # The smallest that is enough; of equals the one that is best for it.
+            fitting = (one for one in order[at:] if len(left[one]) >= needed)
+            chosen += left[min(fitting, key=lambda one: len(left[one]))][:needed]
+            break
+        chosen += left[host]
+    ranks = {host: rank for rank, host in enumerate(dict.fromkeys(map(_host, chosen)))}
+    return sorted(chosen, key=lambda plan: ranks[_host(plan)])
 
 
 def _host(plan: WorkerPlan) -> str:

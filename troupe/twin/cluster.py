@@ -661,6 +661,10 @@ class Twin:
             routers[name] = TwinRouter(name, engines, job.routing)
         self.routers.append(routers)
         if job.balancing is not None and len(routers) > 1:
+            kinds = {name: [one.rates for one in p.engines] for name, p in job.policies.items()}
+            barred = [
+                (one, other) for one in kinds for other in kinds if kinds[one] != kinds[other]
+            ]
             self._balancers.append(
                 TwinBalancer(
                     self.env,
@@ -668,6 +672,7 @@ class Twin:
                     job.balancing,
                     heartbeat_seconds=job.balancing_heartbeat,
                     minimum=job.balancing_minimum,
+                    barred=barred,
                 )
             )
 

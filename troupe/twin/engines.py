@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -454,17 +454,17 @@ class TwinBalancer:
         heartbeat_seconds: float = 1.0,
         drain_seconds: float = 10.0,
         minimum: int = 1,
-        rates_of: Callable[[str, TwinEngine], EngineRates] | None = None,
+        barred: Collection[balancing.Pair] = (),
     ) -> None:
-        """`rates_of`: the cost model of an engine once it serves another policy; default: the one
-        that it has."""
+        """`barred`: (source, target) of policies of different models, between which no engine
+        moves."""
         self._env = env
         self._routers = {one.policy: one for one in routers}
         self._rules = rules
         self._heartbeat = heartbeat_seconds
         self._drain = drain_seconds
         self._minimum = minimum
-        self._rates_of = rates_of
+        self._barred = barred
         self._memory = balancing.Memory()
         self._moving: dict[str, tuple[TwinEngine, str]] = {}
         self.moves = 0
@@ -499,7 +499,12 @@ class TwinBalancer:
             for engine, target in self._moving.values()
         ]
         moves, self._memory = balancing.decide(
-            self._rules, self._memory, demands, assignments, self._env.now
+            self._rules,
+            self._memory,
+            demands,
+            assignments,
+            self._env.now,
+            barred=self._barred,
         )
         for move in moves:
             router = self._routers[move.source]
@@ -519,10 +524,8 @@ class TwinBalancer:
                 source.release(turn, 0)
                 turn.previous = None
                 source.ask(turn)
-        if self._rates_of is not None:
-            engine.rates = self._rates_of(move.target, engine)
-            engine._batch = EngineBatch(engine.rates)
-        yield self._env.timeout(engine.rates.start_seconds or engine.rates.load_seconds)
+        # The model is the same: the engine loads other weights and goes on.
+        yield self._env.timeout(engine.rates.load_seconds)
         del self._moving[move.engine_id]
         self._memory = balancing.succeeded(self._memory, move.source, move.target)
         self.moves += 1
