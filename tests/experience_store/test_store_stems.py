@@ -363,7 +363,9 @@ class Conversations(RuleBasedStateMachine):
             self.versions[policy] += made == store_pb.STEP_OUTCOME_APPLIED
             version = self.versions[policy]
             self.do(
-                stage.commit(claims, f"carol{number}", policy=policy, version=version, outcome=made)
+                stage.commit(
+                    made_of, f"carol{number}", policy=policy, version=version, outcome=made
+                )
             )
         self.claims.clear()
         self.recent.clear()
