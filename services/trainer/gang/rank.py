@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -135,6 +136,7 @@ class Rank:
         if name in ("open", "close"):
             self._members.pop(key, None)
             self._drop_copy(key)
+            gc.collect()  # FSDP's modules and their hooks refer to one another
             give_back_memory()
             return self._open(header) if name == "open" else None
         if name in ("write_copy", "copy_written"):
