@@ -58,12 +58,15 @@ def tables(draw: st.DrawFn) -> tuple[list[Policy], list[RankWorker]]:
         one = replace(one, base_size=30 if one.base else 0)
         count = draw(st.sampled_from([n for n in (1, 2, 3, 4) if one.ranks % n == 0]))
         chosen: list[str] = []
+        device = draw(st.sampled_from(["cpu", "cuda"]))
         for worker in workers:
             others = holds[worker.worker_id]
             suits = one.device in ("", worker.device) and left[worker.worker_id] > 0
             room = worker.has_room([*others, one]) and worker.devices * count >= one.ranks
             alone = not others if count > 1 else all(len(other.bound) == 1 for other in others)
-            if len(chosen) < count and suits and room and alone:
+            # As a gang over several workers is formed: of one class, of those that lend.
+            forms = count == 1 or (worker.lends and worker.device == device)
+            if len(chosen) < count and suits and room and alone and forms:
                 chosen.append(worker.worker_id)
         if len(chosen) == count and draw(st.booleans()):
             one = replace(one, bound=tuple(chosen))
