@@ -57,6 +57,8 @@ class Interruption(BaseException):
 def utf8_text(text: str) -> str:
     """`text` as UTF-8 can encode it: surrogate pairs are joined, lone surrogates become U+FFFD."""
     text = str.__str__(text)  # of a subclass, its characters
+    if text.isascii():  # known without reading it
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
 """What runner, router and gRPC cost beside the engine.
 
-    python -m benchmarks.rollout [--quick] [--json]
+    python -m benchmarks.rollout [--quick] [--json] [--only engine|latency|memory|turns]
 
 One rollout service as users run it, called over gRPC; the trajectories are evaluations, so that no
 store is in the way. The last line is one JSON object:
@@ -12,6 +12,8 @@ store is in the way. The last line is one JSON object:
   concurrent trajectories on **simulated** engines, whose model time is known exactly.
 - `rss_mib_2000`: resident memory of the service with 2,000 concurrent trajectories, each one
   conversation of several turns, on simulated engines: what the process needs beside its engine.
+- `turn_cpu_ms_short`, `turn_cpu_ms_long`: CPU of the service per turn, with a paced SGLang server in
+  a process of its own: short conversations, and prompts of 20,000 tokens with answers of 200.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import finish, options_of, quantile
-from benchmarks.rollout import served
+from benchmarks.rollout import served, turns
 from benchmarks.rollout.workload import STEP_SECONDS, embedded, simulated
 
 
@@ -47,10 +49,12 @@ class Plan:
     latency_trajectories: int
     latency_in_flight: int
     crowd: int
+    shapes: tuple[turns.TurnShape, ...]
 
 
-FULL = Plan((32, 64, 96), 96, 144, 3, 768, 256, 2000)
-QUICK = Plan((16,), 16, 16, 1, 64, 32, 100)
+FULL = Plan((32, 64, 96), 96, 144, 3, 768, 256, 2000, turns.SHAPES)
+QUICK = Plan((16,), 16, 16, 1, 64, 32, 100, tuple(replace(s, trajectories=8) for s in turns.SHAPES))
+PARTS = ("engine", "latency", "memory", "turns")
 
 
 def directly(directory: Path, concurrency: Sequence[int], trajectories: int) -> dict[int, float]:
@@ -106,60 +110,66 @@ async def crowd(directory: Path, plan: Plan) -> tuple[served.Run, int]:
             return await served.run(stub, process, 0, plan.crowd), empty
 
 
-async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, float]:
-    """All of it; prints as it goes."""
-    through, alone, best = await throughput(directory, plan, console)
-    turns = await latency(directory, plan)
-    many, empty = await crowd(directory, plan)
-    p50, p99 = (quantile(turns.added, q) * 1e3 for q in (0.5, 0.99))
+async def measure(
+    directory: Path, plan: Plan, console: Console, only: str | None = None
+) -> dict[str, float]:
+    """All of it, or the part `only`; prints as it goes."""
     table = Table(title="rollout: what lies between a workflow and its engine")
     for heading in ("measured", "engine", "value"):
         table.add_column(heading)
-    rss, rate = many.most_rss / 2**20, turns.turns / turns.seconds
-    rows = [
-        ("tokens/s, engine alone at its best", f"embedded, {best} turns at once", f"{alone:,.0f}"),
-        (
+    found: dict[str, float] = {}
+    if only in (None, "engine"):
+        through, alone, best = await throughput(directory, plan, console)
+        found["ratio_vs_engine"] = round(through / alone, 3)
+        at_once = f"embedded, {best} turns at once"
+        table.add_row("tokens/s, engine alone at its best", at_once, f"{alone:,.0f}")
+        table.add_row(
             "tokens/s through runner, router, gRPC",
             f"embedded, {plan.in_flight} trajectories",
             f"{through:,.0f} ({through / alone:.2f} x)",
-        ),
-        (
-            f"added latency per turn, {turns.most_in_flight} trajectories",
+        )
+    if only in (None, "latency"):
+        run = await latency(directory, plan)
+        p50, p99 = (quantile(run.added, q) * 1e3 for q in (0.5, 0.99))
+        found |= {"turn_p50_ms": round(p50, 2), "turn_p99_ms": round(p99, 2)}
+        rate = run.turns / run.seconds
+        table.add_row(
+            f"added latency per turn, {run.most_in_flight} trajectories",
             f"simulated, {STEP_SECONDS * 1e3:.0f} ms a token; {rate:.0f} turns/s",
             f"p50 {p50:.2f} ms, p99 {p99:.2f} ms",
-        ),
-        (
-            "CPU of the service per turn",
-            "simulated",
-            f"{turns.cpu_seconds / turns.turns * 1e3:.2f} ms",
-        ),
-        (
+        )
+        cpu = f"{run.cpu_seconds / run.turns * 1e3:.2f} ms"
+        table.add_row("CPU of service and engines per turn", "simulated", cpu)
+    if only in (None, "memory"):
+        many, empty = await crowd(directory, plan)
+        rss = many.most_rss / 2**20
+        found |= {"rss_mib_2000": round(rss, 1), "in_flight": many.most_in_flight}
+        table.add_row(
             f"memory with {many.most_in_flight} conversations",
             "simulated",
             f"{rss:.0f} MiB ({empty / 2**20:.0f} before)",
-        ),
-    ]
-    for row in rows:
-        table.add_row(*row)
+        )
+    for shape in plan.shapes if only in (None, "turns") else ():
+        cost = await turns.cost_of(directory, shape)
+        found[f"turn_cpu_ms_{shape.name}"] = round(cost.cpu_ms, 2)
+        table.add_row(
+            f"CPU of the service per turn, {cost.prompt:,.0f} + {shape.answer} tokens",
+            f"SGLang, paced; {cost.turns / cost.seconds:.0f} turns/s",
+            f"{cost.cpu_ms:.2f} ms",
+        )
     console.print(table)
     load = os.getloadavg()[0]
     console.print(f"{os.cpu_count()} cores, load {load:.1f} at the end")
-    return {
-        "ratio_vs_engine": round(through / alone, 3),
-        "turn_p50_ms": round(p50, 2),
-        "turn_p99_ms": round(p99, 2),
-        "rss_mib_2000": round(rss, 1),
-        "in_flight": many.most_in_flight,
-        "load": round(load, 1),
-    }
+    return {**found, "load": round(load, 1)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    options = options_of(__doc__, arguments)
+    options = options_of(__doc__, arguments, parts=PARTS)
     console = Console(quiet=options.json, width=130)
     with tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory:
-        results = asyncio.run(measure(Path(directory), QUICK if options.quick else FULL, console))
+        plan = QUICK if options.quick else FULL
+        results = asyncio.run(measure(Path(directory), plan, console, options.only))
     finish(results, quiet=options.json)
 
 

@@ -23,7 +23,7 @@ from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
 from troupe.v1 import rollout_pb2_grpc as grpc_pb
 
-_START_SECONDS: Final = 120.0
+_START_SECONDS: Final = 300.0
 _RUN_SECONDS: Final = 600.0
 # Evaluations need no experience store, and nobody listens to heartbeats.
 _NOBODY: Final = "127.0.0.1:9"
@@ -36,6 +36,7 @@ class Run:
     seconds: float = 0.0
     tokens: float = 0.0
     turns: float = 0.0
+    prompt_tokens: float = 0.0
     cpu_seconds: float = 0.0
     most_rss: int = 0
     most_in_flight: int = 0
@@ -123,6 +124,7 @@ async def run(stub: Any, process: psutil.Process, first: int, count: int) -> Run
         in_flight -= 1
         found.tokens += event.metrics["response_tokens"]
         found.turns += event.metrics["turns"]
+        found.prompt_tokens += event.metrics["prompt_tokens"]
         found.added += [v for name, v in event.metrics.items() if name.startswith("added_")]
     found.seconds = time.perf_counter() - began
     now = process.cpu_times()

@@ -6,8 +6,10 @@ with one conversation. What is said means nothing.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 
@@ -15,9 +17,16 @@ class Queries:
     """Questions that differ from each other, `turns` per trajectory."""
 
     def __init__(
-        self, split: str, turns: int = 4, words: int = 16, step_seconds: float = 0.0
+        self,
+        split: str,
+        turns: int = 4,
+        words: int = 16,
+        step_seconds: float = 0.0,
+        opening: int = 0,
     ) -> None:
+        """`opening`: words that every conversation begins with."""
         self._turns, self._words, self._step_seconds = turns, words, step_seconds
+        self._opening = opening
 
     def __len__(self) -> int:
         return 1_000_000
@@ -26,12 +35,21 @@ class Queries:
         return {
             "questions": [question(index, turn, self._words) for turn in range(self._turns)],
             "step_seconds": self._step_seconds,
+            "opening": history(self._opening) if self._opening else "",
         }
 
 
 def question(index: int, turn: int, words: int) -> str:
     """The prompt of a turn; no two begin alike."""
     return " ".join(f"{index}.{turn}.{word}" for word in range(words))
+
+
+@cache
+def history(words: int, seed: int = 0) -> str:
+    """So many words of a made-up language, the same for the same seed."""
+    draw = random.Random(seed)
+    known = ["".join(draw.choices("aeioulnrst", k=draw.randint(2, 5))) for _ in range(600)]
+    return " ".join(draw.choices(known, k=words))
 
 
 async def ask(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
@@ -47,7 +65,8 @@ async def ask(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, fl
 
 async def talk(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
     """One conversation, longer with every turn."""
-    messages: list[Any] = []
+    opening = query["opening"]
+    messages: list[Any] = [{"role": "system", "content": opening}] if opening else []
     for text in query["questions"]:
         messages.append({"role": "user", "content": text})
         messages.append(await agents["player"].chat(messages))

@@ -187,7 +187,7 @@ def _chat_ids(
 ) -> tuple[int, ...]:
     plain = [{"role": m.role, "content": m.content} for m in messages]
     try:
-        return chat.first_ids(parse_messages(plain, system))
+        return tuple(chat.first_ids(parse_messages(plain, system)))
     except WorkflowError as error:
         raise InvalidArgument(
             error.message, kind=error.kind, field=f"{field}.messages", remedy=error.remedy

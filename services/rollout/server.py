@@ -59,6 +59,7 @@ from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.languages import IMPORTING
 from troupe.workflow.messages import parse_messages
+from troupe.workflow.token_ids import TokenIds
 
 log = structlog.get_logger(__name__)
 
@@ -398,11 +399,11 @@ async def generate(
             )
             prompt_ids = chat.first_ids(messages)
         else:
-            prompt_ids = tuple(request.input_ids)
+            prompt_ids = TokenIds.of(request.input_ids)
         sampling = role.sampling.override(_given(request.sampling))
         generation = await policy.router.generate(
             request.request_id or new_id("generate"),
-            list(prompt_ids),
+            prompt_ids,
             SamplingParams.of(sampling),
             route=StickyRoute(),
             deadline_seconds=job.spec.limits.turn_limit,

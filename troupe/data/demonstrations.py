@@ -141,7 +141,10 @@ def _replies(
     messages = parse_messages(given, system_prompt)
     known += len(messages) - len(given)  # the system prompt in front
     found = [
-        (chat.first_ids(messages[:at], rendering), chat.reply_ids(messages[: at + 1], rendering))
+        (
+            tuple(chat.first_ids(messages[:at], rendering)),
+            chat.reply_ids(messages[: at + 1], rendering),
+        )
         for at, message in enumerate(messages)
         if message[0] == "assistant" and at >= max(known, 1)
     ]

@@ -182,7 +182,7 @@ class TextAnswer(ApiAnswer):
 
 def usage(replies: Sequence[Reply]) -> dict[str, int]:
     """Token counts: each distinct prompt once, and all responses."""
-    prompts = {id(reply.prompt_ids): len(reply.prompt_ids) for reply in replies}
+    prompts = {id(reply.prompt): len(reply.prompt) for reply in replies}
     prompt = sum(prompts.values())
     response = sum(len(reply.token_ids) for reply in replies)
     return {

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,6 +51,7 @@ from troupe.workflow.messages import (
     plain,
 )
 from troupe.workflow.numbering import Path, places
+from troupe.workflow.token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class TurnRecord:
     number: int
     position: int
     messages: tuple[Message, ...]
-    prompt_ids: tuple[int, ...]
+    prompt_ids: TokenIds
     sampling: Sampling
     call: AgentCall
     sibling: int = 0
@@ -130,7 +130,7 @@ class TurnRecord:
     @property
     def prompt_digest(self) -> int:
         """64-bit hash of the prompt."""
-        return digest_of(self.prompt_ids)
+        return self.prompt_ids.digest
 
 
 def settle(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
@@ -152,11 +152,6 @@ def settle(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
         if turn.reply is not None:
             turn.reply.turn = turn.number
     return ordered
-
-
-def digest_of(prompt_ids: tuple[int, ...]) -> int:
-    """64-bit hash of a prompt."""
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(prompt_ids)}q", *prompt_ids))
 
 
 class TrajectoryRecord:
@@ -248,10 +243,10 @@ class TrajectoryRecord:
         self._ticks += 1
         return self._ticks
 
-    def draw_seed(self, agent: str, prompt_ids: tuple[int, ...]) -> int:
+    def draw_seed(self, agent: str, prompt_ids: Sequence[int]) -> int:
         """Seed of the next turn of `agent` with this prompt; repeated prompts get different
         seeds."""
-        digest = digest_of(prompt_ids)
+        digest = TokenIds.of(prompt_ids).digest
         path = numbering.current(self._root).path
         occurrence = self._asked.get((path, agent, digest), 0)
         self._asked[path, agent, digest] = occurrence + 1
@@ -457,7 +452,7 @@ class Agent:
         `n` and `sampling` are as in `chat`.
         """
         try:
-            ids = tuple(as_int(i) for i in token_ids)
+            given = token_ids if isinstance(token_ids, TokenIds) else [as_int(i) for i in token_ids]
         except TypeError as error:
             raise InvalidMessagesError(
                 f"token_ids must be integers: {error}",
@@ -465,18 +460,18 @@ class Agent:
                 value=token_ids,
                 remedy="Pass a list of ints; `chat` takes text.",
             ) from error
-        if (outside := next((i for i in ids if not 0 <= i < 2**31), None)) is not None:
+        if (outside := next((i for i in given if not 0 <= i < 2**31), None)) is not None:
             raise InvalidMessagesError(
                 "token_ids must be ids of tokens",
                 field="token_ids",
                 value=outside,
                 remedy="Use the policy's own tokenizer.",
             )
-        if not ids:
+        if not given:
             raise InvalidMessagesError(
                 "generate() got no token ids", field="token_ids", remedy="Pass at least one id."
             )
-        return self._begin(None, PromptIds(ids, broken=False), n, sampling)
+        return self._begin(None, PromptIds(TokenIds.of(given), broken=False), n, sampling)
 
     def endpoint(
         self,
@@ -516,7 +511,7 @@ class Agent:
             )
         return backend.endpoint(self, options)
 
-    def draw_seed(self, purpose: str, prompt_ids: tuple[int, ...]) -> int:
+    def draw_seed(self, purpose: str, prompt_ids: Sequence[int]) -> int:
         """A seed for a random choice of the workflow, as reproducible as those of its turns."""
         return self._record.draw_seed(f"{self.name}/{purpose}", prompt_ids)
 

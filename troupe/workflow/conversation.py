@@ -7,7 +7,6 @@ whole text anew would be simpler and wrong: the ids could differ from those that
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,15 +14,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
+import xxhash
+
 from troupe.workflow.errors import ChatTemplateError
 from troupe.workflow.messages import AnyMessage, Rendering, ToolCall, ToolMessage, as_template_takes
 from troupe.workflow.numbering import Path
+from troupe.workflow.token_ids import TokenIds
 
 PLAIN: Final = Rendering()
 """Without tools and template options."""
 
 # Placeholder of the last reply while a template is rendered; the new text comes after it.
 _REPLY = "\x02troupe-reply\x03"
+
+# Texts between all special tokens, on which a tokenizer is tried.
+_TRIED_TEXT = "Troupe: 3 agents,\n\tcaf\u00e9 \u2192 \u4e2d\u6587  isn't it? "
 
 # What decoding shows for bytes that are no whole character, and the tokens of the longest one.
 _INCOMPLETE = "\ufffd"
@@ -41,21 +46,21 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._cache: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._cache: OrderedDict[bytes, TokenIds] = OrderedDict()
         self._cached_tokens = 0
         # Texts of single tokens, by id: at most the vocabulary.
         self._token_texts: dict[int, str] = {}
+        # As they stand alone, of the tokens that end replies.
+        self._stop_texts: dict[int, str] = {}
 
-    def first_ids(
-        self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN
-    ) -> tuple[int, ...]:
+    def first_ids(self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN) -> TokenIds:
         """Ids of a conversation from its beginning, ready for the next reply.
 
         `rendering`: tools that are offered, and options. Raises `ChatTemplateError` when the
         tokenizer cannot render it.
         """
 
-        def compute() -> tuple[int, ...]:
+        def compute() -> TokenIds:
             rendered = self._render(messages, rendering)
             if rendering.tools and rendered == self._render(messages, rendering._replace(tools="")):
                 raise ChatTemplateError(
@@ -63,9 +68,9 @@ class ChatTokenizer:
                     field="tokenizer.chat_template",
                     remedy="Use a template with `tools`, or describe them in the system prompt.",
                 )
-            return self.encode(rendered)
+            return TokenIds.of(self._encode(rendered))
 
-        return self._cached((messages, rendering), compute)
+        return self._cached(_key_of(rendering, messages), compute)
 
     def reply_ids(
         self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN
@@ -87,14 +92,14 @@ class ChatTokenizer:
         reply: int,
         stop_id: int | None,
         rendering: Rendering = PLAIN,
-    ) -> tuple[int, ...]:
+    ) -> TokenIds:
         """Ids that follow the reply `messages[reply]` up to the beginning of the next one.
 
         `stop_id` is the token at which the reply stopped: where it is the template's own end of
         turn, that is not added again.
         """
 
-        def compute() -> tuple[int, ...]:
+        def compute() -> TokenIds:
             held = (*messages[:reply], ("assistant", _REPLY), *messages[reply + 1 :])
             before, found, suffix = self._render(held, rendering).partition(_REPLY)
             if not found or _REPLY in before + suffix:
@@ -104,11 +109,11 @@ class ChatTokenizer:
                     remedy="Use a template that renders the content of assistant messages.",
                 )
             if stop_id is not None:
-                suffix = suffix.removeprefix(self._decode([stop_id]))
-            return self.encode(suffix)
+                suffix = suffix.removeprefix(self._stop_text(stop_id))
+            return TokenIds.of(self._encode(suffix))
 
         # The reply's own text is not part of the key: the placeholder replaces it.
-        key = (messages[:reply], messages[reply + 1 :], stop_id, rendering)
+        key = _key_of((stop_id, rendering), messages[:reply], messages[reply + 1 :])
         return self._cached(key, compute)
 
     @cached_property
@@ -125,7 +130,7 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of `text` without added special tokens."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self._encode(text))
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         """Numbers of tokens of `texts`, without added special tokens."""
@@ -174,7 +179,46 @@ class ChatTokenizer:
     def _anchor(self) -> int:
         return self.encode("a")[-1]
 
+    def _stop_text(self, token: int) -> str:
+        text = self._stop_texts.get(token)
+        if text is None:
+            text = self._stop_texts[token] = self._decode([token])
+        return text
+
+    @cached_property
+    def _backend(self) -> Any:
+        """The Rust tokenizer behind transformers' own, whose checks take ten times as long as a
+        short text; None where it is not there, or makes other ids of a text."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        specials = [
+            self._tokenizer.convert_ids_to_tokens(i) for i in self._tokenizer.all_special_ids
+        ]
+        text = _TRIED_TEXT.join(["", *specials, ""])
+        # First by transformers, which turns off truncation and padding.
+        wanted = self._tokenizer.encode(text, add_special_tokens=False)
+        found = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        told = backend.decode(wanted, skip_special_tokens=False)
+        same = found == wanted and told == self._slow_decode(wanted, skip_special_tokens=False)
+        return backend if same else None
+
+    def _encode(self, text: str) -> Sequence[int]:
+        if self._backend is not None:
+            found: Sequence[int] = self._backend.encode_batch_fast(
+                [text], add_special_tokens=False
+            )[0].ids
+            return found
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found
+
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        if self._backend is not None:
+            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return text
+        return self._slow_decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def _slow_decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         decoded: str = self._tokenizer.decode(
             list(ids),
             skip_special_tokens=skip_special_tokens,
@@ -208,9 +252,7 @@ class ChatTokenizer:
             ) from error
         return rendered
 
-    def _cached(self, of: object, compute: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        # A hash as key: conversations would need more memory than the ids that are counted.
-        key = hashlib.blake2b(repr(of).encode(), digest_size=16).digest()
+    def _cached(self, key: bytes, compute: Callable[[], TokenIds]) -> TokenIds:
         ids = self._cache.get(key)
         if ids is not None:
             self._cache.move_to_end(key)
@@ -220,6 +262,20 @@ class ChatTokenizer:
         while self._cached_tokens > _CACHED_TOKENS and len(self._cache) > 1:
             self._cached_tokens -= len(self._cache.popitem(last=False)[1])
         return ids
+
+
+def _key_of(about: object, *parts: Sequence[AnyMessage]) -> bytes:
+    """A hash of messages, and of what else is asked `about` them: as key of a cache, since
+    conversations would need more memory than their ids."""
+    hashed = xxhash.xxh3_128(repr(about).encode("utf-8", "surrogatepass"))
+    for messages in parts:
+        hashed.update(b"%d messages" % len(messages))
+        for message in messages:
+            content = message[1].encode("utf-8", "surrogatepass")
+            others = repr((message[0], len(content), message[2:]))
+            hashed.update(others.encode("utf-8", "surrogatepass"))
+            hashed.update(content)
+    return hashed.digest()
 
 
 _THOUGHT = "</think>"
@@ -232,7 +288,7 @@ class PromptIds(NamedTuple):
     the history was tokenised again.
     """
 
-    ids: tuple[int, ...]
+    ids: TokenIds
     broken: bool
 
 
@@ -248,7 +304,7 @@ class _KnownReply:
     calls: tuple[ToolCall, ...]
     meanings: list[tuple[str, str]]
     """Name and canonical arguments of each call."""
-    ids: tuple[int, ...]
+    ids: tuple[TokenIds, tuple[int, ...]]
     """Prompt and response."""
     stop_id: int | None
     then: _Point = field(repr=False)
@@ -314,14 +370,14 @@ class ConversationMemory:
             return PromptIds(self._tokenizer.first_ids(whole, rendering), broken)
         index, reply = known
         suffix = self._tokenizer.suffix_ids(whole, index, reply.stop_id, rendering)
-        return PromptIds(reply.ids + suffix, broken)
+        return PromptIds(TokenIds.joined((*reply.ids, suffix)), broken)
 
     def remember(
         self,
         messages: Sequence[AnyMessage],
         reply: str,
         order: Path,
-        prompt_ids: tuple[int, ...],
+        prompt_ids: Sequence[int],
         response_ids: tuple[int, ...],
         *,
         stopped: bool,
@@ -351,7 +407,7 @@ class ConversationMemory:
             contents,
             calls,
             [call.meaning for call in calls],
-            prompt_ids + response_ids,
+            (TokenIds.of(prompt_ids), response_ids),
             stop_id,
             _Point(),
         )

@@ -40,6 +40,7 @@ from troupe.outcomes import (
 )
 from troupe.workflow.columns import Columns
 from troupe.workflow.errors import InvalidMessagesError, InvalidRewardError, shown
+from troupe.workflow.token_ids import TokenIds
 
 # Names of parameters and functions have at most 256 characters.
 _PARAMETER: Final = re.compile(r"<parameter=([^<>\s]{1,256})>\n?")
@@ -221,6 +222,7 @@ class Reply:
     __slots__ = (
         "__weakref__",
         "_earned",
+        "_prompt_ids",
         "_reward",
         "_siblings",
         "agent",
@@ -229,7 +231,7 @@ class Reply:
         "content",
         "finish_reason",
         "logprobs",
-        "prompt_ids",
+        "prompt",
         "reasoning_content",
         "session",
         "text",
@@ -244,7 +246,7 @@ class Reply:
         agent: str,
         turn: int,
         text: str,
-        prompt_ids: tuple[int, ...],
+        prompt_ids: Sequence[int],
         token_ids: tuple[int, ...],
         logprobs: tuple[float, ...],
         finish_reason: str,
@@ -257,7 +259,9 @@ class Reply:
         """How many turns this agent had begun before this one; see `TurnRecord.number`."""
         self.text = text
         """Without the stop token and other special tokens."""
-        self.prompt_ids = prompt_ids
+        self.prompt = TokenIds.of(prompt_ids)
+        """The prompt as an array, which the replies of one call share."""
+        self._prompt_ids: tuple[int, ...] | None = None
         self.token_ids = token_ids
         """As generated, the stop token included."""
         self.logprobs = logprobs
@@ -282,6 +286,13 @@ class Reply:
         An agent that plays several sides of a game gives each a name of its own."""
         self._reward: float | None = None
         self._earned: float | None = None
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Ids of the prompt, as they went to the engine."""
+        if self._prompt_ids is None:
+            self._prompt_ids = tuple(self.prompt)
+        return self._prompt_ids
 
     @property
     def siblings(self) -> tuple[Reply, ...]:

@@ -41,7 +41,7 @@ def team_context(turn: TurnRecord, turns: Sequence[TurnRecord], limit: int) -> t
             latest[name] = other
     tokens: list[int] = []
     for _, other in sorted(latest.items()):
-        tokens += other.prompt_ids
+        tokens += list(other.prompt_ids)
         if other.reply is not None and other.answered < turn.asked:
             tokens += other.reply.token_ids
     return tuple(tokens[-limit:])

@@ -69,7 +69,7 @@ async def branch(
     if choose == "best":
         return replies[rewards.index(highest)]
     weights = [math.exp(greediness * (reward - highest)) for reward in rewards]
-    draw = random.Random(agent.draw_seed("choose", replies[0].prompt_ids))
+    draw = random.Random(agent.draw_seed("choose", replies[0].prompt))
     return draw.choices(replies, weights)[0]
 
 

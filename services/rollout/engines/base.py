@@ -46,6 +46,7 @@ from services.rollout.engines.turns import EngineTurn, TurnTable
 from troupe.rpc.errors import FailedPrecondition, TroupeError
 from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as pb
+from troupe.workflow.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from services.rollout.engines.weights import Adapted
@@ -165,7 +166,7 @@ class ServingEngine(ABC):
     async def generate(
         self,
         request_id: str,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         deadline_seconds: float,
@@ -466,7 +467,7 @@ class ServingEngine(ABC):
     # What all kinds share.
 
     def _new_turn(
-        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams
     ) -> EngineTurn:
         """A validated turn. Raises `BadTurn` and `PromptTooLong`."""
         if not prompt_ids:
@@ -485,7 +486,7 @@ class ServingEngine(ABC):
         wanted = sampling.max_new_tokens
         return EngineTurn(
             request_id,
-            list(prompt_ids),
+            TokenIds.of(prompt_ids),
             sampling,
             max_new_tokens=min(wanted, room) if self.max_context else wanted,
             stop_ids=self.eos_ids | frozenset(sampling.stop_token_ids),
@@ -514,7 +515,7 @@ class ServingEngine(ABC):
         """Raise `BadTurn` for token ids outside the vocabulary."""
         if not self.vocabulary:
             return
-        low, high = min(ids), max(ids)
+        low, high = _range_of(ids)
         if low < 0 or high >= self.vocabulary:
             raise BadTurn(
                 f"the vocabulary of policy '{self.policy}' has {self.vocabulary} tokens",
@@ -576,3 +577,11 @@ class ServingEngine(ABC):
         self._life.died(reason)
         self._asleep = frozenset()
         self._fail_turns(EngineDied(self.engine_id, reason))
+
+
+def _range_of(ids: Sequence[int]) -> tuple[int, int]:
+    """The lowest and the highest id; of those that are no int32, what Python's ints say."""
+    try:
+        return TokenIds.of(ids).range
+    except OverflowError:
+        return min(ids), max(ids)

@@ -423,7 +423,7 @@ class ContinuousBatcher:
     def _add(self, turn: EngineTurn) -> None:
         # A refusal means that the thread is ending: `exited` fails all of its turns.
         self._manager.add_request(
-            turn.prompt_ids + turn.token_ids,
+            [*turn.prompt_ids, *turn.token_ids],
             request_id=turn.key,
             max_new_tokens=turn.remaining,
             eos_token_id=list(turn.stop_ids),

@@ -236,7 +236,7 @@ class SlotAllocator:
     def _assign(self, turn: EngineTurn, copies: dict[tuple[int, int], list[int]]) -> None:
         """Give `turn` the free slot with its longest known prefix, or enter a copy into
         `copies`."""
-        ids = turn.prompt_ids + turn.token_ids
+        ids = [*turn.prompt_ids, *turn.token_ids]
         source = self._find(ids)
         known = 0 if source is None else common(source, ids)
         if source is not None and source.turn is None:

@@ -7,7 +7,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from services.rollout.engines.requests import (
@@ -18,6 +18,7 @@ from services.rollout.engines.requests import (
     SamplingParams,
     spans_of,
 )
+from troupe.workflow.token_ids import TokenIds
 
 # Window of `EngineLoad.tokens_per_second`: long enough to smooth steps of a few milliseconds, short
 # enough to follow a phase of a job.
@@ -52,7 +53,7 @@ class EngineTurn:
     def __init__(
         self,
         request_id: str,
-        prompt_ids: list[int],
+        prompt_ids: TokenIds,
         sampling: SamplingParams,
         *,
         max_new_tokens: int,
@@ -95,6 +96,14 @@ class EngineTurn:
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+
+    def extend(
+        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        """Record several tokens at once; the three have equal length."""
+        self.token_ids += tokens
+        self.logprobs += logprobs
+        self.versions += versions
 
     def restart(self) -> None:
         """Discard the tokens drawn so far."""
@@ -204,12 +213,12 @@ class PromptGate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._followers: dict[tuple[int, ...], list[EngineTurn]] = {}
-        self._leads: dict[int, tuple[int, ...]] = {}
+        self._followers: dict[bytes, list[EngineTurn]] = {}
+        self._leads: dict[int, bytes] = {}
 
     def enter(self, turn: EngineTurn) -> bool:
         """Whether `turn` may be computed now; if not, a later `opened` returns it."""
-        prompt = tuple(turn.prompt_ids)
+        prompt = turn.prompt_ids.array.tobytes()
         with self._lock:
             followers = self._followers.get(prompt)
             if followers is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -79,7 +79,7 @@ class NetworkEngine(ServingEngine):
     async def generate(
         self,
         request_id: str,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         deadline_seconds: float,

@@ -35,6 +35,7 @@ from troupe.scheduling.routing import (
 from troupe.v1 import common_pb2 as pb
 from troupe.workflow import ContextOverflowError, TurnError
 from troupe.workflow.backend import GeneratedTurn, VersionSpan
+from troupe.workflow.token_ids import TokenIds
 
 # Pauses before a turn is placed again after an engine returned nothing of it. They double, so that
 # an engine that refuses turns although it reports HEALTHY is not called in a tight loop.
@@ -156,7 +157,7 @@ class Continuation:
     def __init__(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, *, resume: bool
     ) -> None:
-        self._prompt = list(prompt_ids)
+        self._prompt = TokenIds.of(prompt_ids)
         self._sampling = sampling
         self._resume = resume
         self._pieces: list[GeneratedTurn] = []
@@ -164,11 +165,11 @@ class Continuation:
         """Number of response tokens kept from lost engines."""
 
     @property
-    def prompt_ids(self) -> list[int]:
+    def prompt_ids(self) -> TokenIds:
         """Prompt of the next request: the turn's prompt and the kept tokens."""
         if not self.tokens:
             return self._prompt
-        return self._prompt + [t for piece in self._pieces for t in piece.token_ids]
+        return TokenIds.joined([self._prompt, *(piece.token_ids for piece in self._pieces)])
 
     @property
     def sampling(self) -> SamplingParams:

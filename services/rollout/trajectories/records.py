@@ -190,7 +190,7 @@ def samples_of(
         if routes is not None:
             # A reply may be shorter than what was drawn, cut at a stop string.
             columns[ROUTES_COLUMN] = routes[: len(turn.prompt_ids) + len(reply.token_ids) - 1]
-        prompt, response = np.array(turn.prompt_ids, np.int32), np.array(reply.token_ids, np.int32)
+        prompt, response = turn.prompt_ids.array, np.array(reply.token_ids, np.int32)
         own = earlier.add(turn.role.policy, turn.position, prompt, response, columns)
         samples.append(
             store.Sample(

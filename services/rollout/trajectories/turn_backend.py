@@ -82,7 +82,7 @@ class TurnBackend:
             with self._clock.outside():
                 generation = await policy.router.generate(
                     request_id,
-                    list(prompt_ids),
+                    prompt_ids,
                     SamplingParams.of(sampling),
                     route=route,
                     deadline_seconds=seconds,

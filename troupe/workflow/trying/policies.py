@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from troupe.workflow.agent import Agent, Agents, TurnRecord, digest_of
+from troupe.workflow.agent import Agent, Agents, TurnRecord
 from troupe.workflow.backend import Endpoint, EndpointOptions, GeneratedTurn, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError, shown
@@ -234,13 +234,13 @@ class PolicyBackend:
 
 def _prompt(turn: TurnRecord) -> Prompt:
     greedy = turn.sampling.temperature == 0
-    seed = digest_of(turn.prompt_ids) if greedy else turn.sampling.seed
+    seed = turn.prompt_ids.digest if greedy else turn.sampling.seed
     return Prompt(
         turn.role.name,
         turn.number,
         turn.position,
         turn.messages,
-        turn.prompt_ids,
+        tuple(turn.prompt_ids),
         turn.sampling,
         turn.role.tokenizer,
         random.Random(seed),

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import httpx
+import aiohttp
 import numpy as np
+import orjson
 
 from services.rollout.engines.errors import BadTurn, BrokenReply, Refused, ReplyBroken, ServerGone
 from services.rollout.engines.turns import EngineTurn
 from troupe.mixtures import Indices, RoutingShape
+from troupe.workflow.token_ids import TokenIds
 
 # A server that is alive accepts within milliseconds; one that loads weights may take a minute.
 CONNECT_SECONDS: Final = 5.0
 CONTROL_SECONDS: Final = 60.0
+# Shorter than the five seconds after which servers close idle connections: one that they are
+# closing would cost a turn.
+_IDLE_SECONDS: Final = 3.0
 # `/health_generate` waits a second before it looks. Shorter than the timeout of callers of `check`,
 # so that a missed probe is counted.
 HEALTH_SECONDS: Final = 15.0
@@ -36,6 +41,8 @@ _VOCABULARY: Final = re.compile(r"\[0, (\d+)\]")
 # Largest seed that servers take.
 _INT64: Final = (1 << 63) - 1
 
+_JSON: Final = {"content-type": "application/json"}
+
 Json = dict[str, Any]
 
 
@@ -44,18 +51,14 @@ class SglangClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # The engine limits turns in flight; a second limit here would only hide the queue.
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(CONTROL_SECONDS, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            # No proxy of the environment: engines are on this network.
-            trust_env=False,
-        )
+        self._http: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def close(self) -> None:
         """Drop all connections."""
-        await self._http.aclose()
+        self._closed = True
+        if self._http is not None:
+            await self._http.close()
 
     async def features(self) -> Features:
         """Features of the server."""
@@ -80,7 +83,7 @@ class SglangClient:
     async def healthy(self) -> bool:
         """Whether it can generate a token. Takes a second. A paused server cannot."""
         try:
-            await self._send("GET", "/health_generate", timeout=HEALTH_SECONDS)
+            await self._send("GET", "/health_generate", seconds=HEALTH_SECONDS)
         except (ServerGone, BrokenReply, Refused):
             return False
         return True
@@ -89,7 +92,7 @@ class SglangClient:
         """Whether an ordinary request gets its token: the health page may answer without one."""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         try:
-            reply = await self._json("POST", "/generate", body, timeout=PROBE_SECONDS)
+            reply = await self._json("POST", "/generate", body, seconds=PROBE_SECONDS)
         except (ServerGone, BrokenReply, Refused):
             return False
         return len(reply.get("output_ids") or []) == 1
@@ -102,7 +105,7 @@ class SglangClient:
             "sampling_params": {"max_new_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}},
         }
         try:
-            await self._json("POST", "/generate", body, timeout=PROBE_SECONDS)
+            await self._json("POST", "/generate", body, seconds=PROBE_SECONDS)
         except Refused as error:
             found = _VOCABULARY.search(error.message)
             return int(found[1]) + 1 if found and error.status == 400 else None
@@ -123,7 +126,7 @@ class SglangClient:
     async def generate(
         self,
         rid: str,
-        input_ids: list[int],
+        input_ids: Sequence[int],
         sampling: Json,
         *,
         logprobs_from: int | None = None,
@@ -139,7 +142,7 @@ class SglangClient:
         """
         body: Json = {
             "rid": rid,
-            "input_ids": input_ids,
+            "input_ids": TokenIds.of(input_ids).array,
             "sampling_params": sampling,
             "return_logprob": True,
         }
@@ -151,8 +154,7 @@ class SglangClient:
             body["lora_path"] = adapter
         if cache_key is not None:
             body["extra_key"] = cache_key
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        reply = await self._json("POST", "/generate", body, timeout=timeout)
+        reply = await self._json("POST", "/generate", body, seconds=None)
         meta = reply.get("meta_info")
         if not isinstance(meta, dict) or "finish_reason" not in meta:
             raise BrokenReply(f"/generate of {self.url} answered without meta_info")
@@ -252,7 +254,7 @@ class SglangClient:
                 "POST",
                 "/weights_checker",
                 {"action": "checksum"},
-                timeout=_within(seconds_for(num_bytes)),
+                seconds=seconds_for(num_bytes),
             )
         except Refused:
             return None
@@ -278,14 +280,14 @@ class SglangClient:
         return await self._json("GET", paths[-1])
 
     async def _acknowledged(self, path: str, body: Json, seconds: float = CONTROL_SECONDS) -> None:
-        reply = await self._json("POST", path, body, timeout=_within(seconds))
+        reply = await self._json("POST", path, body, seconds=seconds)
         if reply.get("success") is False:
             raise Refused(path, 200, str(reply.get("message") or reply.get("error_message")))
 
     async def _json(self, method: str, path: str, body: Json | None = None, **kwargs: Any) -> Json:
-        response = await self._send(method, path, body, **kwargs)
+        content = await self._send(method, path, body, **kwargs)
         try:
-            reply = response.json()
+            reply = orjson.loads(content)
         except ValueError as error:
             raise BrokenReply(f"{path} of {self.url} did not answer JSON") from error
         if isinstance(reply, list):  # `/get_load` of older releases
@@ -295,17 +297,46 @@ class SglangClient:
         return reply
 
     async def _send(
-        self, method: str, path: str, body: Json | None = None, **kwargs: Any
-    ) -> httpx.Response:
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        params: Mapping[str, str] | None = None,
+        seconds: float | None = CONTROL_SECONDS,
+    ) -> bytes:
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
-            response = await self._http.request(method, path, json=body, **kwargs)
-        except httpx.TransportError as error:
+            async with self._session().request(
+                method,
+                self.url + path,
+                data=data,
+                params=params,
+                headers=_JSON if data is not None else None,
+                timeout=aiohttp.ClientTimeout(seconds, sock_connect=CONNECT_SECONDS),
+            ) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerGone(f"{path} of {self.url}: {error!r}") from error
         except RuntimeError as error:  # the client was closed meanwhile
             raise ServerGone(f"{path} of {self.url}: {error}") from error
-        if response.is_success:
-            return response
-        raise Refused(path, response.status_code, _message(response))
+        if response.ok:
+            return content
+        raise Refused(path, response.status, _message(content))
+
+    def _session(self) -> aiohttp.ClientSession:
+        """The connections. They belong to the event loop of the first call."""
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                # The engine limits turns in flight; a second limit would only hide the queue.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                # No proxy of the environment: engines are on this network.
+                trust_env=False,
+            )
+        return self._http
 
 
 def seconds_for(num_bytes: int) -> float:
@@ -313,16 +344,12 @@ def seconds_for(num_bytes: int) -> float:
     return CONTROL_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND
 
 
-def _within(seconds: float) -> httpx.Timeout:
-    return httpx.Timeout(seconds, connect=CONNECT_SECONDS)
-
-
-def _message(response: httpx.Response) -> str:
+def _message(content: bytes) -> str:
     """The error message of a reply; releases put it in different places."""
     try:
-        reply = response.json()
+        reply = orjson.loads(content)
     except ValueError:
-        return response.text[:500]
+        return content.decode(errors="replace")[:500]
     if isinstance(reply, dict):
         error = reply.get("error")
         inner = error.get("message") if isinstance(error, dict) else error

@@ -461,7 +461,7 @@ class SglangEngine(ServingEngine):
             await self._open.wait()
             asked_of, updates = self._loaded, self._updates
             turn.started_at = turn.started_at or time.monotonic()
-            prompt = turn.prompt_ids + turn.token_ids
+            prompt = turn.prompt_ids + turn.token_ids if turn.token_ids else turn.prompt_ids
             meta = await self._server.client.generate(
                 turn.key,
                 prompt,
@@ -484,8 +484,7 @@ class SglangEngine(ServingEngine):
                 await self._caught_up.wait()  # until its keeper has verified that version
             if not turn.versions:
                 turn.read_tokens = len(turn.prompt_ids) - reply.cached_tokens
-            for row in zip(reply.token_ids, reply.logprobs, reply.versions, strict=True):
-                turn.append(*row)
+            turn.extend(reply.token_ids, reply.logprobs, reply.versions)
             if self._server.routing is not None and reply.token_ids:
                 turn.routes = routed_experts(
                     meta, self._server.routing, len(prompt) + len(reply.token_ids)

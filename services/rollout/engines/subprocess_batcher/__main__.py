@@ -27,6 +27,7 @@ from services.rollout.engines.subprocess_batcher import batcher
 from services.rollout.engines.turns import EngineTurn
 from services.rollout.engines.weights import add_adapter, load_config, skeleton
 from troupe.job import LoraSpec, ModelSpec
+from troupe.workflow.token_ids import TokenIds
 
 # Longer than any pause that the parent waits for.
 _LONGEST_PAUSE_SECONDS: Final = 10 * PASS_SECONDS
@@ -124,7 +125,12 @@ class _Child:
             temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=most, drawn=drawn
         )
         turn = EngineTurn(
-            str(number), prompt, sampling, max_new_tokens=most, stop_ids=frozenset(stops), seed=seed
+            str(number),
+            TokenIds.of(prompt),
+            sampling,
+            max_new_tokens=most,
+            stop_ids=frozenset(stops),
+            seed=seed,
         )
         self._batcher.submit_number(number, turn)
 

@@ -168,7 +168,9 @@ class SubprocessBatcher:
         s = turn.sampling
         how = [s.temperature, s.top_p, s.top_k, s.drawn]
         stops = sorted(turn.stop_ids)
-        self._post("turn", number, turn.prompt_ids, how, turn.max_new_tokens, stops, turn.seed)
+        self._post(
+            "turn", number, list(turn.prompt_ids), how, turn.max_new_tokens, stops, turn.seed
+        )
 
     def cancel(self, turn: EngineTurn) -> None:
         """Stop computing `turn`; its `ended` is not called."""
