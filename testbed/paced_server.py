@@ -182,10 +182,15 @@ async def _serve(options: argparse.Namespace) -> None:
     while not listening.started:  # noqa: ASYNC110 - uvicorn offers no event
         await asyncio.sleep(0.01)
     port = listening.servers[0].sockets[0].getsockname()[1]
-    partial: Path = options.port_file.with_suffix(".partial")
-    partial.write_text(str(port))
-    partial.rename(options.port_file)
+    _tell(options.port_file, port)
     await serving
+
+
+def _tell(port_file: Path, port: int) -> None:
+    """Write the port, at once: whoever waits for the file reads all of it."""
+    partial = port_file.with_suffix(".partial")
+    partial.write_text(str(port))
+    partial.rename(port_file)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What runner, router and gRPC cost beside the engine.
 
-    python -m benchmarks.rollout [--quick] [--json] [--only engine|latency|memory|turns]
+    python -m benchmarks.rollout [--quick] [--json] [--only PART]
 
 One rollout service as users run it, called over gRPC; the trajectories are evaluations, so that no
 store is in the way. The last line is one JSON object:
@@ -12,8 +12,8 @@ store is in the way. The last line is one JSON object:
   concurrent trajectories on **simulated** engines, whose model time is known exactly.
 - `rss_mib_2000`: resident memory of the service with 2,000 concurrent trajectories, each one
   conversation of several turns, on simulated engines: what the process needs beside its engine.
-- `turn_cpu_ms_short`, `turn_cpu_ms_long`: CPU of the service per turn, with a paced SGLang server in
-  a process of its own: short conversations, and prompts of 20,000 tokens with answers of 200.
+- `turn_cpu_ms_short`, `turn_cpu_ms_long`: CPU of the service per turn, with a paced SGLang server
+  in a process of its own: short conversations, and prompts of 20,000 tokens with answers of 200.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ from troupe.rpc import RetryPolicy, connect
 from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
 from troupe.rpc.ids import check_name, new_id
 from troupe.states import TRAJECTORY, is_terminal
+from troupe.token_ids import TokenIds
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import (
     orchestrator_pb2,
@@ -59,7 +60,6 @@ from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import WorkflowError
 from troupe.workflow.languages import IMPORTING
 from troupe.workflow.messages import parse_messages
-from troupe.workflow.token_ids import TokenIds
 
 log = structlog.get_logger(__name__)
 

@@ -1,6 +1,7 @@
 """Token ids as arrays read, hash and join as the tuples that they took the place of."""
 
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workflow.stage import make_tokenizer
+from troupe.token_ids import EMPTY, TokenIds
 from troupe.workflow import ChatTokenizer
 from troupe.workflow.messages import Reply
-from troupe.workflow.token_ids import EMPTY, TokenIds
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(tuple)
 
@@ -19,13 +20,19 @@ ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(tuple)
 @given(ids, st.slices(40))
 def test_it_reads_like_the_tuple(given_ids: tuple[int, ...], part: slice) -> None:
     held = TokenIds.of(given_ids)
-    assert tuple(held) == given_ids and all(type(one) is int for one in held)
-    assert held == given_ids and given_ids == held and hash(held) == hash(given_ids)
-    assert held == list(given_ids) and held != (*given_ids, 1)
-    assert held[part] == given_ids[part] and len(held) == len(given_ids)
+    assert tuple(held) == given_ids
+    assert all(type(one) is int for one in held)
+    assert held == given_ids
+    assert given_ids == held
+    assert hash(held) == hash(given_ids)
+    assert held == list(given_ids)
+    assert held != (*given_ids, 1)
+    assert held[part] == given_ids[part]
+    assert len(held) == len(given_ids)
     assert [held[i] for i in range(len(held))] == [*given_ids]
     assert bool(held) == bool(given_ids)
-    assert all(one in held for one in given_ids) and -1 not in held
+    assert all(one in held for one in given_ids)
+    assert -1 not in held
 
 
 @given(st.lists(ids, max_size=4))
@@ -48,12 +55,14 @@ def test_it_cannot_be_changed_and_takes_no_copy_of_itself() -> None:
     held = TokenIds.of([3, 1, 2])
     with pytest.raises(ValueError, match="read-only"):
         held.array[0] = 5
-    assert TokenIds.of(held) is held and held.range == (1, 3)
+    assert TokenIds.of(held) is held
+    assert held.range == (1, 3)
     assert np.array(held, np.int64).tolist() == [3, 1, 2]
     source = np.array([1, 2])
     copied = TokenIds.of(source)
     source[0] = 9
-    assert copied == (1, 2) and TokenIds.joined([]) is EMPTY
+    assert copied == (1, 2)
+    assert TokenIds.joined([]) is EMPTY
 
 
 @pytest.mark.parametrize("beyond", [2**31, -(2**31) - 1, np.int64(2**31)])
@@ -67,14 +76,16 @@ def test_ids_beyond_int32_are_refused(beyond: int) -> None:
 def test_what_is_no_integer_is_refused() -> None:
     with pytest.raises(TypeError):
         TokenIds.of(np.array([1.0]))
-    assert TokenIds.of([np.int64(4), True]) == (4, 1)
+    wide: Any = [np.int64(4), True]
+    assert TokenIds.of(wide) == (4, 1)
 
 
 def test_a_reply_shows_its_prompt_as_a_tuple() -> None:
     prompt = TokenIds.of([5, 6])
     reply = Reply("solver", 0, "", prompt, (7,), (-0.5,), "stop")
     assert reply.prompt is prompt
-    assert type(reply.prompt_ids) is tuple and reply.prompt_ids == (5, 6)
+    assert type(reply.prompt_ids) is tuple
+    assert reply.prompt_ids == (5, 6)
 
 
 @settings(max_examples=60)

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, overload
 import xxhash
 
 from troupe.outcomes import safe_text, utf8_text
+from troupe.token_ids import TokenIds
 from troupe.workflow import numbering
 from troupe.workflow.backend import (
     ENDPOINT_OPTIONS,
@@ -51,7 +52,6 @@ from troupe.workflow.messages import (
     plain,
 )
 from troupe.workflow.numbering import Path, places
-from troupe.workflow.token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True)

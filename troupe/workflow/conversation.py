@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
+from troupe.token_ids import TokenIds
 from troupe.workflow.errors import ChatTemplateError
 from troupe.workflow.messages import AnyMessage, Rendering, ToolCall, ToolMessage, as_template_takes
 from troupe.workflow.numbering import Path
-from troupe.workflow.token_ids import TokenIds
 
 PLAIN: Final = Rendering()
 """Without tools and template options."""
@@ -204,12 +204,12 @@ class ChatTokenizer:
         return backend if same else None
 
     def _encode(self, text: str) -> Sequence[int]:
+        found: Sequence[int]
         if self._backend is not None:
-            found: Sequence[int] = self._backend.encode_batch_fast(
-                [text], add_special_tokens=False
-            )[0].ids
-            return found
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+            [one] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            found = one.ids
+        else:
+            found = self._tokenizer.encode(text, add_special_tokens=False)
         return found
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
