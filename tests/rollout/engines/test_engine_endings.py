@@ -13,13 +13,14 @@ from services.rollout.engines.requests import EngineResponse, SamplingParams
 from services.rollout.engines.slot_batcher import NOTIFY_GROUP, NOTIFY_ITERATIONS, notify_ended
 from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
+from troupe.token_ids import TokenIds
 from troupe.v1 import common_pb2 as pb
 
 
 def turns(count: int) -> list[EngineTurn]:
     how = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, drawn=0)
     return [
-        EngineTurn(str(n), [1], how, max_new_tokens=1, stop_ids=frozenset(), seed=n)
+        EngineTurn(str(n), TokenIds.of([1]), how, max_new_tokens=1, stop_ids=frozenset(), seed=n)
         for n in range(count)
     ]
 

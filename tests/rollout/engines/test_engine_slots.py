@@ -30,6 +30,7 @@ from tests.rollout.engines.models import (
 )
 from tests.support.training import rounding
 from troupe.job import PolicySpec
+from troupe.token_ids import TokenIds
 
 COUNT = 6
 
@@ -52,7 +53,7 @@ class Tokens:
 
 def turn(ids: Sequence[int]) -> EngineTurn:
     params = SamplingParams(max_new_tokens=4)
-    return EngineTurn("t", list(ids), params, max_new_tokens=4, stop_ids=frozenset(), seed=0)
+    return EngineTurn("t", TokenIds.of(ids), params, max_new_tokens=4, stop_ids=frozenset(), seed=0)
 
 
 def read(cache: Tokens, slot: Any, count: int) -> None:
