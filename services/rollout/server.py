@@ -47,7 +47,6 @@ from troupe.rpc import RetryPolicy, connect
 from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
 from troupe.rpc.ids import check_name, new_id
 from troupe.states import TRAJECTORY, is_terminal
-from troupe.token_ids import TokenIds
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import (
     orchestrator_pb2,
@@ -58,6 +57,7 @@ from troupe.v1 import (
 )
 from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import WorkflowError
+from troupe.workflow.backend import TokenIds
 from troupe.workflow.languages import IMPORTING
 from troupe.workflow.messages import parse_messages
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workflow.stage import make_tokenizer
-from troupe.token_ids import EMPTY, TokenIds
 from troupe.workflow import ChatTokenizer
+from troupe.workflow.backend import EMPTY, TokenIds
 from troupe.workflow.messages import Reply
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(tuple)

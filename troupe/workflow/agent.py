@@ -16,7 +16,6 @@ from typing import Any, Final, Literal, overload
 import xxhash
 
 from troupe.outcomes import safe_text, utf8_text
-from troupe.token_ids import TokenIds
 from troupe.workflow import numbering
 from troupe.workflow.backend import (
     ENDPOINT_OPTIONS,
@@ -26,6 +25,7 @@ from troupe.workflow.backend import (
     EndpointOptions,
     GeneratedTurn,
     Sampling,
+    TokenIds,
     VersionSpan,
 )
 from troupe.workflow.conversation import ChatTokenizer, ConversationMemory, PromptIds

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
-from troupe.token_ids import TokenIds
+from troupe.workflow.backend import TokenIds
 from troupe.workflow.errors import ChatTemplateError
 from troupe.workflow.messages import AnyMessage, Rendering, ToolCall, ToolMessage, as_template_takes
 from troupe.workflow.numbering import Path

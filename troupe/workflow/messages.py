@@ -38,7 +38,7 @@ from troupe.outcomes import (
     safe_text,
     utf8_text,
 )
-from troupe.token_ids import TokenIds
+from troupe.workflow.backend import TokenIds
 from troupe.workflow.columns import Columns
 from troupe.workflow.errors import InvalidMessagesError, InvalidRewardError, shown
 

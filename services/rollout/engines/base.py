@@ -45,8 +45,8 @@ from services.rollout.engines.state import EngineState
 from services.rollout.engines.turns import EngineTurn, TurnTable
 from troupe.rpc.errors import FailedPrecondition, TroupeError
 from troupe.states import IllegalTransition
-from troupe.token_ids import TokenIds
 from troupe.v1 import common_pb2 as pb
+from troupe.workflow.backend import TokenIds
 
 if TYPE_CHECKING:
     from services.rollout.engines.weights import Adapted

@@ -13,8 +13,8 @@ from services.rollout.engines.requests import EngineResponse, SamplingParams
 from services.rollout.engines.slot_batcher import NOTIFY_GROUP, NOTIFY_ITERATIONS, notify_ended
 from services.rollout.engines.turns import EngineTurn
 from troupe.job import PolicySpec
-from troupe.token_ids import TokenIds
 from troupe.v1 import common_pb2 as pb
+from troupe.workflow.backend import TokenIds
 
 
 def turns(count: int) -> list[EngineTurn]:

@@ -30,7 +30,7 @@ from tests.rollout.engines.models import (
 )
 from tests.support.training import rounding
 from troupe.job import PolicySpec
-from troupe.token_ids import TokenIds
+from troupe.workflow.backend import TokenIds
 
 COUNT = 6
 

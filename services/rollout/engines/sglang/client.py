@@ -19,7 +19,7 @@ import orjson
 from services.rollout.engines.errors import BadTurn, BrokenReply, Refused, ReplyBroken, ServerGone
 from services.rollout.engines.turns import EngineTurn
 from troupe.mixtures import Indices, RoutingShape
-from troupe.token_ids import TokenIds
+from troupe.workflow.backend import TokenIds
 
 # A server that is alive accepts within milliseconds; one that loads weights may take a minute.
 CONNECT_SECONDS: Final = 5.0
