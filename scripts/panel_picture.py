@@ -78,9 +78,6 @@ def main() -> None:
     parser.add_argument("--link", help="of a panel elsewhere")
     parser.add_argument("--all", type=Path, metavar="DIRECTORY", help="every page, to look at")
     args = parser.parse_args()
-    cluster = None if args.link else require_running(args.data_dir)
-    if cluster and not sign_in_link(cluster):
-        raise SystemExit("the cluster has no panel: start it without --no-panel")
     wanted = list(DOCS)
     if args.all:
         args.all.mkdir(parents=True, exist_ok=True)
@@ -100,7 +97,9 @@ def main() -> None:
                 viewport={"width": width, "height": height}, color_scheme=scheme
             )
             # A link signs one browser in, once.
-            link = args.link or sign_in_link(cluster)
+            link = args.link or sign_in_link(require_running(args.data_dir))
+            if not link:
+                raise SystemExit("the cluster has no panel: start it without --no-panel")
             page.goto(link)
             page.wait_for_selector("#chart-reward canvas", timeout=30_000)
             show(page, link, view)

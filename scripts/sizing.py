@@ -13,6 +13,7 @@ from typing import Any, Final
 from troupe.job import JobSpec
 from troupe.job.sizing import SOLD, setup_of, shape_of_config
 from troupe.scheduling.memory import ModelShape, RankMemory, rank_memory
+from troupe.twin.costs import model_config
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "sizing.md"
 TRAINING: Final = PAGE.parent / "training.md"
@@ -27,39 +28,16 @@ GANGS: Final = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT: Final = 8192
 RANK: Final = 32
 
-_NAMES: Final = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-_COMMON: Final = {
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-}
-_MIXTURE: Final = {
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
-
-
-def _config(*sizes: int, **more: Any) -> dict[str, Any]:
-    return {**_COMMON, **dict(zip(_NAMES, sizes, strict=True)), **more}
-
-
-# The dimensions that the models' own configurations give.
 MODELS: Final = {
-    "Qwen3-0.6B": _config(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
-    "Qwen3-4B": _config(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
-    "Qwen3-8B": _config(4096, 12_288, 36, 32, 8),
-    "Qwen3-14B": _config(5120, 17_408, 40, 40, 8),
-    "Qwen3-32B": _config(5120, 25_600, 64, 64, 8),
-    "Qwen3-30B-A3B": _config(2048, 6144, 48, 32, 4, **_MIXTURE),
+    name: model_config(name)
+    for name in (
+        "Qwen3-0.6B",
+        "Qwen3-4B",
+        "Qwen3-8B",
+        "Qwen3-14B",
+        "Qwen3-32B",
+        "Qwen3-30B-A3B",
+    )
 }
 
 _HEAD = f"""# Sizing

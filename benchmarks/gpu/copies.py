@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.command import finish
 from benchmarks.gpu.update import DEFAULT, TINY, seconds_of
-from scripts.sizing import MODELS
+from troupe.twin.costs import model_config
 
 
 def shapes_of(large: bool) -> list[torch.Size]:
     """Of the parameters and both moments of each."""
     with torch.device("meta"):
-        sizes = MODELS[DEFAULT] if large else TINY
+        sizes = model_config(DEFAULT) if large else TINY
         config = AutoConfig.for_model(**sizes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return [parameter.shape for parameter in model.parameters() for _ in range(3)]

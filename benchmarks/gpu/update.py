@@ -22,16 +22,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.command import finish
-from scripts.sizing import MODELS
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.samples import Row
 from troupe.job import JobSpec
 from troupe.job.sizing import setup_of, shape_of_config
 from troupe.scheduling.memory import RankMemory, rank_memory
+from troupe.twin.costs import model_config
 
 DEFAULT: Final = "Qwen3-0.6B"
 TINY: Final[dict[str, Any]] = {
-    **MODELS[DEFAULT],
+    **model_config(DEFAULT),
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -163,7 +163,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     """One update's tokens per second, its share of the peak, and its memory."""
     cuda = device.type == "cuda"
     large = cuda and not options.quick
-    config = MODELS[options.model] if large else TINY
+    config = model_config(options.model) if large else TINY
     if options.plain:  # what `services.trainer.learning.gpu_kernels` looks for
         sys.modules["liger_kernel"] = None  # type: ignore[assignment]
     prompt, answer = (256, 512) if large else (8, 16)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
+from troupe.job.sizing import shape_of_config
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.memory import ModelShape
 
@@ -138,24 +139,37 @@ def device_costs(
     )
 
 
-# Layers, hidden size, width of the MLP (of an expert), heads, key-value heads, experts, experts per
-# token, whether embeddings are tied: as the models' own configurations say (Qwen3).
-_QWEN3: Final = {
-    "Qwen3-0.6B": (28, 1024, 3072, 16, 8, 0, 0, True),
-    "Qwen3-1.7B": (28, 2048, 6144, 16, 8, 0, 0, True),
-    "Qwen3-4B": (36, 2560, 9728, 32, 8, 0, 0, True),
-    "Qwen3-8B": (36, 4096, 12_288, 32, 8, 0, 0, False),
-    "Qwen3-14B": (40, 5120, 17_408, 40, 8, 0, 0, False),
-    "Qwen3-32B": (64, 5120, 25_600, 64, 8, 0, 0, False),
-    "Qwen3-30B-A3B": (48, 2048, 768, 32, 4, 128, 8, False),
-    "Qwen3-235B-A22B": (94, 4096, 1536, 64, 4, 128, 8, False),
+# Sizes in the order of `_NAMES`, and what else is the model's own: as the models' own
+# configurations say.
+_NAMES: Final = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+_QWEN3: Final[dict[str, tuple[tuple[int, ...], dict[str, int | bool]]]] = {
+    "Qwen3-0.6B": ((28, 1024, 3072, 16, 8), {"tie_word_embeddings": True}),
+    "Qwen3-1.7B": ((28, 2048, 6144, 16, 8), {"tie_word_embeddings": True}),
+    "Qwen3-4B": ((36, 2560, 9728, 32, 8), {"tie_word_embeddings": True}),
+    "Qwen3-8B": ((36, 4096, 12_288, 32, 8), {}),
+    "Qwen3-14B": ((40, 5120, 17_408, 40, 8), {}),
+    "Qwen3-32B": ((64, 5120, 25_600, 64, 8), {}),
+    "Qwen3-30B-A3B": ((48, 2048, 6144, 32, 4), {"moe_intermediate_size": 768}),
+    "Qwen3-235B-A22B": ((94, 4096, 12_288, 64, 4), {"moe_intermediate_size": 1536}),
 }
-_VOCABULARY: Final = 151_936
-_HEAD: Final = 128
+_COMMON: Final = {
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+}
+_DENSE: Final = {"model_type": "qwen3"}
+_MIXTURE: Final = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
 
 
-def model_shape(name: str) -> ModelShape:
-    """The shape of a Qwen3 model by its name. Raises InvalidArgument for another one."""
+def model_config(name: str) -> dict[str, Any]:
+    """The configuration of a Qwen3 model by its name. Raises InvalidArgument for another one."""
     if name not in _QWEN3:
         raise InvalidArgument(
             f"no dimensions are known of the model {name!r}",
@@ -163,28 +177,16 @@ def model_shape(name: str) -> ModelShape:
             value=name,
             remedy=f"Give a configuration, or one of {', '.join(_QWEN3)}.",
         )
-    layers, hidden, wide, heads, groups, experts, active, tied = _QWEN3[name]
-    attention = hidden * _HEAD * (2 * heads + 2 * groups) + 2 * hidden + 2 * _HEAD
-    mlp = 3 * hidden * wide
-    layer = attention + (experts * (mlp + hidden) if experts else mlp)
-    embedding = _VOCABULARY * hidden
-    return ModelShape(
-        parameters=embedding * (1 if tied else 2) + layers * layer + hidden,
-        embedding=embedding,
-        output=0 if tied else embedding,
-        layers=layers,
-        layer=layer,
-        hidden=hidden,
-        intermediate=wide,
-        vocabulary=_VOCABULARY,
-        heads=heads,
-        kv_heads=groups,
-        head_dim=_HEAD,
-        experts=experts,
-        active_experts=active,
-        head_norms=True,
-        positions=40_960,
-    )
+    sizes, own = _QWEN3[name]
+    kind = _MIXTURE if "moe_intermediate_size" in own else _DENSE
+    return {**_COMMON, **kind, **dict(zip(_NAMES, sizes, strict=True)), **own}
+
+
+def model_shape(name: str) -> ModelShape:
+    """The shape of a Qwen3 model by its name. Raises InvalidArgument for another one."""
+    shape = shape_of_config(model_config(name))
+    assert shape is not None  # an architecture that the reader knows
+    return shape
 
 
 def known_shape(path: str) -> ModelShape | None:
