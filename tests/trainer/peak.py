@@ -49,10 +49,11 @@ def case(**changes: Any) -> dict[str, Any]:
         **changes.pop("config", {}),
     }
     model = {"config": config, "tokenizer": "/nowhere", "dtype": changes.pop("dtype", "bfloat16")}
+    model = changes.pop("model", model)
     values = make_spec(Path("/nowhere"), model=model).model_dump(mode="json")
     policy = values["policies"]["solver"]
     policy["trainer"] |= {"kernels": "off", "forward_tokens": TOKENS, **changes.pop("trainer", {})}
-    policy["engine"]["max_context"] = LENGTH
+    policy["engine"]["max_context"] = changes.pop("length", LENGTH)
     policy |= {"lora": changes.pop("lora", None)}
     for section, fields in changes.items():
         values[section] |= fields
@@ -74,16 +75,16 @@ class Tracker(MemTracker):
         return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
 
 
-def rows(vocabulary: int, count: int) -> list[Row]:
-    """`count` rows of one group that fill a pass."""
+def rows(vocabulary: int, count: int, length: int = LENGTH) -> list[Row]:
+    """`count` rows of one group, each of `length` tokens in a pass."""
     rng = np.random.default_rng(0)
     rewards = tuple(float(i % 2) for i in range(count))
     return [
         Row(
             f"s{i}",
-            rng.integers(vocabulary, size=LENGTH + 1),
+            rng.integers(vocabulary, size=length + 1),
             8,
-            np.full(LENGTH - 7, -1.0, np.float32),
+            np.full(length - 7, -1.0, np.float32),
             reward,
             rewards,
             0,
@@ -92,14 +93,14 @@ def rows(vocabulary: int, count: int) -> list[Row]:
     ]
 
 
-def peak(learner: Learner, passes: int) -> dict[str, int]:
+def peak(learner: Learner, tokens: int, length: int = LENGTH) -> dict[str, int]:
     """Bytes by torch's categories at the fullest moment of a later micro-batch and its step.
 
-    `passes`: passes of a micro-batch over all ranks.
+    `tokens`: those of a micro-batch over all ranks, in rows of `length`.
     """
     if learner.needs_reference:
         learner.set_reference(learner.weights())
-    batch = rows(learner.vocabulary, passes * TOKENS // LENGTH)
+    batch = rows(learner.vocabulary, tokens // length, length)
     learner.accumulate(batch)
     assert learner.apply(0).applied  # moments are made by the first step
     learner.accumulate(batch)
@@ -127,7 +128,9 @@ def _alone(values: dict[str, Any]) -> dict[str, int]:
         model = load_model("solver", policy, 0)
     else:
         model = load_adapted("solver", policy, 0, CPU)
-    return peak(Learner(model, spec, "solver", share_prefixes=False), 1)
+    learner = Learner(model, spec, "solver", share_prefixes=False)
+    # One pass, of rows that are as long as the job allows.
+    return peak(learner, policy.trainer.forward_tokens or 0, policy.engine.max_context or 0)
 
 
 def main() -> None:
@@ -143,7 +146,7 @@ def main() -> None:
     control = dist.new_group(backend="gloo")
     assert control is not None
     group = GangGroup(mesh, control, lambda: False, Path())
-    found = peak(RankLearner(spec, "solver", group, CPU, share_prefixes=False), group.size)
+    found = peak(RankLearner(spec, "solver", group, CPU, share_prefixes=False), group.size * TOKENS)
     if os.environ["RANK"] == "0":
         print(json.dumps(found))
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from troupe.scheduling.defaults import (
     context_of,
     defaults_of,
 )
-from troupe.scheduling.memory import ModelShape, TrainingSetup
+from troupe.scheduling.memory import SHORT_ROW, ModelShape, TrainingSetup
 
 # Defaults of transformers' configurations, which files may leave out: vocabulary, hidden size,
 # intermediate size, layers, heads, key-value heads (0: as many as heads), head size (0: hidden size
@@ -217,11 +217,14 @@ def setup_of(
     if lora is not None:
         names = None if lora.target_modules == "all-linear" else lora.target_modules
         adapter = shape.adapter(lora.rank, names)
+    # Checkpoints whose type is left open are nearly all in half precision.
+    half = own.language_model.dtype in ("auto", "bfloat16")
+    # The trainer's own kernels take plain tensors on a CPU, in float32.
+    fused = own.trainer.kernels == "auto" and own.trainer.compile != "on" and gang == 1
     return TrainingSetup(
         device=device,
         ranks=gang if own.trainable else 1,
-        # Checkpoints whose type is left open are nearly all in half precision.
-        half=own.language_model.dtype in ("auto", "bfloat16"),
+        half=half,
         tokens=tokens,
         slices=slices,
         history=history,
@@ -235,4 +238,6 @@ def setup_of(
         critic=algorithm.value_function is not None,
         exact=spec.pipeline.deterministic,
         offloaded=own.trainer.offload != "none",
+        fused_norms=device == "cpu" and fused and not (half and adapter),
+        short_rows=longest <= SHORT_ROW,
     )

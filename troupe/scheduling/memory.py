@@ -1,7 +1,7 @@
 """What one rank of a trainer needs on its device, by part.
 
 `rank_memory` is the one memory model of trainers: `troupe job validate`, the binder of the
-orchestrator and the trainer's own check use it. Numbers are upper bounds that follow what
+orchestrator and the trainer's own check use it. Numbers follow what
 `services/trainer/learning` and `services/trainer/gang` hold: weights, gradients and AdamW's moments
 in float32, sharded over a gang (FSDP, Zhao et al. 2023, arXiv 2304.11277); a gang's layers,
 gathered one at a time with the next one on its way; activations as in Korthikanti et al. 2022
@@ -29,9 +29,9 @@ _FRAGMENTS: Final = 0.05
 # Elements of the moments that are on the device at a time, of those that are in host memory
 # (services/trainer/memory/offload.py); a second part is on its way.
 OFFLOADED_PART: Final = 1 << 25
-# Longest row whose attention keeps its weights, on a CPU
-# (services/trainer/learning/sequences/attention.py).
-_SHORT_ROW: Final = 128
+SHORT_ROW: Final = 128
+"""Longest row whose attention keeps its weights, on a CPU
+(services/trainer/learning/sequences/attention.py)."""
 # Bytes per token of ids, indices, the loss's columns and statistics.
 _COLUMNS_BYTES: Final = 192
 
@@ -108,6 +108,10 @@ class TrainingSetup:
     """Whether gradients are summed exactly (`pipeline.deterministic`)."""
     offloaded: bool = False
     """Whether AdamW's moments are in host memory (`trainer.offload`)."""
+    fused_norms: bool = False
+    """Whether norms keep their inputs only (services/trainer/learning/cpu_kernels.py)."""
+    short_rows: bool = True
+    """Whether no row is longer than 128 tokens: on a CPU these have an attention of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,16 +306,19 @@ def _layer_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     d, full = shape.hidden, _FULL
     product = _HALF if setup.half else _FULL
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Two RMSNorms: their inputs, and the normalized states before the multiplication.
-    size = 2 * 2 * full * d
+    # Two RMSNorms: their inputs; unless they are fused, also the normalized states before the
+    # multiplication.
+    size = 2 * (1 if setup.fused_norms else 2) * full * d
     # Inputs of the projections: with autocast a copy for each, else one for all.
-    size += 5 * product * d if setup.half else 2 * full * d
-    # Queries, keys and values as attention reads them, its output twice (also in the order of the
-    # rows), and the sums of its softmax.
-    size += product * (3 * queries + 2 * keys) + full * shape.heads
-    if setup.device == "cpu":
-        # Rows of up to 128 tokens: float32 copies, and all weights of the attention.
-        size += full * (queries + 2 * keys + _SHORT_ROW * shape.heads)
+    copied = setup.half and not setup.fused_norms
+    size += 5 * product * d if copied else 2 * product * d
+    if setup.device == "cpu" and setup.short_rows:
+        # Rows of up to 128 tokens: float32 copies, all weights of the attention, and its output.
+        size += full * (queries + 2 * keys + SHORT_ROW * shape.heads) + product * queries
+    else:
+        # Queries, keys and values as attention reads them, its output twice (also in the order of
+        # the rows), and the sums of its softmax.
+        size += product * (3 * queries + 2 * keys) + full * shape.heads
     if shape.head_norms:
         size += (full + product) * (queries + keys)
     elif setup.half:
@@ -339,6 +346,6 @@ def _logits_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     block = _BLOCK_BYTES.get(setup.device, _BLOCK_BYTES["cpu"])
     block = min(block, _FULL * max(16, setup.tokens) * shape.vocabulary)
     head = shape.vocabulary * shape.hidden
-    # A float32 layer's gradient is added from a product in bfloat16.
-    copies = 0 if setup.adapter else (_HALF if setup.half else _FULL) * head
+    # With autocast a float32 layer's gradient is added from a product in bfloat16.
+    copies = _HALF * head if setup.half and not setup.adapter else 0
     return block + (block // 2 if setup.half else 0) + _SCRATCH_BYTES.get(setup.device, 0) + copies
