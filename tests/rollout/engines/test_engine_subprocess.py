@@ -207,6 +207,7 @@ async def test_a_batcher_that_was_stopped_before_it_started_ends_its_process(
         max_running=2,
         max_context=64,
         threads=1,
+        keep_cache=False,
         start_seconds=LONG,
         drew=lambda count: None,
         exited=lambda reason: None,
