@@ -52,6 +52,8 @@ class Faults:
     blind: bool = False
     """Sees none of our files, as from within a container."""
     abort_everything: bool = False
+    not_finite: bool = False
+    """Its weights compute NaN, which its JSON calls null."""
 
 
 @dataclass
@@ -198,7 +200,7 @@ class FakeSglang:
             "cached_tokens": 0,
             "weight_version": self.version,
             "output_token_logprobs": [
-                [logprob, token, None]
+                [None if self.faults.not_finite else logprob, token, None]
                 for logprob, token in zip(call.logprobs, call.tokens, strict=True)
             ],
         }

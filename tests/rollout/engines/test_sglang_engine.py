@@ -17,6 +17,7 @@ from services.rollout.engines.errors import (
     EngineDied,
     EngineStale,
     EngineStartFailed,
+    NonFiniteLogits,
     PromptTooLong,
     ReplyBroken,
     TurnDeadline,
@@ -186,6 +187,12 @@ async def test_a_reply_that_is_cut_fails_its_turn_only(stage: Stage) -> None:
     stage.fake.faults.cut_reply = False
     assert len((await stage.ask("r", [1])).token_ids) == 8
     assert stage.engine.state == pb.ENGINE_STATE_HEALTHY
+
+
+async def test_weights_that_compute_nan_are_named(stage: Stage) -> None:
+    stage.fake.faults.not_finite = True
+    with pytest.raises(NonFiniteLogits):
+        await stage.ask("r", [1])
 
 
 async def test_an_abort_that_nobody_asked_for(stage: Stage) -> None:

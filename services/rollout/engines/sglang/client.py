@@ -7,6 +7,7 @@ can do is read from its own OpenAPI document, never from its version number.
 from __future__ import annotations
 
 import base64
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -482,7 +483,7 @@ def parse(
         # An abort before prefill has no log-probs at all.
         rows = meta.get("output_token_logprobs") or []
         tokens = [int(row[1]) for row in rows]
-        logprobs = [float(row[0]) for row in rows]
+        logprobs = [_number(row[0]) for row in rows]
         finish = meta["finish_reason"]
         versions: list[int] | None = [adapter or 0] * len(tokens)
         if adapter is None:
@@ -518,9 +519,14 @@ def routed_experts(meta: dict[str, Any], shape: RoutingShape, tokens: int) -> In
 def prompt_logprobs(meta: dict[str, Any]) -> list[float]:
     """Log-probs of the prompt's tokens after the first. Raises `BrokenReply`."""
     try:
-        return [float(row[0]) for row in meta["input_token_logprobs"][1:]]
+        return [_number(row[0]) for row in meta["input_token_logprobs"][1:]]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise BrokenReply(f"no log-probs of the prompt: {error!r}") from error
+
+
+def _number(value: float | None) -> float:
+    """A log-prob; JSON has no NaN, so servers write null for what broken weights compute."""
+    return math.nan if value is None else float(value)
 
 
 def _versions(
