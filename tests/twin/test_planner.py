@@ -13,6 +13,7 @@ from troupe.client.cli import main
 from troupe.devices import parse_devices
 from troupe.job import JobSpec
 from troupe.rpc import InvalidArgument
+from troupe.twin import planner
 from troupe.twin.costs import device_costs
 from troupe.twin.planner import Habits, JobPlan, plan_job
 
@@ -76,6 +77,21 @@ def test_the_best_split_fits_and_is_the_fastest_that_was_tried() -> None:
     assert found.more_seconds < 1.02 * best.means.seconds
 
 
+def test_gangs_that_train_side_by_side_are_tried() -> None:
+    """The smallest gangs leave devices idle, and the largest wait for each other."""
+    spec = JobSpec.model_validate(job())
+    case = planner._case(spec, device_costs("H100"), 4, 8, FEW)
+    gangs = {name: planner._gangs(case, name, 16) for name in case.shapes}
+    sizes = [
+        {name: size for name, (size, _) in one.items()}
+        for one in planner._chosen_gangs(case, gangs, 16)
+    ]
+    smallest, side, largest = sizes
+    assert largest == {"solver": 16, "checker": 16}
+    assert sum(smallest.values()) < sum(side.values()) <= 16
+    assert side["solver"] >= side["checker"]  # whose work is less
+
+
 def test_a_mode_that_overlaps_is_predicted_to_be_faster() -> None:
     seconds = {
         mode: planned("8xH100-80GB", mode=mode).best.means.seconds
@@ -92,7 +108,7 @@ def test_colocated_engines_and_trainers_have_all_devices_in_turns() -> None:
 @pytest.mark.parametrize(
     ("devices", "hosts", "change", "said"),
     [
-        ("2xL4-24GB", 1, {}, "training solver over all 2 devices needs"),
+        ("2xL4-24GB", 1, {}, "training solver over 2 devices needs"),
         ("4xH100-80GB", 1, {}, "an engine of each policy takes 2 devices"),
         ("4xH100-80GB+4xA100-80GB", 1, {}, "2 classes"),
         ("8xH100-80GB", 3, {}, "spread evenly over 3 hosts"),

@@ -197,7 +197,7 @@ def plan_job(
         added = _devices(devices, wider)
         options = sorted(_splits(wider, added), key=lambda one: _bound(wider, one))
         if options:
-            more_seconds = min(_predict(wider, one).means.seconds for one in options[:3])
+            more_seconds = min(_predict(wider, one).means.seconds for one in options[:_TRIED])
     return JobPlan(tried[0], tried[1:], len(splits), more_seconds)
 
 
@@ -292,25 +292,22 @@ def _splits(case: _Case, devices: Sequence[Device]) -> Iterator[ClusterSplit]:
             engines = _shares(case, dict(zip(case.shapes, widths, strict=True)), engine_devices)
             if engines is None:
                 continue
-            # The smallest and the largest gang of each: in between nothing is gained.
-            for pick in (0, -1) if any(len(one) > 1 for one in gangs) else (0,):
+            for chosen in _chosen_gangs(case, dict(zip(case.shapes, gangs, strict=True)), total):
                 split = ClusterSplit(
                     {
                         name: PolicySplit(
                             engines[name],
                             tensor_parallel,
-                            gangs[number][pick][0],
+                            chosen[name][0],
                             engine_turns(
                                 case.shapes[name],
                                 case.device,
                                 tensor_parallel=tensor_parallel,
                                 context=1.5 * case.context[name],
                             ),
-                            gangs[number][pick][1],
+                            chosen[name][1],
                         )
-                        for number, (name, tensor_parallel) in enumerate(
-                            zip(case.shapes, widths, strict=True)
-                        )
+                        for name, tensor_parallel in zip(case.shapes, widths, strict=True)
                     },
                     engine_hosts,
                     training_hosts,
@@ -366,6 +363,31 @@ def _gangs(case: _Case, name: str, devices: int) -> list[tuple[int, int]]:
         if needed <= SOLD * case.device.memory:
             found.append((size, needed))
         size *= 2
+    return found
+
+
+def _chosen_gangs(
+    case: _Case, fitting: Mapping[str, list[tuple[int, int]]], devices: int
+) -> list[dict[str, tuple[int, int]]]:
+    """Gangs of all policies to try: the smallest of each; the largest, which take turns; and those
+    that train side by side, the larger the more a policy has to compute."""
+    found = [{name: gangs[0] for name, gangs in fitting.items()}]
+    side, left = dict(found[0]), devices - sum(size for size, _ in found[0].values())
+    while left > 0:
+        seconds = {
+            name: case.rows[name] / _trainer(case, name, side[name][0]).backward_tokens_per_second
+            for name, gangs in fitting.items()
+            if side[name] != gangs[-1] and side[name][0] <= left  # the next one is twice as large
+        }
+        if not seconds:
+            break
+        most = max(seconds, key=lambda name: seconds[name])
+        gangs = fitting[most]
+        left -= side[most][0]
+        side[most] = gangs[gangs.index(side[most]) + 1]
+    for more in (side, {name: gangs[-1] for name, gangs in fitting.items()}):
+        if more not in found:
+            found.append(more)
     return found
 
 
@@ -562,8 +584,9 @@ def _too_small(case: _Case) -> InvalidArgument:
             )
         elif name in case.spec.trained_policies and not _gangs(case, name, total):
             needed = _trainer_bytes(case, name, total)
+            over = "1 device" if total == 1 else f"{total} devices"
             lacking.append(
-                f"training {name} over all {total} devices needs {needed / gib:.0f} GB on each, "
+                f"training {name} over {over} needs {needed / gib:.0f} GB on each, "
                 f"which have {case.device.memory / gib:.0f} GB"
             )
     if not lacking:
@@ -575,10 +598,11 @@ def _too_small(case: _Case) -> InvalidArgument:
             f"an engine of each policy takes {engines} devices and the largest gang {gangs}"
         )
     return InvalidArgument(
-        f"{total} devices are too few for the job: {'; '.join(lacking)}",
+        f"the job does not fit: {'; '.join(lacking)}",
         field="devices",
-        value=f"{total}x{case.device.name}",
-        remedy="Add devices or hosts, or train adapters (`lora`), or smaller models.",
+        value=f"{total}x{case.device.name}-{case.device.memory / gib:.0f}GB",
+        remedy="Add devices or hosts, keep moments on the host (`trainer.offload: optimizer`), "
+        "train adapters (`lora`), or smaller models.",
     )
 
 

@@ -172,7 +172,7 @@ def _show(spec: JobSpec, found: JobPlan, hosts: int, changes: list[str], console
         gain = 1 - found.more_seconds / means.seconds
         console.print(
             f"one more host of {(engines + trainers) // hosts if hosts else 0} devices: "
-            f"{found.more_seconds:.1f} s per step ({gain:+.0%} shorter)"
+            f"{found.more_seconds:.1f} s per step ({gain:.0%} shorter)"
             if gain > 0.005
             else "one more host would not shorten the step",
             highlight=False,
