@@ -39,12 +39,12 @@ _ID_BYTES: Final = 4
 
 
 def key_of(sample: store_pb.Sample) -> Key:
-    """What names `sample` among those of a table."""
+    """Key of `sample` among those of a table."""
     return sample.policy, sample.trajectory_id, sample.turn
 
 
 def stem_key_of(sample: store_pb.Sample) -> Key:
-    """What names the sample that the stem of `sample` refers to."""
+    """Key of the sample that the stem of `sample` refers to."""
     return sample.policy, sample.trajectory_id, sample.stem.turn
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 from hypothesis import given
 
-from troupe.scheduling.updates import UpdatingEngine, next_wave
+from troupe.scheduling.routing import UpdatingEngine, next_wave
 
 one_engine = st.builds(
     UpdatingEngine,

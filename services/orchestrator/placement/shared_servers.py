@@ -32,7 +32,7 @@ _SHARE_SECONDS: Final = 60.0
 
 
 class SharedServers:
-    """Who keeps which attached server of a job, and what was verified in it.
+    """The keepers of a job's attached servers, and the versions that were verified in these.
 
     A policy that trains an adapter is not followed: its versions are loaded under names of their
     keeper's. Each of its servers is used by its keeper only.
@@ -89,7 +89,7 @@ class SharedServers:
         )
 
     def plan(self, worker: WorkerHandle) -> list[ro.SharedServer]:
-        """What the worker is to do with each server. It must have joined."""
+        """The part of a worker, which must have joined, in each server: to keep or to follow it."""
         order = sorted(self._workers)
         found = []
         for key in self._servers:

@@ -126,7 +126,7 @@ class EmbeddedEngine(ServingEngine):
 
     @property
     def held_devices(self) -> frozenset[int]:
-        """Those of the worker that it computes on."""
+        """Indices of the worker's devices that the engine computes on."""
         return self._devices.held(self.engine_id)
 
     async def _begin(self) -> None:

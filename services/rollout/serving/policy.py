@@ -14,8 +14,8 @@ from services.rollout.serving.supervision import EngineKeeper
 from services.rollout.serving.weight_versions import TargetVersion, WeightFetcher
 from troupe.job import EngineSpec, RoutingSpec
 from troupe.rpc.errors import InvalidArgument, TroupeError
+from troupe.scheduling.routing import next_wave
 from troupe.scheduling.sharing import split_limit
-from troupe.scheduling.updates import next_wave
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -31,7 +31,7 @@ _LATE_SECONDS = 2.0
 
 async def roll_out(engines: Iterable[EngineKeeper]) -> float:
     """Bring all engines to their target, in waves that leave the policy serving
-    (`troupe.scheduling.updates`); returns exposed seconds, summed.
+    (`troupe.scheduling.routing`); returns exposed seconds, summed.
 
     Weights that do not fit one of the engines are refused before the first is touched. An engine
     that fails is left to its keeper if another one serves the target; if none does, the last error

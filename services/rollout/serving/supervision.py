@@ -17,7 +17,7 @@ from services.rollout.engines.errors import EngineDied
 from services.rollout.engines.requests import NO_UPDATE
 from services.rollout.serving.weight_versions import TargetVersion, WeightFetcher, weights_gone
 from troupe.rpc.errors import TroupeError, Unavailable
-from troupe.scheduling.updates import UpdatingEngine
+from troupe.scheduling.routing import UpdatingEngine
 from troupe.transfer import Corrupt, KeyNotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -113,7 +113,7 @@ class EngineKeeper:
         return self.engine.state in _DOWN
 
     def as_updating(self, *, waits: bool) -> UpdatingEngine:
-        """The engine as `troupe.scheduling.updates` sees it. `waits`: it is to load weights."""
+        """The engine as `routing.next_wave` sees it. `waits`: it is to load weights."""
         engine = self.engine
         return UpdatingEngine(
             engine.engine_id,

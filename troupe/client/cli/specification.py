@@ -185,7 +185,7 @@ def _show_policy(
 
 
 class _Judged:
-    """One policy on one kind of device, with the gang that the job asks for."""
+    """Memory needed by a policy, with the gang that the job asks for, on one kind of device."""
 
     def __init__(
         self,

@@ -125,7 +125,7 @@ class SglangEngine(ServingEngine):
 
     @property
     def held_devices(self) -> frozenset[int]:
-        """Those of the worker that a launched server has."""
+        """Indices of the worker's devices that a launched server has."""
         return self._server.devices.held(self.engine_id)
 
     async def _begin(self) -> None:

@@ -222,7 +222,7 @@ class Loader(Protocol):
 
     @property
     def way(self) -> str:
-        """Its name in metrics: of the weights that were prepared last."""
+        """Name, in metrics, of the way that the weights prepared last take."""
         ...
 
     async def prepare(self, weights: NewWeights) -> None:
