@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 
@@ -14,15 +17,18 @@ import structlog
 
 from services.chassis.settings import ServiceSettings
 from troupe.devices import Device
-from troupe.rpc import NO_RETRY, TroupeError, connect
+from troupe.rpc import NO_RETRY, TroupeError, connect_sync
 from troupe.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 log = structlog.get_logger("troupe.heartbeat")
 
 Message = Callable[[], orchestrator_pb2.HeartbeatRequest]
-# Timeout of one beat. Others follow meanwhile, so that it may be long: a busy event loop needs
-# seconds until it sees an answer that has arrived.
+# Timeout of one beat. Others follow meanwhile, so that it may be long.
 _TIMEOUT_SECONDS = 10.0
+# Beats without an answer, at most; each holds a thread.
+_UNANSWERED = 10
+# How long a beat waits for a new message of the event loop, at most; then it repeats the last one.
+_MESSAGE_SECONDS = 0.25
 # Interval while the orchestrator is unreachable, so that it learns of workers soon after a restart.
 _AWAY_SECONDS = 0.25
 # Bounds of the interval that the orchestrator may ask for.
@@ -30,10 +36,13 @@ _MIN_SECONDS, _MAX_SECONDS = 0.05, 30.0
 
 
 class Heartbeat:
-    """Background task that calls `Orchestrator.Heartbeat` every `interval` seconds until stopped.
+    """A thread that calls `Orchestrator.Heartbeat` every `interval` seconds until stopped.
 
-    `message()` builds the request of each beat; worker id, address, memory and host are filled in
-    if it leaves them empty.
+    It has a thread of its own because a worker is not dead whose event loop is late: with thousands
+    of trajectories, seconds may pass between two rounds of the loop. `message()` builds the request
+    in the event loop. If the loop does not come to it in time, the last request is sent again, with
+    the seconds since the loop last did (`loop_seconds`), by which the orchestrator recognises a
+    loop that never advances. Worker id, address, memory and host are filled in if empty.
     """
 
     def __init__(
@@ -42,12 +51,16 @@ class Heartbeat:
         self._settings = settings
         self._message = message
         self._interval = interval
-        self._task: asyncio.Task[None] | None = None
-        # Beats that have not been answered.
-        self._beats: set[asyncio.Task[float]] = set()
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
         self._process = psutil.Process()
         self._reached: bool | None = None
         self._leaving = False
+        # The last request that was built, and when the event loop last came to building one.
+        self._newest: orchestrator_pb2.HeartbeatRequest | None = None
+        self._advanced = 0.0
+        # Set when the loop has come to it since the thread asked.
+        self._fresh = threading.Event()
 
     @property
     def reached(self) -> bool:
@@ -56,63 +69,94 @@ class Heartbeat:
 
     async def start(self) -> None:
         """Start the beats; returns at once."""
-        self._task = asyncio.create_task(self._beat_on(), name="heartbeat")
+        self._refresh()
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(
+            target=self._beat_on, args=(loop,), name="heartbeat", daemon=True
+        )
+        self._thread.start()
 
     async def leave(self) -> None:
         """Announce, now and in every later beat, that the worker is leaving."""
         self._leaving = True
-        if self._task is not None:
-            async with self._channel() as channel:
-                await self._beat(orchestrator_pb2_grpc.OrchestratorStub(channel), leaving=True)
+        if self._thread is not None:
+            await self._say_goodbye()
 
     async def stop(self) -> None:
         """Announce that the worker is leaving, if the orchestrator answers, and stop the beats."""
-        if self._task is None:
+        if self._thread is None:
             return
-        task, self._task = self._task, None
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        async with self._channel() as channel:
-            await self._beat(orchestrator_pb2_grpc.OrchestratorStub(channel), leaving=True)
+        self._leaving = True
+        await self.fall_silent()
+        await self._say_goodbye()
 
-    async def _beat_on(self) -> None:
-        async with self._channel() as channel:
-            stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
-            pause = self._interval
-            try:
-                while True:
-                    beat = asyncio.create_task(self._beat(stub), name="beat")
-                    self._beats.add(beat)
-                    beat.add_done_callback(self._beats.discard)
-                    # The next one does not wait for an answer that is late: where thousands of
-                    # trajectories share the event loop, each step of a call takes seconds, and a
-                    # worker that says nothing meanwhile counts as lost.
-                    done, _ = await asyncio.wait({beat}, timeout=pause)
-                    if done:
-                        pause = beat.result()
-                        await asyncio.sleep(pause)
-            finally:
-                for beat in self._beats:
-                    beat.cancel()
-                await asyncio.gather(*self._beats, return_exceptions=True)
+    async def fall_silent(self) -> None:
+        """Stop the beats without a word. Repeatable."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stopped.set()
+            await asyncio.to_thread(thread.join)
 
-    async def _beat(
-        self, stub: orchestrator_pb2_grpc.OrchestratorAsyncStub, *, leaving: bool = False
-    ) -> float:
-        """Send one heartbeat; returns the seconds until the next."""
-        address = self._settings.orchestrator_address
+    async def _say_goodbye(self) -> None:
+        self._refresh()
+
+        def say() -> None:
+            with self._channel() as channel:
+                self._beat(orchestrator_pb2_grpc.OrchestratorStub(channel), seconds=0.5)
+
+        await asyncio.to_thread(say)
+
+    def _refresh(self) -> None:
+        """Build a request. Runs in the event loop."""
         try:
-            request = self._filled(self._message())
-            request.draining = request.draining or leaving or self._leaving
-            response = await stub.Heartbeat(request, timeout=0.5 if leaving else _TIMEOUT_SECONDS)
-        except TroupeError as error:
-            if self._reached is not False and not leaving:
-                log.warning("orchestrator away", address=address, error=str(error))
-            self._reached = False
-            return min(self._interval, _AWAY_SECONDS)
+            self._newest = self._message()
         except Exception:
             # An error in message() must not make a live worker look dead.
             log.exception("no heartbeat could be made")
+        self._advanced = time.monotonic()
+        self._fresh.set()
+
+    def _beat_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        pause, asked = 0.0, False
+        beats: set[Future[float]] = set()
+        with self._channel() as channel, ThreadPoolExecutor(_UNANSWERED, "beat") as pool:
+            stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
+            while not self._stopped.wait(pause):
+                beats = {one for one in beats if not one.done()}
+                if len(beats) >= _UNANSWERED:
+                    wait(beats, self._interval, FIRST_COMPLETED)
+                    pause = 0.0
+                    continue
+                if not asked or self._fresh.is_set():
+                    self._fresh.clear()
+                    try:
+                        loop.call_soon_threadsafe(self._refresh)
+                    except RuntimeError:  # the loop is closed: the process is ending
+                        break
+                    asked = True
+                self._fresh.wait(min(_MESSAGE_SECONDS, self._interval))
+                beat = pool.submit(self._beat, stub)
+                beats.add(beat)
+                # The next one does not wait for an answer that is late.
+                done, _ = wait({beat}, self._interval)
+                pause = beat.result() if done else 0.0
+            channel.close()  # ends the calls that are under way
+
+    def _beat(
+        self, stub: orchestrator_pb2_grpc.OrchestratorStub, seconds: float = _TIMEOUT_SECONDS
+    ) -> float:
+        """Send one heartbeat; returns the seconds until the next."""
+        address = self._settings.orchestrator_address
+        if self._newest is None:
+            return self._interval
+        try:
+            response = stub.Heartbeat(self._filled(self._newest), timeout=seconds)
+        except TroupeError as error:
+            if self._reached is not False and not self._stopped.is_set():
+                log.warning("orchestrator away", address=address, error=str(error))
+            self._reached = False
+            return min(self._interval, _AWAY_SECONDS)
+        except ValueError:  # the channel was closed under the call
             return self._interval
         if not self._reached:
             log.info("orchestrator reached", address=address)
@@ -121,8 +165,12 @@ class Heartbeat:
         return min(_MAX_SECONDS, max(_MIN_SECONDS, wanted))
 
     def _filled(
-        self, request: orchestrator_pb2.HeartbeatRequest
+        self, newest: orchestrator_pb2.HeartbeatRequest
     ) -> orchestrator_pb2.HeartbeatRequest:
+        request = orchestrator_pb2.HeartbeatRequest()
+        request.CopyFrom(newest)
+        request.loop_seconds = time.monotonic() - self._advanced
+        request.draining = request.draining or self._leaving
         request.worker_id = request.worker_id or self._settings.worker_id
         request.address = request.address or self._settings.address
         request.rss_bytes = request.rss_bytes or self._process.memory_info().rss
@@ -130,9 +178,9 @@ class Heartbeat:
         request.node = request.node or self._settings.node
         return request
 
-    def _channel(self) -> grpc.aio.Channel:
+    def _channel(self) -> grpc.Channel:
         settings = self._settings
-        return connect(settings.orchestrator_address, settings.client(retry=NO_RETRY))
+        return connect_sync(settings.orchestrator_address, settings.client(retry=NO_RETRY))
 
 
 def given_devices(

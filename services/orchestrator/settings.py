@@ -16,6 +16,10 @@ class OrchestratorSettings(ServiceSettings):
     """A worker that misses this many beats is LOST: its work goes to others. A process that dies
     is noticed at once by its broken streams; this is for hosts that hang, and loading a model may
     keep a healthy worker from reporting for seconds."""
+    lost_after_stall_seconds: float = Field(default=60, gt=0)
+    """A worker that reports, but whose event loop has not advanced for so long, is LOST, too. A
+    loop that thousands of conversations keep busy is late by seconds; imports of a job's code may
+    hold it for 30 s, and other code for `TROUPE_BLOCKED_SECONDS`."""
     workers_timeout_seconds: float = Field(default=600, gt=0)
     """How long a job waits for a worker that it needs, before it fails."""
     bind_timeout_seconds: float = Field(default=1800, gt=0)

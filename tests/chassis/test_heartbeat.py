@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -73,6 +78,62 @@ async def test_a_late_answer_does_not_keep_it_from_beating() -> None:
             await until(lambda: len(listener.heard) >= 5)
         await beat.stop()
         assert listener.heard[-1].draining
+
+
+async def test_a_busy_event_loop_is_reported_and_does_not_keep_it_from_beating() -> None:
+    listener = Listener()
+    heard = listener.heard
+    with in_a_thread(listener) as address:
+        worker = ServiceSettings(orchestrator_address=address, port=7, worker_id="w1")
+        built = 0
+
+        def message() -> pb.HeartbeatRequest:
+            nonlocal built
+            built += 1
+            return pb.HeartbeatRequest(doing=str(built))
+
+        beat = Heartbeat(worker, message, interval=0.05)
+        await beat.start()
+        await until(lambda: len(heard) >= 3)
+        assert all(one.loop_seconds < 1 for one in heard)
+        fresh = {one.doing for one in heard}
+        assert len(fresh) > 1, "every beat of a loop that advances has news"
+        block_until(lambda: heard[-1].loop_seconds > 0.5)
+        busy = [one for one in heard if one.doing == heard[-1].doing]
+        assert len(busy) >= 4, "it beats on"
+        assert [one.loop_seconds for one in busy] == sorted(one.loop_seconds for one in busy)
+        await until(lambda: heard[-1].doing != busy[-1].doing)
+        assert heard[-1].loop_seconds < busy[-1].loop_seconds
+        await beat.stop()
+        assert heard[-1].draining
+
+
+def block_until(condition: Callable[[], bool]) -> None:
+    """Does not let the event loop advance until then."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def in_a_thread(service: Listener) -> Iterator[str]:
+    """Serves in another event loop than the test's; its address."""
+    address: Future[str] = Future()
+    end = threading.Event()
+
+    async def run() -> None:
+        async with serve(service, ServiceSettings(drain_seconds=0.2)) as server:
+            address.set_result(server.address)
+            await asyncio.to_thread(end.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        yield address.result(60)
+    finally:
+        end.set()
+        thread.join()
 
 
 async def test_it_survives_the_orchestrators_absence(caplog: pytest.LogCaptureFixture) -> None:

@@ -58,6 +58,28 @@ async def test_a_worker_that_beats_is_kept(registry: WorkerRegistry) -> None:
     assert only(registry).alive
 
 
+async def test_a_worker_whose_event_loop_does_not_advance_is_lost(
+    registry: WorkerRegistry,
+) -> None:
+    def stalled(seconds: float) -> orch.HeartbeatRequest:
+        report = beat()
+        report.loop_seconds = seconds
+        return report
+
+    registry.beat(stalled(30))
+    worker = only(registry)
+    registry.beat(stalled(59))
+    assert worker.alive, "a busy loop is no dead worker"
+    registry.beat(stalled(61))
+    assert not worker.alive
+    for seconds in (62, 63):
+        assert registry.beat(stalled(seconds)) == 0.02
+    assert registry.all() == [worker], "its reports do not bring it back"
+    registry.beat(stalled(0))
+    assert only(registry) is not worker
+    assert only(registry).alive
+
+
 async def test_a_worker_that_comes_back_is_another(registry: WorkerRegistry) -> None:
     registry.beat(beat())
     lost = only(registry)

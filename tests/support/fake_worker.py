@@ -65,10 +65,7 @@ class FakeWorker:
         """Die: the port closes, streams break, no heartbeat says goodbye."""
         beating, self._beating = self._beating, None
         if beating is not None:
-            task = beating._task
-            assert task is not None
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await beating.fall_silent()
         server, self._server = self._server, None
         if server is not None:
             await server.close()

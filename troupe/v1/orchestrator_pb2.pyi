@@ -2364,6 +2364,7 @@ class HeartbeatRequest(_message.Message):
     TRAINER_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
+    LOOP_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable per process; a restarted process uses a new one."""
     kind: Global___WorkerKind.ValueType
@@ -2379,6 +2380,10 @@ class HeartbeatRequest(_message.Message):
     """"host:port" of the owner that lets other hosts read this host's states; empty: none does."""
     node: _builtins.str
     """Name of the node that the worker belongs to; empty for a worker that no node started."""
+    loop_seconds: _builtins.float
+    """Seconds since the worker's event loop last built this message. A thread sends it, also while
+    the loop is busy; a loop that never advances is a lost worker.
+    """
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.EngineStatus]: ...
     @_builtins.property
@@ -2412,10 +2417,11 @@ class HeartbeatRequest(_message.Message):
         trainer: Global___TrainerDevice | None = ...,
         devices: _abc.Iterable[Global___GivenDevice] | None = ...,
         node: _builtins.str = ...,
+        loop_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "devices", b"devices", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "node", b"node", "rss_bytes", b"rss_bytes", "trainer", b"trainer", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "devices", b"devices", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "loop_seconds", b"loop_seconds", "node", b"node", "rss_bytes", b"rss_bytes", "trainer", b"trainer", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,7 +93,8 @@ class WorkerHandle:
 class WorkerRegistry:
     """All workers that send heartbeats.
 
-    A worker is lost after missed heartbeats, or when another process reports from its address.
+    A worker is lost after missed heartbeats, when its event loop does not advance, or when another
+    process reports from its address.
     """
 
     def __init__(
@@ -118,7 +119,11 @@ class WorkerRegistry:
         """
         now = self._clock()
         known = self._workers.get(beat.worker_id)
-        if known is not None and known.alive and known.address == beat.address:
+        if beat.loop_seconds > self._settings.lost_after_stall_seconds:
+            # A thread reports, but nothing behind it answers calls.
+            if known is not None and known.address == beat.address:
+                self._lose(known, f"its event loop has not advanced for {beat.loop_seconds:.0f} s")
+        elif known is not None and known.alive and known.address == beat.address:
             before = known.usable, known.holds
             known.beat, known.seen = beat, now
             if before != (known.usable, known.holds):
