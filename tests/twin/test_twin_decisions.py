@@ -12,6 +12,7 @@ import pytest
 
 from services.orchestrator.pipeline import dispatch, steps
 from services.orchestrator.placement import engine_balancer, trainer_lease, trainer_scheduler
+from services.rollout.serving import policy as served_policy
 from services.rollout.serving import router as live_router
 from services.rollout.serving.router import StickyRoute
 from tests.rollout.hand_engines import ask, make
@@ -36,6 +37,7 @@ def test_steps_trainers_and_moves_are_decided_by_the_same_functions() -> None:
     assert trainer_scheduler.binding is trainer_lease.binding is trainers.binding is binding
     assert trainers.ready_micro_batches is binding.ready_micro_batches
     assert trainers.ReadyOrder is binding.ReadyOrder
+    assert served_policy.next_wave is engines.next_wave is routing.next_wave
     # The services place with the function that the planner asks whether a split can be placed.
     assert planner.place.__module__ == "troupe.scheduling.devices"
 

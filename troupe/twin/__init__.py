@@ -8,6 +8,7 @@ bytes travel. simpy holds the clock and the queue of events.
     workload   what trajectories do: their turns, lengths and waits
     engines    engines by batch, the router in front of them, moves between policies
     trainers   the store's tables of rows, gangs on trainer workers, micro-batches and steps
+    faults     failures of rollout and trainer workers
     cluster    a job on a cluster: the pipeline modes, and what was measured
     planner    which split of a cluster's devices is best for a job
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -29,6 +28,7 @@ from troupe.twin.engines import (
     TwinEngine,
     TwinRouter,
 )
+from troupe.twin.faults import NodeFaults, start_faults
 from troupe.twin.trainers import StepTable, TrainingPool
 from troupe.twin.workload import TwinTrajectory, Workload
 
@@ -80,15 +80,6 @@ class ControlPlane:
     """From the last commit of a step to the first turn of the next one."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFaults:
-    """Failures of rollout and trainer workers: exponential, `mtbf_seconds` for each of them."""
-
-    mtbf_seconds: float
-    down_seconds: float = 300.0
-    seed: int = 0
-
-
 @dataclass(frozen=True)
 class TwinJob:
     """A job and its cluster, as the twin runs them."""
@@ -103,6 +94,12 @@ class TwinJob:
     in_flight: int = 1024
     spare: int = 0
     """Queries that run besides those that the step wants (`pipeline.over_sampling`)."""
+    redundant: int = 0
+    """Of each query's trajectories, so many are surplus: its group is complete without them
+    (`pipeline.redundant_trajectories`)."""
+    whole_batches: bool = False
+    """Whether a step's trajectories begin only when all of the step before have ended (one-step
+    off-policy in mode `async`)."""
     rollout_workers: int = 1
     """Processes that run trajectories, each with the engines of `policies` in front of it."""
     routing: RoutingRules = field(default_factory=RoutingRules)
@@ -146,6 +143,8 @@ class TwinStep:
     trajectories: int
     staleness: float
     """Mean of the trajectories of this step, in versions."""
+    exposed: float
+    """Seconds in which engines drew nothing for new weights, all engines together."""
 
 
 @dataclass
@@ -172,7 +171,7 @@ class TwinRun:
         count = len(steps) - first
         if count < 1:
             raise ValueError(f"first = {first}: of {len(steps)} steps none is left")
-        zero = TwinStep(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        zero = TwinStep(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         start, end = (steps[first - 1] if first else zero), steps[-1]
         total = end.at - start.at
         workers = max(1, len(self.job.trainers))
@@ -189,6 +188,7 @@ class TwinRun:
             response_tokens_per_second=(end.response_tokens - start.response_tokens) / total,
             trained_tokens_per_second=(end.trained_tokens - start.trained_tokens) / total,
             staleness=sum(one.staleness for one in steps[first:]) / count,
+            exposed=(end.exposed - start.exposed) / count / max(1, self.engines),
         )
 
 
@@ -207,6 +207,8 @@ class TwinMeans:
     response_tokens_per_second: float
     trained_tokens_per_second: float
     staleness: float
+    exposed: float
+    """Per engine."""
 
 
 class _QueryGroup:
@@ -356,6 +358,7 @@ class Twin:
             job.trainers,
             rules=job.binding,
             changed=self._account,
+            restart_seconds=job.faults.restart_seconds if job.faults is not None else 0.0,
             spans=self._run.trainer_spans if job.spans else None,
         )
         for name in self._trained:
@@ -370,6 +373,8 @@ class Twin:
         )
         self.barrier = _Barrier(self.env) if job.barrier else None
         self._serving = set(range(job.rollout_workers))
+        # One version after another.
+        self._updating = {one: simpy.Resource(self.env) for one in self._trained}
         self._served = dict.fromkeys(self._trained, 0)
         self._committed = dict.fromkeys(self._trained, 0)
         self._alpha = dict.fromkeys(self._trained, job.alpha if job.mode == "async" else 0)
@@ -390,7 +395,7 @@ class Twin:
         for balancer in self._balancers:
             self.env.process(balancer.run())
         if self._job.faults is not None:
-            self._start_faults(self._job.faults)
+            start_faults(self.env, self, self._job.trainers, self._job.faults)
         self.env.run(until=done)
         run = self._run
         run.moves = sum(one.moves for one in self._balancers)
@@ -419,7 +424,8 @@ class Twin:
         group.open -= 1
         for router in self.routers[group.worker].values():
             router.regroup(group.name, group.open)
-        if not group.open:
+        if group.open == self._job.redundant:
+            self._end_running({group.name})
             self._complete(group)
         self._wake()
 
@@ -476,13 +482,18 @@ class Twin:
             table.seal()
         step.rolled_out.succeed()
 
-    def _withdraw(self, step: _Step, names: set[str]) -> None:
-        for routers in self.routers:
-            for router in routers.values():
-                router.withdraw(names)
-        for running in self._running:
-            for one in [one for one in running.values() if one.group.name in names]:
+    def _end_running(self, names: set[str]) -> None:
+        """End the trajectories of some queries that still run, with their turns."""
+        for worker, running in enumerate(self._running):
+            leaving = [one for one in running.values() if one.group.name in names]
+            if leaving:
+                for router in self.routers[worker].values():
+                    router.withdraw(names)
+            for one in leaving:
                 self._leave(one)
+
+    def _withdraw(self, step: _Step, names: set[str]) -> None:
+        self._end_running(names)
         self._waiting = [one for one in self._waiting if one.name not in names]
         for name in names:
             del step.groups[name]
@@ -492,20 +503,23 @@ class Twin:
 
     def _window(self, steps: int) -> Generator[simpy.Event, Any, None]:
         """Opens steps as staleness allows, and ends them in order."""
-        depth = 1 + max(self._alpha.values(), default=0)
+        depth, whole = 1 + max(self._alpha.values(), default=0), self._job.whole_batches
         running: list[tuple[_Step, simpy.Process]] = []
         while True:
             while (
                 self._next_step < steps
                 and len(running) < depth
                 and not admission.holding_back(self._next_step, self._served, self._alpha)
+                and not (whole and running and not running[-1][0].rolled_out.triggered)
             ):
                 before = running[-1][0] if running else None
                 step = self._open_step()
                 running.append((step, self.env.process(self._run_step(step, before))))
             if not running:
                 return
-            yield running[0][1] | self._news
+            rolled_out = running[-1][0].rolled_out
+            also = rolled_out if whole and not rolled_out.triggered else self._news
+            yield running[0][1] | self._news | also
             while running and not running[0][1].is_alive:
                 self._note(running.pop(0)[0])
 
@@ -551,14 +565,10 @@ class Twin:
             yield self.env.timeout(self._job.control.commit)
         self._committed[policy] = step.number + 1
         step.committed[policy].succeed()
-        updates = [
-            self.env.process(engine.update())
-            for routers in self.routers
-            for engine in routers[policy].engines
-            if engine.alive
-        ]
-        if updates:
-            yield self.env.all_of(updates)
+        env = self.env
+        with self._updating[policy].request() as turn:
+            yield turn
+            yield env.all_of([env.process(one[policy].update(env)) for one in self.routers])
         self._served[policy] = step.number + 1
         news, self._news = self._news, self.env.event()
         news.succeed()
@@ -586,6 +596,7 @@ class Twin:
                 trained_tokens=self._pool.trained_tokens,
                 trajectories=self._ended_trajectories,
                 staleness=sum(step.stale) / len(step.stale) if step.stale else 0.0,
+                exposed=self._watch.exposed_seconds,
             )
         )
         self._open.remove(step)
@@ -676,71 +687,60 @@ class Twin:
                 )
             )
 
-    def _start_faults(self, faults: NodeFaults) -> None:
-        for worker in range(self._job.rollout_workers):
-            rng = random.Random(f"{faults.seed}/rollout/{worker}")
-            self.env.process(self._rollout_life(worker, rng, faults))
-        for trainer in self._job.trainers:
-            rng = random.Random(f"{faults.seed}/{trainer.worker_id}")
-            self.env.process(self._trainer_life(trainer, rng, faults))
+    def lose_worker(self, worker: int) -> bool:
+        """A rollout worker dies with its engines and trajectories, which start anew elsewhere; not
+        the last one, without which nothing could go on. Returns whether it died."""
+        if len(self._serving) < 2:
+            return False
+        self._run.failures += 1
+        self._serving.discard(worker)
+        engines = [e for router in self.routers[worker].values() for e in router.engines]
+        for engine in engines:
+            engine.serving = engine.alive = False
+            engine.take_turns()
+        again: dict[int, _QueryGroup] = {}
+        lost: dict[int, list[TwinTrajectory]] = {}
+        for one in list(self._running[worker].values()):
+            self._leave(one)
+            again[id(one.group)] = one.group
+            lost.setdefault(id(one.group), []).append(one.trajectory)
+        for key, group in again.items():
+            group.todo = lost[key]
+        # What was lost comes first: it is of the oldest steps.
+        self._waiting = sorted([*again.values(), *self._waiting], key=lambda one: one.step.number)
+        self._wake()
+        return True
 
-    def _rollout_life(
-        self, worker: int, rng: random.Random, faults: NodeFaults
-    ) -> Generator[simpy.Event, Any, None]:
-        """A worker dies with its engines and trajectories, which start anew elsewhere."""
-        while True:
-            yield self.env.timeout(rng.expovariate(1 / faults.mtbf_seconds))
-            if len(self._serving) < 2:
-                continue
-            self._run.failures += 1
-            self._serving.discard(worker)
-            engines = [e for router in self.routers[worker].values() for e in router.engines]
-            for engine in engines:
-                engine.serving = engine.alive = False
-                engine.take_turns()
-            again: dict[int, _QueryGroup] = {}
-            lost: dict[int, list[TwinTrajectory]] = {}
-            for one in list(self._running[worker].values()):
-                self._leave(one)
-                again[id(one.group)] = one.group
-                lost.setdefault(id(one.group), []).append(one.trajectory)
-            for key, group in again.items():
-                group.todo = lost[key]
-            # What was lost comes first: it is of the oldest steps.
-            self._waiting = sorted(
-                [*again.values(), *self._waiting], key=lambda one: one.step.number
-            )
-            self._wake()
-            yield self.env.timeout(faults.down_seconds)
-            replaced: dict[str, TwinRouter] = {}
-            for name, router in self.routers[worker].items():
-                fresh = [
-                    TwinEngine(
-                        self.env,
-                        f"{engine.engine_id}+",
-                        engine.rates,
-                        limit=engine.limit,
-                        watch=self._watch,
-                        device_class=engine.device_class,
-                        known_rates=engine.known_rates,
-                        prefix_cache=engine.prefix_cache,
-                    )
-                    for engine in router.engines
-                ]
-                replaced[name] = TwinRouter(name, fresh, self._job.routing)
-            self.routers[worker] = replaced
-            self._serving.add(worker)
-            self._wake()
+    def restore_worker(self, worker: int) -> None:
+        """A lost rollout worker is back, with new engines."""
+        replaced: dict[str, TwinRouter] = {}
+        for name, router in self.routers[worker].items():
+            fresh = [
+                TwinEngine(
+                    self.env,
+                    f"{engine.engine_id}+",
+                    engine.rates,
+                    limit=engine.limit,
+                    watch=self._watch,
+                    device_class=engine.device_class,
+                    known_rates=engine.known_rates,
+                    prefix_cache=engine.prefix_cache,
+                )
+                for engine in router.engines
+            ]
+            replaced[name] = TwinRouter(name, fresh, self._job.routing)
+        self.routers[worker] = replaced
+        self._serving.add(worker)
+        self._wake()
 
-    def _trainer_life(
-        self, trainer: RankWorker, rng: random.Random, faults: NodeFaults
-    ) -> Generator[simpy.Event, Any, None]:
-        while True:
-            yield self.env.timeout(rng.expovariate(1 / faults.mtbf_seconds))
-            self._run.failures += 1
-            self._pool.lose(trainer.worker_id)
-            yield self.env.timeout(faults.down_seconds)
-            self._pool.join(trainer)
+    def lose_trainer(self, trainer: RankWorker) -> None:
+        """A trainer worker dies, with the gradients of the gangs that it is in."""
+        self._run.failures += 1
+        self._pool.lose(trainer.worker_id)
+
+    def restore_trainer(self, trainer: RankWorker) -> None:
+        """A lost trainer worker is back."""
+        self._pool.join(trainer)
 
 
 def _check(job: TwinJob) -> None:
@@ -770,3 +770,10 @@ def _check(job: TwinJob) -> None:
     for field_name in ("queries_per_step", "micro_batch", "in_flight", "rollout_workers"):
         if getattr(job, field_name) < 1:
             raise ValueError(f"{field_name} = {getattr(job, field_name)}: must be at least 1")
+    for field_name in ("alpha", "spare", "redundant"):
+        if getattr(job, field_name) < 0:
+            raise ValueError(f"{field_name} = {getattr(job, field_name)}: must be at least 0")
+    if job.redundant >= (size := len(job.workload(0))):
+        raise ValueError(f"redundant = {job.redundant}: a query has only {size} trajectories")
+    if job.faults is not None and job.faults.mtbf_seconds <= 0:
+        raise ValueError(f"faults.mtbf_seconds = {job.faults.mtbf_seconds}: must be above 0")

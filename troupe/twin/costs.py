@@ -31,6 +31,8 @@ class EngineRates:
     decode_seconds_per_turn: float
     load_seconds: float = 0.0
     """Seconds in which new weights block the engine."""
+    fetch_seconds: float = 0.0
+    """Seconds in which new weights travel to the engine's host while it still serves."""
     start_seconds: float = 0.0
     """Seconds of a start with another model, or after a fault."""
 

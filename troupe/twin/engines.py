@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
@@ -21,8 +22,10 @@ from troupe.scheduling.routing import (
     Profiles,
     Rates,
     TurnQueue,
+    UpdatingEngine,
     Work,
     classes_for,
+    next_wave,
 )
 from troupe.scheduling.routing import Policy as RoutingPolicy
 from troupe.twin.batch import BusyClock, EngineBatch
@@ -89,6 +92,9 @@ class EngineWatch:
     response_tokens: int = 0
     read_tokens: int = 0
     turns: int = 0
+    updates: int = 0
+    exposed_seconds: float = 0.0
+    """Seconds in which engines drew nothing for new weights: loads, and kept turns read again."""
 
 
 class TwinEngine:
@@ -145,7 +151,10 @@ class TwinEngine:
         self._reschedule()
 
     def update(self) -> Generator[simpy.Event, Any, None]:
-        """Load new weights: nothing is drawn meanwhile, then kept turns are read again."""
+        """Fetch new weights beside serving, then load them: nothing is drawn meanwhile, and kept
+        turns are read again."""
+        if self.rates.fetch_seconds:
+            yield self._env.timeout(self.rates.fetch_seconds)
         self._tick(self._env.now)
         self.serving = False
         self._batch.block(math.inf, self._env.now)
@@ -155,6 +164,9 @@ class TwinEngine:
         self._batch.unblock(now)
         kept = sum(one.turn.prompt + self._batch.drawn(one) for one in self.running)
         self._batch.read(kept, now)
+        self._watch.updates += 1
+        reading = kept / self.rates.prefill_tokens_per_second
+        self._watch.exposed_seconds += self.rates.load_seconds + reading
         if not self.alive:
             return
         self.serving = True
@@ -172,6 +184,16 @@ class TwinEngine:
             self._batch.remove(turn)
             self._left(turn, now)
         return taken
+
+    def drop(self, turns: Iterable[RoutedTurn]) -> None:
+        """Remove running turns without their end."""
+        now = self._env.now
+        self._tick(now)
+        for turn in turns:
+            if turn in self.running:
+                self._batch.remove(turn)
+                self._left(turn, now)
+        self._reschedule()
 
     def _left(self, turn: RoutedTurn, now: float) -> None:
         self._count(now)
@@ -195,6 +217,8 @@ class TwinEngine:
     def _tick(self, now: float) -> None:
         """Advance to now and hand out the turns that have ended."""
         for turn in self._batch.advance(now):
+            if turn not in self.running:  # its query left at the end of another turn
+                continue
             self._left(turn, now)
             self._watch.response_tokens += turn.turn.response
             self._watch.turns += 1
@@ -347,23 +371,33 @@ class TwinRouter:
             self.fleet.set_limit(engine_id, limit.now)
         self.wake()
 
+    def update(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
+        """Bring all engines to new weights, in waves that leave the policy serving."""
+        todo = {one.engine_id: one for one in self._engines.values()}
+        while todo := {name: one for name, one in todo.items() if one.alive}:
+            wave = next_wave(
+                [
+                    UpdatingEngine(name, frozenset(), one.serving, name in todo, len(one.running))
+                    for name, one in (self._engines | todo).items()
+                ]
+            )
+            yield env.all_of([env.process(todo.pop(name).update()) for name in wave])
+
     def regroup(self, group: str, left: int) -> None:
         """Raise the priority of a query's turns: only `left` of its trajectories remain."""
         self._queue.regroup(group, left)
 
-    def withdraw(self, groups: set[str]) -> list[RoutedTurn]:
-        """Remove the turns of some queries, waiting and running; those that ran."""
-        for turn in [one for one in self._queue if one.group in groups]:
-            turn.group = ""
-            turn.done = _nothing
-        gone = []
+    def withdraw(self, groups: set[str]) -> None:
+        """Remove the turns of some queries, waiting and running."""
+        for turn in itertools.chain(self._queue, *self._bound.values()):
+            if turn.group in groups:
+                turn.done = _nothing
         for engine in self._engines.values():
-            for turn in [one for one in engine.running if one.group in groups]:
-                engine._batch.remove(turn)
-                engine._left(turn, engine._env.now)
+            leaving = [one for one in engine.running if one.group in groups]
+            if leaving:
+                engine.drop(leaving)
+            for turn in leaving:
                 self.release(turn, 0)
-                gone.append(turn)
-        return gone
 
     def wake(self) -> None:
         """Place waiting turns on engines with room."""
@@ -388,7 +422,9 @@ class TwinRouter:
         for engine_id, waiting in list(self._bound.items()):
             engine = self._engines[engine_id]
             while waiting and engine.serving and self.fleet.has_room(engine_id):
-                self._give(engine, waiting.popleft())
+                turn = waiting.popleft()
+                if turn.done is not _nothing:
+                    self._give(engine, turn)
             if not waiting:
                 self._bound.pop(engine_id, None)
 

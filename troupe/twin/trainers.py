@@ -104,6 +104,8 @@ class _Lease:
         # Workers that its state is on its way to.
         self.fetching: tuple[str, ...] = ()
         self.seen = False
+        # Whether its gang lost a rank and has to be built again.
+        self.broken = False
         self.changed = env.event()
 
     def tell(self, env: simpy.Environment) -> None:
@@ -149,10 +151,13 @@ class TrainingPool:
         *,
         rules: binding.BindingRules,
         changed: Any,
+        restart_seconds: float = 0.0,
         spans: list[tuple[str, str, float, float, float]] | None = None,
     ) -> None:
-        """`changed`: called with the time before a worker begins or ends to compute."""
+        """`changed`: called with the time before a worker begins or ends to compute.
+        `restart_seconds`: what a gang that has lost a rank needs before it computes again."""
         self._env = env
+        self._restart = restart_seconds
         self.workers = {one.worker_id: one for one in workers}
         self._rules = rules
         self._leases: dict[str, _Lease] = {}
@@ -224,7 +229,7 @@ class TrainingPool:
         for lease in self._leases.values():
             if worker_id in lease.bound:
                 lease.bound, lease.suspending = (), False
-                lease.near = ()
+                lease.near, lease.broken = (), True
                 if lease.table is not None and lease.rows:
                     self.lost_rows += len(lease.rows)
                     rows, lease.rows, lease.accumulated = lease.rows, [], 0
@@ -292,7 +297,9 @@ class TrainingPool:
         if lease.seen:
             self.swaps += 1
             self.swap_seconds += seconds
-        lease.seen, lease.prefetched, lease.fetching = True, (), ()
+        if lease.broken:
+            seconds += self._restart
+        lease.seen, lease.prefetched, lease.fetching, lease.broken = True, (), (), False
         if seconds:
             yield self._env.timeout(seconds)
         lease.binding = False

@@ -86,6 +86,8 @@ class TeamWorkload:
     stall_seconds: float = 0.0
     """In a share `stalls` of trajectories one wait takes `stall_seconds` longer."""
     most_context: int = 32_768
+    domain: str = ""
+    """What its turns' `domain` says."""
     seed: int = 0
 
     def __call__(self, index: int) -> list[TwinTrajectory]:
@@ -113,13 +115,36 @@ class TeamWorkload:
                 shared = kept.get(agent, 0)
                 room = max(2, self.most_context - shared)
                 read, drawn = max(1, round(min(new, room / 2))), max(1, round(min(said, room / 2)))
-                turns.append(TwinTurn(agent, shared + read, drawn, self.wait.draw(rng), shared))
+                after = self.wait.draw(rng)
+                turn = TwinTurn(agent, shared + read, drawn, after, shared, self.domain)
+                turns.append(turn)
                 kept[agent] = round(self.history * (shared + read + drawn))
         if self.stalls and rng.random() < self.stalls:
             at = rng.randrange(len(turns))
             turns[at] = turns[at]._replace(after=turns[at].after + self.stall_seconds)
         fails = bool(self.faults) and rng.random() < self.faults
         return TwinTrajectory(tuple(turns), self.reset.draw(rng), fails)
+
+
+class MixedWorkload:
+    """Queries of several kinds in turn: `parts` are (workload, share of the queries)."""
+
+    def __init__(self, parts: Sequence[tuple[Workload, float]]) -> None:
+        """Raises ValueError without a positive share."""
+        total = sum(share for _, share in parts)
+        if total <= 0 or any(share < 0 for _, share in parts):
+            raise ValueError(f"parts = {[share for _, share in parts]}: shares must be positive")
+        self._parts = [(workload, share / total) for workload, share in parts]
+
+    def __call__(self, index: int) -> Sequence[TwinTrajectory]:
+        """The trajectories of a query; neighbouring queries are of different kinds."""
+        # Golden-ratio sequence: every stretch of queries has about the shares of all.
+        at = (index + 1) * 0.6180339887498949 % 1.0
+        for workload, share in self._parts:
+            if at < share:
+                return workload(index)
+            at -= share
+        return self._parts[-1][0](index)
 
 
 class Replayed:

@@ -1,0 +1,79 @@
+"""Failures of nodes in the twin: exponential lives of rollout and trainer workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import simpy
+
+from troupe.scheduling.binding import RankWorker
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFaults:
+    """Failures of rollout and trainer workers: exponential, `mtbf_seconds` for each of them."""
+
+    mtbf_seconds: float
+    down_seconds: float = 300.0
+    restart_seconds: float = 0.0
+    """What a gang that has lost a rank needs besides: processes, groups, its last state."""
+    seed: int = 0
+
+
+class FailingCluster(Protocol):
+    """What failures happen to: `troupe.twin.cluster.Twin`."""
+
+    @property
+    def routers(self) -> Sequence[Any]:
+        """One entry per rollout worker."""
+
+    def lose_worker(self, worker: int) -> bool:
+        """A rollout worker dies, if it can be done without."""
+
+    def restore_worker(self, worker: int) -> None:
+        """It is back."""
+
+    def lose_trainer(self, trainer: RankWorker) -> None:
+        """A trainer worker dies."""
+
+    def restore_trainer(self, trainer: RankWorker) -> None:
+        """It is back."""
+
+
+def start_faults(
+    env: simpy.Environment,
+    cluster: FailingCluster,
+    trainers: Sequence[RankWorker],
+    faults: NodeFaults,
+) -> None:
+    """Let rollout workers and trainer workers die and come back from now on."""
+
+    def worker_of(number: int) -> tuple[Callable[[], object], Callable[[], None]]:
+        return lambda: cluster.lose_worker(number), lambda: cluster.restore_worker(number)
+
+    def trainer_of(one: RankWorker) -> tuple[Callable[[], object], Callable[[], None]]:
+        return lambda: cluster.lose_trainer(one), lambda: cluster.restore_trainer(one)
+
+    for number in range(len(cluster.routers)):
+        env.process(_life(env, f"rollout/{number}", faults, *worker_of(number)))
+    for trainer in trainers:
+        env.process(_life(env, trainer.worker_id, faults, *trainer_of(trainer)))
+
+
+def _life(
+    env: simpy.Environment,
+    name: str,
+    faults: NodeFaults,
+    die: Callable[[], object],
+    revive: Callable[[], None],
+) -> Generator[simpy.Event, Any, None]:
+    rng = random.Random(f"{faults.seed}/{name}")
+    while True:
+        yield env.timeout(rng.expovariate(1 / faults.mtbf_seconds))
+        if die() is False:
+            continue
+        yield env.timeout(faults.down_seconds)
+        revive()
