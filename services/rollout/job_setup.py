@@ -124,12 +124,21 @@ def collect_seldom() -> None:
     gc.enable()
 
 
+def computes_here(spec: JobSpec) -> bool:
+    """Whether the job's engines hold models in this process."""
+    return any(
+        policy.simulated is None and policy.engine.kind != "sglang"
+        for policy in spec.policies.values()
+    )
+
+
 def settle() -> None:
     """Collect all garbage, then exempt the remaining objects from later collections.
 
-    With torch and transformers a full collection stops the process for a quarter of a second: it
-    runs once per job instead of during trajectories. Models of a released job are cycles;
-    unfreezing first lets them be collected.
+    With torch and transformers a full collection stops the process, trajectories of other jobs
+    included, for a quarter of a second and more: it runs only when a job comes or goes whose models
+    this process holds. Models of a released job are cycles; unfreezing first lets them be
+    collected.
     """
     gc.unfreeze()
     gc.collect()
@@ -283,7 +292,8 @@ class Preparation:
         except BaseException:  # also a cancelled preparation leaves no engine running
             await asyncio.gather(*(p.release("preparation failed") for p in policies.values()))
             raise
-        settle()
+        if computes_here(spec):
+            settle()
         log.info(
             "job prepared",
             job_id=job_id,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
 from services.rollout.job_setup import (
     Preparation,
     by_policy,
+    computes_here,
     parse_spec,
     settle,
     share_servers,
@@ -78,28 +80,33 @@ class JobTable:
 
     async def release(self, job_id: str, *, collect: bool = True) -> None:
         """Stop the job's engines and forget it; without effect for an unknown job. `collect`: also
-        free its memory (`settle`)."""
+        free its memory."""
         async with self._locks.setdefault(job_id, asyncio.Lock()):
-            if await self._release(job_id, "the job was released") and collect:
+            job = self._jobs.get(job_id)
+            if job is None:
+                return
+            models = computes_here(job.spec)
+            del job
+            await self._release(job_id, "the job was released")
+            if collect and models:
                 settle()
+            elif collect and not self._jobs:
+                # Without what was imported; beside trajectories of other jobs it could wait.
+                gc.collect()
 
     async def close(self) -> None:
         """Release every job, before the process ends."""
         jobs = list(self._jobs)
         await asyncio.gather(*(self.release(job_id, collect=False) for job_id in jobs))
 
-    async def _release(self, job_id: str, reason: str) -> bool:
-        """Whether the job was known."""
-        job = self._jobs.pop(job_id, None)
-        if job is None:
-            return False
+    async def _release(self, job_id: str, reason: str) -> None:
+        job = self._jobs.pop(job_id)
         if self.before_release is not None:
             await self.before_release(job_id)
         await job.moves.close()
         await asyncio.gather(*(policy.release(reason) for policy in job.policies.values()))
         if job.arena is not None:
             await asyncio.to_thread(job.arena.close)
-        return True
 
     async def _update_weights(self, job: PreparedJob, refs: Mapping[str, pb.WeightsRef]) -> None:
         async def one(name: str, ref: pb.WeightsRef) -> None:

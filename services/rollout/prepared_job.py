@@ -11,7 +11,7 @@ from services.rollout.rewards import JobFunctions
 from services.rollout.serving.engine_moves import EngineMoves
 from services.rollout.serving.policy import ServedPolicy, wait_for_all
 from services.rollout.serving.router import PolicyRouter
-from services.rollout.trajectories.concurrency import ConcurrencyGate
+from services.rollout.trajectories.concurrency import ConcurrencyGate, Turnstile
 from services.rollout.trajectories.lockstep import Lockstep
 from services.rollout.trajectories.queries import QuerySource
 from services.rollout.trajectories.transcripts import TranscriptChoice
@@ -157,6 +157,8 @@ class PreparedJob:
     """Which policy plays which agent."""
     lockstep: Lockstep | None = field(init=False)
     """The barrier of `pipeline.rollout: batch`; else None."""
+    turnstile: Turnstile = field(init=False, default_factory=Turnstile)
+    """How many trajectories go on with a reply at once."""
     trained: frozenset[str] = field(init=False)
     """Names of the trained policies."""
     groups: OpenGroups = field(init=False)

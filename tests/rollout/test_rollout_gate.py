@@ -1,14 +1,15 @@
-"""The gate: how many trajectories play at once, in the order in which they came."""
+"""How many trajectories play at once, and go on at once, in the order in which they came."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.trajectories.concurrency import ConcurrencyGate
+from services.rollout.trajectories.concurrency import ConcurrencyGate, Turnstile
 
 
 async def test_the_gate_is_fair_and_bounded() -> None:
@@ -69,3 +70,30 @@ async def test_the_first_go_on_before_the_last_have_entered() -> None:
     # Whoever asks for a turn does so while others have not even begun.
     assert went_on[0] < 32
     assert gate._inside == 0
+
+
+async def test_trajectories_whose_turns_end_together_go_on_a_few_per_round_of_the_loop() -> None:
+    turnstile = Turnstile()
+    loop = asyncio.get_running_loop()
+    went_on: list[int] = []
+    seen = [0]  # how many had gone on, by round
+
+    def look() -> None:
+        seen.append(len(went_on))
+        if seen[-1] < 99:
+            loop.call_soon(look)
+
+    async def end_turn(number: int) -> None:
+        await turnstile.wait()
+        went_on.append(number)
+
+    tasks = [asyncio.create_task(end_turn(number)) for number in range(100)]
+    loop.call_soon(look)
+    await asyncio.sleep(0)
+    tasks[50].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert went_on == [number for number in range(100) if number != 50]
+    assert max(after - before for before, after in pairwise(seen)) <= 4
+    # What comes later finds it free.
+    async with asyncio.timeout(5):
+        await turnstile.wait()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
+from services.rollout.job_setup import computes_here, parse_spec
 from services.rollout.jobs import JobTable
 from troupe.v1 import common_pb2 as pb
 
@@ -34,6 +37,19 @@ class Preparation:
         self.now -= 1
         self.made += 1
         raise RuntimeError("no engine came up")
+
+
+@pytest.mark.parametrize(
+    ("policy", "here"),
+    [
+        ("{model: {path: /m}}", True),
+        ("{model: {path: /m}, engine: {kind: sglang}}", False),
+        ("{model: {path: /m}, simulated: {}}", False),
+    ],
+)
+def test_the_process_stops_for_garbage_only_where_it_holds_models(policy: str, here: bool) -> None:
+    spec = parse_spec(SPEC.replace("{model: {path: /models/solver}}", policy))
+    assert computes_here(spec) is here
 
 
 async def test_one_job_is_prepared_once_at_a_time_and_costs_nothing_afterwards() -> None:

@@ -1,7 +1,8 @@
 """When a trajectory may start, and how far it may go before its step is open.
 
-`ConcurrencyGate` limits how many trajectories of a job run at once on this worker; `EarlyStartGate`
-holds back trajectories that began before their step (`pipeline.early_start`).
+`ConcurrencyGate` limits how many trajectories of a job run at once on this worker; `Turnstile`, how
+many of them go on in one iteration of the event loop; `EarlyStartGate` holds back trajectories that
+began before their step (`pipeline.early_start`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from services.rollout.trajectories.clock import TrajectoryClock
 # Trajectories admitted in one iteration of the event loop. If a whole step entered at once, all of
 # it would start before the first trajectory asked for a turn, and engines would idle until then.
 _ENTRIES_PER_TICK: Final = 8
+# Trajectories that go on with a reply in one iteration. Reading a reply of a long conversation and
+# asking for the next takes 2 to 10 ms; timers and calls wait for the end of the iteration.
+_REPLIES_PER_TICK: Final = 4
 
 
 class ConcurrencyGate:
@@ -79,6 +83,39 @@ class ConcurrencyGate:
     def _next_tick(self) -> None:
         self._entered_this_tick = 0
         self._admit()
+
+
+class Turnstile:
+    """Lets trajectories whose turn has ended go on, a few per event-loop iteration, in order.
+
+    Engines end many turns at once. If all of their trajectories went on in one iteration, it would
+    last half a second with a few hundred of them, in which no call is answered and no timer runs.
+    """
+
+    def __init__(self) -> None:
+        self._passed_this_tick = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Wait for one's turn; returns at once where few want to go on."""
+        if not self._passed_this_tick:
+            asyncio.get_running_loop().call_soon(self._next_tick)
+        if self._passed_this_tick < _REPLIES_PER_TICK and not self._waiting:
+            self._passed_this_tick += 1
+            return
+        entry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(entry)
+        await entry
+
+    def _next_tick(self) -> None:
+        self._passed_this_tick = 0
+        while self._waiting and self._passed_this_tick < _REPLIES_PER_TICK:
+            entry = self._waiting.popleft()
+            if not entry.done():  # cancelled while it waited otherwise
+                entry.set_result(None)
+                self._passed_this_tick += 1
+        if self._passed_this_tick:
+            asyncio.get_running_loop().call_soon(self._next_tick)
 
 
 class EarlyStartGate:

@@ -226,6 +226,7 @@ class RunningTrajectory:
             query_id=ticket.query_id,
             left=job.groups.left,
             early_start=self._early_start,
+            turnstile=job.turnstile,
         )
         roles = (
             cast.evaluation_roles.get(ticket.evaluation, cast.roles) if evaluating else cast.roles

@@ -9,7 +9,7 @@ from services.rollout.engines.requests import SamplingParams
 from services.rollout.serving.policy import ServedPolicy
 from services.rollout.serving.router import StickyRoute
 from services.rollout.trajectories.clock import TrajectoryClock
-from services.rollout.trajectories.concurrency import EarlyStartGate
+from services.rollout.trajectories.concurrency import EarlyStartGate, Turnstile
 from services.rollout.trajectories.watchdog import blocked_note
 from troupe.endpoint.server import EndpointServer, TrajectoryEndpoints
 from troupe.workflow import Agent, Endpoint, Sampling, TurnError
@@ -31,10 +31,11 @@ class TurnBackend:
         query_id: str = "",
         left: Callable[[str], int] = lambda query_id: 0,
         early_start: EarlyStartGate,
+        turnstile: Turnstile,
     ) -> None:
         """`policies`: by agent. `turn_began(policy, version)` is called with each turn's first
         version. `left(query_id)`: trajectories of the query that have not ended. `early_start`:
-        what a turn waits for."""
+        what a turn waits for; `turnstile`: what its end does."""
         self._trajectory_id = trajectory_id
         self._policies = policies
         self._turn_seconds = turn_seconds
@@ -43,6 +44,7 @@ class TurnBackend:
         self._query_id = query_id
         self._left = left
         self._early_start = early_start
+        self._turnstile = turnstile
         self.domain = ""
         """Task domain of the query; empty until it is loaded."""
         self._trajectory_endpoints = TrajectoryEndpoints(endpoints)
@@ -91,6 +93,7 @@ class TurnBackend:
                     group=self._query_id,
                     left=self._left(self._query_id),
                 )
+                await self._turnstile.wait()
         finally:
             self._pending.pop(task, None)
             # An error's traceback keeps this frame, and the task its error: no cycle of both.
