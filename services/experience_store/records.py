@@ -220,6 +220,14 @@ class StagedRow(NamedTuple):
     """Turn of the sample that its stem refers to."""
     shared: int = 0
     """Tokens of its stem; they count among `tokens`."""
+    names: int = 0
+    """Bytes at the beginning of `payload` that say whose row it is: the table, the key and the
+    record say that, too, so that they are not stored (`SampleRecord.named`)."""
+
+    @property
+    def stored(self) -> Payload:
+        """The payload as Redis holds it."""
+        return self.payload[self.names :]
 
     @staticmethod
     def of(sample: store_pb.Sample, payload: Payload | None = None) -> StagedRow:
@@ -253,9 +261,10 @@ class StagedRow(NamedTuple):
         lacks, early = ",".join(sorted(missing)), ",".join(self.columns)
         digest = xxhash.xxh3_128_digest(self.sample.encode())[:_SPREAD_BYTES]
         spread = base64.b64encode(digest).decode()
+        size = len(self.payload) - self.names
         # A `SampleRecord` in the order of its fields, written out because it is made for every row.
         return (
-            f"{_PENDING}\t{self.tokens}\t{len(self.payload)}\t{self.turn}\t{reward}\t{lacks}\t{early}"
+            f"{_PENDING}\t{self.tokens}\t{size}\t{self.turn}\t{reward}\t{lacks}\t{early}"
             f"\t\t{query}\t{trajectory}\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t\t{stem}\t{spread}"
         )
 
@@ -271,7 +280,7 @@ class StemTree:
         if all(row.parent is None for row in rows):
             return
         names = {row.turn: row.sample for row in rows}
-        sizes = {row.turn: len(row.payload) for row in rows}
+        sizes = {row.turn: len(row.payload) - row.names for row in rows}
         for row in rows:
             if row.parent is None:
                 continue
@@ -390,9 +399,9 @@ class SampleRecord(NamedTuple):
         """The last part of its payload's key (`PolicyKeys.rows`)."""
         return f"{self.trajectory}@{self.origin}" if self.origin else self.trajectory
 
-    def outline(self, sample_id: str, policy: str) -> store_pb.Sample:
-        """The sample without its payload (which is freed when its step is committed)."""
-        sample = store_pb.Sample(
+    def named(self, sample_id: str, policy: str) -> store_pb.Sample:
+        """Whose row it is: what its payload in Redis leaves out."""
+        return store_pb.Sample(
             sample_id=sample_id,
             policy=policy,
             query_id=self.query,
@@ -401,6 +410,20 @@ class SampleRecord(NamedTuple):
             turn=int(self.turn),
             group_id=self.group,
         )
+
+    def named_ancestor(self, sample_id: str, policy: str) -> store_pb.Sample:
+        """The same of a sample that its stem refers to, as far as stems need it."""
+        return store_pb.Sample(
+            sample_id=sample_id,
+            policy=policy,
+            query_id=self.query,
+            trajectory_id=self.trajectory,
+            turn=int(sample_id[len(self.query) + 1 : -len(self.trajectory) - 1]),
+        )
+
+    def outline(self, sample_id: str, policy: str) -> store_pb.Sample:
+        """The sample without its payload (which is freed when its step is committed)."""
+        sample = self.named(sample_id, policy)
         self.apply_to(sample)
         return sample
 

@@ -211,6 +211,7 @@ class FastRowReader:
                     return None
                 turn, at = turn & _ONE_BYTE | names[at] << 7, at + 1
         group, at = _name(names, at, _GROUP)
+        behind_names = at
         if sample != b"%b_%d_%b" % (self._query, turn, self._trajectory):
             return None
         prompt, at = _vector(payload, at, _PROMPT, pb.DTYPE_INT32)
@@ -236,6 +237,7 @@ class FastRowReader:
             version,
             parent,
             shared,
+            behind_names,
         )
 
 
@@ -520,14 +522,19 @@ class Samples:
                 for trajectory, fields in wanted.items()
             ]
         )
-        parts: dict[str, bytes] = {}
+        # Concatenated serialized messages merge when they are parsed.
+        parts = {
+            sample: record.named_ancestor(sample, policy).SerializeToString()
+            for sample, record in before.items()
+        }
+        parts |= {
+            sample: record.named(sample, policy).SerializeToString() for sample, record in records
+        }
         for fields, values in zip(wanted.values(), replies, strict=True):
             for name, value in zip(fields, values, strict=True):
                 if value is None:
                     raise PayloadGoneError(name)
-                sample, _, column = name.partition("\t")
-                # Concatenated serialized messages merge when they are parsed.
-                parts[sample] = parts[sample] + value if column else value
+                parts[name.partition("\t")[0]] += value
         return parts
 
     async def page(

@@ -100,7 +100,7 @@ class Append:
         for row in self.by_policy[policy]:
             record = row.record(query, self.trajectory, table.required, tree.text(row.turn))
             records.append(f"{row.sample}\t{record}")
-            fields += (row.sample, row.payload)
+            fields += (row.sample, row.stored)
         for sample, number in tree.referring.items():
             fields += (NEEDED + sample, number + 1)
         return [

@@ -8,11 +8,12 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.experience_store.records import StagedRow
+from services.experience_store.records import SampleRecord, StagedRow
 from services.experience_store.samples import FastRowReader
 from services.experience_store.server import WriteBatch, check_append
 from tests.support.experience import make_sample
 from troupe import tensors
+from troupe.prefixes import key_of
 from troupe.rpc import InvalidArgument
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -64,6 +65,19 @@ def samples(draw: st.DrawFn) -> store_pb.Sample:
     return sample
 
 
+def assert_same(row: StagedRow | None, sample: store_pb.Sample, payload: bytes) -> None:
+    """The row is the parser's; what Redis holds of it, with what its record says, is the sample."""
+    assert row is not None
+    assert row._replace(names=0) == StagedRow.of(sample, payload)
+    record = SampleRecord.parse(row.record(sample.query_id, sample.trajectory_id, ()))
+    assert int(record.size) == len(row.stored) < len(payload)
+    named = record.named(row.sample, row.policy)
+    assert store_pb.Sample.FromString(named.SerializeToString() + bytes(row.stored)) == sample
+    stored = store_pb.Sample.FromString(bytes(row.stored))
+    assert not any((stored.sample_id, stored.policy, stored.agent, stored.group_id))
+    assert key_of(record.named_ancestor(row.sample, row.policy)) == key_of(sample)
+
+
 @given(samples())
 def test_what_is_read_is_what_the_parser_reads(sample: store_pb.Sample) -> None:
     payload = sample.SerializeToString()
@@ -72,7 +86,7 @@ def test_what_is_read_is_what_the_parser_reads(sample: store_pb.Sample) -> None:
         query_id=sample.query_id, trajectory_id="t", state=pb.TRAJECTORY_STATE_COMPLETED
     )
     if row is not None:
-        assert row == StagedRow.of(sample, payload)
+        assert_same(row, sample, payload)
         # In another order it is for the parser, which finds nothing wrong with it either.
         turned = (
             sample.SerializeToString().removeprefix(
@@ -90,7 +104,7 @@ def test_usual_rows_are_plain() -> None:
             for reward in (None, 0.5):
                 sample = make_sample("q", turn, "t", reward=reward, tokens=tokens)
                 payload = sample.SerializeToString()
-                assert FastRowReader("q", "t").read(payload) == StagedRow.of(sample, payload)
+                assert_same(FastRowReader("q", "t").read(payload), sample, payload)
 
 
 @given(samples(), st.data())
@@ -102,7 +116,7 @@ def test_broken_rows_are_refused(sample: store_pb.Sample, data: st.DataObject) -
     broken = bytes(payload[: data.draw(st.integers(place + 1, len(payload)))])
     row = FastRowReader(sample.query_id, "t").read(broken)
     if row is not None:
-        assert row == StagedRow.of(store_pb.Sample.FromString(broken), broken)
+        assert_same(row, store_pb.Sample.FromString(broken), broken)
 
 
 def test_what_is_cut_off_is_never_read() -> None:
@@ -112,7 +126,7 @@ def test_what_is_cut_off_is_never_read() -> None:
         sample.ClearField(name)
     payload = sample.SerializeToString()
     plain = FastRowReader("q", "t")
-    assert plain.read(payload) == StagedRow.of(sample, payload)
+    assert_same(plain.read(payload), sample, payload)
     assert not any(plain.read(payload[:end]) for end in range(len(payload)))
 
 
