@@ -6,9 +6,11 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from troupe.scheduling import binding
 from troupe.scheduling.binding import (
     Bind,
     BindingRules,
@@ -285,6 +287,32 @@ class _Model:
                     self.waits.append(self.now - ready[0])
             self.now += 1.0
             assert self.now < 1000, "somebody starves"
+
+
+@settings(deadline=None)
+@given(tables(), st.lists(st.integers(0, 3), min_size=4, max_size=4), st.floats(0, 20))
+def test_judging_alike_workers_together_decides_what_judging_each_does(
+    table: tuple[list[Policy], list[RankWorker]], copies: list[int], now: float
+) -> None:
+    policies, workers = table
+    more = [
+        (replace(worker, worker_id=f"{worker.worker_id}-{n}"), worker.worker_id)
+        for worker, count in zip(workers, copies, strict=False)
+        for n in range(count)
+    ]
+    policies = [
+        replace(
+            one,
+            ranks=one.ranks if one.bound else 2 * one.ranks,
+            working=dict(one.working) | {new.worker_id: one.working[old] for new, old in more},
+        )
+        for one in policies
+    ]
+    workers = [*workers, *(new for new, _ in more)]
+    found = decide(RULES, policies, workers, now)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding._Table, "_alike", lambda _, __, plans: [[plan] for plan in plans])
+        assert decide(RULES, policies, workers, now) == found
 
 
 @settings(deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -137,6 +138,25 @@ def test_no_device_has_two_members_and_the_order_of_arguments_does_not_matter(
     assert plan(hosts[::-1], requests[::-1]) == found
     held = {name: members for name, members in found.members.items() if members}
     assert plan(hosts, requests, held).members == found.members
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(_KINDS_OF_HOSTS, st.integers(1, 6)), min_size=1, max_size=3),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    _requests(),
+)
+def test_a_gang_that_takes_many_hosts_at_once_takes_those_it_would_one_by_one(
+    kinds: list[tuple[tuple[int, int, str, int], int]],
+    gangs: list[int],
+    requests: list[DeviceRequest],
+) -> None:
+    hosts = [_host(f"h{n}-{m}", *one) for n, (one, count) in enumerate(kinds) for m in range(count)]
+    requests = [*requests, *(_gang(f"g{n}", ranks) for n, ranks in enumerate(gangs))]
+    found = plan(hosts, requests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heapq, "nsmallest", lambda _, names: [min(names)])
+        assert plan(hosts, requests) == found
 
 
 @settings(max_examples=100, deadline=None)

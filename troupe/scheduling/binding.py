@@ -22,15 +22,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import chain, groupby
 
 # Ids of the workers of a group, the leader first. Empty: a group that is yet to be formed, to which
 # a worker would lend its devices.
 Group = tuple[str, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class WorkerPlan:
     """One worker while a plan is made."""
 
@@ -40,6 +42,24 @@ class WorkerPlan:
     taken: list[Policy] = field(default_factory=list)
     # Policies bound in this plan.
     coming: list[Policy] = field(default_factory=list)
+    # A number that it shares with those of the same likeness.
+    kind: int = 0
+
+    @cached_property
+    def host(self) -> str:
+        """Name of its host, or one of its own."""
+        return self.worker.host or f" {self.worker.worker_id}"
+
+    def likeness(self) -> Hashable:
+        """What decides which policies may be bound here and at what price, but for what they say of
+        this very worker."""
+        one, here = self.worker, self.worker.worker_id
+        others = (
+            (other.policy, other.bound[:1] == (here,), other.working.get(here))
+            for other in (*self.held, *self.taken)
+        )
+        size = one.slots, one.memory, one.device, one.load, one.devices, one.lends
+        return (size, len(self.held), *others)
 
     def free(self, policy: Policy, gone: Iterable[str], group: Group) -> bool:
         """Whether `policy`, bound to `group`, has a slot and memory here once the policies `gone`
@@ -259,8 +279,13 @@ class TooLarge:
 
 def too_large(policy: Policy, workers: Iterable[RankWorker]) -> TooLarge | None:
     """The reason why `policy` can never be bound to these workers; None if it can."""
-    fitting = [worker for worker in workers if _suits(policy, worker)]
-    if not fitting or any(worker.has_room([policy]) for worker in fitting):
+    fitting = []
+    for worker in workers:
+        if _suits(policy, worker):
+            if worker.has_room([policy]):
+                return None
+            fitting.append(worker)
+    if not fitting:
         return None
     largest = max(fitting, key=lambda worker: worker.memory)
     return TooLarge(policy.policy, largest.needed([policy]), largest.memory)
@@ -326,6 +351,30 @@ def _wanted(policies: Iterable[Policy], workers: Iterable[RankWorker]) -> int:
     return max(max(needed), -(-sum(needed) // slots))
 
 
+@dataclass(frozen=True, slots=True)
+class _RankOption:
+    """Alike workers that a policy could be bound to, in the order of their ids."""
+
+    price: float
+    harm: float
+    far: int
+    load: float
+    plans: list[WorkerPlan]
+
+    @property
+    def worker(self) -> RankWorker:
+        """One of them."""
+        return self.plans[0].worker
+
+    def rank(self) -> tuple[float, ...]:
+        """Sort key, best first."""
+        return self.price, self.harm, self.far, self.load
+
+    def order(self) -> tuple[tuple[float, ...], str]:
+        """The same, with the first worker's id."""
+        return self.rank(), self.worker.worker_id
+
+
 class _Table:
     """The moves of one plan while they are found."""
 
@@ -349,6 +398,9 @@ class _Table:
             for worker_id in one.bound:
                 if worker_id in self._plans:
                     self._plans[worker_id].held.append(one)
+        self._kinds: dict[Hashable, int] = {}
+        for plan in self._plans.values():
+            self._classify(plan)
         self.moves: list[Move] = []
         # Policies suspended in this plan, with the policy that each makes room for.
         self._suspended: dict[str, str] = {}
@@ -368,14 +420,19 @@ class _Table:
     def place(self) -> None:
         """Bind policies with work, the oldest first, and suspend others to make room."""
         for policy in self._waiting(with_work=True):
-            ways = list(self._ways(policy))
-            if ready := next((way for price, way in ways if price == 0), None):
-                self._bind(policy, ready)
-                continue
-            if not ways:
+            best, workers = math.inf, None
+            for price, way in self._ways(policy):
+                if price < best:
+                    best, workers = price, way
+                if price == 0:
+                    break
+            if workers is None:
                 continue  # too few workers: nothing is kept from the others
+            chosen = workers()
+            if best == 0:
+                self._bind(policy, chosen)
+                continue
             # Keep free what is free, what others are leaving, and what others are told to leave.
-            chosen = min(ways, key=lambda one: one[0])[1]
             group = self._existing(chosen)
             for plan in chosen:
                 self._make_room(policy, plan, group or _as_leader(plan, plan is chosen[0]))
@@ -388,7 +445,7 @@ class _Table:
         """Bind policies with an open step but no work yet to places that would stay empty."""
         for policy in self._waiting(with_work=False):
             if ready := next((way for price, way in self._ways(policy) if price == 0), None):
-                self._bind(policy, ready)
+                self._bind(policy, ready())
 
     def prefetch(self) -> None:
         """Prefetch the states of the policies that come next: one per worker."""
@@ -440,74 +497,88 @@ class _Table:
             or policy.policy in self._suspended
         )
 
-    def _ways(self, policy: Policy) -> Iterator[tuple[float, list[WorkerPlan]]]:
+    def _ways(self, policy: Policy) -> Iterator[tuple[float, Callable[[], list[WorkerPlan]]]]:
         """Workers that could hold `policy`, the leader first, each with a price: 0: free now; more:
         others must leave. Those of fewest workers come first."""
         plans = list(self._plans.values())
-        groups = sorted({one.bound for plan in plans for one in (*plan.held, *plan.taken)})
-        # By device class: workers that would lend their devices, and those that would lead.
-        lending: dict[str, tuple[list[tuple[float, WorkerPlan]], ...]] = {}
+        kinds = self._alike(policy, plans)
+        held = {one.bound for some in kinds for one in (*some[0].held, *some[0].taken)}
+        groups = sorted(group for group in held if self._plans.keys() >= set(group))
+        leading = self._options(policy, kinds, leads=True)
+        lending = self._options(policy, (some for some in kinds if some[0].worker.lends))
         for count in range(1, min(policy.ranks, len(plans)) + 1):
             if policy.ranks % count:
                 continue
-            enough = [plan for plan in plans if plan.worker.devices * count >= policy.ranks]
+            leaders, lenders = (
+                [one for one in options if one.worker.devices * count >= policy.ranks]
+                for options in (leading, lending)
+            )
             if count == 1:
-                if options := self._options(policy, enough, leads=True):
-                    yield options[0][0], [options[0][1]]
+                if leaders:
+                    yield leaders[0].price, partial(list, leaders[0].plans[:1])
                 continue
-            for group in groups:
-                members = [self._plans[name] for name in group if name in self._plans]
-                if len(group) == count == len(members) and all(
-                    one.worker.devices * count >= policy.ranks for one in members
-                ):
-                    options = self._options(policy, members, group=group)
-                    if len(options) == count:
-                        yield max(price for price, _ in options), members
-            for device in sorted({plan.worker.device for plan in enough if plan.worker.lends}):
-                if device not in lending:
-                    same = [p for p in plans if p.worker.lends and p.worker.device == device]
-                    leading = self._options(policy, same, leads=True)
-                    lending[device] = self._options(policy, same), leading
-                options, leading = (
-                    [one for one in some if one[1].worker.devices * count >= policy.ranks]
-                    for some in lending[device]
-                )
-                if way := _cheapest(policy, options, count):
-                    yield way
+            for group in (one for one in groups if len(one) == count):
+                members = [self._plans[name] for name in group]
+                if any(one.worker.devices * count < policy.ranks for one in members):
+                    continue
+                if options := self._options(policy, [members[:1]], group=group):
+                    options += self._options(policy, self._alike(policy, members[1:]), group=group)
+                    if sum(len(one.plans) for one in options) == count:
+                        yield max(one.price for one in options), partial(list, members)
+            leaders = [one for one in leaders if one.worker.lends]
+            for device in sorted({one.worker.device for one in (*lenders, *leaders)}):
+                options = [one for one in lenders if one.worker.device == device]
+                if (price := _price(options, count)) < math.inf:
+                    yield price, partial(_cheapest, policy, options, count)
                 # One that leads needs not be empty.
-                prices = {plan.worker.worker_id: price for price, plan in options}
-                for price, plan in leading:
-                    if price >= prices.get(plan.worker.worker_id, math.inf):
+                prices = {one.plans[0]: one.price for one in options}
+                for one in leaders:
+                    leader = one.plans[0]
+                    if one.worker.device != device or one.price >= prices.get(leader, math.inf):
                         continue
-                    others = [one for one in options if one[1] is not plan]
-                    if rest := _cheapest(policy, others, count - 1):
-                        yield max(price, rest[0]), [plan, *rest[1]]
+                    others = _without(leader, options)
+                    if (price := _price(others, count - 1)) < math.inf:
+                        rest = partial(_cheapest, policy, others, count - 1, leader)
+                        yield max(one.price, price), rest
                         break
+
+    def _alike(self, policy: Policy, plans: Iterable[WorkerPlan]) -> list[list[WorkerPlan]]:
+        """Workers in sets, each of which is the same to `policy`, in the order of their ids."""
+        named = policy.near | policy.prefetched | policy.barred
+        found: dict[Hashable, list[WorkerPlan]] = {}
+        for plan in plans:
+            here = plan.worker.worker_id
+            kind: Hashable = plan.kind, policy.working.get(here)
+            if here in named:
+                kind = kind, here in policy.barred, here in policy.prefetched
+            found.setdefault(kind, []).append(plan)
+        return list(found.values())
 
     def _options(
         self,
         policy: Policy,
-        plans: Iterable[WorkerPlan],
+        kinds: Iterable[list[WorkerPlan]],
         *,
         leads: bool = False,
         group: Group = (),
-    ) -> list[tuple[float, WorkerPlan]]:
-        """Those of `plans` that `policy` could be bound to as one of `group`, best first, each with
-        a price (`_ways`). `leads`: as the leader of a new group, or alone."""
+    ) -> list[_RankOption]:
+        """Those of `kinds` (sets of alike workers) that `policy` could be bound to as one of
+        `group`, best first, each with a price (`_ways`). `leads`: as the leader of a new group, or
+        alone."""
         found = []
-        for plan in plans:
+        for plans in kinds:
+            plan = plans[0]
             if not _suits(policy, plan.worker):
                 continue
             place = group or _as_leader(plan, leads)
-            if (who := self._leavers(policy, plan, place)) is None:
+            free = plan.free(policy, (), place)
+            if (who := [] if free else self._leavers(policy, plan, place)) is None:
                 continue
             worker_id = plan.worker.worker_id
-            free = plan.free(policy, (), place)
             price = 0.0 if free else max(map(self._price_of(policy), who), default=1)
             far = 0 if worker_id in policy.prefetched else 1 if worker_id in policy.near else 2
-            harm = self._harm(price, who)
-            found.append((price, harm, far, plan.load, worker_id, plan))
-        return [(price, plan) for price, *_, plan in sorted(found, key=lambda one: one[:5])]
+            found.append(_RankOption(price, self._harm(price, who), far, plan.load, plans))
+        return sorted(found, key=_RankOption.order)
 
     def _existing(self, chosen: Sequence[WorkerPlan]) -> Group:
         """The group that `chosen` are already; empty if they are none."""
@@ -579,9 +650,14 @@ class _Table:
     def _take(self, policy: Policy, chosen: Sequence[WorkerPlan]) -> tuple[str, ...]:
         """Take a place for `policy` on each of `chosen`; their ids."""
         names = tuple(plan.worker.worker_id for plan in chosen)
+        there = replace(policy, bound=names)
         for plan in chosen:
-            plan.taken.append(replace(policy, bound=names))
+            plan.taken.append(there)
+            self._classify(plan)
         return names
+
+    def _classify(self, plan: WorkerPlan) -> None:
+        plan.kind = self._kinds.setdefault(plan.likeness(), len(self._kinds))
 
 
 def _as_leader(plan: WorkerPlan, leads: bool) -> Group:
@@ -589,15 +665,30 @@ def _as_leader(plan: WorkerPlan, leads: bool) -> Group:
     return (plan.worker.worker_id,) if leads else ()
 
 
+def _price(options: Sequence[_RankOption], count: int) -> float:
+    """The lowest price of `count` workers: that of the most expensive one; inf: there are fewer."""
+    for one in options:
+        count -= len(one.plans)
+        if count <= 0:
+            return one.price
+    return math.inf
+
+
+def _without(leader: WorkerPlan, options: Iterable[_RankOption]) -> list[_RankOption]:
+    """All of `options` but one worker, which is the first of its kind."""
+    rest = [replace(one, plans=one.plans[1:]) if one.plans[0] is leader else one for one in options]
+    return sorted((one for one in rest if one.plans), key=_RankOption.order)
+
+
 def _cheapest(
-    policy: Policy, options: Sequence[tuple[float, WorkerPlan]], count: int
-) -> tuple[float, list[WorkerPlan]] | None:
-    """The lowest price of `count` of `options`, which is that of the most expensive one, and so
-    many that cost no more; None if there are fewer."""
-    if len(options) < count:
-        return None
-    price = sorted(price for price, _ in options)[count - 1]
-    return price, _together(policy, [plan for cost, plan in options if cost <= price], count)
+    policy: Policy, options: Sequence[_RankOption], count: int, *leader: WorkerPlan
+) -> list[WorkerPlan]:
+    """The leader, if it is given, and `count` workers at the lowest price that so many have."""
+    price, plans = _price(options, count), list[WorkerPlan]()
+    for _, some in groupby((one for one in options if one.price <= price), _RankOption.rank):
+        equals = [one.plans for one in some]
+        plans += equals[0] if len(equals) == 1 else sorted(chain(*equals), key=_id_of)
+    return [*leader, *_together(policy, plans, count)]
 
 
 def _together(policy: Policy, plans: Sequence[WorkerPlan], count: int) -> list[WorkerPlan]:
@@ -609,24 +700,23 @@ def _together(policy: Policy, plans: Sequence[WorkerPlan], count: int) -> list[W
     left: dict[str, list[WorkerPlan]] = {}
     for plan in plans:
         if plan.worker.worker_id not in taken:
-            left.setdefault(_host(plan), []).append(plan)
-    for host in dict.fromkeys(_host(plan) for plan in near):
+            left.setdefault(plan.host, []).append(plan)
+    for host in dict.fromkeys(plan.host for plan in near):
         chosen += left.pop(host, [])[: count - len(chosen)]
-    order = sorted(left, key=lambda host: -len(left[host]))
-    for at, host in enumerate(order):
+    hosts = sorted(left.values(), key=len, reverse=True)
+    for at, some in enumerate(hosts):
         needed = count - len(chosen)
-        if len(left[host]) >= needed:
+        if len(some) >= needed:
             # The smallest that is enough; of equals the one that is best for it.
-            fitting = (one for one in order[at:] if len(left[one]) >= needed)
-            chosen += left[min(fitting, key=lambda one: len(left[one]))][:needed]
+            chosen += min((one for one in hosts[at:] if len(one) >= needed), key=len)[:needed]
             break
-        chosen += left[host]
-    ranks = {host: rank for rank, host in enumerate(dict.fromkeys(map(_host, chosen)))}
-    return sorted(chosen, key=lambda plan: ranks[_host(plan)])
+        chosen += some
+    ranks = {host: rank for rank, host in enumerate(dict.fromkeys(plan.host for plan in chosen))}
+    return sorted(chosen, key=lambda plan: ranks[plan.host])
 
 
-def _host(plan: WorkerPlan) -> str:
-    return plan.worker.host or f" {plan.worker.worker_id}"
+def _id_of(plan: WorkerPlan) -> str:
+    return plan.worker.worker_id
 
 
 def _age(policy: Policy) -> tuple[float, float, str]:

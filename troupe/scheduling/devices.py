@@ -33,9 +33,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal
+from operator import attrgetter, itemgetter
+from typing import Any, Final, Literal, NamedTuple
 
 from troupe.devices import GIB, Device
 
@@ -242,8 +243,7 @@ def split(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Wish:
+class _Wish(NamedTuple):
     """Needs of a member: so many devices of one class (empty: any), each with so much memory."""
 
     devices: int
@@ -251,8 +251,7 @@ class _Wish:
     memory: int
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Group:
+class _Group(NamedTuple):
     """Devices that work together. `links`: 0: all linked to one another, 1: on one NUMA node, 2: on
     one host; `loss`: how much smaller the largest free blocks become; `apart`: how far they are
     from each other and from a block's start."""
@@ -290,7 +289,9 @@ class _Shape:
             (self.all,),
         )
         self._groups: dict[tuple[int, int], _Group | None] = {}
+        self._divided: dict[tuple[int, int], list[int]] = {}
         self._suitable: dict[_Wish, int] = {}
+        self._indices: dict[int, tuple[int, ...]] = {}
 
     def _parts(self, key: Callable[[Device], int | None]) -> tuple[int, ...]:
         parts: dict[int | None, int] = {}
@@ -320,6 +321,16 @@ class _Shape:
             )
         return self._groups[wish]
 
+    def parts(self, block: int, count: int) -> list[int]:
+        """A set of devices in groups of `count`, the best one first."""
+        if (known := self._divided.get((block, count))) is None:
+            known, left = [], block
+            while (group := self.group(left, count)) is not None:
+                known.append(group.mask)
+                left &= ~group.mask
+            self._divided[block, count] = known
+        return known
+
     def _windows(self, level: int, free: int, count: int) -> list[_Group]:
         """Each run of `count` neighbours among the free devices of each part."""
         before, found = _worth(free, 0, self._size), []
@@ -335,7 +346,10 @@ class _Shape:
 
     def indices(self, mask: int) -> tuple[int, ...]:
         """Indices of the devices of a set, ascending."""
-        return tuple(sorted(self.devices[position].index for position in _bits(mask)))
+        if (known := self._indices.get(mask)) is None:
+            known = tuple(sorted(self.devices[position].index for position in _bits(mask)))
+            self._indices[mask] = known
+        return known
 
     def mask(self, indices: Iterable[int]) -> int:
         """The set of devices of these indices; 0: one is not there."""
@@ -375,16 +389,18 @@ def _worth(free: int, first: int, size: int) -> int:
     return _worth(free, first, half) + _worth(free, first + half, half)
 
 
+# What tells two devices of a host apart, but for their names.
+_traits_of: Final = attrgetter("index", "device_class", "memory", "links", "numa_node")
+
+
 def _shapes(hosts: Iterable[DeviceHost]) -> dict[str, _Shape]:
-    known: dict[tuple[Device, ...], _Shape] = {}
+    known: dict[tuple[Any, ...], _Shape] = {}
     shapes = {}
     for host in hosts:
-        devices = tuple(
-            replace(one, uuid="") for one in sorted(host.devices, key=lambda one: one.index)
-        )
-        if devices not in known:
-            known[devices] = _Shape(devices)
-        shapes[host.name] = known[devices]
+        key = tuple(sorted(map(_traits_of, host.devices), key=itemgetter(0)))
+        if key not in known:
+            known[key] = _Shape(host.devices)
+        shapes[host.name] = known[key]
     return shapes
 
 
@@ -406,6 +422,10 @@ class _FreeDevices:
             del self._states[shape, free]
         self._free[host] = free & ~mask
         self._states.setdefault((shape, free & ~mask), set()).add(host)
+
+    def of(self, host: str) -> int:
+        """Free devices of a host."""
+        return self._free[host]
 
     def room(self, wish: _Wish) -> int:
         """How many members have room; every group that a host has devices for is found."""
@@ -453,24 +473,36 @@ class _FreeDevices:
         taken: list[tuple[str, int]] = []
         enough = self.room(wish) >= count
         while enough and len(taken) < count:
-            host, block = self._best_for_gang(wish, count - len(taken))
-            while (group := self._shapes[host].group(block, wish.devices)) is not None:
-                block &= ~group.mask
-                taken.append((host, group.mask))
-                self.take(host, group.mask)
+            hosts, block = self._best_for_gang(wish, count - len(taken))
+            for host in hosts:
+                self.take(host, block)
+                parts = self._shapes[host].parts(block, wish.devices)
+                taken += [(host, mask) for mask in parts]
         return taken
 
-    def _best_for_gang(self, wish: _Wish, left: int) -> tuple[str, int]:
-        """The next host of a gang, and its devices on it."""
-        options = []
+    def _best_for_gang(self, wish: _Wish, left: int) -> tuple[list[str], int]:
+        """The next hosts of a gang, and its devices on each of them."""
+        best: tuple[Any, ...] = ()
+        alike: list[tuple[set[str], int]] = []
+        most = 0
         for (shape, free), names in self._states.items():
             usable = free & shape.suitable(wish)
-            fit = min(left, usable.bit_count() // wish.devices)
+            room = usable.bit_count() // wish.devices
+            most, fit = max(most, room), min(left, room)
             if (group := shape.group(usable, fit * wish.devices)) is not None:
                 partly = int(free != shape.all)
                 rank = (group.links, group.loss, partly) if fit == left else (partly, -fit, 0)
-                options.append((fit < left, rank, min(names), group.mask))
-        return min(options)[2:]
+                if not best or (fit < left, rank) < best:
+                    best, alike = (fit < left, rank), []
+                if (fit < left, rank) == best:
+                    alike.append((names, group.mask))
+        if left <= most or len(alike) > 1:
+            host, mask = min((min(names), mask) for names, mask in alike)
+            return [host], mask
+        # The choice stays until a host has room for all that are left.
+        names, mask = alike[0]
+        fit = mask.bit_count() // wish.devices
+        return heapq.nsmallest(1 + (left - most - 1) // fit, names), mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,39 +585,40 @@ class _DeviceDraft:
     ) -> None:
         self._shapes = shapes
         self._groups = {one.name: group for group in groups for one in group.requests}
+        self._requests = {one.name: one for group in groups for one in group.requests}
         self._members: dict[str, dict[int, MemberDevices]] = {name: {} for name in self._groups}
         self.refused: list[DeviceRequest] = []
-        # Names that hold each device, by host and position.
-        self._holders = {host: [set[str]() for _ in one.devices] for host, one in shapes.items()}
+        # By host: who holds devices of it, and which.
+        self._holders: dict[str, dict[str, int]] = {host: {} for host in shapes}
         self._free = _FreeDevices(shapes, {host: shape.all for host, shape in shapes.items()})
         # Names that are only held come first: they cannot be placed anew.
         for name in sorted(held, key=lambda name: (name in self._groups, name)):
             for member in sorted(held[name], key=lambda one: one.member):
-                if self._stays(name, member):
-                    self._hold(name, member)
+                if mask := self._kept(name, member):
+                    self._free.take(member.host, mask)
+                    self._hold(name, member, mask)
         named = Counter(name for group in groups for name in group.classes)
         classes = {one.device_class for shape in set(shapes.values()) for one in shape.devices}
         self._classes = sorted(classes, key=lambda name: (named[name], name))
 
-    def _stays(self, name: str, member: MemberDevices) -> bool:
-        """Whether a running member is kept."""
+    def _kept(self, name: str, member: MemberDevices) -> int:
+        """Devices that a running member keeps; 0: it is placed anew."""
         shape = self._shapes.get(member.host)
         mask = shape.mask(member.devices) if shape is not None else 0
         if not mask or name not in self._groups:
-            return bool(mask)
-        request = next(one for one in self._groups[name].requests if one.name == name)
-        others = {who for bit in _bits(mask) for who in self._holders[member.host][bit]}
-        return (
+            return mask
+        request = self._requests[name]
+        others = {who for who, held in self._holders[member.host].items() if held & mask}
+        stays = (
             member.member < request.members
             and mask.bit_count() == request.devices
-            and others <= self._groups[name].friends(request)
+            and (not others or others <= self._groups[name].friends(request))
         )
+        return mask if stays else 0
 
-    def _hold(self, name: str, member: MemberDevices) -> None:
-        mask = self._shapes[member.host].mask(member.devices)
-        for bit in _bits(mask):
-            self._holders[member.host][bit].add(name)
-        self._free.take(member.host, mask)
+    def _hold(self, name: str, member: MemberDevices, mask: int) -> None:
+        holders = self._holders[member.host]
+        holders[name] = holders.get(name, 0) | mask
         if name in self._members:
             self._members[name][member.member] = member
 
@@ -645,17 +678,18 @@ class _DeviceDraft:
                 if one.kind == guest.kind:
                     add(one, member.host, self._shapes[member.host].mask(member.devices))
         ours = Counter(one.host for one in self._members[guest.name].values())
-        barred = {guest.name} if guest.kind == "trainer" else set()
         found: list[tuple[str, int]] = []
         layer = 0
         while len(found) < count:
             free: dict[str, int] = {}
             for member in self._members[group.leader.name].values():
                 devices = self._shapes[member.host].devices
-                for bit in _bits(self._shapes[member.host].mask(member.devices)):
+                mine = self._holders[member.host].get(guest.name, 0)
+                barred = mine if guest.kind == "trainer" else 0
+                for bit in _bits(self._shapes[member.host].mask(member.devices) & ~barred):
                     at, most = (member.host, bit), devices[bit].memory
                     room = not most or used[at] + guest.memory <= most
-                    if loads[at] <= layer and room and not barred & self._holders[member.host][bit]:
+                    if loads[at] <= layer and room:
                         free[member.host] = free.get(member.host, 0) | 1 << bit
             pool, wish = (
                 _FreeDevices(self._shapes, free),
@@ -675,10 +709,10 @@ class _DeviceDraft:
 
     def _add(self, request: DeviceRequest, found: Iterable[tuple[str, int]]) -> None:
         """Number new members: the numbers that are missing, host by host."""
-        missing = (n for n in range(request.members) if n not in self._members[request.name])
-        for number, (host, mask) in zip(list(missing), found, strict=True):
+        missing = [n for n in range(request.members) if n not in self._members[request.name]]
+        for number, (host, mask) in zip(missing, found, strict=True):
             devices = self._shapes[host].indices(mask)
-            self._hold(request.name, MemberDevices(number, host, devices))
+            self._hold(request.name, MemberDevices(number, host, devices), mask)
 
     def plan(self) -> DevicePlan:
         """The finished plan."""
@@ -694,14 +728,17 @@ class _DeviceDraft:
         devices = classed = suitable = free = largest = 0
         for host, shape in self._shapes.items():
             devices += len(shape.devices)
-            for device, names in zip(shape.devices, self._holders[host], strict=True):
+            suits = 0
+            for bit, device in enumerate(shape.devices):
                 if group.classes <= {device.device_class}:
                     classed += 1
                     largest = max(largest, device.memory)
                     if not 0 < device.memory < group.memory:
-                        suitable += 1
-                        free += not names
-                        holders.update(names)
+                        suits |= 1 << bit
+            for name, held in self._holders[host].items():
+                holders[name] += (held & suits).bit_count()
+            suitable += suits.bit_count()
+            free += (self._free.of(host) & suits).bit_count()
         empty = _FreeDevices(
             self._shapes, {host: shape.all for host, shape in self._shapes.items()}
         )
@@ -716,7 +753,7 @@ class _DeviceDraft:
             reason = "memory"
         elif most < request.members:
             reason = "size"
-        by_count = sorted(holders.items(), key=lambda one: (-one[1], one[0]))
+        by_count = sorted((+holders).items(), key=lambda one: (-one[1], one[0]))
         return DeviceRefusal(
             request, reason, devices, suitable, free, largest, tuple(by_count), group.leader.name
         )
