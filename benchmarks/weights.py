@@ -312,7 +312,7 @@ def real(
     config: dict[str, Any], counts: Sequence[int], python: str, rounds: int, place: Path
 ) -> Iterator[Row]:
     """Real servers, one after another and together, and the former ways with one server."""
-    python = python or _interpreter(place)
+    python = python or sglang_interpreter(place)
     cases: list[tuple[int, Way]] = [(count, "auto") for count in counts]
     for count, way in (*cases, (1, "tensor")):
         with _place() as directory:
@@ -324,7 +324,7 @@ def _place() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="troupe-bench-", dir="/dev/shm")
 
 
-def _interpreter(place: Path) -> str:
+def sglang_interpreter(place: Path) -> str:
     """What takes `-m sglang.launch_server ARGS`, by the variables of the slow tests."""
     if python := os.environ.get("TROUPE_SGLANG_PYTHON"):
         return python

@@ -4,10 +4,11 @@
 
 `update*`: model FLOP/s utilization and memory of the trainer's update of Qwen3-0.6B and Qwen3-4B,
 with and without torch.compile, liger-kernel and moments in host memory. `copies`: device to pinned
-host memory and back, against the link. `swap`, `transfer`: those benchmarks on the device, the
-latter beside CUDA IPC. Each part is a process of its own; one that fails is null, and the reason is
-among `problems`. Without a GPU the parts take the CPU and tiny models: that tries the command out,
-and measures nothing.
+host memory and back, against the link. `weights`: from a trainer's device into an SGLang server
+(`TROUPE_SGLANG_PYTHON`), by CUDA IPC and NCCL beside host memory. `swap`, `transfer`: those
+benchmarks on the device, the latter beside CUDA IPC. Each part is a process of its own; one that
+fails is null, and the reason is among `problems`. Without a GPU the parts take the CPU and tiny
+models: that tries the command out, and measures nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ OWN: Final = {
     "update_4b_compiled": [_UPDATE, *_LARGE, "--compile"],
     "update_4b_offloaded": [_UPDATE, *_LARGE, "--offload", "optimizer"],
     "copies": ["benchmarks.gpu.copies"],
+    "weights": ["benchmarks.gpu.weights"],
 }
 # Benchmarks that run without a GPU too, and have more to say with one.
 OTHERS: Final = ("swap", "transfer")

@@ -220,6 +220,11 @@ class HostTransfer(Transfer):
         await asyncio.to_thread(self.close)
 
     @property
+    def client(self) -> ClientSettings:
+        """How this process calls other services."""
+        return self._client
+
+    @property
     def address(self) -> str:
         """The address at which other hosts read this host's states; "" if they cannot."""
         place = None if self._owner is None else self._owner.place()

@@ -42,22 +42,30 @@ class UpdateCollector(Collector):
     def __init__(self, jobs: JobTable) -> None:
         self._jobs = jobs
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Two series per engine: `part` is `exposed` or `total`."""
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Seconds per engine, `part` is `exposed` or `total`; and its fallbacks."""
         family = GaugeMetricFamily(
             "troupe_rollout_engine_update_seconds",
             "Last weight update of an engine by way: seconds without service, and in all.",
             labels=["job_id", "policy", "engine_id", "way", "part"],
+        )
+        fallbacks = CounterMetricFamily(
+            "troupe_rollout_engine_update_fallbacks",
+            "Updates that were to come from the trainer's devices, and came from host memory.",
+            labels=["job_id", "policy", "engine_id"],
         )
         for job in self._jobs.all():
             for name, policy in sorted(job.policies.items()):
                 for status in policy.statuses(job.job_id, ""):
                     if not status.update_way:
                         continue
-                    labels = [job.job_id, name, status.engine_id, status.update_way]
+                    labels = [job.job_id, name, status.engine_id]
+                    fallbacks.add_metric(labels, status.update_fallbacks)
+                    labels = [*labels, status.update_way]
                     family.add_metric([*labels, "exposed"], status.update_exposed_seconds)
                     family.add_metric([*labels, "total"], status.update_seconds)
         yield family
+        yield fallbacks
 
 
 class RolloutMetrics:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from services.chassis.heartbeat import host_id
 from services.chassis.transfer import HostTransfer
 from services.trainer.claims import Array, Values
 from services.trainer.gang.gang import GangHosts, Gangs
@@ -17,6 +18,7 @@ from services.trainer.learner_factory import (
     memory_needed,
     resolved_settings,
 )
+from services.trainer.publication import Publication
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.checkpoint import Checkpoints
 from services.trainer.state.suspension import (
@@ -26,7 +28,7 @@ from services.trainer.state.suspension import (
     Suspension,
 )
 from services.trainer.state.training_state import StateStore
-from services.trainer.versions import Publication, Versions, packed_weights
+from services.trainer.versions import Versions, packed_weights
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, new_id
 from troupe.scheduling.memory import RankMemory
@@ -80,7 +82,10 @@ class PolicyBinding:
         self._transfer = transfer
         self._gangs = gangs
         self.hosts = hosts
-        publication = Publication(transfer, job_id, policy)
+        trained_on = pb.DeviceWeights(
+            trainer=settings.address, host_id=host_id(), device=device.type
+        )
+        publication = Publication(transfer, job_id, policy, trained_on)
         self.versions = Versions(spec, settings, device, states, publication)
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)
         self._pool = pool

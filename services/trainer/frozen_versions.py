@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from services.chassis.transfer import HostTransfer
 from services.trainer.binding import PolicyBinding
+from services.trainer.publication import Publication
 from services.trainer.state.checkpoint import PUBLISHED
-from services.trainer.versions import Publication
 from troupe.checkpoints.reading import weight_files
 from troupe.checkpoints.retention import remove
 from troupe.rpc import DataLoss, FailedPrecondition, NotFound

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -194,6 +195,17 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         _require(request, "job_id", "policy", "leader", "endpoint")
         async for event in self.worker.host_ranks(request):
             yield event
+
+    async def SendWeights(
+        self, request_iterator: AsyncIterator[pb.SendWeightsRequest], context: Any
+    ) -> AsyncIterator[pb.SendWeightsEvent]:
+        """Send a policy's weights from its devices to one inference server."""
+        first = await anext(request_iterator, pb.SendWeightsRequest())
+        wanted = first.wanted
+        binding = self.worker.bindings.find(_key_of(wanted, "checksum", "way"))
+        async with aclosing(self.worker.sender.serve(binding, wanted, request_iterator)) as events:
+            async for event in events:
+                yield event
 
     async def ListBindings(
         self, request: pb.ListBindingsRequest, context: Any

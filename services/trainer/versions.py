@@ -1,7 +1,7 @@
 """The committed version of one policy, and the next one until it is committed.
 
-`Publication` puts weights into the transfer layer; `RemoteStates` exchanges training states with
-trainers of other hosts; `Versions` keeps memory, disk and publication of a policy at one version.
+`RemoteStates` exchanges training states with trainers of other hosts; `Versions` keeps memory, disk
+and publication (publication.py) of a policy at one version.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from services.chassis.transfer import HostTransfer
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learner_factory import AnyLearner
-from services.trainer.learning.lora_bases import AdaptedBase
 from services.trainer.learning.model import policy_seed
 from services.trainer.learning.optimizer import Generators, Randomness, seeded
+from services.trainer.publication import Publication
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.durability import Durability, Recovery
 from services.trainer.state.suspension import SuspendedTensors, below, on_host, under
@@ -31,11 +31,10 @@ from services.trainer.state.training_state import (
     StoredWeights,
     TrainingState,
 )
-from troupe.adapters import base_key
 from troupe.job import JobSpec
 from troupe.rpc import NO_RETRY, DataLoss, FailedPrecondition, NotFound, TroupeError, new_id
 from troupe.rpc.channel import connect_sync
-from troupe.transfer import Corrupt, KeyNotFound, checksum_of
+from troupe.transfer import KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2 as common_pb
@@ -46,91 +45,6 @@ log = structlog.get_logger("troupe.trainer")
 # Deadline in seconds for another trainer to read a state from its disk.
 _OFFER_SECONDS: Final = 300.0
 _POLL_SECONDS: Final = 0.5
-
-
-class Publication:
-    """Publishes the versions of one policy in the transfer layer, and deletes old ones."""
-
-    def __init__(self, transfer: HostTransfer, job_id: str, policy: str) -> None:
-        self._transfer = transfer
-        self._job, self._policy = job_id, policy
-
-    def key(self, version: int) -> str:
-        """The transfer key of `version`."""
-        return f"{self._job}/{self._policy}/weights@{version}"
-
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> pb.WeightsRef:
-        """Publish a copy of `tensors` as `version`. Raises StorageFull."""
-        metadata = {"job_id": self._job, "policy": self._policy}
-        manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
-        return self._reference(version, manifest.checksum, manifest.num_bytes)
-
-    def ensure_base(self, base: AdaptedBase | None) -> None:
-        """Publish the frozen weights under an adapter, once for all policies of the job."""
-        if base is None:
-            return
-        key = base_key(self._job, base.checksum)
-        try:
-            self._transfer.get(key, expected_checksum=base.checksum)
-        except (KeyNotFound, Corrupt) as error:
-            log.info("publishing again", key=key, reason=error.message)
-            self._transfer.set(key, base.weights(), metadata={"job_id": self._job})
-
-    def ensure(
-        self, version: int, tensors: Mapping[str, torch.Tensor], expected: str
-    ) -> pb.WeightsRef:
-        """Publish `tensors` unless this host has a valid copy of the version. Idempotent.
-
-        Raises FailedPrecondition of kind "weights_changed" when `expected` (the ledger's
-        checksum, or empty) is not that of `tensors`.
-        """
-        checksum = checksum_of(tensors)
-        if expected and checksum != expected:
-            raise FailedPrecondition(
-                f"version {version} of policy {self._policy} has checksum {checksum} here, the "
-                f"ledger holds {expected}",
-                kind="weights_changed",
-                field=f"policies.{self._policy}.model",
-                value=version,
-                remedy="Restore the model that the job was started with, or start a new job.",
-            )
-        key = self.key(version)
-        try:
-            # Only a local copy counts: copies on other hosts are lost with those hosts.
-            if self._transfer.manifest(key).checksum != checksum:
-                raise Corrupt(key, "holds another attempt at this version")
-            manifest = self._transfer.get(key, expected_checksum=checksum)[1]
-        except (KeyNotFound, Corrupt) as error:
-            log.info("publishing again", key=key, reason=error.message)
-            return self.publish(version, tensors)
-        return self._reference(version, checksum, manifest.num_bytes)
-
-    def existing(self, version: int, checksum: str) -> pb.WeightsRef | None:
-        """The published version with this checksum, copied to this host; None if no host has it."""
-        try:
-            manifest = self._transfer.get(self.key(version), expected_checksum=checksum)[1]
-        except (KeyNotFound, Corrupt):
-            return None
-        return self._reference(version, checksum, manifest.num_bytes)
-
-    def prune(self, newest: int, keep: int) -> None:
-        """Delete all versions but the `keep` newest up to `newest`."""
-        prefix = f"{self._job}/{self._policy}/weights@"
-        for key in self._transfer.keys(prefix):
-            version = key.removeprefix(prefix)
-            if version.isdigit() and int(version) <= newest - keep:
-                self._transfer.delete(key)
-
-    def _reference(self, version: int, checksum: str, num_bytes: int) -> pb.WeightsRef:
-        return pb.WeightsRef(
-            job_id=self._job,
-            policy=self._policy,
-            version=version,
-            key=self.key(version),
-            checksum=checksum,
-            num_bytes=num_bytes,
-            holders=self._transfer.holders,
-        )
 
 
 class RemoteStates:
@@ -414,6 +328,12 @@ class Versions:
     def committed(self) -> int:
         """The number of the committed version."""
         return self.weights.version
+
+    def holds(self, version: int, checksum: str) -> bool:
+        """Whether the weights in memory are just those that were published as `version`. In the
+        compute thread."""
+        same = (self.weights.version, self.weights.checksum) == (version, checksum)
+        return same and self.made and not (self.dirty or self._rounded or self.learner.lost)
 
     @property
     def learner(self) -> AnyLearner:

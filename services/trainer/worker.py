@@ -36,6 +36,7 @@ from services.trainer.specifications import Specifications
 from services.trainer.state.suspension import ParameterPool, SuspendedStep
 from services.trainer.step import StepRun
 from services.trainer.versions import RemoteStates
+from services.trainer.weight_sender import WeightSender
 from troupe.devices import find_devices
 from troupe.job import JobSpec
 from troupe.rpc import (
@@ -45,6 +46,7 @@ from troupe.rpc import (
     TroupeError,
     connect,
 )
+from troupe.rpc.addresses import split_address
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import (
@@ -389,6 +391,7 @@ class TrainerWorker:
         self.steps = PolicySteps(settings, self._compute, telemetry)
         self.members = FrozenVersions(self.transfer, settings.data_dir)
         self.swaps = Swaps(self._specs, self.bindings, self.steps, self._compute, telemetry)
+        self.sender = WeightSender(self._compute, split_address(settings.address)[0])
         self._usage = BusyFraction()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._exit = contextlib.AsyncExitStack()
@@ -415,6 +418,7 @@ class TrainerWorker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(self._end_gangs(), self.lent.close())
+        await self._compute.hold(self.sender.close)
         await self.transfer.stop()
         await self._exit.aclose()
         self._compute.close()

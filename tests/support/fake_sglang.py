@@ -77,6 +77,8 @@ class FakeSglang:
         self.version = "default"
         self.paused = False
         self.session = False
+        self.buckets_left = -1
+        """A fault: after so many buckets of weights it refuses the next; negative: never."""
         self.calls: dict[str, Call] = {}
         self.bodies: list[dict[str, Any]] = []
         """What `/generate` was asked for."""

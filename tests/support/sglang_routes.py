@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fastapi import Body, Request, Response
+import torch.distributed as dist
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
     from tests.support.fake_sglang import FakeSglang
@@ -27,6 +31,27 @@ class GenerateReqInput(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     extra_key: str | None = None
+
+
+class UpdateWeightsFromTensorReqInput(BaseModel):
+    """The name and the format are what the client looks for."""
+
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    flush_cache: bool = True
+    weight_version: str | None = None
+
+
+class UpdateWeightsFromDistributedReqInput(BaseModel):
+    """The same for process groups."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None
+    flush_cache: bool = True
+    weight_version: str | None = None
 
 
 def add_routes(fake: FakeSglang) -> None:
@@ -174,19 +199,91 @@ def _new_routes(fake: FakeSglang) -> None:
         return _outcome(was, "Success" if was else "no weight-update session is open")
 
     @app.post("/update_weights_from_tensor")
-    async def from_tensor(body: dict[str, Any] = Body()) -> Response:  # noqa: B008
+    async def from_tensor(body: UpdateWeightsFromTensorReqInput) -> Response:
         if not fake.session:
             return _outcome(
                 False,
                 "update_weights_from_tensor must run between begin_weight_update() and "
                 "end_weight_update()",
             )
-        if fake.faults.refuse_update:
+        if fake.faults.refuse_update or fake.buckets_left == 0:
             return _outcome(False, "Failed to get weights")
-        fake.load(_received(body["serialized_named_tensors"][0]))
-        if body.get("weight_version") is not None:
-            fake.version = body["weight_version"]
+        fake.buckets_left -= 1
+        # Each rank reads its own payload; all must be of the same tensors.
+        found = [_received(payload) for payload in body.serialized_named_tensors]
+        assert len(found) == fake.info["tp_size"], "one payload for each rank"
+        if body.load_format == "flattened_bucket":
+            found = [_unflattened(one) for one in found]
+        for one in found[1:]:
+            assert one.keys() == found[0].keys()
+            assert all(torch.equal(one[name], found[0][name]) for name in one)
+        fake.load(found[0])
+        if body.weight_version is not None:
+            fake.version = body.weight_version
         return _outcome(True, "Success")
+
+    _group_routes(fake)
+
+
+def _group_routes(fake: FakeSglang) -> None:
+    """Process groups with a trainer, as 0.5.21 makes and uses them."""
+    app = fake.app
+    groups: dict[str, Any] = {}
+
+    @app.post("/init_weights_update_group")
+    async def join(body: dict[str, Any]) -> Response:
+        name = body["group_name"]
+        groups[name] = await asyncio.to_thread(_joined, body)
+        return _outcome(True, "Succeeded to initialize custom process group.")
+
+    @app.post("/destroy_weights_update_group")
+    async def leave(body: dict[str, Any]) -> Response:
+        group = groups.pop(body["group_name"], None)
+        if group is None:
+            return _outcome(False, "The group to be destroyed does not exist.")
+        dist.destroy_process_group(group)
+        return _outcome(True, "Succeeded to destroy custom process group.")
+
+    @app.post("/update_weights_from_distributed")
+    async def from_group(body: UpdateWeightsFromDistributedReqInput) -> Response:
+        if not fake.session:
+            return _outcome(
+                False,
+                "update_weights_from_distributed must run between begin_weight_update() and "
+                "end_weight_update()",
+            )
+        group = groups.get(body.group_name)
+        if group is None or fake.buckets_left == 0:
+            return _outcome(False, f"Failed to receive weights: Group {body.group_name} not in")
+        fake.buckets_left -= 1
+        assert body.load_format == "flattened_bucket"
+        (dtype,) = set(body.dtypes)
+        sizes = [torch.Size(shape).numel() for shape in body.shapes]
+        flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype))
+        await asyncio.to_thread(dist.broadcast, flat, 0, group)
+        parts = zip(body.names, flat.split(sizes), body.shapes, strict=True)
+        fake.load({name: part.reshape(shape) for name, part, shape in parts})
+        if body.weight_version is not None:
+            fake.version = body.weight_version
+        return _outcome(True, "Succeeded to update parameter online.")
+
+
+def _joined(body: dict[str, Any]) -> Any:
+    """The group of one rank after the trainer's."""
+    address = f"tcp://{body['master_address']}:{body['master_port']}"
+    rank, size, name = body["rank_offset"], body["world_size"], body["group_name"]
+    store, rank, size = next(c10d.rendezvous(address, rank, size, timeout=timedelta(seconds=30)))
+    group, _ = c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        dist.Backend(body["backend"]),
+        c10d.PrefixStore(name, store),
+        group_name=name,
+        timeout=timedelta(seconds=30),
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    return group
 
 
 def _adapter_routes(fake: FakeSglang) -> None:
@@ -233,6 +330,16 @@ def _adapter_routes(fake: FakeSglang) -> None:
 
 def _outcome(success: bool, message: str) -> Response:
     return JSONResponse({"success": success, "message": message}, 200 if success else 400)
+
+
+def _unflattened(bucket: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a flat one, as SGLang's `FlattenedTensorBucket` finds them."""
+    flat, found = bucket["flattened_tensor"], {}
+    for one in bucket["metadata"]:
+        assert one.numel == one.end_idx - one.start_idx == one.shape.numel()
+        assert one.dtype == flat.dtype
+        found[one.name] = flat[one.start_idx : one.end_idx].reshape(one.shape)
+    return found
 
 
 def _received(payload: str) -> dict[str, torch.Tensor]:

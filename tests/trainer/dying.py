@@ -19,13 +19,14 @@ from services.trainer.__main__ import make_service
 from services.trainer.claims import StepClaims
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import import_transformers
+from services.trainer.publication import Publication
 from services.trainer.server import TrainerService  # noqa: F401 - imported before the fork
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import training_state
 from services.trainer.state.durability import Durability, HostCopy, KeptRowsClient
 from services.trainer.state.suspension import Suspension
 from services.trainer.state.training_state import StateStore
-from services.trainer.versions import Publication, Versions
+from services.trainer.versions import Versions
 
 import_transformers()
 

@@ -361,6 +361,7 @@ class WeightsRef(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
+    TRAINED_ON_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     policy: _builtins.str
     version: _builtins.int
@@ -374,6 +375,10 @@ class WeightsRef(_message.Message):
         first. Whoever finds it nowhere there asks Orchestrator.LocateState.
         """
 
+    @_builtins.property
+    def trained_on(self) -> Global___DeviceWeights:
+        """Where the devices are that trained it. Not set for weights that no trainer holds."""
+
     def __init__(
         self,
         *,
@@ -384,14 +389,47 @@ class WeightsRef(_message.Message):
         checksum: _builtins.str = ...,
         num_bytes: _builtins.int = ...,
         holders: _abc.Iterable[_builtins.str] | None = ...,
+        trained_on: Global___DeviceWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["trained_on", b"trained_on"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "holders", b"holders", "job_id", b"job_id", "key", b"key", "num_bytes", b"num_bytes", "policy", b"policy", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "holders", b"holders", "job_id", b"job_id", "key", b"key", "num_bytes", b"num_bytes", "policy", b"policy", "trained_on", b"trained_on", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightsRef: _TypeAlias = WeightsRef  # noqa: Y015
+
+@_typing.final
+class DeviceWeights(_message.Message):
+    """A trainer that had published weights on its devices when this was written, and can send them from
+    there (Trainer.SendWeights).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAINER_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    trainer: _builtins.str
+    """"host:port" of the trainer."""
+    host_id: _builtins.str
+    """Host of its devices, as heartbeats name hosts."""
+    device: _builtins.str
+    """"cuda" or "cpu"."""
+    def __init__(
+        self,
+        *,
+        trainer: _builtins.str = ...,
+        host_id: _builtins.str = ...,
+        device: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host_id", b"host_id", "trainer", b"trainer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceWeights: _TypeAlias = DeviceWeights  # noqa: Y015
 
 @_typing.final
 class VersionSpan(_message.Message):

@@ -1402,6 +1402,7 @@ class EngineStatus(_message.Message):
     UPDATE_WAY_FIELD_NUMBER: _builtins.int
     UPDATE_EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
     UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
+    UPDATE_FALLBACKS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
@@ -1429,6 +1430,8 @@ class EngineStatus(_message.Message):
     """
     update_exposed_seconds: _builtins.float
     update_seconds: _builtins.float
+    update_fallbacks: _builtins.int
+    """Updates since its start that were to come from the trainer's devices, and came from host memory."""
     def __init__(
         self,
         *,
@@ -1452,10 +1455,11 @@ class EngineStatus(_message.Message):
         update_way: _builtins.str = ...,
         update_exposed_seconds: _builtins.float = ...,
         update_seconds: _builtins.float = ...,
+        update_fallbacks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "checksum", b"checksum", "decode_tokens_per_second", b"decode_tokens_per_second", "device_class", b"device_class", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "job_id", b"job_id", "kind", b"kind", "message", b"message", "policy", b"policy", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_per_second", b"tokens_per_second", "update_exposed_seconds", b"update_exposed_seconds", "update_seconds", b"update_seconds", "update_way", b"update_way", "version", b"version", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "checksum", b"checksum", "decode_tokens_per_second", b"decode_tokens_per_second", "device_class", b"device_class", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "job_id", b"job_id", "kind", b"kind", "message", b"message", "policy", b"policy", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_per_second", b"tokens_per_second", "update_exposed_seconds", b"update_exposed_seconds", "update_fallbacks", b"update_fallbacks", "update_seconds", b"update_seconds", "update_way", b"update_way", "version", b"version", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015

@@ -21,6 +21,227 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class SendWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WANTED_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def wanted(self) -> Global___WantedWeights: ...
+    @_builtins.property
+    def acknowledged(self) -> Global___WeightsAcknowledged: ...
+    def __init__(
+        self,
+        *,
+        wanted: Global___WantedWeights | None = ...,
+        acknowledged: Global___WeightsAcknowledged | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "message", b"message", "wanted", b"wanted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "message", b"message", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["wanted", "acknowledged"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___SendWeightsRequest: _TypeAlias = SendWeightsRequest  # noqa: Y015
+
+@_typing.final
+class WantedWeights(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    WAY_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    policy: _builtins.str
+    version: _builtins.int
+    checksum: _builtins.str
+    way: _builtins.str
+    """"ipc": by handles of device memory, to a server of this host. "broadcast": in a process group
+    with the server.
+    """
+    ranks: _builtins.int
+    """Tensor-parallel size of the server."""
+    group: _builtins.str
+    """A group that the server has joined before; empty if there is none."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        version: _builtins.int = ...,
+        checksum: _builtins.str = ...,
+        way: _builtins.str = ...,
+        ranks: _builtins.int = ...,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "group", b"group", "job_id", b"job_id", "policy", b"policy", "ranks", b"ranks", "version", b"version", "way", b"way"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedWeights: _TypeAlias = WantedWeights  # noqa: Y015
+
+@_typing.final
+class WeightsAcknowledged(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsAcknowledged: _TypeAlias = WeightsAcknowledged  # noqa: Y015
+
+@_typing.final
+class SendWeightsEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group(self) -> Global___UpdateGroup:
+        """The server is to join this group, at once: the trainer waits there."""
+
+    @_builtins.property
+    def ready(self) -> Global___WeightsReady:
+        """It is this caller's turn: the server may be paused now."""
+
+    @_builtins.property
+    def bucket(self) -> Global___WeightBucket: ...
+    def __init__(
+        self,
+        *,
+        group: Global___UpdateGroup | None = ...,
+        ready: Global___WeightsReady | None = ...,
+        bucket: Global___WeightBucket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "event", b"event", "group", b"group", "ready", b"ready"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "event", b"event", "group", b"group", "ready", b"ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["group", "ready", "bucket"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___SendWeightsEvent: _TypeAlias = SendWeightsEvent  # noqa: Y015
+
+@_typing.final
+class UpdateGroup(_message.Message):
+    """A process group of the trainer (rank 0) and the ranks of a server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    host: _builtins.str
+    port: _builtins.int
+    backend: _builtins.str
+    """"nccl" or "gloo"."""
+    world_size: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        host: _builtins.str = ...,
+        port: _builtins.int = ...,
+        backend: _builtins.str = ...,
+        world_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "host", b"host", "name", b"name", "port", b"port", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateGroup: _TypeAlias = UpdateGroup  # noqa: Y015
+
+@_typing.final
+class WeightsReady(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsReady: _TypeAlias = WeightsReady  # noqa: Y015
+
+@_typing.final
+class WeightBucket(_message.Message):
+    """Tensors of one dtype as one flat tensor, one after another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    """torch's name of it: "bfloat16"."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlatTensor]: ...
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """One for each rank of the server, by "ipc"; empty by "broadcast", which follows this message."""
+
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[Global___FlatTensor] | None = ...,
+        dtype: _builtins.str = ...,
+        handles: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "handles", b"handles", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightBucket: _TypeAlias = WeightBucket  # noqa: Y015
+
+@_typing.final
+class FlatTensor(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlatTensor: _TypeAlias = FlatTensor  # noqa: Y015
+
+@_typing.final
 class BindRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -114,6 +114,11 @@ class TrainerStub:
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.HostRanksRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_trainer__pb2.HostRanksEvent.FromString,
                 _registered_method=True)
+        self.SendWeights = channel.stream_stream(
+                '/troupe.v1.Trainer/SendWeights',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.SendWeightsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.SendWeightsEvent.FromString,
+                _registered_method=True)
 
 
 class TrainerServicer:
@@ -239,6 +244,16 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendWeights(self, request_iterator, context):
+        """Sends the committed weights of a bound policy from its devices to one inference server. The
+        caller, which has the server, first asks; then it acknowledges `ready`, and each bucket once
+        the server has loaded it. Between micro-batches; nothing is applied meanwhile. Refused when the
+        devices hold other weights by now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -321,6 +336,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.HostRanks,
                     request_deserializer=troupe_dot_v1_dot_trainer__pb2.HostRanksRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_trainer__pb2.HostRanksEvent.SerializeToString,
+            ),
+            'SendWeights': grpc.stream_stream_rpc_method_handler(
+                    servicer.SendWeights,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.SendWeightsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.SendWeightsEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -755,6 +775,33 @@ class Trainer:
             '/troupe.v1.Trainer/HostRanks',
             troupe_dot_v1_dot_trainer__pb2.HostRanksRequest.SerializeToString,
             troupe_dot_v1_dot_trainer__pb2.HostRanksEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/troupe.v1.Trainer/SendWeights',
+            troupe_dot_v1_dot_trainer__pb2.SendWeightsRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.SendWeightsEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -80,6 +80,12 @@ class TrainerStub:
     """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
     leaves the stream. One event when they were started; an error when they end before.
     """
+    SendWeights: _grpc.StreamStreamMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsEvent]
+    """Sends the committed weights of a bound policy from its devices to one inference server. The
+    caller, which has the server, first asks; then it acknowledges `ready`, and each bucket once
+    the server has loaded it. Between micro-batches; nothing is applied meanwhile. Refused when the
+    devices hold other weights by now.
+    """
 
 @_typing.type_check_only
 class TrainerAsyncStub(TrainerStub):
@@ -132,6 +138,12 @@ class TrainerAsyncStub(TrainerStub):
     HostRanks: _aio.UnaryStreamMultiCallable[_trainer_pb2.HostRanksRequest, _trainer_pb2.HostRanksEvent]  # type: ignore[assignment]
     """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
     leaves the stream. One event when they were started; an error when they end before.
+    """
+    SendWeights: _aio.StreamStreamMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsEvent]  # type: ignore[assignment]
+    """Sends the committed weights of a bound policy from its devices to one inference server. The
+    caller, which has the server, first asks; then it acknowledges `ready`, and each bucket once
+    the server has loaded it. Between micro-batches; nothing is applied meanwhile. Refused when the
+    devices hold other weights by now.
     """
 
 class TrainerServicer(metaclass=_abc_1.ABCMeta):
@@ -278,6 +290,18 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.HostRanksEvent], _abc.AsyncIterator[_trainer_pb2.HostRanksEvent]]:
         """Runs ranks of a gang that another worker leads on this worker's devices, until the caller
         leaves the stream. One event when they were started; an error when they end before.
+        """
+
+    @_abc_1.abstractmethod
+    def SendWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_trainer_pb2.SendWeightsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.SendWeightsEvent], _abc.AsyncIterator[_trainer_pb2.SendWeightsEvent]]:
+        """Sends the committed weights of a bound policy from its devices to one inference server. The
+        caller, which has the server, first asks; then it acknowledges `ready`, and each bucket once
+        the server has loaded it. Between micro-batches; nothing is applied meanwhile. Refused when the
+        devices hold other weights by now.
         """
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

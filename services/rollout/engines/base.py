@@ -104,6 +104,11 @@ class ServingEngine(ABC):
         self._settled.set()
 
     @property
+    def update_fallbacks(self) -> int:
+        """Updates that were to come from the trainer's devices, and came from host memory."""
+        return 0
+
+    @property
     def state(self) -> pb.EngineState.ValueType:
         """The state of the engine's life."""
         return self._life.now

@@ -244,6 +244,7 @@ class EngineKeeper:
             update_way=update.way,
             update_exposed_seconds=update.exposed_seconds,
             update_seconds=update.total_seconds,
+            update_fallbacks=engine.update_fallbacks,
         )
 
     def _start_timed_out(self, what: str) -> Unavailable:

@@ -35,6 +35,7 @@ from services.chassis.settings import ServiceSettings
 from services.trainer.compute import choose_device
 from services.trainer.learning.ranks import Stopped
 from services.trainer.learning.samples import Row
+from services.trainer.sending import Conversation
 from services.trainer.settings import TrainerSettings
 from services.trainer.state.suspension import pack_rows, unpack_rows
 from troupe.devices import find_devices
@@ -317,10 +318,12 @@ class Gang:
         body: bytes = b"",
         stop: threading.Event | None = None,
         loaded: Loaded = lambda done, total: None,
+        conversation: Conversation | None = None,
         **header: Any,
     ) -> Frame:
         """Have all ranks carry out an order; returns the answer of rank 0. `loaded`: is told how
-        many bytes of a model they have loaded, of how many.
+        many bytes of a model they have loaded, of how many. `conversation`: in which rank 0 sends
+        weights.
 
         Raises the error that ranks answer with, `Stopped` when `stop` is set, ValueError for a
         state of another model, and Aborted of kind "gang_lost" when a rank has ended: then all are
@@ -333,7 +336,7 @@ class Gang:
                 raise Stopped
             try:
                 self._channel.send(Frame({"order": name, **header}, body))
-                answer = self._answer(name, stop, loaded)
+                answer = self._answer(name, stop, loaded, conversation)
             except (EOFError, OSError) as error:
                 if not self._given_up.is_set():
                     # torchrun ends the other ranks and logs which was first.
@@ -463,13 +466,25 @@ class Gang:
             "were given TROUPE_GANG_NODES run `python -m services.trainer.gang`, each of them.",
         )
 
-    def _answer(self, name: str, stop: threading.Event | None, loaded: Loaded) -> Frame:
+    def _answer(
+        self,
+        name: str,
+        stop: threading.Event | None,
+        loaded: Loaded,
+        conversation: Conversation | None,
+    ) -> Frame:
         assert self._channel is not None
         stopped_at = 0.0
         while True:
             frame = self._channel.receive(_POLL_SECONDS)
             if frame is not None and "loaded" in frame.header:
                 loaded(*frame.header["loaded"])
+                continue
+            if frame is not None and conversation is not None and "event" in frame.header:
+                conversation.tell(trainer_pb2.SendWeightsEvent.FromString(frame.body))
+                continue
+            if frame is not None and conversation is not None and "waits" in frame.header:
+                self._channel.send(Frame({"order": _word(conversation, frame.header["waits"])}))
                 continue
             if frame is not None:
                 return frame
@@ -508,6 +523,33 @@ class Gang:
             remedy="The step begins again from the last committed state, nothing was counted; the "
             "worker's log says which rank ended and why.",
         )
+
+
+def _word(conversation: Conversation, seconds: float) -> str:
+    """What rank 0 is told when it waits for an acknowledgement."""
+    try:
+        conversation.acknowledged(seconds)
+    except Aborted:
+        return "stop"
+    return "acknowledged"
+
+
+class RankConversation:
+    """A `Conversation` of rank 0, through the lead."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def tell(self, event: trainer_pb2.SendWeightsEvent) -> None:
+        """See `Conversation`."""
+        self._channel.send(Frame({"event": True}, event.SerializeToString()))
+
+    def acknowledged(self, seconds: float) -> None:
+        """See `Conversation`."""
+        self._channel.send(Frame({"waits": seconds}))
+        frame = self._channel.receive(seconds + GRACE_SECONDS)
+        if frame is None or frame.header["order"] != "acknowledged":
+            raise Aborted("weights were not sent: the update was given up", kind="update_given_up")
 
 
 def launch(

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -64,6 +64,7 @@ from services.trainer.learning.samples import (
     columns_of,
     parse_rows,
 )
+from services.trainer.sending import Conversation, UpdateGroups, send_buckets
 from services.trainer.state.suspension import PooledParameters, split_fields, under
 from services.trainer.state.training_state import in_memory, reported
 from troupe.adapters.merge import Tensors
@@ -77,6 +78,7 @@ from troupe.scheduling.defaults import defaults_of
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.deferred import Layout
 from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import trainer_pb2
 from troupe.workflow.shipped import opened
 
 # File of a state that rank 0 writes for all.
@@ -124,6 +126,13 @@ def _gather(
         _gather_rest(left, part)
         raise
     _gather_rest(left, part)
+
+
+def _wholes(conversions: Iterable[Conversion], part: Read) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint on this rank's device, gathered group by group."""
+    for one in conversions:
+        sources = {name: whole(part(name)) for name in one.sources}
+        yield from one.convert(sources.__getitem__).items()
 
 
 def _gather_rest(left: Iterable[Conversion], part: Read) -> None:
@@ -374,6 +383,26 @@ class RankLearner(Learner):
         else:
             gather(self.weights() if what == "weights" else self.moments(), path)
 
+    def send(
+        self,
+        wanted: trainer_pb2.WantedWeights,
+        groups: UpdateGroups,
+        conversation: Conversation | None,
+    ) -> None:
+        """Send the published tensors to a server, on the rank that has a `conversation`; the others
+        take part in gathering them."""
+        form = self._trained.format
+        part = functools.partial(form.read, self.weights())
+        if conversation is None:
+            _gather_rest(form.conversions, part)
+            return
+        named = _wholes(form.conversions, part)
+        try:
+            send_buckets(wanted, named, groups, conversation)
+        finally:
+            for _ in named:  # the others are there
+                pass
+
 
 class ShardedModel(TrainedModel):
     """A `TrainedModel` of which this rank holds a shard of every parameter."""
@@ -517,6 +546,11 @@ class GangLearner:
     def discard(self) -> None:
         """Discard the current step."""
         self._order("discard")
+
+    def send(self, wanted: trainer_pb2.WantedWeights, conversation: Conversation) -> None:
+        """Have rank 0 send the published tensors to a server. Raises as `send_buckets`."""
+        body = wanted.SerializeToString()
+        self._gang.order("send", body, key=self._key, conversation=conversation)
 
     # State.
 

@@ -23,14 +23,24 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from services.chassis import logs
 from services.chassis.settings import ServiceSettings
 from services.trainer.compute import choose_device, give_back_memory
-from services.trainer.gang.gang import Channel, Frame, RankSettings, decode_rows, end_with_parent
+from services.trainer.gang.gang import (
+    Channel,
+    Frame,
+    RankConversation,
+    RankSettings,
+    decode_rows,
+    end_with_parent,
+)
 from services.trainer.gang.group import GangGroup
 from services.trainer.gang.learner import RankLearner
 from services.trainer.gang.shard_copy import ShardCopy
 from services.trainer.learning.ranks import Stopped
+from services.trainer.sending import UpdateGroups
 from services.trainer.specifications import HostSpecification
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, TroupeError, from_status, to_status
+from troupe.rpc.addresses import split_address
+from troupe.v1.trainer_pb2 import WantedWeights
 from troupe.workflow.shipped import open_shipped
 
 # Keys of the rendezvous store.
@@ -70,6 +80,7 @@ class Rank:
             report_load=self._report_load,
         )
         self._members: dict[str, RankLearner] = {}
+        self._update_groups = UpdateGroups(split_address(settings.address)[0], device)
         # Copies of their states; one that is being written when its policy leaves stays until then.
         self._copies: dict[str, ShardCopy] = {}
         # By key of the policy; on the first rank of each host but the lead's.
@@ -169,6 +180,9 @@ class Rank:
                 member.receive(header["tensors"], path)
             case "gather":
                 member.gather(header["what"], path)
+            case "send":
+                talk = None if self._channel is None else RankConversation(self._channel)
+                member.send(WantedWeights.FromString(order.body), self._update_groups, talk)
             case "suspend":
                 return {"values": member.suspend(path)}
             case "resume":

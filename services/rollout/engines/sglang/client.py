@@ -20,6 +20,7 @@ import orjson
 from services.rollout.engines.errors import BadTurn, BrokenReply, Refused, ReplyBroken, ServerGone
 from services.rollout.engines.turns import EngineTurn
 from troupe.mixtures import Indices, RoutingShape
+from troupe.v1 import trainer_pb2
 from troupe.workflow.backend import TokenIds
 
 # A server that is alive accepts within milliseconds; one that loads weights may take a minute.
@@ -211,12 +212,55 @@ class SglangClient:
             seconds_for(num_bytes),
         )
 
+    async def join_group(self, group: trainer_pb2.UpdateGroup) -> None:
+        """Join a process group with the trainer, whose rank 0 waits there."""
+        await self._acknowledged(
+            "/init_weights_update_group",
+            {
+                "master_address": group.host,
+                "master_port": group.port,
+                "rank_offset": 1,
+                "world_size": group.world_size,
+                "group_name": group.name,
+                "backend": group.backend,
+            },
+        )
+
+    async def leave_group(self, name: str) -> None:
+        """Leave a process group."""
+        await self._acknowledged("/destroy_weights_update_group", {"group_name": name})
+
+    async def update_from_group(
+        self, group: str, bucket: trainer_pb2.WeightBucket, num_bytes: int
+    ) -> None:
+        """Load what the trainer broadcasts in the group: tensors of `num_bytes` as a flat one."""
+        await self._acknowledged(
+            "/update_weights_from_distributed",
+            {
+                "names": [tensor.name for tensor in bucket.tensors],
+                "dtypes": [bucket.dtype] * len(bucket.tensors),
+                "shapes": [list(tensor.shape) for tensor in bucket.tensors],
+                "group_name": group,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            },
+            seconds_for(num_bytes),
+        )
+
     async def update_from_tensors(
-        self, payloads: list[str], version: str | None, num_bytes: int = 0
+        self,
+        payloads: list[str],
+        version: str | None,
+        num_bytes: int = 0,
+        *,
+        load_format: str | None = None,
     ) -> None:
         """Load serialized tensors, one payload per tensor-parallel rank; `version` names what is
-        loaded afterwards, None leaves the name. `num_bytes`: of the tensors."""
+        loaded afterwards, None leaves the name. `num_bytes`: of the tensors. `load_format`: of the
+        payloads, where they are no tensors by name."""
         body: Json = {"serialized_named_tensors": payloads, "flush_cache": False}
+        if load_format is not None:
+            body["load_format"] = load_format
         if version is not None:
             body["weight_version"] = version
         await self._acknowledged("/update_weights_from_tensor", body, seconds_for(num_bytes))
@@ -366,7 +410,8 @@ class Features:
     `retract`: a pause can return running turns to the queue; otherwise they are aborted and
     continued by us. `in_place`: it can leave them where they are, with their keys and values, and
     requests can say whose cached prefixes they share. `tensors`: weights can be sent as tensors;
-    `sessions`: such updates run between begin and end. `version_call`: the version can be set by
+    `sessions`: such updates run between begin and end. `buckets`: tensors can be sent as flat ones,
+    `groups`: in process groups, too. `version_call`: the version can be set by
     itself, without aborting turns. `memory`: weights and key-value cache can be released.
     `adapter_tensors`: LoRA adapters can be loaded from tensors. `loads`: path of the load report.
     """
@@ -376,6 +421,8 @@ class Features:
     pause: bool
     tensors: bool
     sessions: bool
+    buckets: bool
+    groups: bool
     version_call: bool
     memory: bool
     adapter_tensors: bool
@@ -386,8 +433,8 @@ class Features:
         """Read from an OpenAPI document."""
         paths = document.get("paths", {})
         schemas = document.get("components", {}).get("schemas", {})
-        pause = schemas.get("PauseGenerationReqInput", {}).get("properties", {})
-        generate = schemas.get("GenerateReqInput", {}).get("properties", {})
+        pause = _fields(schemas, "PauseGenerationReqInput")
+        generate = _fields(schemas, "GenerateReqInput")
         loads = next((path for path in ("/v1/loads", "/get_load") if path in paths), None)
         return Features(
             retract="/pause_generation" in paths and "mode" in pause,
@@ -395,11 +442,19 @@ class Features:
             pause="/pause_generation" in paths,
             tensors="/update_weights_from_tensor" in paths,
             sessions="/begin_weight_update" in paths,
+            buckets="load_format" in _fields(schemas, "UpdateWeightsFromTensorReqInput"),
+            groups="load_format" in _fields(schemas, "UpdateWeightsFromDistributedReqInput"),
             version_call="/update_weight_version" in paths,
             memory={"/release_memory_occupation", "/resume_memory_occupation"} <= set(paths),
             adapter_tensors="/load_lora_adapter_from_tensors" in paths,
             loads=loads,
         )
+
+
+def _fields(schemas: Mapping[str, Any], name: str) -> Collection[str]:
+    """The fields of a request in an OpenAPI document."""
+    fields: Collection[str] = schemas.get(name, {}).get("properties", {})
+    return fields
 
 
 @dataclass(frozen=True)

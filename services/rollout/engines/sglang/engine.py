@@ -124,6 +124,11 @@ class SglangEngine(ServingEngine):
         return self._server.client.url
 
     @property
+    def update_fallbacks(self) -> int:
+        """See `ServingEngine.update_fallbacks`."""
+        return self._server.updater.fallbacks if hasattr(self._server, "updater") else 0
+
+    @property
     def held_devices(self) -> frozenset[int]:
         """Indices of the worker's devices that a launched server has."""
         return self._server.devices.held(self.engine_id)

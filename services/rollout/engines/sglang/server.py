@@ -25,6 +25,7 @@ from services.rollout.engines.server_process import (
     release_urls,
 )
 from services.rollout.engines.sglang.client import Features, ServerLoad, SglangClient
+from services.rollout.engines.sglang.direct import DirectLoader, DirectWay
 from services.rollout.engines.sglang.update import DiskLoader, Updater, choose_loader
 from services.rollout.engines.weights import load_config, positions_of, skeleton, stop_ids
 from troupe.adapters import linear_layers
@@ -101,6 +102,8 @@ class Server:
         # How the model's routers choose, if turns say which experts they used.
         self.routing: RoutingShape | None = None
         self._process: ServerProcess | None = None
+        # Direct ways of weights that this server, or one before it, has refused or died of.
+        self._refused_ways: set[DirectWay] = set()
         # Served model name of a launched server, so that no other one is mistaken for it.
         self._name = ""
 
@@ -326,6 +329,16 @@ class Server:
             launched=launched,
             near=self.near,
             policy=self._policy,
+        )
+        loader = DirectLoader(
+            loader,
+            client,
+            features,
+            spec.engine.update,
+            ranks=self.ranks,
+            device=str(info.get("device") or ""),
+            near=self.near,
+            refused=self._refused_ways,
         )
         if spec.engine.cache == "keep" and not features.in_place:
             raise EngineStartFailed(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import logging
 import pickle
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -32,12 +31,13 @@ from services.rollout.engines.verification import (
 )
 from troupe.job import ModelSpec
 from troupe.transfer import Transfer
+from troupe.transfer.handles import handles
 from troupe.transfer.in_place import ModelDirectory
 from troupe.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-UpdateSetting = Literal["auto", "tensor", "disk"]
+UpdateSetting = Literal["auto", "tensor", "disk", "ipc", "broadcast"]
 
 # Bytes per tensor call by handles: bounds the shared memory that one call holds.
 _BUCKET_BYTES: Final = 1 << 30
@@ -100,6 +100,11 @@ class Updater:
         """The way of the weights that were loaded last."""
         return self._loader.way
 
+    @property
+    def fallbacks(self) -> int:
+        """Updates that were to take a direct way, and took another."""
+        return self._loader.fallbacks
+
     async def run(
         self, weights: NewWeights, *, changed: bool, gate: Callable[[bool], None]
     ) -> float:
@@ -113,6 +118,7 @@ class Updater:
             PROOFS.of(self.reference, weights.tensors, ref.checksum), self._loader.prepare(weights)
         )
         before = await self._client.weights_digest(num_bytes) if changed else None
+        await self._loader.reserve()
         began = time.monotonic()
         gate(False)
         try:
@@ -133,6 +139,7 @@ class Updater:
             raise update_failed(ref, str(error)) from error
         finally:
             gate(True)
+            await self._loader.release()
         await self._loader.loaded()
         try:
             await self._verify(ref, proof, before, num_bytes)
@@ -217,37 +224,48 @@ async def _served_logprobs(
     return got
 
 
-class Loader(Protocol):
+class Loader(ABC):
     """A way to get tensors into a paused server."""
 
+    # Updates that were to take a direct way, and took another.
+    fallbacks = 0
+
     @property
+    @abstractmethod
     def way(self) -> str:
         """Name, in metrics, of the way that the weights prepared last take."""
-        ...
 
+    @abstractmethod
     async def prepare(self, weights: NewWeights) -> None:
         """The part that can be done while the server still serves."""
-        ...
 
+    async def reserve(self) -> None:
+        """The last part before the pause: what others must wait for while it lasts."""
+        return
+
+    @abstractmethod
     async def load(self, client: SglangClient, *, flush: bool) -> bool:
         """The part that needs the server paused, with what was prepared; `flush`: forget cached
         prefixes in the same call, if that is possible. Returns whether they were forgotten. Raises
         the client's errors."""
-        ...
 
+    async def release(self) -> None:
+        """Free what was reserved, whatever became of the update. Repeatable."""
+        return
+
+    @abstractmethod
     async def loaded(self) -> None:
         """After a `load` that succeeded, while the server serves again: free what it needed."""
-        ...
 
+    @abstractmethod
     async def put(
         self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
     ) -> None:
         """Load some tensors over those of `version`, which the server holds. Raises the client's
         errors."""
-        ...
 
 
-class DiskLoader:
+class DiskLoader(Loader):
     """Through a model directory that the server sees: the published file in place where there is
     one (`Transfer.model_directory`), else a file that is written for it, in shared memory by
     default."""
@@ -335,7 +353,7 @@ class DiskLoader:
         )
 
 
-class TensorLoader:
+class TensorLoader(Loader):
     """As tensors in SGLang's encoding, a pickle (never used for our own messages).
 
     `ranks`: tensor-parallel size. `sessions`: between begin and end calls. `shared`: the server
@@ -397,7 +415,7 @@ class TensorLoader:
                 await client.end_update()
 
 
-class EitherLoader:
+class EitherLoader(Loader):
     """The first loader; once a server has refused it, the second one."""
 
     def __init__(self, first: Loader, second: Loader) -> None:
@@ -461,9 +479,10 @@ def choose_loader(
         shared=launched,
         names_version=features.version_call,
     )
-    if setting == "tensor" and not features.tensors:
+    needed = {"tensor": features.tensors, "ipc": features.buckets, "broadcast": features.groups}
+    if not needed.get(setting, True):
         raise EngineStartFailed(
-            "the server takes no tensors",
+            "the server takes no weights in this way",
             field=f"policies.{policy}.engine.update",
             value=setting,
             remedy="Use `auto` or `disk`, or a newer release.",
@@ -497,8 +516,4 @@ def payload(named: Any) -> str:
 
 def shared_payload(named: Any) -> str:
     """The encoding of `named` by handles of shared memory."""
-    # The default strategy passes file descriptors, which crashes SGLang's scheduler.
-    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(named)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return base64.b64encode(handles(named)).decode()

@@ -1,0 +1,274 @@
+"""Weights into a server from the devices that trained them, without a way through host memory.
+
+The trainer sends buckets (`Trainer.SendWeights`): on one host as handles of its device's memory
+(`ipc`), between hosts in a process group of trainer and server (`broadcast`). This side has the
+server, tells it what comes, and acknowledges what it has loaded. What was published in host memory
+is the proof as in every other way, and what is loaded where the direct way fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final, Literal
+
+import torch
+
+from services.chassis.heartbeat import host_id
+from services.chassis.transfer import HostTransfer
+from services.rollout.engines.errors import BrokenReply, Refused, ServerGone
+from services.rollout.engines.sglang.client import Features, SglangClient, seconds_for
+from services.rollout.engines.sglang.update import Loader, NewWeights, UpdateSetting
+from troupe.rpc import Aborted, DataLoss, TroupeError, Unavailable, connect
+from troupe.v1 import trainer_pb2 as pb
+from troupe.v1 import trainer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+DirectWay = Literal["ipc", "broadcast"]
+# The trainer's pass, after which it is this server's turn; the server still serves meanwhile.
+_TURN_SECONDS: Final = 180.0
+_FAILURES: Final = (Refused, BrokenReply, TroupeError, TimeoutError)
+
+
+class DirectLoader(Loader):
+    """Through the trainer's devices where that is possible; else through another loader.
+
+    `auto`: from a GPU to a GPU, by the way that reaches the server.
+    """
+
+    def __init__(
+        self,
+        other: Loader,
+        client: SglangClient,
+        features: Features,
+        setting: UpdateSetting,
+        *,
+        ranks: int,
+        device: str,
+        near: bool,
+        refused: set[DirectWay],
+    ) -> None:
+        """`ranks`: tensor-parallel size; `device`: what the server computes on; `near`: whether its
+        address is this host's. `refused`: ways that the engine's servers have refused or died of,
+        which are not tried again; added to here."""
+        self._other, self._client, self._features = other, client, features
+        self._setting, self._ranks, self._device, self._near = setting, ranks, device, near
+        self._refused = refused
+        # The process group that the server has joined last; empty if there is none.
+        self._group = ""
+        self._weights: NewWeights | None = None
+        self._update: _Update | None = None
+        self._direct: DirectWay | None = None
+
+    @property
+    def way(self) -> str:
+        """`ipc` or `broadcast`, or that of the other loader."""
+        return self._direct or self._other.way
+
+    async def prepare(self, weights: NewWeights) -> None:
+        """Prepare the other loader: it follows in the same pause if this one fails."""
+        self._weights, self._direct = weights, None
+        await self._other.prepare(weights)
+
+    async def reserve(self) -> None:
+        """Wait for this server's turn with the trainer; the server joins its group if need be."""
+        assert self._weights is not None  # prepared
+        if (way := self.chosen(self._weights)) is None:
+            return
+        update = _Update(self._client, self._weights, way, self._ranks, self._group)
+        try:
+            async with asyncio.timeout(_TURN_SECONDS):
+                self._group = await update.begin()
+        except (*_FAILURES, ServerGone) as error:
+            await update.close()
+            self._failed(way, error)
+        except BaseException:
+            await update.close()
+            raise
+        else:
+            self._update = update
+
+    async def load(self, client: SglangClient, *, flush: bool) -> bool:
+        """Load from the trainer's devices, or by the other loader."""
+        update = self._update
+        if update is not None:
+            try:
+                await update.run(sessions=self._features.sessions)
+                self._direct = update.way
+                return False
+            except _FAILURES as error:
+                # Every tensor is loaded once more, so that none of a part remains.
+                self._failed(update.way, error)
+            except ServerGone:
+                self._refused.add(update.way)
+                raise
+            finally:
+                await self.release()
+        return await self._other.load(client, flush=flush)
+
+    async def loaded(self) -> None:
+        """Free what the other loader had prepared."""
+        self._weights = None
+        await self._other.loaded()
+
+    async def release(self) -> None:
+        """Let go of the trainer. Repeatable."""
+        update, self._update = self._update, None
+        if update is not None:
+            await update.close()
+
+    async def put(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        """By the other loader."""
+        await self._other.put(client, tensors, version)
+
+    def chosen(self, weights: NewWeights) -> DirectWay | None:
+        """The direct way of `weights` into this server; None if there is none."""
+        source, features = weights.ref.trained_on, self._features
+        forced = self._setting in ("ipc", "broadcast")
+        gpus = source.device == self._device == "cuda"
+        if not source.trainer or not (forced or (gpus and self._setting == "auto")):
+            return None
+        here = self._near and source.host_id == host_id()
+        way: DirectWay = "ipc" if here and self._setting != "broadcast" else "broadcast"
+        able = features.buckets if way == "ipc" else features.groups
+        if not able or not features.version_call or self._setting not in ("auto", way):
+            return None
+        return None if way in self._refused else way
+
+    def _failed(self, way: DirectWay, error: BaseException) -> None:
+        self.fallbacks += 1
+        if way == "broadcast":
+            self._group = ""
+        if isinstance(error, Refused):
+            self._refused.add(way)
+        url, other = self._client.url, self._other.way
+        log.warning("%s: no weights by %s, but by %s: %s", url, way, other, error)
+
+
+class _Update:
+    """One update: the stream from the trainer, and the calls of the server that belong to it."""
+
+    def __init__(
+        self, client: SglangClient, weights: NewWeights, way: DirectWay, ranks: int, group: str
+    ) -> None:
+        """`group`: the one that the server has joined; empty if none."""
+        self.way = way
+        self._client, self._weights = client, weights
+        self._wanted = pb.WantedWeights(
+            job_id=weights.ref.job_id,
+            policy=weights.ref.policy,
+            version=weights.ref.version,
+            checksum=weights.ref.checksum,
+            way=way,
+            ranks=ranks,
+            group=group,
+        )
+        settings = weights.source.client if isinstance(weights.source, HostTransfer) else None
+        self._channel = connect(weights.ref.trained_on.trainer, settings)
+        # None ends them.
+        self._messages: asyncio.Queue[pb.SendWeightsRequest | None] = asyncio.Queue()
+        self._call: Any = None
+        self._stream: Any = None
+        # Names that have not come yet.
+        self._missing = set(weights.tensors)
+
+    async def begin(self) -> str:
+        """Wait until the trainer is ready; returns the group of trainer and server."""
+        self._messages.put_nowait(pb.SendWeightsRequest(wanted=self._wanted))
+        stub = trainer_pb2_grpc.TrainerStub(self._channel)
+        self._call = stub.SendWeights(self._outgoing())
+        self._stream = aiter(self._call)
+        group = self._wanted.group
+        while True:
+            event = await self._next()
+            if event.HasField("ready"):
+                return group
+            if group:  # of a trainer that has gone
+                with contextlib.suppress(Refused):
+                    await self._client.leave_group(group)
+            group = self._wanted.group = event.group.name
+            await self._client.join_group(event.group)
+
+    async def run(self, *, sessions: bool) -> None:
+        """Have the server load all buckets; it is paused."""
+        client = self._client
+        if sessions:
+            await client.begin_update()
+        try:
+            self._acknowledge()
+            async with asyncio.timeout(seconds_for(self._weights.num_bytes)):
+                while self._missing:
+                    event = await self._next()
+                    self._check(event.bucket)
+                    await self._load(event.bucket)
+                    self._acknowledge()
+                await self._end()
+        finally:
+            if sessions:
+                await client.end_update()
+
+    async def close(self) -> None:
+        """Leave the trainer. Repeatable."""
+        self._messages.put_nowait(None)
+        if self._call is not None:
+            self._call.cancel()
+        await self._channel.close(None)
+
+    async def _load(self, bucket: pb.WeightBucket) -> None:
+        if self.way == "ipc":
+            payloads = [base64.b64encode(one).decode() for one in bucket.handles]
+            await self._client.update_from_tensors(
+                payloads, None, _num_bytes(bucket), load_format="flattened_bucket"
+            )
+        else:
+            group, size = self._wanted.group, _num_bytes(bucket)
+            await self._client.update_from_group(group, bucket, size)
+
+    def _check(self, bucket: pb.WeightBucket) -> None:
+        """Raise DataLoss unless just these tensors were published and have not come yet."""
+        published = self._weights.tensors
+        for one in bucket.tensors:
+            known = one.name in self._missing
+            if known:
+                tensor = published[one.name]
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                known = (list(tensor.shape), dtype) == (list(one.shape), bucket.dtype)
+            if not known:
+                raise DataLoss(
+                    f"the trainer sent {one.name} as {bucket.dtype} {list(one.shape)}, which is "
+                    "not what it has published",
+                    kind="weights_mismatch",
+                )
+            self._missing.discard(one.name)
+
+    def _acknowledge(self) -> None:
+        message = pb.SendWeightsRequest(acknowledged=pb.WeightsAcknowledged())
+        self._messages.put_nowait(message)
+
+    async def _next(self) -> pb.SendWeightsEvent:
+        try:
+            event: pb.SendWeightsEvent = await anext(self._stream)
+        except StopAsyncIteration as error:
+            raise Aborted("the trainer sent less than it has published") from error
+        return event
+
+    async def _end(self) -> None:
+        """Raise unless the trainer has no more to send."""
+        with contextlib.suppress(StopAsyncIteration):
+            await anext(self._stream)
+            raise Unavailable("the trainer sent more than it has published")
+
+    async def _outgoing(self) -> AsyncIterator[pb.SendWeightsRequest]:
+        while (message := await self._messages.get()) is not None:
+            yield message
+
+
+def _num_bytes(bucket: pb.WeightBucket) -> int:
+    size = getattr(torch, bucket.dtype).itemsize
+    return sum(int(torch.Size(one.shape).numel()) * size for one in bucket.tensors)

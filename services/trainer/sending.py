@@ -1,0 +1,167 @@
+"""Weights from the devices that train them to inference servers, without a way through host memory.
+
+`send_buckets` runs where the tensors are: in the worker, or in rank 0 of a gang. It talks with the
+rollout service, which has the server, through a `Conversation` (over gRPC: weight_sender.py). A
+server on this host gets handles of the buckets; one on another host is in a process group with the
+trainer (`UpdateGroups`), which broadcasts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from troupe.transfer.flat_buckets import FlatBucket, flat_buckets
+from troupe.transfer.handles import handles
+from troupe.v1 import trainer_pb2 as pb
+
+log = structlog.get_logger("troupe.trainer")
+
+# Bytes of a bucket on the device; two are there at a time.
+_BUCKET_BYTES: Final = 512 << 20
+# A server that is being paused, or joins a group.
+_READY_SECONDS: Final = 45.0
+# A server that loads a bucket from its own device does it in a fraction of this.
+_SLOWEST_BYTES_PER_SECOND: Final = 50e6
+# Groups whose servers are gone are dropped when there are more.
+_MOST_GROUPS: Final = 64
+# The group's own limit on an operation: its callers give up long before, and abort it.
+_GROUP_SECONDS: Final = 1800.0
+
+
+class Conversation(Protocol):
+    """What the sender of weights has to do with the caller."""
+
+    def tell(self, event: pb.SendWeightsEvent) -> None:
+        """Send an event."""
+        ...
+
+    def acknowledged(self, seconds: float) -> None:
+        """Wait for the caller's acknowledgement. Raises Aborted when it left, or is too late."""
+        ...
+
+
+@dataclass(frozen=True)
+class _JoinedGroup:
+    group: Any
+    # Rank 0 serves the keys by which the others find it.
+    store: Any
+
+
+class UpdateGroups:
+    """The process groups of this process with inference servers, by name. This is rank 0."""
+
+    def __init__(self, host: str, device: torch.device) -> None:
+        """`host`: the address at which servers reach this one."""
+        self._host, self._device = host, device
+        self._groups: dict[str, _JoinedGroup] = {}
+
+    def of(self, wanted: pb.WantedWeights, conversation: Conversation) -> str:
+        """The name of the group with a server, which is told to join unless it has. Blocking."""
+        if wanted.group in self._groups:
+            return wanted.group
+        while len(self._groups) >= _MOST_GROUPS:
+            self.drop(next(iter(self._groups)))
+        name, size = f"troupe-{secrets.token_hex(6)}", 1 + wanted.ranks
+        limit = timedelta(seconds=_READY_SECONDS)
+        store = TCPStore("0.0.0.0", 0, size, is_master=True, timeout=limit, wait_for_workers=False)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        where = pb.UpdateGroup(
+            name=name, host=self._host, port=store.port, backend=backend, world_size=size
+        )
+        conversation.tell(pb.SendWeightsEvent(group=where))
+        self._groups[name] = _JoinedGroup(_joined(name, store, backend, size), store)
+        log.info("an engine joined a group", group=name, ranks=wanted.ranks, backend=backend)
+        return name
+
+    def broadcast(self, name: str, tensor: torch.Tensor) -> Any:
+        """Begin to send a tensor to the group; returns what to wait for."""
+        return dist.broadcast(tensor, 0, self._groups[name].group, async_op=True)
+
+    def drop(self, name: str) -> None:
+        """End a group, also in the middle of a broadcast that nobody receives. Idempotent."""
+        left = self._groups.pop(name, None)
+        if left is None:
+            return
+        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+            left.group.abort()  # destroying alone would wait for what is being sent
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group(left.group)
+
+    def close(self) -> None:
+        """End all groups."""
+        for name in list(self._groups):
+            self.drop(name)
+
+
+def _joined(name: str, store: Any, backend: str, size: int) -> Any:
+    """The group, as SGLang's `init_custom_process_group` makes it. Beside the groups of a gang: its
+    ranks are not those of the default group, if there is one."""
+    from torch.distributed import distributed_c10d as c10d
+
+    group, _ = c10d._new_process_group_helper(
+        size,
+        0,
+        [],
+        dist.Backend(backend),
+        PrefixStore(name, store),
+        group_name=name,  # type: ignore[arg-type]
+        timeout=timedelta(seconds=_GROUP_SECONDS),
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # type: ignore[index]
+    return group
+
+
+def send_buckets(
+    wanted: pb.WantedWeights,
+    named: Iterable[tuple[str, torch.Tensor]],
+    groups: UpdateGroups,
+    conversation: Conversation,
+) -> None:
+    """Send tensors to one server. A bucket is kept until the server has loaded it; the next one is
+    made meanwhile.
+
+    Raises Aborted when the caller leaves or acknowledges too late.
+    """
+    group = groups.of(wanted, conversation) if wanted.way == "broadcast" else ""
+    conversation.tell(pb.SendWeightsEvent(ready=pb.WeightsReady()))
+    conversation.acknowledged(_READY_SECONDS)
+    sent: tuple[FlatBucket, Any] | None = None
+    try:
+        for bucket in itertools.chain(flat_buckets(named, _BUCKET_BYTES), (None,)):
+            if bucket is not None and bucket.flat.is_cuda:
+                torch.cuda.synchronize(bucket.flat.device)  # another process reads it
+            if sent is not None:
+                size = sent[0].flat.nbytes
+                conversation.acknowledged(_READY_SECONDS + size / _SLOWEST_BYTES_PER_SECOND)
+                if sent[1] is not None:
+                    sent[1].wait()
+            if bucket is None:
+                break
+            conversation.tell(pb.SendWeightsEvent(bucket=_described(bucket, wanted)))
+            work = groups.broadcast(group, bucket.flat) if group else None
+            sent = bucket, work
+    except BaseException:
+        groups.drop(group)
+        raise
+
+
+def _described(bucket: FlatBucket, wanted: pb.WantedWeights) -> pb.WeightBucket:
+    found = pb.WeightBucket(dtype=bucket.dtype)
+    for name, shape in bucket.shapes.items():
+        found.tensors.add(name=name, shape=shape)
+    if wanted.way == "ipc":
+        content = bucket.for_server()
+        found.handles.extend(handles(content) for _ in range(wanted.ranks))
+    return found

@@ -1,0 +1,62 @@
+"""Weights from rank 0 of a gang of two gloo ranks: gathered bucket by bucket, through the lead."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.trainer.gang.gang import Gangs
+from services.trainer.settings import TrainerSettings
+from tests.trainer.gang.test_gang import assert_equal, gang_spec, rows_of, together
+from troupe.rpc import Aborted
+from troupe.v1 import trainer_pb2 as pb
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def gangs() -> Iterator[Gangs]:
+    some = Gangs(TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_timeout_seconds=60))
+    yield some
+    some.close()
+
+
+class Reader:
+    """The caller: opens the handles as a server does, and leaves when it is told to."""
+
+    def __init__(self, *, leaves_after: int = 10_000) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+        self._left = leaves_after
+
+    def tell(self, event: pb.SendWeightsEvent) -> None:
+        for handle in event.bucket.handles:
+            content = pickle.loads(handle)
+            flat = content["flattened_tensor"]
+            for one in content["metadata"]:
+                part = flat[one.start_idx : one.end_idx].reshape(one.shape)
+                self.found[one.name] = part.clone()
+
+    def acknowledged(self, seconds: float) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Aborted("it left", kind="update_given_up")
+
+
+def test_the_published_tensors_of_a_gang_are_sent(tokenizer: Path, gangs: Gangs) -> None:
+    gang = together(gangs, gang_spec(tokenizer), double=False)
+    wanted = pb.WantedWeights(job_id="job", policy="solver", way="ipc", ranks=3)
+    for step in range(2):
+        reader = Reader()
+        gang.send(wanted, reader)
+        assert_equal(reader.found, gang.published())
+        # A caller that leaves costs the update, not the gang.
+        with pytest.raises(Aborted, match="given up"):
+            gang.send(wanted, Reader(leaves_after=step))
+        gang.accumulate(rows_of(gang_spec(tokenizer), 6, step))
+        assert gang.apply(step).applied
+    assert not gang.lost
+    gang.release()

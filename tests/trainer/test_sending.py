@@ -1,0 +1,251 @@
+"""Weights from a real trainer's devices into SGLang servers, through shared memory and gloo.
+
+The double of the server is a process of its own where bytes must travel between processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.rollout.engines.sglang.direct import DirectLoader
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.weights import load_config
+from services.trainer import sending
+from tests.rollout.engines.real_server import interpreter
+from tests.support.fake_sglang import FakeSglang, serve
+from tests.trainer.stage import Trainer, TrainingStage
+from troupe.job import JobSpec, PolicySpec
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
+from troupe.transfer.flat_buckets import flat_buckets
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import trainer_pb2
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "_BUCKET_BYTES", 4096)
+
+
+@pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.slow)])
+def python(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """What launches a server: the double, or SGLang where the environment names one."""
+    if request.param == "real":
+        return interpreter(tmp_path)
+    script = tmp_path / "python"
+    script.write_text(
+        f'#!/bin/sh\nshift 2\nPYTHONPATH="{ROOT}" exec {sys.executable} '
+        '-m tests.support.sglang_process "$@"\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return str(script)
+
+
+@pytest.fixture
+async def fake(stage: TrainingStage) -> AsyncIterator[FakeSglang]:
+    """The double in this process."""
+    model = stage.spec().policies["solver"].language_model
+    fake = FakeSglang(load_config(model, "solver").to_dict())
+    async with serve(fake):
+        yield fake
+
+
+@asynccontextmanager
+async def engine_of(spec: JobSpec, **engine: Any) -> AsyncIterator[SglangEngine]:
+    own = spec.policies["solver"].model_dump()
+    own["engine"] |= {"kind": "sglang", "max_running": 4, "start_timeout_seconds": 400, **engine}
+    made = SglangEngine("e0", "solver", PolicySpec.model_validate(own))
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+def url(fake: FakeSglang) -> str:
+    return f"http://127.0.0.1:{fake.server.port}"
+
+
+def loader_of(engine: SglangEngine) -> DirectLoader:
+    loader = engine._server.updater._loader
+    assert isinstance(loader, DirectLoader)
+    return loader
+
+
+async def trained(stage: TrainingStage, trainer: Trainer, spec: JobSpec, step: int) -> Any:
+    """The weights after a further step."""
+    await stage.open(step, version=step)
+    await stage.play(stage.first_model(spec), step=step, version=step)
+    return (await trainer.run(step, step)).weights
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("way", "ranks"), [("ipc", 3), ("broadcast", 1)])
+async def test_versions_travel_from_the_trainer_to_a_server(
+    stage: TrainingStage, python: str, way: str, ranks: int, request: pytest.FixtureRequest
+) -> None:
+    spec, trainer = stage.spec(), await stage.trainer()
+    first = await trainer.bind(spec)
+    ranks = 1 if "real" in request.node.name else ranks
+    engine = {"python": python, "update": way, "tensor_parallel": ranks, "max_context": 64}
+    async with engine_of(spec, **engine) as served:
+        await served.update_weights(first, stage.transfer)
+        assert served.last_update is not None
+        assert (served.last_update.way, served.update_fallbacks) == (way, 0)
+        group = loader_of(served)._group
+        second = await trained(stage, trainer, spec, 0)
+        await served.update_weights(second, stage.transfer)  # proven by the prompt's log-probs
+        assert (served.last_update.version, served.last_update.way) == (1, way)
+        assert (served.version, served.checksum) == (1, second.checksum)
+        assert served.update_fallbacks == 0
+        # A group is made once.
+        assert loader_of(served)._group == group
+        assert bool(group) == (way == "broadcast")
+
+
+@pytest.mark.usefixtures("small_buckets")
+async def test_an_update_that_breaks_half_way_is_loaded_from_host_memory(
+    stage: TrainingStage, fake: FakeSglang
+) -> None:
+    spec, trainer = stage.spec(), await stage.trainer()
+    first = await trainer.bind(spec)
+    async with engine_of(spec, urls=[url(fake)], update="ipc") as served:
+        await served.update_weights(first, stage.transfer)
+        assert served.last_update is not None
+        assert served.last_update.way == "ipc"
+        second = await trained(stage, trainer, spec, 0)
+        fake.buckets_left = 1  # the first is loaded, the second refused
+        await served.update_weights(second, stage.transfer)
+        assert (served.version, fake.version) == (1, "1")
+        assert (served.last_update.way, served.update_fallbacks) == ("in_place", 1)
+        published = stage.weights(second)
+        assert all(torch.equal(fake._held[name], published[name]) for name in published)
+        assert not fake.session
+        # The server has refused the way: it is not tried again.
+        fake.buckets_left = -1
+        await served.update_weights(third := await trained(stage, trainer, spec, 1), stage.transfer)
+        assert (served.last_update.way, served.update_fallbacks) == ("in_place", 1)
+        assert served.checksum == third.checksum
+
+
+async def test_a_trainer_that_moved_on_or_is_gone(stage: TrainingStage, fake: FakeSglang) -> None:
+    spec, trainer = stage.spec(), await stage.trainer()
+    await trainer.bind(spec)
+    async with engine_of(spec, urls=[url(fake)], update="ipc") as served:
+        second = await trained(stage, trainer, spec, 0)
+        third = await trained(stage, trainer, spec, 1)
+        await served.update_weights(second, stage.transfer)
+        assert served.last_update is not None
+        assert (served.last_update.way, served.update_fallbacks) == ("in_place", 1)
+        gone = pb.WeightsRef()
+        gone.CopyFrom(third)
+        gone.trained_on.trainer = "127.0.0.1:1"
+        await served.update_weights(gone, stage.transfer)
+        assert (served.version, served.last_update.way) == (2, "in_place")
+        assert served.update_fallbacks == 2
+
+
+async def test_on_a_cpu_nothing_is_sent_unless_the_job_says_so(
+    stage: TrainingStage, fake: FakeSglang
+) -> None:
+    spec, trainer = stage.spec(), await stage.trainer()
+    first = await trainer.bind(spec)
+    assert first.trained_on.device == "cpu"
+    async with engine_of(spec, urls=[url(fake)]) as served:
+        await served.update_weights(first, stage.transfer)
+        assert served.last_update is not None
+        assert (served.last_update.way, served.update_fallbacks) == ("in_place", 0)
+        loader = loader_of(served)
+        loader._device = "cuda"
+        weights = sending_weights(first)
+        weights.ref.trained_on.device = "cuda"
+        assert loader.chosen(weights) == "ipc"
+        weights.ref.trained_on.host_id = "another host"
+        assert loader.chosen(weights) == "broadcast"
+        loader._setting = "disk"
+        assert loader.chosen(weights) is None
+
+
+def sending_weights(ref: pb.WeightsRef) -> Any:
+    from services.rollout.engines.sglang.update import NewWeights
+
+    mine = pb.WeightsRef()
+    mine.CopyFrom(ref)
+    return NewWeights({}, mine)
+
+
+async def test_what_cannot_be_sent_is_refused(stage: TrainingStage) -> None:
+    spec, trainer = stage.spec(), await stage.trainer()
+    first = await trainer.bind(spec)
+
+    async def events(**wanted: Any) -> list[trainer_pb2.SendWeightsEvent]:
+        message = trainer_pb2.WantedWeights(
+            job_id=stage.job_id, policy="solver", checksum=first.checksum, way="ipc", ranks=1
+        )
+        message.MergeFrom(trainer_pb2.WantedWeights(**wanted))
+
+        async def messages() -> AsyncIterator[trainer_pb2.SendWeightsRequest]:
+            yield trainer_pb2.SendWeightsRequest(wanted=message)
+            await asyncio.sleep(60)
+
+        return [event async for event in trainer.stub.SendWeights(messages(), timeout=20)]
+
+    with pytest.raises(InvalidArgument) as way:
+        await events(way="post")
+    assert way.value.field == "way"
+    with pytest.raises(NotFound, match="not bound"):
+        await events(policy="another")
+    with pytest.raises(FailedPrecondition) as version:
+        await events(version=7)
+    assert version.value.kind == "weights_moved_on"
+
+
+async def test_a_caller_that_leaves_frees_the_trainer(stage: TrainingStage) -> None:
+    spec, trainer = stage.spec(), await stage.trainer()
+    first = await trainer.bind(spec)
+    wanted = trainer_pb2.WantedWeights(
+        job_id=stage.job_id, policy="solver", checksum=first.checksum, way="ipc", ranks=1
+    )
+
+    async def messages() -> AsyncIterator[trainer_pb2.SendWeightsRequest]:
+        yield trainer_pb2.SendWeightsRequest(wanted=wanted)
+        await asyncio.sleep(60)
+
+    stream = trainer.stub.SendWeights(messages(), timeout=60)
+    async for event in stream:
+        assert event.HasField("ready")
+        break
+    stream.cancel()
+    async with asyncio.timeout(sending._READY_SECONDS / 2):
+        assert (await trained(stage, trainer, spec, 0)).version == 1
+
+
+def test_buckets_hold_every_tensor_once() -> None:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(7):
+            dtype = torch.float32 if number == 3 else torch.bfloat16
+            yield f"t{number}", torch.randn(number, 5).to(dtype)
+
+    given = dict(tensors())
+    found: dict[str, torch.Tensor] = {}
+    for bucket in flat_buckets(given.items(), 120):
+        content = bucket.for_server()
+        assert content["flattened_tensor"].nbytes <= 120 or len(bucket.shapes) == 1
+        for one in content["metadata"]:
+            part = bucket.flat[one.start_idx : one.end_idx].reshape(one.shape)
+            assert one.name not in found
+            found[one.name] = part
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[name], given[name]) for name in given)
+    assert all(found[name].dtype == given[name].dtype for name in given)
