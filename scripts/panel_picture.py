@@ -24,7 +24,7 @@ FIGURES: Final = Path(__file__).resolve().parent.parent / "docs/figures"
 WIDTHS: Final = (1400, 400)
 Scheme = Literal["light", "dark"]
 SCHEMES: Final[tuple[Scheme, ...]] = ("light", "dark")
-VIEWS: Final = ("run", "conversations", "compare", "population", "cluster", "new")
+VIEWS: Final = ("run", "conversations", "compare", "population", "cluster", "new", "plan")
 # Of the docs: name, view, scheme, width and height.
 DOCS: Final[tuple[tuple[str, str, Scheme, int, int], ...]] = (
     ("panel", "run", "light", 1400, 900),
@@ -64,6 +64,11 @@ def show(page: Any, link: str, view: str) -> None:
         for _ in range(min(2, others.count())):
             others.first.click()
         page.wait_for_timeout(1_500)
+    if view == "plan":
+        page.click("#plan-form button")
+        page.wait_for_selector(
+            "#plan-result:not([hidden]), #plan-problem:not(:empty)", timeout=90_000
+        )
     if view == "new":
         page.fill("#submit-spec", "")
         page.click("#submit-spec")

@@ -13,7 +13,7 @@ from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sse_starlette import EventSourceResponse
 
-from services.control_panel import access, calls, functions_api, jobs_api, limits, views
+from services.control_panel import access, calls, functions_api, jobs_api, limits, plan_api, views
 from services.control_panel.access import Panel
 from services.control_panel.calls import Upstream, upstream
 from services.control_panel.events import EVENT_STREAM, ClusterFeed
@@ -67,6 +67,7 @@ def create_app(
     app.include_router(functions_api.router)
     app.include_router(jobs_api.populations)
     app.include_router(jobs_api.specifications)
+    app.include_router(plan_api.router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
     @app.get("/", include_in_schema=False)

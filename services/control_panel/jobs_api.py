@@ -37,7 +37,7 @@ populations = APIRouter(prefix="/api/jobs", tags=["populations"])
 specifications = APIRouter(prefix="/api/specification", tags=["jobs"])
 
 
-def _specification_body(*, required: bool) -> dict[str, Any]:
+def specification_body(*, required: bool) -> dict[str, Any]:
     """The OpenAPI description of a body that is read as text."""
     schema = {"type": "string", "description": "The job's specification."}
     content = {kind: {"schema": schema} for kind in (*YAML_TYPES, JSON_TYPE)}
@@ -73,7 +73,7 @@ async def list_jobs(
     return [views.job(job) for job in reply.jobs]
 
 
-@router.post("", status_code=201, openapi_extra=_specification_body(required=True))
+@router.post("", status_code=201, openapi_extra=specification_body(required=True))
 async def submit_job(
     request: Request,
     response: Response,
@@ -81,7 +81,7 @@ async def submit_job(
     idempotency_key: IdempotencyKey = None,
 ) -> views.JobView:
     """Submit a job. The body is its YAML (or JSON) text."""
-    spec = await _specification(request)
+    spec = await read_specification(request)
     reply = await upstream(request).stub.SubmitJob(
         pb.SubmitJobRequest(request_id=idempotency_key or new_id("panel"), spec=spec, job_id=job_id)
     )
@@ -107,12 +107,12 @@ async def pause_job(
     return views.job(reply.job)
 
 
-@router.post("/{job_id}/resume", openapi_extra=_specification_body(required=False))
+@router.post("/{job_id}/resume", openapi_extra=specification_body(required=False))
 async def resume_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
 ) -> views.JobView:
     """Go on from the last committed step; under the specification in the body, if there is one."""
-    spec = await _specification(request)
+    spec = await read_specification(request)
     reply = await upstream(request).stub.ResumeJob(
         pb.ResumeJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id, spec=spec)
     )
@@ -320,7 +320,7 @@ async def generate(
     )
 
 
-async def _specification(request: Request) -> str:
+async def read_specification(request: Request) -> str:
     """The body as text: a job's YAML or JSON."""
     body = await request.body()
     if len(body) > MAX_SPEC_BYTES:
@@ -343,11 +343,11 @@ async def job_schema() -> dict[str, Any]:
     return JobSpec.model_json_schema()
 
 
-@specifications.post("/check", openapi_extra=_specification_body(required=True))
+@specifications.post("/check", openapi_extra=specification_body(required=True))
 async def check_specification(request: Request) -> views.CheckedSpecification:
     """Faults of a specification, and settings in it without effect. Nothing is submitted, and none
     of its code is imported."""
-    text = await _specification(request)
+    text = await read_specification(request)
     try:
         spec = await asyncio.to_thread(parse_job, text)
     except JobSpecError as error:

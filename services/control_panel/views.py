@@ -75,6 +75,9 @@ class JobView(View):
     ended_at: str | None
     problem: dict[str, Any] | None
     """Why it failed."""
+    split_hint: str
+    """Which change of its engines or trainers would shorten its steps; empty: none, or too little
+    is measured."""
     resolved: list[SettingView]
     """Resolved values of settings that the job leaves open; of one field several where workers
     differ."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
@@ -43,6 +44,8 @@ _HOSTS_EXPECTED: Final = "hosts_expected"
 _RESTORE_SECONDS: Final = 2.0
 # Time limit of a call without a deadline.
 _INVOKE_SECONDS: Final = 3600.0
+# To ask for the mean times of functions, at the end of a step.
+_MEAN_SECONDS: Final = 2.0
 _PREFIX: Final = "troupe:orchestrator:{functions}"
 # Hash: `name@version` -> FunctionSpec. Sorted set: `name@version` by when it was deployed.
 # Hash: sha256 -> the UploadSourceRequest with its files. Set: `sha256/job_id` of jobs that ship it.
@@ -167,6 +170,19 @@ class Catalogue:
                 remedy="`troupe functions list` shows what is; `troupe functions deploy` adds one.",
             )
         return found[-1]
+
+
+async def mean_seconds(reward: RewardAsyncStub, job_id: str) -> dict[str, float]:
+    """Mean seconds of a call of each tool and reward function of a job that was called; empty while
+    the reward service is away."""
+    found: dict[str, float] = {}
+    with suppress(TroupeError):
+        reply = await reward.ListFunctions(pb.ListFunctionsRequest(), timeout=_MEAN_SECONDS)
+        for one in reply.functions:
+            owner, _, name = one.function.name.partition("/")
+            if owner == job_id and one.invocations:
+                found[name] = one.mean_seconds
+    return found
 
 
 class FunctionGateway(reward_pb2_grpc.RewardServicer):

@@ -23,7 +23,7 @@ from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.state.job_store import StoredJob, rows_after
 from services.orchestrator.state.records import TERMINAL, JobRecord
 from services.orchestrator.state.trajectories import TrajectoryFilter
-from troupe.rpc import InvalidArgument, NotFound
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import orchestrator_pb2_grpc as orch_grpc
@@ -264,6 +264,20 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         return await self._at.shared.trajectories.get(
             request.job_id, request.trajectory_id, tokens=request.tokens
         )
+
+    async def GetJobProfile(
+        self, request: orch.GetJobProfileRequest, context: Any
+    ) -> orch.GetJobProfileResponse:
+        await self._record(request)
+        profile = await self._at.shared.store.profile(request.job_id)
+        if profile is None:
+            raise FailedPrecondition(
+                f"nothing is measured yet of job {request.job_id}: no step of it has ended",
+                field="job_id",
+                value=request.job_id,
+                remedy="Wait for its first step, or give a job that ran.",
+            )
+        return orch.GetJobProfileResponse(profile_json=profile.to_json())
 
     async def GetPopulation(
         self, request: orch.GetPopulationRequest, context: Any

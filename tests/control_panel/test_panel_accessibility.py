@@ -10,7 +10,7 @@ from troupe.v1 import common_pb2 as common
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
 
-VIEWS = ["#run", "#conversations", "#compare", "#population", "#cluster", "#new", "docs"]
+VIEWS = ["#run", "#conversations", "#compare", "#population", "#cluster", "#new", "#plan", "docs"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -39,6 +39,7 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         self.calls: list[tuple[str, Any]] = []
         self.metadata: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
+        self.profiles: dict[str, str] = {}
         self.wrong_checksum = False
         self.cut_export = False
         # Tokens of the reply of trajectory t1; 0: none are kept.
@@ -113,6 +114,15 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
         await self._note("GetJob", request, context)
         return pb.GetJobResponse(job=await self._job(request.job_id, context))
+
+    async def GetJobProfile(
+        self, request: pb.GetJobProfileRequest, context: Any
+    ) -> pb.GetJobProfileResponse:
+        await self._note("GetJobProfile", request, context)
+        await self._job(request.job_id, context)
+        if request.job_id not in self.profiles:
+            await self._fail(context, FailedPrecondition("nothing is measured yet"))
+        return pb.GetJobProfileResponse(profile_json=self.profiles[request.job_id])
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
         await self._note("ListJobs", request, context)

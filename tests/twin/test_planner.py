@@ -81,7 +81,7 @@ def test_gangs_that_train_side_by_side_are_tried() -> None:
     """The smallest gangs leave devices idle, and the largest wait for each other."""
     spec = JobSpec.model_validate(job())
     case = planner._case(spec, device_costs("H100"), 4, 8, FEW)
-    gangs = {name: planner._gangs(case, name, 16) for name in case.shapes}
+    gangs = {name: planner._gangs(case, name, 16) for name in case.names}
     sizes = [
         {name: size for name, (size, _) in one.items()}
         for one in planner._chosen_gangs(case, gangs, 16)

@@ -52,6 +52,7 @@ from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
+    from troupe.twin.profile import JobProfile
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
 T = TypeVar("T")
@@ -239,6 +240,15 @@ class AsyncJobHandle:
             (await self.trajectory(before), await self.trajectory(after))
             for before, after in pairs[:limit]
         ]
+
+    async def profile(self) -> JobProfile:
+        """What the job's trajectories, engines and trainers were measured to do; for planners.
+
+        Raises `FailedPrecondition` before the end of its first step."""
+        from troupe.twin.profile import JobProfile  # with numpy: not at the start of a command
+
+        reply = await self._stub.GetJobProfile(pb.GetJobProfileRequest(job_id=self.id))
+        return JobProfile.of_json(reply.profile_json)
 
     async def population(self) -> Population:
         """Pools, payoffs, meta-strategies and ratings of a job with a `population` section."""

@@ -84,6 +84,8 @@ class Job(Record, id_from="job_id"):
     problem: TroupeError | None
     # By field; of one field several where workers differ.
     resolved: tuple[ResolvedSetting, ...] = ()
+    split_hint: str = ""
+    """Which change of its engines or trainers would shorten its steps; empty: none."""
     spec_json: str = field(repr=False, default="")
 
     @property

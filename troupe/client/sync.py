@@ -175,6 +175,7 @@ class JobHandle(Blocking[AsyncJobHandle]):
     trajectories = _call(AsyncJobHandle.trajectories)
     trajectory = _call(AsyncJobHandle.trajectory)
     before_and_after = _call(AsyncJobHandle.before_and_after)
+    profile = _call(AsyncJobHandle.profile)
     population = _call(AsyncJobHandle.population)
     matches = _call(AsyncJobHandle.matches)
     export_member = _call(AsyncJobHandle.export_member)

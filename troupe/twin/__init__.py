@@ -10,5 +10,6 @@ bytes travel. simpy holds the clock and the queue of events.
     trainers   the store's tables of rows, gangs on trainer workers, micro-batches and steps
     faults     failures of rollout and trainer workers
     cluster    a job on a cluster: the pipeline modes, and what was measured
+    profile    what a job that ran was measured to do, for planners
     planner    which split of a cluster's devices is best for a job
 """

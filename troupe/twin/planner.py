@@ -11,31 +11,34 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from troupe.devices import Device
 from troupe.job import JobSpec
-from troupe.job.sizing import SOLD, read_shape, setup_of
+from troupe.job.sizing import SOLD, read_shape
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.binding import RankWorker
 from troupe.scheduling.devices import DeviceHost, DeviceRequest
 from troupe.scheduling.devices import plan as place
-from troupe.scheduling.memory import ModelShape, rank_memory
-from troupe.twin.cluster import ControlPlane, EngineFleet, Twin, TwinJob, TwinMeans, TwinPolicy
-from troupe.twin.costs import (
-    DeviceCosts,
-    TrainerRates,
-    engine_rates,
-    engine_turns,
-    known_shape,
-    trainer_rates,
+from troupe.scheduling.memory import ModelShape
+from troupe.twin.cluster import (
+    ControlPlane,
+    EngineFleet,
+    Twin,
+    TwinJob,
+    TwinMeans,
+    TwinPolicy,
+    TwinRun,
 )
-from troupe.twin.workload import Lengths, TeamWorkload, TwinTurn
+from troupe.twin.costs import DeviceCosts, known_shape
+from troupe.twin.job_rates import JobRates
+from troupe.twin.profile import JobProfile
+from troupe.twin.trainers import single_rank_workers
+from troupe.twin.workload import Lengths, TeamWorkload, TwinTurn, Workload
 
 Bottleneck = Literal["engines", "trainers", "longest trajectories", "hand-over"]
 
-_TENSOR_PARALLEL: Final = (1, 2, 4, 8)
 # Splits that are run in the twin, of those with the best bounds.
 _TRIED: Final = 8
 # Steps of a trial: the first one is not counted. In mode `async` nothing follows the last one.
@@ -130,6 +133,11 @@ class JobPlan:
     considered: int = 0
     more_seconds: float | None = None
     """Seconds per step with one more host; None: not asked for, or nothing fits."""
+    measured: Sequence[str] = ()
+    assumed: Sequence[str] = ()
+    """What the seconds rest on, for people."""
+    run: TwinRun | None = None
+    """The best split's trial with every busy time, if a picture was asked for."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +148,8 @@ class _Case:
     device: DeviceCosts
     hosts: int
     per_host: int
-    workload: TeamWorkload
-    shapes: Mapping[str, ModelShape]
+    workload: Workload
+    rates: JobRates
     context: Mapping[str, float]
     decoded: Mapping[str, float]
     """Response tokens of a step by policy, from a sample of its queries."""
@@ -150,7 +158,16 @@ class _Case:
     """Tokens of a step's rows by policy."""
     longest: float = 0.0
     """Response tokens of the longest trajectory of the sample."""
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The job's policies."""
+        return tuple(self.spec.policies)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether no policy of the job is a real one."""
+        return all(self.rates.simulated(name) is not None for name in self.names)
 
 
 def plan_job(
@@ -160,13 +177,16 @@ def plan_job(
     *,
     hosts: int = 1,
     habits: Habits | None = None,
+    profile: JobProfile | None = None,
     more: bool = True,
+    picture: bool = False,
 ) -> JobPlan:
     """The best split of `devices`, which are spread evenly over `hosts`, for a job.
 
+    `habits`: what is assumed of trajectories; `profile`: what a run of the job measured, instead.
     `more`: also look at one more host. Raises InvalidArgument: devices of several classes, hosts
-    that do not divide them, a job with networks, models whose shape is not known here, a cluster
-    that is too small (it says what is missing).
+    that do not divide them, a job with networks, models whose shape is not known here, a profile of
+    another job, a cluster that is too small (it says what is missing).
     """
     classes = {one.device_class for one in devices}
     if len(classes) != 1:
@@ -183,7 +203,9 @@ def plan_job(
             value=hosts,
             remedy="Give a number of hosts that divides the number of devices.",
         )
-    case = _case(spec, costs, hosts, len(devices) // hosts, habits or Habits())
+    if profile is not None:
+        profile.check(spec)
+    case = _case(spec, costs, hosts, len(devices) // hosts, habits or Habits(), profile)
     splits = list(_splits(case, devices))
     if not splits:
         raise _too_small(case)
@@ -198,10 +220,21 @@ def plan_job(
         options = sorted(_splits(wider, added), key=lambda one: _bound(wider, one))
         if options:
             more_seconds = min(_predict(wider, one).means.seconds for one in options[:_TRIED])
-    return JobPlan(tried[0], tried[1:], len(splits), more_seconds)
+    measured, assumed = case.rates.origins()
+    run = None
+    if picture:
+        run = Twin(replace(twin_of(case, tried[0].split), spans=True)).run(_STEPS)
+    return JobPlan(tried[0], tried[1:], len(splits), more_seconds, measured, assumed, run)
 
 
-def _case(spec: JobSpec, costs: DeviceCosts, hosts: int, per_host: int, habits: Habits) -> _Case:
+def _case(
+    spec: JobSpec,
+    costs: DeviceCosts,
+    hosts: int,
+    per_host: int,
+    habits: Habits,
+    profile: JobProfile | None = None,
+) -> _Case:
     shapes: dict[str, ModelShape] = {}
     for name, policy in spec.policies.items():
         if policy.model is None:
@@ -211,6 +244,8 @@ def _case(spec: JobSpec, costs: DeviceCosts, hosts: int, per_host: int, habits: 
                 value="network",
                 remedy="Networks train on one device or on CPUs; docs/networks.md says how.",
             )
+        if policy.simulated is not None:
+            continue
         shape = read_shape(policy.model) or known_shape(policy.model.path or "")
         if shape is None:
             raise InvalidArgument(
@@ -221,21 +256,25 @@ def _case(spec: JobSpec, costs: DeviceCosts, hosts: int, per_host: int, habits: 
                 remedy="Run it where the checkpoint is, or give `model.config`.",
             )
         shapes[name] = shape
-    workload = _workload(spec, habits)
     pipeline = spec.pipeline
+    workload: Workload = (
+        _workload(spec, habits) if profile is None else profile.workload(pipeline.group_size)
+    )
     sample = min(pipeline.queries_per_step, max(8, 256 // pipeline.group_size))
     scale = pipeline.queries_per_step / sample
-    decoded, read, rows = (dict.fromkeys(shapes, 0.0) for _ in range(3))
-    contexts: dict[str, list[int]] = {name: [] for name in shapes}
+    decoded, read, rows = (dict.fromkeys(spec.policies, 0.0) for _ in range(3))
+    contexts: dict[str, list[int]] = {name: [] for name in spec.policies}
     longest = 0.0
     for index in range(sample):
         for trajectory in workload(index):
             longest = max(longest, sum(turn.response for turn in trajectory.turns))
             for turn in trajectory.turns:
-                _add(turn, decoded, read, rows, contexts, scale)
+                kept = 0 if spec.policies[turn.policy].simulated else turn.shared
+                _add(turn._replace(shared=kept), decoded, read, rows, contexts, scale)
     context = {name: sum(all_) / max(1, len(all_)) for name, all_ in contexts.items()}
+    rates = JobRates(spec, costs, shapes, context, profile)
     return _Case(
-        spec, costs, hosts, per_host, workload, shapes, context, decoded, read, rows, longest
+        spec, costs, hosts, per_host, workload, rates, context, decoded, read, rows, longest
     )
 
 
@@ -280,34 +319,29 @@ def _splits(case: _Case, devices: Sequence[Device]) -> Iterator[ClusterSplit]:
     """All splits that fit into memory and can be placed."""
     spec = case.spec
     trained = set(spec.trained_policies)
-    width = {name: _widths(case, name) for name in case.shapes}
+    width = {name: case.rates.widths(name, case.per_host) for name in case.names}
     if not all(width.values()):
         return
     for engine_hosts, training_hosts, engine_devices, training_devices in _divisions(case):
         total = training_hosts * training_devices
-        gangs = [_gangs(case, name, total) if name in trained else [(0, 0)] for name in case.shapes]
+        gangs = [_gangs(case, name, total) if name in trained else [(0, 0)] for name in case.names]
         if not all(gangs):
             continue
-        for widths in itertools.product(*(width[name] for name in case.shapes)):
-            engines = _shares(case, dict(zip(case.shapes, widths, strict=True)), engine_devices)
+        for widths in itertools.product(*(width[name] for name in case.names)):
+            engines = _shares(case, dict(zip(case.names, widths, strict=True)), engine_devices)
             if engines is None:
                 continue
-            for chosen in _chosen_gangs(case, dict(zip(case.shapes, gangs, strict=True)), total):
+            for chosen in _chosen_gangs(case, dict(zip(case.names, gangs, strict=True)), total):
                 split = ClusterSplit(
                     {
                         name: PolicySplit(
                             engines[name],
                             tensor_parallel,
                             chosen[name][0],
-                            engine_turns(
-                                case.shapes[name],
-                                case.device,
-                                tensor_parallel=tensor_parallel,
-                                context=1.5 * case.context[name],
-                            ),
+                            case.rates.turns(name, tensor_parallel),
                             chosen[name][1],
                         )
-                        for name, tensor_parallel in zip(case.shapes, widths, strict=True)
+                        for name, tensor_parallel in zip(case.names, widths, strict=True)
                     },
                     engine_hosts,
                     training_hosts,
@@ -335,31 +369,12 @@ def _divisions(case: _Case) -> Iterator[tuple[int, int, int, int]]:
                 yield hosts - training, training, each, each
 
 
-def _widths(case: _Case, name: str) -> list[int]:
-    """Tensor-parallel sizes with which an engine of a policy fits; at most three, small first."""
-    fitting = [
-        count
-        for count in _TENSOR_PARALLEL
-        if count <= case.per_host
-        and case.shapes[name].kv_heads % min(count, case.shapes[name].kv_heads) == 0
-        and engine_turns(
-            case.shapes[name],
-            case.device,
-            tensor_parallel=count,
-            context=1.5 * case.context[name],
-        )
-        >= 4
-    ]
-    kind = case.spec.policies[name].engine.kind
-    return fitting[:3] if kind == "sglang" else fitting[:1]
-
-
 def _gangs(case: _Case, name: str, devices: int) -> list[tuple[int, int]]:
     """(devices, bytes on each) of the gangs that can train a policy, small first."""
     found = []
     size = 1
     while size <= devices:
-        needed = _trainer_bytes(case, name, size)
+        needed = case.rates.trainer_bytes(name, size)
         if needed <= SOLD * case.device.memory:
             found.append((size, needed))
         size *= 2
@@ -375,7 +390,8 @@ def _chosen_gangs(
     side, left = dict(found[0]), devices - sum(size for size, _ in found[0].values())
     while left > 0:
         seconds = {
-            name: case.rows[name] / _trainer(case, name, side[name][0]).backward_tokens_per_second
+            name: case.rows[name]
+            / case.rates.trainer(name, side[name][0]).backward_tokens_per_second
             for name, gangs in fitting.items()
             if side[name] != gangs[-1] and side[name][0] <= left  # the next one is twice as large
         }
@@ -389,18 +405,6 @@ def _chosen_gangs(
         if more not in found:
             found.append(more)
     return found
-
-
-def _trainer_bytes(case: _Case, name: str, ranks: int) -> int:
-    setup = setup_of(
-        case.spec,
-        name,
-        case.shapes[name],
-        device="cuda",
-        memory=case.device.memory,
-        ranks=ranks,
-    )
-    return rank_memory(case.shapes[name], setup).total
 
 
 def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> dict[str, int] | None:
@@ -422,10 +426,8 @@ def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> dict[str, i
 
 def _engine_seconds(case: _Case, name: str, tensor_parallel: int) -> float:
     """Seconds of one engine for all that a step reads and draws, with a full batch."""
-    shape, context = case.shapes[name], case.context[name]
-    rates = engine_rates(shape, case.device, tensor_parallel=tensor_parallel, context=context)
-    turns = engine_turns(shape, case.device, tensor_parallel=tensor_parallel, context=1.5 * context)
-    turns = max(1, min(turns, 64))
+    rates = case.rates.engine(name, tensor_parallel)
+    turns = max(1, min(case.rates.turns(name, tensor_parallel), 64))
     each = rates.decode_seconds / turns + rates.decode_seconds_per_turn
     return case.decoded[name] * each + case.read[name] / rates.prefill_tokens_per_second
 
@@ -461,14 +463,14 @@ def _bound(case: _Case, split: ClusterSplit) -> float:
         for name, one in split.policies.items()
     )
     slowest = max(
-        case.longest / max(1, len(case.shapes)) * _turn_seconds(case, name, one.tensor_parallel)
+        case.longest / max(1, len(case.names)) * _turn_seconds(case, name, one.tensor_parallel)
         for name, one in split.policies.items()
     )
     training = 0.0
     total = split.devices[1]
     for name, one in split.policies.items():
         if one.gang:
-            rates = _trainer(case, name, one.gang)
+            rates = case.rates.trainer(name, one.gang)
             seconds = case.rows[name] / rates.backward_tokens_per_second + rates.step_seconds
             training += seconds * one.gang / max(1, total)
     rollout = max(rollout, slowest)
@@ -478,28 +480,8 @@ def _bound(case: _Case, split: ClusterSplit) -> float:
 
 
 def _turn_seconds(case: _Case, name: str, tensor_parallel: int) -> float:
-    rates = engine_rates(
-        case.shapes[name],
-        case.device,
-        tensor_parallel=tensor_parallel,
-        context=case.context[name],
-    )
+    rates = case.rates.engine(name, tensor_parallel)
     return rates.decode_seconds + 8 * rates.decode_seconds_per_turn
-
-
-def _trainer(case: _Case, name: str, ranks: int) -> TrainerRates:
-    spec = case.spec
-    setup = setup_of(
-        spec, name, case.shapes[name], device="cuda", memory=case.device.memory, ranks=ranks
-    )
-    return trainer_rates(
-        case.shapes[name],
-        case.device,
-        ranks=ranks,
-        context=case.context[name],
-        checkpointing=setup.checkpointing,
-        adapter=setup.adapter,
-    )
 
 
 def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
@@ -508,31 +490,29 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
     policies = {}
     for name, one in split.policies.items():
         running = min(one.engine_turns, spec.policies[name].engine.max_running or one.engine_turns)
-        rates = engine_rates(
-            case.shapes[name],
-            case.device,
-            tensor_parallel=one.tensor_parallel,
-            context=case.context[name],
-            running=running,
-        )
+        rates = case.rates.engine(name, one.tensor_parallel, running)
         fleet = EngineFleet(one.engines, rates, limit=max(1, running), devices=one.tensor_parallel)
         policies[name] = TwinPolicy(
             (fleet,),
-            _trainer(case, name, max(1, one.gang)),
+            case.rates.trainer(name, max(1, one.gang)),
             ranks=max(1, one.gang),
             state_bytes=one.trainer_bytes // 2,
             trained=one.gang > 0,
         )
-    trainers = [
-        RankWorker(
-            f"trainer{number:04}",
-            memory=case.device.memory,
-            device="cuda",
-            devices=split.training_devices,
-            host=f"host{number:04}",
-        )
-        for number in range(split.training_hosts)
-    ]
+    if case.simulated:
+        # Their trainer workers are processes that have no device, as `troupe up --trainers` starts.
+        trainers = single_rank_workers(split.devices[1])
+    else:
+        trainers = [
+            RankWorker(
+                f"trainer{number:04}",
+                memory=case.device.memory,
+                device="cuda",
+                devices=split.training_devices,
+                host=f"host{number:04}",
+            )
+            for number in range(split.training_hosts)
+        ]
     switch = 0.0
     if pipeline.colocate:
         switch = max(one.trainer_bytes / case.device.host_link for one in split.policies.values())
@@ -548,7 +528,8 @@ def twin_of(case: _Case, split: ClusterSplit) -> TwinJob:
         spare=pipeline.over_sampling,
         rollout_workers=split.engine_hosts,
         switch_seconds=switch,
-        share_prefixes=True,
+        share_prefixes=not case.simulated,
+        prefix_cache=not case.simulated,
         control=_CONTROL,
     )
 
@@ -576,21 +557,21 @@ def _too_small(case: _Case) -> InvalidArgument:
     total = case.hosts * case.per_host
     gib = 1 << 30
     lacking = []
-    for name, shape in case.shapes.items():
-        if not _widths(case, name):
+    for name in case.names:
+        if not case.rates.widths(name, case.per_host):
             lacking.append(
                 f"no engine of {name} fits on {case.per_host} devices of one host: its weights "
-                f"alone are {2 * shape.parameters / gib:.0f} GB"
+                f"alone are {case.rates.weights_text(name)}"
             )
         elif name in case.spec.trained_policies and not _gangs(case, name, total):
-            needed = _trainer_bytes(case, name, total)
+            needed = case.rates.trainer_bytes(name, total)
             over = "1 device" if total == 1 else f"{total} devices"
             lacking.append(
                 f"training {name} over {over} needs {needed / gib:.0f} GB on each, "
                 f"which have {case.device.memory / gib:.0f} GB"
             )
     if not lacking:
-        engines = sum(_widths(case, name)[0] for name in case.shapes)
+        engines = sum(case.rates.widths(name, case.per_host)[0] for name in case.names)
         gangs = max(
             (_gangs(case, name, total)[0][0] for name in case.spec.trained_policies), default=0
         )

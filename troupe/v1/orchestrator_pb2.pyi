@@ -290,6 +290,7 @@ class Job(_message.Message):
     AFTER_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
     RESOLVED_FIELD_NUMBER: _builtins.int
+    SPLIT_HINT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     state: _common_pb2.JobState.ValueType
@@ -302,6 +303,10 @@ class Job(_message.Message):
     """Where metrics, TensorBoard events and checkpoints are written."""
     activity: _builtins.str
     """What the job does now, for people ("rolling out 37 of 128")."""
+    split_hint: _builtins.str
+    """Which change of its engines or trainers would shorten its steps, for people; empty: none, or too
+    little is measured.
+    """
     @_builtins.property
     def problem(self) -> _common_pb2.Problem:
         """Why it failed, or what it waits for; of one that succeeded: why it taught nothing."""
@@ -351,10 +356,11 @@ class Job(_message.Message):
         after: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         activity: _builtins.str = ...,
         resolved: _abc.Iterable[_common_pb2.ResolvedSetting] | None = ...,
+        split_hint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "created_at", b"created_at", "ended_at", b"ended_at", "problem", b"problem", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "activity", b"activity", "after", b"after", "before", b"before", "created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "problem", b"problem", "resolved", b"resolved", "spec_json", b"spec_json", "started_at", b"started_at", "state", b"state", "step", b"step", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "activity", b"activity", "after", b"after", "before", b"before", "created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "job_id", b"job_id", "metrics", b"metrics", "mode", b"mode", "name", b"name", "problem", b"problem", "resolved", b"resolved", "spec_json", b"spec_json", "split_hint", b"split_hint", "started_at", b"started_at", "state", b"state", "step", b"step", "total_steps", b"total_steps", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__problem: _TypeAlias = _typing.Literal["problem"]  # noqa: Y015
     _WhichOneofArgType__problem: _TypeAlias = _typing.Literal["_problem", b"_problem"]  # noqa: Y015
@@ -1367,6 +1373,45 @@ class GetTrajectoryResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTrajectoryResponse: _TypeAlias = GetTrajectoryResponse  # noqa: Y015
+
+@_typing.final
+class GetJobProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetJobProfileRequest: _TypeAlias = GetJobProfileRequest  # noqa: Y015
+
+@_typing.final
+class GetJobProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    profile_json: _builtins.str
+    """As `troupe.twin.profile.JobProfile` writes it."""
+    def __init__(
+        self,
+        *,
+        profile_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetJobProfileResponse: _TypeAlias = GetJobProfileResponse  # noqa: Y015
 
 @_typing.final
 class GetPopulationRequest(_message.Message):

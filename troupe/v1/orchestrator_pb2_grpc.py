@@ -95,6 +95,11 @@ class OrchestratorStub:
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ListMetricsRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ListMetricsResponse.FromString,
                 _registered_method=True)
+        self.GetJobProfile = channel.unary_unary(
+                '/troupe.v1.Orchestrator/GetJobProfile',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.GetJobProfileRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GetJobProfileResponse.FromString,
+                _registered_method=True)
         self.ListTrajectories = channel.unary_unary(
                 '/troupe.v1.Orchestrator/ListTrajectories',
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ListTrajectoriesRequest.SerializeToString,
@@ -253,6 +258,13 @@ class OrchestratorServicer:
 
     def ListMetrics(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetJobProfile(self, request, context):
+        """What its trajectories, engines and trainers were measured to do, for planners.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -430,6 +442,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.ListMetrics,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ListMetricsRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ListMetricsResponse.SerializeToString,
+            ),
+            'GetJobProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetJobProfile,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GetJobProfileRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.GetJobProfileResponse.SerializeToString,
             ),
             'ListTrajectories': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTrajectories,
@@ -836,6 +853,33 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/ListMetrics',
             troupe_dot_v1_dot_orchestrator__pb2.ListMetricsRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.ListMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetJobProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/GetJobProfile',
+            troupe_dot_v1_dot_orchestrator__pb2.GetJobProfileRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.GetJobProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

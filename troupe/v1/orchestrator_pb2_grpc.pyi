@@ -50,6 +50,8 @@ class OrchestratorStub:
     ExportCheckpoint: _grpc.UnaryStreamMultiCallable[_orchestrator_pb2.ExportCheckpointRequest, _orchestrator_pb2.ExportCheckpointResponse]
     """Streams the files of one checkpoint."""
     ListMetrics: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListMetricsRequest, _orchestrator_pb2.ListMetricsResponse]
+    GetJobProfile: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetJobProfileRequest, _orchestrator_pb2.GetJobProfileResponse]
+    """What its trajectories, engines and trainers were measured to do, for planners."""
     ListTrajectories: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListTrajectoriesRequest, _orchestrator_pb2.ListTrajectoriesResponse]
     GetTrajectory: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetTrajectoryRequest, _orchestrator_pb2.GetTrajectoryResponse]
     GetPopulation: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetPopulationRequest, _orchestrator_pb2.GetPopulationResponse]
@@ -105,6 +107,8 @@ class OrchestratorAsyncStub(OrchestratorStub):
     ExportCheckpoint: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.ExportCheckpointRequest, _orchestrator_pb2.ExportCheckpointResponse]  # type: ignore[assignment]
     """Streams the files of one checkpoint."""
     ListMetrics: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListMetricsRequest, _orchestrator_pb2.ListMetricsResponse]  # type: ignore[assignment]
+    GetJobProfile: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetJobProfileRequest, _orchestrator_pb2.GetJobProfileResponse]  # type: ignore[assignment]
+    """What its trajectories, engines and trainers were measured to do, for planners."""
     ListTrajectories: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListTrajectoriesRequest, _orchestrator_pb2.ListTrajectoriesResponse]  # type: ignore[assignment]
     GetTrajectory: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetTrajectoryRequest, _orchestrator_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
     GetPopulation: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetPopulationRequest, _orchestrator_pb2.GetPopulationResponse]  # type: ignore[assignment]
@@ -229,6 +233,14 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.ListMetricsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ListMetricsResponse, _abc.Awaitable[_orchestrator_pb2.ListMetricsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetJobProfile(
+        self,
+        request: _orchestrator_pb2.GetJobProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.GetJobProfileResponse, _abc.Awaitable[_orchestrator_pb2.GetJobProfileResponse]]:
+        """What its trajectories, engines and trainers were measured to do, for planners."""
 
     @_abc_1.abstractmethod
     def ListTrajectories(

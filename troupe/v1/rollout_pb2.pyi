@@ -509,6 +509,7 @@ class Turn(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     SHARED_TURN_FIELD_NUMBER: _builtins.int
     SHARED_MESSAGES_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     policy: _builtins.str
     turn: _builtins.int
@@ -522,6 +523,8 @@ class Turn(_message.Message):
     reward: _builtins.float
     shared_turn: _builtins.int
     shared_messages: _builtins.int
+    beside: _builtins.float
+    """Turns that its engine ran meanwhile, itself included: the mean of its beginning and its end."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]:
         """What an agent is told again with every turn is here once: its prompt begins with the first
@@ -553,10 +556,11 @@ class Turn(_message.Message):
         tokens: Global___TurnTokens | None = ...,
         shared_turn: _builtins.int = ...,
         shared_messages: _builtins.int = ...,
+        beside: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "agent", b"agent", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "generate_seconds", b"generate_seconds", "messages", b"messages", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "response", b"response", "response_tokens", b"response_tokens", "reward", b"reward", "shared_messages", b"shared_messages", "shared_turn", b"shared_turn", "tokens", b"tokens", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "agent", b"agent", "beside", b"beside", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "generate_seconds", b"generate_seconds", "messages", b"messages", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "response", b"response", "response_tokens", b"response_tokens", "reward", b"reward", "shared_messages", b"shared_messages", "shared_turn", b"shared_turn", "tokens", b"tokens", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

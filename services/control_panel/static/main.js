@@ -4,6 +4,7 @@ import { drawDevices, drawEngines, drawFunctions, drawPolicies, drawServices, dr
 import { compareJobs, drawEvaluations, drawJobChoice, ofEvaluations } from "./compare.js";
 import { advice, api, apiPage, byId, changed, duration, el, number, toast } from "./dom.js";
 import { openForm } from "./form.js";
+import { planFor } from "./plan.js";
 import { drawPopulation } from "./population.js";
 import { audit, drawSamples } from "./samples.js";
 import { Viewer } from "./trajectories.js";
@@ -182,6 +183,8 @@ function drawJob() {
   for (const [action, enabled] of Object.entries(can)) {
     document.querySelector(`[data-action=${action}]`).disabled = !enabled;
   }
+  byId("split-hint").textContent = job.split_hint;
+  byId("split-hint").hidden = !job.split_hint;
   drawTiles();
 }
 
@@ -368,6 +371,10 @@ byId("actions").addEventListener("click", async (event) => {
   }
 });
 byId("audit").addEventListener("click", () => chosen && audit(chosen).catch((error) => toast(error.message)));
+byId("plan-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  planFor(chosen, spec);
+});
 byId("submit-copy").addEventListener("click", () => openForm(spec));
 addEventListener("submitted", (event) => {
   location.hash = "#run";

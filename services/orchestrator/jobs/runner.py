@@ -30,11 +30,12 @@ from services.orchestrator.errors import (
     run_all,
     run_with_background,
 )
+from services.orchestrator.functions import mean_seconds
 from services.orchestrator.jobs.checkpoints import best_value, keep_best
 from services.orchestrator.jobs.sinks import Sinks, make_directory
 from services.orchestrator.pipeline.dispatch import Dispatch
 from services.orchestrator.pipeline.evaluation import NO_TURNS_REMEDY, EvaluationRunner
-from services.orchestrator.pipeline.metrics import COMPLETED, WITHOUT_TURNS
+from services.orchestrator.pipeline.metrics import COMPLETED, WITHOUT_TURNS, SplitWatch
 from services.orchestrator.pipeline.steps import StepContext, StepWindow
 from services.orchestrator.placement.device_turns import DeviceTurns, bind_alone
 from services.orchestrator.placement.engines import Engines
@@ -49,6 +50,8 @@ from troupe.job.compatibility import advice
 from troupe.job.spec import evaluation_prefix
 from troupe.outcomes import described
 from troupe.rpc import FailedPrecondition, Internal, TroupeError, new_id
+from troupe.twin.hints import split_hint
+from troupe.twin.profile import JobProfile
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -204,6 +207,7 @@ class JobRunner:
         weights |= await self._unless_paused(self._slots())
         self._engines = engines = Engines(self._job, weights, self._republish)
         self._turns = DeviceTurns(self._job, trainers, engines)
+        profile = await self._profile()
         context = StepContext(
             job=self._job,
             trainers=trainers,
@@ -212,6 +216,8 @@ class JobRunner:
             tables=self._tables,
             turns=self._turns,
             population=self._population,
+            profile=profile,
+            split=SplitWatch(self._job, engines, profile),
         )
         if self._population is not None:
             self._population.attach(context.dispatch, engines)
@@ -221,6 +227,13 @@ class JobRunner:
         )
         await run_with_background(self._run_steps(progress, engines), background)
         return trainers, progress
+
+    async def _profile(self) -> JobProfile:
+        """What earlier runners of the job measured, or an empty profile."""
+        found = await self._shared.store.profile(self._job_id)
+        empty = JobProfile.of_spec(self._job.spec)
+        # A job that was resumed under other settings is measured anew.
+        return empty if found is None or not found.of_same(empty) else found
 
     async def _bind(self) -> Trainers:
         """Waits for workers, creates the tables, binds every policy at its committed version."""
@@ -465,8 +478,23 @@ class JobProgress:
         self._add_verdict_counts(values)
         store = self._job.shared.store
         await store.finish_step(self._job.job_id, self._job.epoch, step, values)
+        profile = self._context.profile
+        profile.end_step(values)
+        profile.device_classes = self._context.engines.device_classes
+        profile.tools |= await mean_seconds(self._job.shared.reward, self._job.job_id)
+        await store.keep_profile(self._job.job_id, profile)
+        await self._hint(values)
         self._record = replace(self._record, step=step + 1)
         await self._write_to_sinks(orch.MetricsLogged(step=step + 1, values=values))
+
+    async def _hint(self, values: Mapping[str, float]) -> None:
+        """Tells the user once of each change that would shorten the steps."""
+        if not (hint := split_hint(values)):
+            return
+        change = hint.partition(": ")[2].partition(" would")[0]
+        self._job.complaints[change] += 1
+        if self._job.complaints[change] == 1:
+            await self._job.info(hint)
 
     async def shortfall(self) -> TroupeError | None:
         """Why the finished job has learned nothing; None if it has.

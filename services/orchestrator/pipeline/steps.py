@@ -41,7 +41,10 @@ from services.orchestrator.pipeline.evaluation import (
 )
 from services.orchestrator.pipeline.metrics import (
     Redundancy,
+    SplitWatch,
+    StepTotals,
     Tally,
+    add_to_profile,
     commit_metrics,
     staleness,
     without_signal,
@@ -55,6 +58,7 @@ from services.orchestrator.state.trajectories import as_event
 from troupe.rpc import DeadlineExceeded, TroupeError
 from troupe.scheduling import admission
 from troupe.states import OFFLINE
+from troupe.twin.profile import JobProfile
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import rollout_pb2 as ro
@@ -141,6 +145,9 @@ class StepContext:
     # Draws opponents, in a job with a `population` section.
     population: PopulationRun | None = None
     hold: EngineHold = field(default_factory=EngineHold)
+    # What trajectories and steps were measured to take.
+    profile: JobProfile = field(kw_only=True)
+    split: SplitWatch = field(kw_only=True)
     # By trained policy: steps committed, and steps whose result engines serve.
     committed: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
@@ -198,6 +205,7 @@ class StepRunner:
         on_policy = self._mode != "async"
         self._tally = Tally(job.spec.agents, self._queries.versions if on_policy else {})
         self._redundancy = Redundancy(self._queries.redundant)
+        self._totals = StepTotals()
         # Trajectories that have ended, for people to look at.
         self.recent = job.shared.trajectories.buffer(job.job_id, step, "train")
         self._began = time.monotonic()
@@ -320,6 +328,8 @@ class StepRunner:
         self._tally.add(event)
         self._redundancy.add(event)
         self.recent.add(event)
+        add_to_profile(self._context.profile, event, self.step)
+        self._totals.add(event)
         begun = self._total - len(self._queries.ended)
         check_failures(self._job, self._name, self._tally, begun, forgiven=self._forgiven)
 
@@ -339,6 +349,7 @@ class StepRunner:
         self._ended = time.monotonic()
         began = self._began if self._before is None else max(self._began, self._before._ended)
         values["step/seconds"] = self._ended - began
+        values |= self._context.split.metrics(self._totals, values)
         # Or it would keep every step before it in memory.
         self._before = None
         return values

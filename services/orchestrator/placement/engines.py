@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
@@ -35,6 +35,8 @@ from troupe.v1 import rollout_pb2 as ro
 _MARGIN_SECONDS: Final = 60.0
 # Workers that are prepared at the same time are ready within such a time of each other.
 _LEAST_GATHERING_SECONDS: Final = 1.0
+# States of engines that serve, or will once they have loaded weights.
+_COUNTED: Final = (pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_UPDATING, pb.ENGINE_STATE_STALE)
 
 
 class Engines:
@@ -131,6 +133,29 @@ class Engines:
         """Keeps every rollout worker prepared and its engines balanced, until cancelled."""
         await run_all(
             self._keep_all(), self._balancer.run(), self._shared.run(), self._gather_workers()
+        )
+
+    @property
+    def device_classes(self) -> dict[str, str]:
+        """Classes of the devices of policies' engines, where their workers report any."""
+        found: dict[str, str] = {}
+        for worker in self._served:
+            of_worker = {one.device_class for one in worker.beat.devices if one.device_class}
+            for engine in worker.beat.engines:
+                if engine.job_id == self._job.job_id:
+                    classes = {engine.device_class} if engine.device_class else of_worker
+                    if len(classes) == 1:
+                        found[engine.policy] = min(classes)
+        return found
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Engines of each policy that serve or load weights, on all prepared workers."""
+        return Counter(
+            engine.policy
+            for worker in self._served
+            for engine in worker.beat.engines
+            if engine.job_id == self._job.job_id and engine.state in _COUNTED
         )
 
     def values(self) -> dict[str, float]:

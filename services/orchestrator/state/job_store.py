@@ -36,6 +36,7 @@ from services.orchestrator.state.redis import (
 from services.orchestrator.state.weight_versions import entries_of
 from troupe import states
 from troupe.rpc import Aborted, AlreadyExists, FailedPrecondition, NotFound
+from troupe.twin.profile import JobProfile
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -248,6 +249,15 @@ class JobStore:
     async def forget_resolved(self, job_id: str) -> None:
         """Forgets what workers made of the job's settings, which they do anew."""
         await self._redis.call("DEL", JobKeys(job_id).resolved)
+
+    async def keep_profile(self, job_id: str, profile: JobProfile) -> None:
+        """Keeps what the job was measured to do, in place of what was kept before."""
+        await self._redis.call("SET", JobKeys(job_id).profile, profile.pack())
+
+    async def profile(self, job_id: str) -> JobProfile | None:
+        """What the job was measured to do; None before the end of its first step."""
+        found = await self._redis.call("GET", JobKeys(job_id).profile)
+        return None if found is None else JobProfile.unpack(found)
 
     async def note_states(self, job_id: str) -> None:
         """Notes that hosts may hold published weights of the job."""

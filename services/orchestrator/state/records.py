@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from troupe.job import JobSpec
 from troupe.job.loading import explained
 from troupe.rpc import FailedPrecondition, InvalidArgument
+from troupe.twin.hints import split_hint
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -207,6 +208,7 @@ class JobRecord:
             before=self.before,
             after=self.after,
             activity=activity,
+            split_hint=split_hint(metrics),
             created_at=timestamp(self.created_at),
         )
         if self.started_at:

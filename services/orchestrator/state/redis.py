@@ -57,6 +57,8 @@ class JobKeys:
     """Hash: newest value of every metric."""
     resolved = KeyName("resolved")
     """Set: `ResolvedSetting` messages of its workers."""
+    profile = KeyName("profile")
+    """What the job was measured to do (`JobProfile.pack`)."""
     population = KeyName("population")
     """Hash: pools, payoffs, meta-strategies; what the slots have."""
     answers = KeyName("population:answers")
@@ -78,6 +80,7 @@ class JobKeys:
             self.rows,
             self.latest,
             self.resolved,
+            self.profile,
             self.population,
             *self.matches,
             self.answers,

@@ -99,6 +99,11 @@ class EnginePlacement:
     cost: float
     beside: int
 
+    @property
+    def mean_beside(self) -> float:
+        """Turns on the engine, the mean of when this one began and now."""
+        return (self.beside + self.slot.in_flight) / 2
+
 
 @dataclass(slots=True, eq=False)
 class PendingTurn:
@@ -216,6 +221,7 @@ class Continuation:
             cached_tokens=pieces[0].cached_tokens,
             queue_seconds=waited + sum(piece.queue_seconds for piece in pieces),
             generate_seconds=sum(piece.generate_seconds for piece in pieces),
+            beside=sum(piece.beside for piece in pieces) / len(pieces),
             # The last engine has read all tokens before its own.
             routed_experts=pieces[-1].routed_experts,
         )
@@ -406,6 +412,7 @@ class PolicyRouter:
                     turn.sampling,
                     deadline_seconds=deadline - placed,
                 )
+                drawn = replace(drawn, beside=placement.mean_beside)
             except Unavailable as error:  # the engine died, updates, or leaves
                 route.slot = None
                 self.on_lost(engine.engine_id)
@@ -464,7 +471,7 @@ class PolicyRouter:
     def _release(self, placement: EnginePlacement, drawn: GeneratedTurn | None = None) -> None:
         """Free the place of a turn whose engine drew `drawn`, and give it to the next turn."""
         slot = placement.slot
-        beside = (placement.beside + slot.in_flight) / 2
+        beside = placement.mean_beside
         slot.in_flight -= 1
         slot.outstanding -= placement.work.prompt_tokens + placement.work.response_tokens
         if slot.removed:

@@ -93,6 +93,7 @@ def transcript_of(
             finish_reason=reply.finish_reason,
             queue_seconds=generation.queue_seconds,
             generate_seconds=generation.generate_seconds,
+            beside=generation.beside,
             reward=reply.reward,
         )
         if text:

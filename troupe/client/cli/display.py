@@ -432,6 +432,8 @@ def print_summary(
             highlight=False,
             soft_wrap=True,
         )
+    if job.split_hint:
+        console.print(f"{'split':<12} {escape(job.split_hint)}", highlight=False, soft_wrap=True)
     title, rows = scores(job, progress)
     if rows and not job.total_steps:
         table = make_table((title,), ("score", "95 % interval"))

@@ -213,6 +213,58 @@ def show(
 
 
 @app.command()
+def profile(
+    job_id: options.JobId,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Write it to this new file, for `troupe plan --profile`."),
+    ] = None,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Show what a job was measured to do: turns, lengths, waits, and how fast its engines and
+    trainers are."""
+    if write is not None and write.exists():
+        raise InvalidArgument(
+            "the file exists", field="--write", value=str(write), remedy="Name a new file."
+        )
+    found = call(cluster, data_dir, lambda client: client.job(job_id).profile())
+    console = Console()
+    lengths = make_table(("agent", "policy"), ("turns", "new prompt tokens", "p90", "drawn", "p90"))
+    for agent, policy in found.agents.items():
+        read, drawn = found.prompts[agent], found.responses[agent]
+        lengths.add_row(
+            escape(agent),
+            escape(policy),
+            f"{found.turns[agent].mean:.1f}",
+            *(f"{value:,.0f}" for one in (read, drawn) for value in (one.mean, one.quantile(0.9))),
+        )
+    console.print(lengths)
+    speeds = make_table(
+        ("policy",), ("engine tokens/s", "turns at once", "waited s", "trainer tokens/s")
+    )
+    for name, times in found.policies.items():
+        speed = times.engine.speed()
+        each = speed and speed.decode_seconds + speed.decode_seconds_per_turn * speed.beside
+        speeds.add_row(
+            escape(name),
+            f"{speed.beside / each:,.0f}" if speed and each else "-",
+            f"{speed.beside:.1f}" if speed else "-",
+            f"{times.queue_seconds.mean:.2f}",
+            f"{times.trained_tokens_per_second:,.0f}" if times.trained_tokens_per_second else "-",
+        )
+    console.print(speeds)
+    waits = found.waits
+    console.print(
+        f"a turn waits {waits.mean:.2f} s for tools and environment (p90 {waits.quantile(0.9):.2f})"
+        + "".join(f"; {escape(name)} {mean:.2f} s" for name, mean in sorted(found.tools.items())),
+        highlight=False,
+    )
+    if write is not None:
+        write.write_text(found.to_json(), "utf-8")
+
+
+@app.command()
 def watch(
     job_id: options.JobId,
     cluster: options.ClusterAddress = None,

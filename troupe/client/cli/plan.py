@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 import yaml
@@ -22,6 +22,7 @@ from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 if TYPE_CHECKING:
     from troupe.job import JobSpec
     from troupe.twin.planner import JobPlan, Prediction
+    from troupe.twin.profile import JobProfile
 
 _GB: Final = 1 << 30
 
@@ -43,6 +44,16 @@ def plan(
     wait_seconds: Annotated[
         float, typer.Option(help="Seconds of tools or the environment after a turn.")
     ] = 1.0,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB_ID|FILE",
+            help="Lengths, waits and speeds that a run of this job measured, instead of "
+            "assumptions: its id in the cluster, or what `troupe jobs profile` wrote.",
+        ),
+    ] = None,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
     tflops: Annotated[
         float, typer.Option(help="Peak of a device, dense bfloat16; default: of its class.")
     ] = 0.0,
@@ -57,16 +68,16 @@ def plan(
     """How many devices should generate and how many train, and what step time follows.
 
     Tries splits in a simulated cluster that takes the services' decisions. Lengths and waits are
-    assumptions: give those of your job.
+    assumptions: give those of your job, or a run of it (--profile).
     """
-    planned = _planner()
+    plans = _plans()
     given = parse_devices(devices, "--devices")
     spec = load_with(path, assignments or [])
     if write is not None and write.exists():
         raise InvalidArgument(
             "the file exists", field="--write", value=str(write), remedy="Name a new file."
         )
-    found: JobPlan = planned(
+    found: JobPlan = plans.planned(
         spec,
         given,
         hosts=hosts,
@@ -78,10 +89,11 @@ def plan(
         },
         tflops=tflops,
         gigabytes_per_second=gigabytes_per_second,
+        profile=None if profile is None else _profile(profile, cluster, data_dir),
     )
-    changes = _assignments(spec, found.best)
+    changes: list[str] = plans.assignments(spec, found.best)
     if as_json:
-        print(json.dumps(_object(found, hosts) | {"set": changes}))
+        print(json.dumps(plans.plan_values(spec, found, hosts)))
     else:
         _show(spec, found, hosts, changes, Console())
     if write is not None:
@@ -90,11 +102,10 @@ def plan(
         write.write_text(yaml.safe_dump(raw, sort_keys=False, allow_unicode=True), "utf-8")
 
 
-def _planner() -> Callable[..., JobPlan]:
-    """The planner with the costs of a device class. Raises FailedPrecondition without simpy."""
+def _plans() -> ModuleType:
+    """The planner. Raises FailedPrecondition without simpy."""
     try:
-        from troupe.twin.costs import device_costs
-        from troupe.twin.planner import Habits, plan_job
+        from troupe.twin import plans
     except ModuleNotFoundError as error:
         raise FailedPrecondition(
             f"the planner needs the package {error.name}",
@@ -102,39 +113,17 @@ def _planner() -> Callable[..., JobPlan]:
             value=str(error.name),
             remedy='Install it: pip install "troupe[plan]".',
         ) from error
-
-    def planned(
-        spec: JobSpec,
-        devices: Any,
-        *,
-        hosts: int,
-        habits: dict[str, float],
-        tflops: float,
-        gigabytes_per_second: float,
-    ) -> JobPlan:
-        some = devices[0]
-        costs = device_costs(
-            some.device_class,
-            memory=some.memory,
-            tflops=tflops,
-            gigabytes_per_second=gigabytes_per_second,
-        )
-        return plan_job(spec, devices, costs, hosts=hosts, habits=Habits(**habits))
-
-    return planned
+    return plans
 
 
-def _assignments(spec: JobSpec, best: Prediction) -> list[str]:
-    """The fields of the job that make it run with this split, as `--set` takes them."""
-    changes = []
-    for name, one in best.split.policies.items():
-        section = f"policies.{name}"
-        changes.append(f"{section}.engine.replicas={one.engines}")
-        if spec.policies[name].engine.kind == "sglang":
-            changes.append(f"{section}.engine.tensor_parallel={one.tensor_parallel}")
-        if one.gang:
-            changes.append(f"{section}.trainer.gang={one.gang}")
-    return changes
+def _profile(given: str, cluster: str | None, data_dir: Path | None) -> JobProfile:
+    """The profile in a file, or of a job of the cluster. Raises InvalidArgument for other files."""
+    from troupe.twin.profile import JobProfile
+
+    path = Path(given).expanduser()
+    if path.is_file():
+        return JobProfile.of_json(path.read_text("utf-8", errors="replace"))
+    return options.call(cluster, data_dir, lambda client: client.job(given).profile())
 
 
 def _show(spec: JobSpec, found: JobPlan, hosts: int, changes: list[str], console: Console) -> None:
@@ -191,6 +180,9 @@ def _show(spec: JobSpec, found: JobPlan, hosts: int, changes: list[str], console
                 one_of.bottleneck,
             )
         console.print(others)
+    for title, lines in (("measured", found.measured), ("assumed", found.assumed)):
+        for line in lines:
+            console.print(f"{title}: {line}", highlight=False, markup=False, soft_wrap=True)
     console.print("In the job, or as options of `troupe train`:", highlight=False)
     for change in changes:
         console.print(f"  --set {change}", highlight=False, markup=False, soft_wrap=True)
@@ -222,39 +214,3 @@ def _short(one: Prediction) -> str:
         f"{name} {p.engines}x{p.tensor_parallel}" + (f" gang {p.gang}" if p.gang else "")
         for name, p in one.split.policies.items()
     )
-
-
-def _object(found: JobPlan, hosts: int) -> dict[str, Any]:
-    """The plan as a JSON object."""
-
-    def told(one: Prediction) -> dict[str, Any]:
-        means = one.means
-        return {
-            "seconds_per_step": round(means.seconds, 3),
-            "engine_hosts": one.split.engine_hosts,
-            "training_hosts": one.split.training_hosts,
-            "engine_devices": one.split.devices[0],
-            "training_devices": one.split.devices[1],
-            "engines_busy": round(means.engines, 3),
-            "trainers_busy": round(means.trainers, 3),
-            "response_tokens_per_second": round(means.response_tokens_per_second, 1),
-            "bottleneck": one.bottleneck,
-            "policies": {
-                name: {
-                    "replicas": p.engines,
-                    "tensor_parallel": p.tensor_parallel,
-                    "gang": p.gang,
-                    "turns_at_once": p.engine_turns,
-                    "trainer_bytes": p.trainer_bytes,
-                }
-                for name, p in one.split.policies.items()
-            },
-        }
-
-    return {
-        "best": told(found.best),
-        "others": [told(one) for one in found.others],
-        "considered": found.considered,
-        "hosts": hosts,
-        "seconds_with_one_more_host": found.more_seconds,
-    }

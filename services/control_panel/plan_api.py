@@ -1,0 +1,138 @@
+"""The planner over REST: how a cluster's devices are best split for a job, and what a step then
+looks like. Plans are computed in a process of their own, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+
+from services.control_panel import views
+from services.control_panel.calls import upstream
+from services.control_panel.jobs_api import JobId, read_specification, specification_body
+from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidArgument
+from troupe.v1 import orchestrator_pb2 as pb
+
+# A large job on hundreds of devices takes about half a minute.
+_SECONDS: Final = 120.0
+_GIVEN: Final = asyncio.Semaphore(1)
+
+router = APIRouter(prefix="/api", tags=["planner"])
+Count = Annotated[int, Query(ge=1, le=4096)]
+Rate = Annotated[float, Query(ge=0, le=1e9)]
+
+
+class PlanView(views.View):
+    """The best split of a cluster's devices for a job."""
+
+    best: dict[str, Any]
+    """Predicted seconds per step, devices, utilizations, bottleneck; `policies`: engines per host
+    (`replicas`), devices of each (`tensor_parallel`), `gang`, turns at once, bytes to train."""
+    others: list[dict[str, Any]]
+    """The next best, in the same form."""
+    considered: int
+    """Splits that fit."""
+    hosts: int
+    seconds_with_one_more_host: float | None
+    measured: list[str]
+    """What the seconds rest on that was measured, for people."""
+    assumed: list[str]
+    changes: list[str] = Field(alias="set")
+    """The fields of the job that make it run so, as `--set` takes them."""
+    picture: dict[str, Any]
+    """One step: `seconds`, and `lanes` of engines and trainers with `busy` times as [policy, begin,
+    end]."""
+
+
+@router.post("/plan", openapi_extra=specification_body(required=True))
+async def plan_job(
+    request: Request,
+    devices: Annotated[str, Query(description="All devices, as in 64xH100-80GB.", max_length=200)],
+    hosts: Count = 1,
+    profile: Annotated[
+        str, Query(description="The id of a run of the job, whose measurements are taken.")
+    ] = "",
+    turns: Annotated[float, Query(description="Rounds of a trajectory, mean.")] = 4.0,
+    prompt_tokens: Annotated[float, Query(description="New tokens that a turn reads.")] = 500.0,
+    response_tokens: Annotated[
+        float, Query(description="Tokens that a turn draws; 0: a third of `max_new_tokens`.")
+    ] = 0.0,
+    wait_seconds: Annotated[float, Query(description="Seconds of tools after a turn.")] = 1.0,
+    tflops: Annotated[Rate, Query(description="Peak of a device; 0: of its class.")] = 0.0,
+    gigabytes_per_second: Annotated[
+        Rate, Query(description="Bandwidth of its memory; 0: of its class.")
+    ] = 0.0,
+) -> PlanView:
+    """Plan a job: the body is its YAML (or JSON). Nothing is submitted."""
+    spec = await read_specification(request)
+    measured = ""
+    if profile:
+        reply = await upstream(request).stub.GetJobProfile(pb.GetJobProfileRequest(job_id=profile))
+        measured = reply.profile_json
+    asked = {
+        "spec": spec,
+        "devices": devices,
+        "hosts": hosts,
+        "profile": measured,
+        "turns": turns,
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": response_tokens,
+        "wait_seconds": wait_seconds,
+        "tflops": tflops,
+        "gigabytes_per_second": gigabytes_per_second,
+    }
+    async with _GIVEN:
+        return PlanView.model_validate(await _planned(asked))
+
+
+@router.get("/jobs/{job_id}/profile")
+async def get_profile(request: Request, job_id: JobId) -> dict[str, Any]:
+    """What a job was measured to do: lengths and waits as histograms, speeds of engines and
+    trainers, a sample of its trajectories' lengths. For planners."""
+    reply = await upstream(request).stub.GetJobProfile(pb.GetJobProfileRequest(job_id=job_id))
+    found: dict[str, Any] = json.loads(reply.profile_json)
+    return found
+
+
+async def _planned(asked: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a planning process, which ends with the call. Raises its problem."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "troupe.twin.plans",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_SECONDS):
+            out, errors = await process.communicate(json.dumps(asked).encode())
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"no plan was found within {_SECONDS:g} s",
+            field="query.devices",
+            value=asked["devices"],
+            remedy="Plan it with `troupe plan`, which takes its time.",
+        ) from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        if "No module named 'simpy'" in last:
+            raise FailedPrecondition(
+                "the planner is not installed where the panel runs",
+                field="plan",
+                remedy='Install it there: pip install "troupe[plan]".',
+            )
+        raise Internal(f"the planner failed: {last}")
+    found: dict[str, Any] = json.loads(out)
+    if (problem := found.get("problem")) is not None:
+        early = problem.pop("code") == FailedPrecondition.code.name
+        raise (FailedPrecondition if early else InvalidArgument)(**problem)
+    return found

@@ -1,0 +1,265 @@
+"""Whether a running job's devices are split well, from what its steps were measured to take.
+
+Rollout is a closed network: `in_flight` trajectories, each in an engine's batch, in a queue before
+it, or waiting for tools. Its throughput follows from Little's law and from an engine's seconds per
+token with so many turns at once (`EngineSpeed`); by what it would be with one engine more the
+measured part of a step scales that is neither its tail nor training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from troupe.twin.profile import EngineSpeed
+
+# Steps that must have been measured before anything is said, and that are looked at.
+LEAST_STEPS: Final = 3
+MOST_STEPS: Final = 8
+# A step that would be shortened by less is not worth a device.
+_LEAST_GAIN: Final = 0.1
+# Standard errors of the mean step that a gain must exceed.
+_ERRORS: Final = 2.0
+# Part of an engine's rate that the throughput may reach.
+_FULL: Final = 0.999
+IDLE_TRAINERS: Final = "split/trainers_idle"
+IDLE_ENGINES: Final = "split/engines_idle"
+_GAIN: Final = "split/gain/"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyUse:
+    """What one step needed of a policy's engines and trainer."""
+
+    engines: int
+    limit: int
+    """Turns that one engine runs at once."""
+    turns: float
+    """Of the step, as all that follows."""
+    read_tokens: float
+    drawn_tokens: float
+    train_seconds: float = 0.0
+    """Forward, backward, optimizer step and publishing; 0: not trained."""
+    gang: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepUse:
+    """One measured step."""
+
+    seconds: float
+    rollout_seconds: float
+    trajectories: float
+    trajectory_seconds: float
+    """Mean, from beginning to end."""
+    wait_seconds: float
+    """Of these, outside of engines and their queues."""
+    policies: Mapping[str, PolicyUse]
+
+
+def split_metrics(
+    steps: Sequence[StepUse],
+    speeds: Mapping[str, EngineSpeed],
+    *,
+    mode: str,
+    in_flight: int,
+    trainers: int,
+) -> dict[str, float]:
+    """How idle engines and trainers were, and by which part a step would be shorter with one engine
+    of each policy more (`split/gain/engine/P`), one trainer more (`split/gain/trainer`), or a gang
+    of twice as many devices (`split/gain/gang/P`); 0 where that is within noise.
+
+    `trainers`: devices of all trainer workers. Empty before `LEAST_STEPS` steps, and while nothing
+    is known of a policy's engines.
+    """
+    steps = list(steps)[-MOST_STEPS:]
+    if len(steps) < LEAST_STEPS or any(name not in speeds for name in steps[-1].policies):
+        return {}
+    mean = _mean_of(steps)
+    if mean.seconds <= 0 or trainers < 1:
+        return {}
+    deviation = math.sqrt(
+        sum((one.seconds - mean.seconds) ** 2 for one in steps) / (len(steps) - 1)
+    )
+    noise = _ERRORS * deviation / math.sqrt(len(steps)) / mean.seconds
+    trained = sum(one.train_seconds * one.gang for one in mean.policies.values())
+    found = {
+        IDLE_TRAINERS: max(0.0, 1 - trained / (trainers * mean.seconds)),
+        IDLE_ENGINES: max(0.0, 1 - _engines_busy(mean, speeds)),
+    }
+    window = max(1.0, min(float(in_flight), mean.trajectories))
+    rate = _throughput(mean, speeds, window)
+    for name, one in mean.policies.items():
+        more = replace(one, engines=one.engines + 1)
+        wider = replace(mean, policies={**mean.policies, name: more})
+        faster = rate / max(rate, _throughput(wider, speeds, window))
+        # What runs with full concurrency scales; the longest trajectories stay as long.
+        rollout = min(mean.rollout_seconds, mean.seconds)
+        full = min(rollout, mean.trajectories * mean.trajectory_seconds / window)
+        shorter = rollout - full * (1 - faster)
+        found[f"{_GAIN}engine/{name}"] = _gain(mean, mode, trainers, rollout=shorter)
+    policies = {name: one for name, one in mean.policies.items() if one.train_seconds > 0}
+    if len(policies) > trainers:
+        found[f"{_GAIN}trainer"] = _gain(mean, mode, trainers, more_trainers=1)
+    else:
+        for name, one in policies.items():
+            halved = replace(one, train_seconds=one.train_seconds / 2, gang=2 * one.gang)
+            wider = replace(mean, policies={**mean.policies, name: halved})
+            training = _training(wider, trainers + one.gang)
+            if mode == "serial":
+                training = sum(one.train_seconds for one in wider.policies.values())
+            found[f"{_GAIN}gang/{name}"] = _gain(mean, mode, trainers, training=training)
+    least = max(_LEAST_GAIN, noise)
+    return {
+        name: value if not name.startswith(_GAIN) or value > least else 0.0
+        for name, value in found.items()
+    }
+
+
+def split_hint(metrics: Mapping[str, float]) -> str:
+    """What the newest metrics of a job say about its split, for people; empty: nothing.
+
+    A job with networks, or whose split is good, has no such metrics or gains of 0.
+    """
+    gains = {name: value for name, value in metrics.items() if name.startswith(_GAIN)}
+    best = max(gains, key=lambda name: (gains[name], name), default="")
+    if not best or gains[best] <= 0:
+        return ""
+    kind, _, policy = best.removeprefix(_GAIN).partition("/")
+    idle, what = {
+        "engine": (IDLE_TRAINERS, f"one more engine for `{policy}`"),
+        "trainer": (IDLE_ENGINES, "one more trainer worker"),
+        "gang": (IDLE_ENGINES, f"a gang of twice as many devices for `{policy}`"),
+    }.get(kind, ("", ""))
+    if not what:
+        return ""
+    who = "trainers" if idle == IDLE_TRAINERS else "engines"
+    return (
+        f"{who} idle {metrics.get(idle, 0.0):.0%}: {what} would shorten the step by about "
+        f"{gains[best]:.0%}"
+    )
+
+
+def _mean_of(steps: Sequence[StepUse]) -> StepUse:
+    """The mean of the steps; engines, limits and gangs are those of the newest."""
+    count = len(steps)
+
+    def mean(name: str) -> float:
+        return float(sum(getattr(one, name) for one in steps)) / count
+
+    policies = {}
+    for name, newest in steps[-1].policies.items():
+        same = [one.policies.get(name, newest) for one in steps]
+        policies[name] = replace(
+            newest,
+            turns=sum(one.turns for one in same) / count,
+            read_tokens=sum(one.read_tokens for one in same) / count,
+            drawn_tokens=sum(one.drawn_tokens for one in same) / count,
+            train_seconds=sum(one.train_seconds for one in same) / count,
+        )
+    return StepUse(
+        mean("seconds"),
+        mean("rollout_seconds"),
+        mean("trajectories"),
+        mean("trajectory_seconds"),
+        mean("wait_seconds"),
+        policies,
+    )
+
+
+def _engines_busy(step: StepUse, speeds: Mapping[str, EngineSpeed]) -> float:
+    """The part of the step that engines computed, over all of them."""
+    busy = 0.0
+    for name, one in step.policies.items():
+        speed = speeds[name]
+        beside = max(1.0, min(speed.beside, one.limit))
+        each = (speed.decode_seconds + speed.decode_seconds_per_turn * beside) / beside
+        busy += one.drawn_tokens * each + one.read_tokens * speed.read_seconds
+    return busy / max(1, sum(one.engines for one in step.policies.values())) / step.seconds
+
+
+def _throughput(step: StepUse, speeds: Mapping[str, EngineSpeed], window: float) -> float:
+    """Trajectories per second with `window` of them in flight."""
+    low, high = 0.0, math.inf
+    for name, one in step.policies.items():
+        high = min(high, _capacity(step, one, speeds[name]))
+    if not math.isfinite(high):
+        return window / max(step.wait_seconds, 1e-9)
+    high *= _FULL
+    if high * _seconds(step, speeds, high) <= window:
+        return high
+    for _ in range(60):
+        middle = (low + high) / 2
+        if middle * _seconds(step, speeds, middle) <= window:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _capacity(step: StepUse, one: PolicyUse, speed: EngineSpeed) -> float:
+    """Most trajectories per second that a policy's engines can serve, with full batches."""
+    if step.trajectories <= 0 or one.engines < 1:
+        return 0.0
+    each = (speed.decode_seconds + speed.decode_seconds_per_turn * one.limit) / one.limit
+    work = (one.drawn_tokens * each + one.read_tokens * speed.read_seconds) / step.trajectories
+    return one.engines / work if work > 0 else math.inf
+
+
+def _seconds(step: StepUse, speeds: Mapping[str, EngineSpeed], rate: float) -> float:
+    """Seconds of a trajectory if `rate` of them end per second."""
+    total = step.wait_seconds
+    for name, one in step.policies.items():
+        speed = speeds[name]
+        drawn, read = (x / step.trajectories for x in (one.drawn_tokens, one.read_tokens))
+        # Of an engine's time, the part in which it does not read prompts.
+        left = max(1e-9, 1 - rate * read * speed.read_seconds / one.engines)
+        tokens = rate * drawn / one.engines
+        room = left - tokens * speed.decode_seconds_per_turn
+        beside = tokens * speed.decode_seconds / room if room > 0 else math.inf
+        beside = max(1.0, min(beside, float(one.limit)))
+        step_seconds = speed.decode_seconds + speed.decode_seconds_per_turn * beside
+        total += drawn * step_seconds / left + read * speed.read_seconds
+    return total
+
+
+def _training(step: StepUse, trainers: int) -> float:
+    """Seconds until all policies are trained: each with its gang, on the trainers that are free
+    first, the longest one first."""
+    free = [0.0] * max(1, trainers)
+    for one in sorted(step.policies.values(), key=lambda one: -one.train_seconds):
+        if one.train_seconds > 0:
+            free.sort()
+            count = min(len(free), max(1, one.gang))
+            end = free[count - 1] + one.train_seconds
+            free[:count] = [end] * count
+    return max(free)
+
+
+def _gain(
+    step: StepUse,
+    mode: str,
+    trainers: int,
+    *,
+    rollout: float | None = None,
+    more_trainers: int = 0,
+    training: float | None = None,
+) -> float:
+    """The part by which a step would be shorter with another rollout or other trainers."""
+    before = min(step.rollout_seconds, step.seconds)
+    after = before if rollout is None else rollout
+    if mode == "serial":  # one policy after the other, whatever the number of trainers
+        trained = wanted = sum(one.train_seconds for one in step.policies.values())
+    else:
+        trained, wanted = _training(step, trainers), _training(step, trainers + more_trainers)
+    wanted = wanted if training is None else training
+    if mode in ("serial", "sync"):
+        saved = before - after + trained - wanted
+    else:
+        # What was left to train when the rollout was over shrinks with the training; and a step is
+        # never shorter than that.
+        left = (step.seconds - before) * (wanted / trained if trained > 0 else 1.0)
+        saved = step.seconds - max(after + left, wanted)
+    return max(0.0, min(saved, step.seconds)) / step.seconds

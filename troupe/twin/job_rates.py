@@ -1,0 +1,215 @@
+"""What the policies of a job cost on a class of device: engines, trainers, memory.
+
+Three origins, each preferred to the one before it: the cost models of devices and models
+(`troupe.twin.costs`), what a run of the job measured (`JobProfile`), and the cost model that a job
+gives of simulated policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from troupe.job import JobSpec, SimulatedSpec
+from troupe.job.sizing import setup_of
+from troupe.scheduling.memory import ModelShape, TrainingSetup, rank_memory
+from troupe.twin.costs import (
+    DeviceCosts,
+    EngineRates,
+    TrainerRates,
+    engine_rates,
+    engine_turns,
+    trainer_rates,
+)
+from troupe.twin.profile import JobProfile
+
+# Turns of a simulated engine, and of any on a CPU, for which the job gives no number.
+_SIMULATED_TURNS: Final = 64
+_GIB: Final = 1 << 30
+
+
+@dataclass(frozen=True)
+class JobRates:
+    """The costs of a job's policies on one class of device.
+
+    `shapes` has the models of all policies but the simulated ones; `context` the mean tokens of
+    their turns, prompt and half of the response.
+    """
+
+    spec: JobSpec
+    device: DeviceCosts
+    shapes: Mapping[str, ModelShape]
+    context: Mapping[str, float]
+    profile: JobProfile | None = None
+
+    def simulated(self, name: str) -> SimulatedSpec | None:
+        """The cost model that the job gives of a policy; None: it is a real one."""
+        found = self.spec.policies[name].simulated
+        return None if found is None else found.of_class(self.device.name)
+
+    def engine(self, name: str, tensor_parallel: int, running: float = 64.0) -> EngineRates:
+        """The times of an engine of a policy over so many devices."""
+        if (pace := self.simulated(name)) is not None:
+            return EngineRates(
+                pace.prefill_tokens_per_second,
+                pace.decode_seconds,
+                pace.decode_seconds_per_turn,
+                load_seconds=pace.load_seconds,
+            )
+        found = self._assumed_engine(name, tensor_parallel, running)
+        profile = self._measured(name)
+        speed = None if profile is None else profile.policies[name].engine.speed()
+        if profile is None or speed is None:
+            return found
+        # How much slower than assumed it was where it was measured.
+        same = self._assumed_engine(name, profile.tensor_parallel[name], speed.beside)
+        whole = speed.decode_seconds + speed.decode_seconds_per_turn * speed.beside
+        assumed = same.decode_seconds + same.decode_seconds_per_turn * speed.beside
+        step = per_turn = whole / assumed if whole > 0 else 1.0
+        if speed.decode_seconds > 0 and speed.decode_seconds_per_turn > 0:
+            step = speed.decode_seconds / same.decode_seconds
+            per_turn = speed.decode_seconds_per_turn / same.decode_seconds_per_turn
+        read = 1.0
+        if speed.read_seconds > 0:
+            read = 1 / (speed.read_seconds * same.prefill_tokens_per_second)
+        return replace(
+            found,
+            prefill_tokens_per_second=found.prefill_tokens_per_second * read,
+            decode_seconds=found.decode_seconds * step,
+            decode_seconds_per_turn=found.decode_seconds_per_turn * per_turn,
+        )
+
+    def turns(self, name: str, tensor_parallel: int) -> int:
+        """Turns that fit into an engine at once; 0: its weights do not fit."""
+        most = self.spec.policies[name].engine.max_running
+        if self.simulated(name) is not None:
+            return most or _SIMULATED_TURNS
+        return engine_turns(
+            self.shapes[name],
+            self.device,
+            tensor_parallel=tensor_parallel,
+            context=1.5 * self.context[name],
+        )
+
+    def widths(self, name: str, most: int) -> list[int]:
+        """Tensor-parallel sizes up to `most` with which an engine fits; at most three."""
+        if self.simulated(name) is not None:
+            return [1] if most >= 1 else []
+        heads = self.shapes[name].kv_heads
+        fitting = [
+            count
+            for count in (1, 2, 4, 8)
+            if count <= most and heads % min(count, heads) == 0 and self.turns(name, count) >= 4
+        ]
+        return fitting[:3] if self.spec.policies[name].engine.kind == "sglang" else fitting[:1]
+
+    def trainer(self, name: str, ranks: int) -> TrainerRates:
+        """The times of a policy's gang of so many devices."""
+        if (pace := self.simulated(name)) is not None:
+            return TrainerRates(pace.backward_tokens_per_second, pace.step_seconds)
+        found = self._assumed_trainer(name, ranks)
+        profile = self._measured(name)
+        times = None if profile is None else profile.policies[name]
+        if profile is None or times is None or not times.trained_tokens_per_second:
+            return found
+        same = self._assumed_trainer(name, max(1, profile.gangs[name]))
+        faster = times.trained_tokens_per_second / same.backward_tokens_per_second
+        step = times.publish_seconds / max(times.steps, 1e-9) / max(same.step_seconds, 1e-9)
+        return replace(
+            found,
+            backward_tokens_per_second=found.backward_tokens_per_second * faster,
+            step_seconds=found.step_seconds * step,
+            # It is in the measured seconds of its tokens.
+            micro_batch_seconds=0.0,
+        )
+
+    def trainer_bytes(self, name: str, ranks: int) -> int:
+        """Bytes on each of the gang's devices."""
+        if (pace := self.simulated(name)) is not None:
+            return pace.state_bytes
+        return rank_memory(self.shapes[name], self._setup(name, ranks)).total
+
+    def weights_text(self, name: str) -> str:
+        """The bytes of a policy's weights in an engine, for people."""
+        return f"{2 * self.shapes[name].parameters / _GIB:.0f} GB"
+
+    def origins(self) -> tuple[list[str], list[str]]:
+        """What of a plan is measured, and what is assumed."""
+        measured, assumed = [], []
+        profile = self.profile
+        if profile is not None:
+            measured.append(
+                f"turns, lengths and waits: {profile.trajectories} trajectories of "
+                f"{profile.steps} steps; a turn waits {profile.waits.mean:.2g} s for tools and "
+                "environment"
+            )
+        else:
+            assumed.append("turns, lengths and waits")
+        for name in self.spec.policies:
+            if self.simulated(name) is not None:
+                measured.append(f"{name}: engines and trainer as the job simulates them")
+                continue
+            what = ["weights' transfer"]
+            used = self._measured(name)
+            times = None if used is None else used.policies[name]
+            speed = None if times is None else times.engine.speed()
+            if times is not None and speed is not None:
+                each = speed.decode_seconds + speed.decode_seconds_per_turn * speed.beside
+                measured.append(
+                    f"{name}: an engine's {speed.beside / max(each, 1e-9):,.0f} tokens/s with "
+                    f"{speed.beside:.0f} turns at once"
+                )
+            else:
+                what.append("engines' speed")
+            if times is not None and times.trained_tokens_per_second:
+                measured.append(
+                    f"{name}: its trainer's {times.trained_tokens_per_second:,.0f} tokens/s, and "
+                    f"{times.publish_seconds / max(times.steps, 1e-9):.2g} s to publish weights"
+                )
+            elif name in self.spec.trained_policies:
+                what.append("trainers' speed")
+            why = ""
+            if profile is not None and used is None:
+                seen = profile.device_classes.get(name) or "devices of unknown class"
+                why = f" (it was measured on {seen})"
+            assumed.append(f"{name}: {', '.join(what)}{why}")
+        return measured, assumed
+
+    def _measured(self, name: str) -> JobProfile | None:
+        """The profile, if the policy was measured on devices of this class."""
+        profile = self.profile
+        if profile is None:
+            return None
+        seen = profile.device_classes.get(name, "")
+        return profile if seen.upper() == self.device.name.upper() else None
+
+    def _assumed_engine(self, name: str, tensor_parallel: int, running: float) -> EngineRates:
+        return engine_rates(
+            self.shapes[name],
+            self.device,
+            tensor_parallel=tensor_parallel,
+            context=self.context[name],
+            running=running,
+        )
+
+    def _assumed_trainer(self, name: str, ranks: int) -> TrainerRates:
+        setup = self._setup(name, ranks)
+        return trainer_rates(
+            self.shapes[name],
+            self.device,
+            ranks=ranks,
+            context=self.context[name],
+            checkpointing=setup.checkpointing,
+            adapter=setup.adapter,
+        )
+
+    def _setup(self, name: str, ranks: int) -> TrainingSetup:
+        return setup_of(
+            self.spec,
+            name,
+            self.shapes[name],
+            device="cuda",
+            memory=self.device.memory,
+            ranks=ranks,
+        )

@@ -1,0 +1,179 @@
+"""A plan as values: what `troupe plan --json` prints and the panel draws.
+
+As a program (`python -m troupe.twin.plans`) it reads a request as JSON and writes the plan, or the
+problem, so that a service can plan in a process of its own and end it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from troupe.devices import Device, parse_devices
+from troupe.job import JobSpec, parse_job
+from troupe.rpc import TroupeError
+from troupe.twin.cluster import TwinRun, TwinSpan
+from troupe.twin.costs import device_costs
+from troupe.twin.planner import Habits, JobPlan, Prediction, plan_job
+from troupe.twin.profile import JobProfile
+
+# Lanes of a picture of each kind: more look like these.
+_LANES: Final = 16
+# Busy times that are nearer to each other than this part of a step are drawn as one.
+_GAP: Final = 1 / 400
+
+
+def planned(
+    spec: JobSpec,
+    devices: Sequence[Device],
+    *,
+    hosts: int = 1,
+    habits: Mapping[str, float] | None = None,
+    profile: JobProfile | None = None,
+    tflops: float = 0.0,
+    gigabytes_per_second: float = 0.0,
+    picture: bool = False,
+) -> JobPlan:
+    """The plan of a job on devices of one class; `habits` are fields of `Habits`."""
+    some = devices[0]
+    costs = device_costs(
+        some.device_class,
+        memory=some.memory,
+        tflops=tflops,
+        gigabytes_per_second=gigabytes_per_second,
+    )
+    return plan_job(
+        spec,
+        devices,
+        costs,
+        hosts=hosts,
+        habits=Habits(**(habits or {})),
+        profile=profile,
+        picture=picture,
+    )
+
+
+def assignments(spec: JobSpec, best: Prediction) -> list[str]:
+    """The fields of the job that make it run with this split, as `--set` takes them."""
+    changes = []
+    for name, one in best.split.policies.items():
+        section = f"policies.{name}"
+        changes.append(f"{section}.engine.replicas={one.engines}")
+        if spec.policies[name].engine.kind == "sglang":
+            changes.append(f"{section}.engine.tensor_parallel={one.tensor_parallel}")
+        if one.gang:
+            changes.append(f"{section}.trainer.gang={one.gang}")
+    return changes
+
+
+def plan_values(spec: JobSpec, found: JobPlan, hosts: int) -> dict[str, Any]:
+    """A plan as JSON values."""
+    values = {
+        "best": _prediction_values(found.best),
+        "others": [_prediction_values(one) for one in found.others],
+        "considered": found.considered,
+        "hosts": hosts,
+        "seconds_with_one_more_host": found.more_seconds,
+        "measured": list(found.measured),
+        "assumed": list(found.assumed),
+        "set": assignments(spec, found.best),
+    }
+    return values if found.run is None else values | {"picture": picture_values(found.run)}
+
+
+def _prediction_values(one: Prediction) -> dict[str, Any]:
+    means = one.means
+    return {
+        "seconds_per_step": round(means.seconds, 3),
+        "engine_hosts": one.split.engine_hosts,
+        "training_hosts": one.split.training_hosts,
+        "engine_devices": one.split.devices[0],
+        "training_devices": one.split.devices[1],
+        "engines_busy": round(means.engines, 3),
+        "trainers_busy": round(means.trainers, 3),
+        "response_tokens_per_second": round(means.response_tokens_per_second, 1),
+        "bottleneck": one.bottleneck,
+        "policies": {
+            name: {
+                "replicas": p.engines,
+                "tensor_parallel": p.tensor_parallel,
+                "gang": p.gang,
+                "turns_at_once": p.engine_turns,
+                "trainer_bytes": p.trainer_bytes,
+            }
+            for name, p in one.split.policies.items()
+        },
+    }
+
+
+def picture_values(run: TwinRun) -> dict[str, Any]:
+    """When engines and trainers were busy in the last step of a trial, in seconds from its start:
+    of each lane the policy and the times. Lanes beyond `_LANES` of a kind are only counted."""
+    start = run.steps[-2].at if len(run.steps) > 1 else 0.0
+    seconds = run.steps[-1].at - start
+    lanes, hidden = [], 0
+    for kind, spans in (("engine", run.engine_spans), ("trainer", run.trainer_spans)):
+        by_lane: defaultdict[str, list[TwinSpan]] = defaultdict(list)
+        for span in spans:
+            if span[3] > start and span[2] < start + seconds:
+                by_lane[span[0]].append(span)
+        names = sorted(by_lane)
+        hidden += max(0, len(names) - _LANES)
+        for name in names[:_LANES]:
+            busy = _merged(by_lane[name], start, seconds)
+            lanes.append({"kind": kind, "lane": name, "busy": busy})
+    return {"seconds": round(seconds, 3), "lanes": lanes, "hidden_lanes": hidden}
+
+
+def _merged(spans: Sequence[TwinSpan], start: float, seconds: float) -> list[list[Any]]:
+    """[policy, begin, end] of a lane, those of one policy that touch or nearly touch as one."""
+    found: list[list[Any]] = []
+    last: dict[str, list[Any]] = {}
+    for _, policy, began, end, _ in sorted(spans, key=lambda one: one[2]):
+        low, high = max(0.0, began - start), min(seconds, end - start)
+        before = last.get(policy)
+        if before is not None and low - before[2] <= _GAP * seconds:
+            before[2] = round(max(before[2], high), 3)
+        else:
+            last[policy] = [policy, round(low, 3), round(high, 3)]
+            found.append(last[policy])
+    return found
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan of a request: `spec` (YAML or JSON text), `devices` ("8xH100-80GB"), `hosts`, the
+    fields of `Habits`, `tflops`, `gigabytes_per_second` and `profile` (JSON text, or empty)."""
+    fields = dict(request)
+    spec = parse_job(fields.pop("spec"))
+    devices = parse_devices(fields.pop("devices"), "query.devices")
+    profile = fields.pop("profile", "")
+    hosts, tflops = fields.pop("hosts"), fields.pop("tflops")
+    bandwidth = fields.pop("gigabytes_per_second")
+    found = planned(
+        spec,
+        devices,
+        hosts=hosts,
+        habits=fields,
+        profile=JobProfile.of_json(profile) if profile else None,
+        tflops=tflops,
+        gigabytes_per_second=bandwidth,
+        picture=True,
+    )
+    return plan_values(spec, found, hosts)
+
+
+def main() -> None:
+    """Answer the request of stdin."""
+    try:
+        print(json.dumps(answer(json.load(sys.stdin))))
+    except TroupeError as error:
+        problem = {"kind": error.kind, "message": error.message, "field": error.field}
+        problem |= {"value": error.value, "remedy": error.remedy, "code": error.code.name}
+        print(json.dumps({"problem": problem}))
+
+
+if __name__ == "__main__":
+    main()
