@@ -21,7 +21,7 @@ def test_a_quick_run_measures_every_service() -> None:
     found = quick_run("scale", seconds=540)
     cost = found["cpu_s_per_1000_turns"]
     services = {"rollout", "experience_store", "redis", "trainer", "reward", "orchestrator"}
-    assert cost.keys() == services | {"total", "engines"}
+    assert cost.keys() == services | {"total", "engines", "services"}
     assert cost["total"] == pytest.approx(sum(cost[name] for name in services), abs=0.01)
     assert 0 < cost["engines"] < cost["rollout"]
     assert 0 < found["orchestrator_share"] < 1
