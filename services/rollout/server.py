@@ -190,7 +190,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         for index, ticket in enumerate(request.tickets):
             _check_ticket(f"tickets[{index}]", ticket, seen)
             job.casts.of(ticket.cast, f"tickets[{index}].cast")
-        listener = self._runner.listen(
+        listener = await self._runner.listen(
             job,
             request.step,
             request.tickets,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,7 @@ async def test_who_is_aborted_in_the_moment_that_it_is_asked_for_ends_in_the_sto
     await house.open_step()
     runner = house.service._runner
     tickets = training(queries=1)
-    listener = runner.listen(house.service._jobs.get(house.job_id), 0, tickets)
+    listener = await runner.listen(house.service._jobs.get(house.job_id), 0, tickets)
     # In the same turn of the event loop: its task has not begun.
     assert runner.abort(house.job_id, [tickets[0].trajectory_id], "stale: too old")
     await until(lambda: len(runner) == 1)
@@ -242,10 +243,51 @@ async def test_who_listens_to_a_job_that_is_released_at_once_hears_of_it(house: 
     await house.prepare("waits")
     runner = house.service._runner
     job = house.service._jobs.get(house.job_id)
-    listener = runner.listen(job, 0, evaluation(2))
+    listener = await runner.listen(job, 0, evaluation(2))
     async with asyncio.timeout(20):
         await runner.cancel(house.job_id)  # in the same turn of the event loop
         assert len(runner) == 0  # else whoever asks for them again would wait for ever
         with pytest.raises(Unavailable, match="was cancelled"):
             async for _ in listener.bundles():
                 pass
+
+
+async def test_many_trajectories_are_started_a_few_per_round_of_the_event_loop(
+    house: House,
+) -> None:
+    await house.prepare("waits")
+    runner = house.service._runner
+    job = house.service._jobs.get(house.job_id)
+    loop = asyncio.get_running_loop()
+    asking = asyncio.create_task(runner.listen(job, 0, evaluation(100)))
+    seen = [0]  # how many had been started, by round
+
+    def look() -> None:
+        seen.append(len(runner))
+        if seen[-1] < 100:
+            loop.call_soon(look)
+
+    loop.call_soon(look)
+    listener = await asking
+    await asyncio.sleep(0)
+    assert seen[-1] == 100
+    assert max(after - before for before, after in pairwise(seen)) <= 16
+    listener.close()
+    # A job that is released while they are started gets no more of them.
+    asking = asyncio.create_task(runner.listen(job, 0, evaluation(100)))
+    while len(runner) < 20:  # noqa: ASYNC110 - nothing announces a start
+        await asyncio.sleep(0)
+    await runner.cancel(house.job_id)
+    listener = await asking
+    assert len(runner) <= 16, "the part that was being started"
+    with pytest.raises(Unavailable, match="was cancelled"):
+        async for _ in listener.bundles():
+            pass
+    assert len(runner) == 0
+    # Nor does one whose caller has gone.
+    asking = asyncio.create_task(runner.listen(job, 0, evaluation(100)))
+    while len(runner) < 20:  # noqa: ASYNC110 - nothing announces a start
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert len(runner) == 0
