@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from troupe.devices import Device, parse_devices
-from troupe.job import JobSpec, parse_job
-from troupe.rpc import TroupeError
+from troupe.job import JobSpec, JobSpecError, parse_job
+from troupe.rpc import InvalidArgument, TroupeError
 from troupe.twin.cluster import TwinRun, TwinSpan
 from troupe.twin.costs import device_costs
 from troupe.twin.planner import Habits, JobPlan, Prediction, plan_job
@@ -169,6 +169,11 @@ def main() -> None:
     """Answer the request of stdin."""
     try:
         print(json.dumps(answer(json.load(sys.stdin))))
+    except JobSpecError as error:
+        first = error.problems[0]
+        problem = {"kind": InvalidArgument.default_kind, "message": first.message}
+        problem |= {"field": first.field, "value": first.value or None, "remedy": first.remedy}
+        print(json.dumps({"problem": problem | {"code": InvalidArgument.code.name}}))
     except TroupeError as error:
         problem = {"kind": error.kind, "message": error.message, "field": error.field}
         problem |= {"value": error.value, "remedy": error.remedy, "code": error.code.name}
