@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks import planner as benchmark
 from troupe.client.cli import main
 from troupe.devices import parse_devices
 from troupe.job import JobSpec
@@ -16,6 +18,7 @@ from troupe.rpc import InvalidArgument
 from troupe.twin import planner
 from troupe.twin.costs import device_costs
 from troupe.twin.planner import Habits, JobPlan, plan_job
+from troupe.twin.plans import planned as planned_values
 
 FEW = Habits(turns=2, prompt_tokens=300, response_tokens=400, wait_seconds=0.5)
 
@@ -165,3 +168,21 @@ def test_the_command_prints_an_object_and_writes_a_job_that_is_valid(
     assert main([*line, "--write", str(out)]) == 2
     assert main(["plan", str(path), "--devices", "8xQuux-80GB"]) == 2
     assert "--tflops" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workload", ["engines", "trainers"])
+def test_simulated_policies_are_planned_with_the_costs_that_the_job_gives(
+    tmp_path: Path, workload: str
+) -> None:
+    spec = benchmark.job(workload, (1, 1, 1), tmp_path)
+    found = planned_values(
+        spec, parse_devices("6xSimulated-8GB"), habits=asdict(FEW), tflops=1, gigabytes_per_second=1
+    )
+    splits = [benchmark._split_of(one) for one in (found.best, *found.others)]
+    assert len(set(splits)) == len(splits) >= 4
+    assert set(splits) <= set(benchmark.splits())
+    # Also other shares of engines than those by work: two splits with as many trainers.
+    assert len({trainers for _, _, trainers in splits}) < len(splits)
+    assert {one.gang for one in found.best.split.policies.values()} == {1}
+    assert len(found.measured) == 2
+    assert (found.best.bottleneck == "trainers") <= (workload == "trainers")

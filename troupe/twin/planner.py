@@ -39,6 +39,8 @@ from troupe.twin.workload import Lengths, TeamWorkload, TwinTurn, Workload
 
 Bottleneck = Literal["engines", "trainers", "longest trajectories", "hand-over"]
 
+# Policies up to which other shares of engines than those by work are considered.
+_SHARED_ANEW: Final = 3
 # Splits that are run in the twin, of those with the best bounds.
 _TRIED: Final = 8
 # Steps of a trial: the first one is not counted. In mode `async` nothing follows the last one.
@@ -328,10 +330,9 @@ def _splits(case: _Case, devices: Sequence[Device]) -> Iterator[ClusterSplit]:
         if not all(gangs):
             continue
         for widths in itertools.product(*(width[name] for name in case.names)):
-            engines = _shares(case, dict(zip(case.names, widths, strict=True)), engine_devices)
-            if engines is None:
-                continue
-            for chosen in _chosen_gangs(case, dict(zip(case.names, gangs, strict=True)), total):
+            counts = _shares(case, dict(zip(case.names, widths, strict=True)), engine_devices)
+            trained_by = _chosen_gangs(case, dict(zip(case.names, gangs, strict=True)), total)
+            for engines, chosen in itertools.product(counts, trained_by):
                 split = ClusterSplit(
                     {
                         name: PolicySplit(
@@ -371,6 +372,8 @@ def _divisions(case: _Case) -> Iterator[tuple[int, int, int, int]]:
 
 def _gangs(case: _Case, name: str, devices: int) -> list[tuple[int, int]]:
     """(devices, bytes on each) of the gangs that can train a policy, small first."""
+    if case.rates.simulated(name) is not None:
+        return [(1, case.rates.trainer_bytes(name, 1))]  # it has no ranks
     found = []
     size = 1
     while size <= devices:
@@ -407,21 +410,26 @@ def _chosen_gangs(
     return found
 
 
-def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> dict[str, int] | None:
-    """Engines of each policy on a host, by their work: one each, then one more to whoever has most
-    work per engine. None: there is no room for one of each."""
+def _shares(case: _Case, widths: Mapping[str, int], devices: int) -> list[dict[str, int]]:
+    """Engines of each policy on a host: by their work, one each, then one more to whoever has most
+    work per engine; and of few policies also those with one engine moved to another policy, since
+    an engine's work depends on what waits for it. Empty: there is no room for one of each."""
     engines = dict.fromkeys(widths, 1)
     left = devices - sum(widths.values())
     if left < 0:
-        return None
+        return []
     work = {name: _engine_seconds(case, name, widths[name]) for name in widths}
-    while True:
-        fitting = [name for name in widths if widths[name] <= left and work[name] > 0]
-        if not fitting:
-            return engines
+    while fitting := [name for name in widths if widths[name] <= left and work[name] > 0]:
         most = max(fitting, key=lambda name: work[name] / engines[name])
         engines[most] += 1
         left -= widths[most]
+    found = [engines]
+    if len(widths) <= _SHARED_ANEW:
+        for source, target in itertools.permutations(widths, 2):
+            if engines[source] > 1 and widths[source] + left >= widths[target]:
+                moved = {source: engines[source] - 1, target: engines[target] + 1}
+                found.append(engines | moved)
+    return found
 
 
 def _engine_seconds(case: _Case, name: str, tensor_parallel: int) -> float:

@@ -167,17 +167,30 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the request of stdin."""
+    problem: dict[str, str | None]
     try:
         print(json.dumps(answer(json.load(sys.stdin))))
+        return
     except JobSpecError as error:
         first = error.problems[0]
-        problem = {"kind": InvalidArgument.default_kind, "message": first.message}
-        problem |= {"field": first.field, "value": first.value or None, "remedy": first.remedy}
-        print(json.dumps({"problem": problem | {"code": InvalidArgument.code.name}}))
+        problem = {
+            "code": InvalidArgument.code.name,
+            "kind": InvalidArgument.default_kind,
+            "message": first.message,
+            "field": first.field,
+            "value": first.value or None,
+            "remedy": first.remedy,
+        }
     except TroupeError as error:
-        problem = {"kind": error.kind, "message": error.message, "field": error.field}
-        problem |= {"value": error.value, "remedy": error.remedy, "code": error.code.name}
-        print(json.dumps({"problem": problem}))
+        problem = {
+            "code": error.code.name,
+            "kind": error.kind,
+            "message": error.message,
+            "field": error.field,
+            "value": error.value,
+            "remedy": error.remedy,
+        }
+    print(json.dumps({"problem": problem}))
 
 
 if __name__ == "__main__":

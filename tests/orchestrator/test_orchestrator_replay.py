@@ -1,0 +1,112 @@
+"""What live services decided follows from the records that they decided by, and from nothing else:
+no clock, no order of a set, no state of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.hand_engines import ask, make
+from tests.support.cluster import Cluster, job_yaml
+from tests.support.decision_log import DecisionLog
+from troupe.scheduling import admission, balancing, binding
+from troupe.v1 import common_pb2 as pb
+
+ADMISSION = ("plan_queries", "due_wave", "spread_queries", "holding_back", "seed_of", "next_move")
+
+
+def replay(log: DecisionLog, path: Path) -> dict[str, int]:
+    """How many decisions of each kind a process with other hashes takes again, and alike."""
+    log.write(path)
+    for seed in ("1", "2"):
+        ran = subprocess.run(
+            [sys.executable, "-m", "tests.support.decision_log", str(path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        found = json.loads(ran.stdout)
+        assert found["differing"] == []
+    counts: dict[str, int] = found["counts"]
+    return counts
+
+
+@pytest.mark.parametrize("mode", ["micro_batch", "async"])
+async def test_admission_binding_and_balancing_are_replayed(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    log = DecisionLog(monkeypatch)
+    log.watch(admission, *ADMISSION)
+    log.watch(binding, "decide", "ready_micro_batches")
+    log.watch(balancing, "decide", "succeeded")
+    await cluster.add_rollout()
+    await cluster.add_trainer()
+    for worker in cluster.rollouts:
+        worker.script.waiting = {"checker": 30}
+    job_id = await cluster.submit(
+        job_yaml(
+            policies=("solver", "checker", "critic"),
+            pipeline={
+                "steps": 3,
+                "queries_per_step": 6,
+                "group_size": 2,
+                "mode": mode,
+                "over_sampling": 2 if mode == "async" else 0,
+            },
+            limits={"step_seconds": 60, "max_concurrent_trajectories": 6},
+            balancing={"threshold": 2, "sustain_seconds": 0, "cooldown_seconds": 0.1},
+            **{"policies.solver.engine": {"replicas": 3}},
+        )
+    )
+    await cluster.wait(job_id, [pb.JOB_STATE_SUCCEEDED], 60)
+    counts = replay(log, tmp_path / "log")
+    wanted = {f"troupe.scheduling.admission.{name}" for name in ADMISSION[:4]}
+    wanted |= {"troupe.scheduling.binding.decide", "troupe.scheduling.balancing.decide"}
+    assert wanted <= counts.keys()
+    assert all(counts[name] > 0 for name in wanted)
+
+
+@pytest.mark.parametrize("policy", ["least_work", "round_robin", "random_hash"])
+async def test_routing_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any
+) -> None:
+    log, rng = DecisionLog(monkeypatch), random.Random(0)
+    log.watch_fleets()
+    router, engines = make(count=4, limit=3, policy=policy)
+    tasks = [ask(router, f"c{n % 12}/{n}", seconds=30, group=f"q{n % 4}") for n in range(80)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        held = [(one, name) for one in engines for name in one.held]
+        if held:
+            engine, name = rng.choice(held)
+            engine.answer(name, tokens=rng.randint(1, 9))
+    counts = replay(log, tmp_path / "log")
+    assert counts["fleet.choose"] >= 80
+    assert counts["fleet.give"] == counts["fleet.take_back"] == 80
+
+
+def test_a_decision_that_depends_on_something_else_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = DecisionLog(monkeypatch)
+    decide = admission.spread_queries
+
+    def spread_queries(sizes: Any, workers: Any, *, turn: int = 0) -> Any:
+        return decide(sizes, workers, turn=turn + 1)
+
+    monkeypatch.setattr(admission, "spread_queries", spread_queries)
+    log.watch(admission, "spread_queries")
+    workers = [admission.RolloutWorker(f"w{n}") for n in range(3)]
+    admission.spread_queries([2, 2], workers)
+    with pytest.raises(AssertionError, match="spread_queries"):
+        replay(log, tmp_path / "log")
