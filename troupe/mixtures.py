@@ -261,6 +261,18 @@ def _routers_in(model: Any) -> list[tuple[Any, _Router]]:
     return found
 
 
+def mixed_blocks(model: Any) -> list[Any]:
+    """The modules that hold a router and its experts, one by layer; none where a router is not
+    known or has no module of its own to share with its experts."""
+    routers = {id(module) for module, _ in _routers_in(model)}
+    found = []
+    for part in model.modules():
+        inner = dict(part.named_children())
+        if any(id(child) in routers for child in inner.values()) and "self_attn" not in inner:
+            found.append(part)
+    return found if len(found) == len(routers) else []
+
+
 def _number(owners: Sequence[Any], names: Sequence[str]) -> int:
     """The first whole number above 0 among the attributes `names`; 0: there is none."""
     values = (getattr(owner, name, None) for owner in owners for name in names)

@@ -155,13 +155,16 @@ class GangGroup(RankGroup):
         if context_parallel == 1:
             return self
         found = copy.copy(self)
-        found.slices, found._slice_group = slices_of(self.rank, self.size, context_parallel)
+        found.slices, found._slice_group = slices_of(
+            self.rank, self.size, context_parallel, self.collectives
+        )
         return found
 
     def summed_over_slices(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of `values`, [n] on the device, over the ranks that divide this one's passes."""
-        if self._slice_group is not None:
-            dist.all_reduce(values, group=self._slice_group)
+        group = self._slice_group
+        if group is not None:
+            self.collectives.make(lambda: dist.all_reduce(values, group=group), values)
         return values
 
     def batches(self, batches: Sequence[PackedBatch], stop: threading.Event | None) -> RankBatches:
@@ -248,11 +251,14 @@ class GangGroup(RankGroup):
 # Ranks that divide the tokens of each pass.
 
 
-def slices_of(rank: int, size: int, context_parallel: int) -> tuple[Slices, dist.ProcessGroup]:
+def slices_of(
+    rank: int, size: int, context_parallel: int, collectives: PassCollectives
+) -> tuple[Slices, dist.ProcessGroup]:
     """The slices that `rank` of a gang of `size` shares in, and the process group of their ranks.
 
-    All ranks call it, in the same order among the gang's collectives. Ranks that divide a pass are
-    neighbours: by torchrun's numbering on one host, where links are fastest.
+    `collectives`: makes those of the passes. All ranks call it, in the same order among the gang's
+    collectives. Ranks that divide a pass are neighbours: by torchrun's numbering on one host, where
+    links are fastest.
     """
     mine: dist.ProcessGroup | None = None
     for first in range(0, size, context_parallel):
@@ -267,7 +273,9 @@ def slices_of(rank: int, size: int, context_parallel: int) -> tuple[Slices, dist
         key: torch.Tensor, value: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         joined = torch.cat([key, value], -1)
-        found: torch.Tensor = _GatheredStates.apply(joined, width, group)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _GatheredStates.apply(  # type: ignore[no-untyped-call]
+            joined, width, group, collectives
+        )
         keys, values = torch.split(found, [key.shape[-1], value.shape[-1]], -1)
         return keys, values
 
@@ -279,15 +287,19 @@ class _GatheredStates(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, width: int, group: dist.ProcessGroup
+        ctx: Any,
+        states: torch.Tensor,
+        width: int,
+        group: dist.ProcessGroup,
+        collectives: PassCollectives,
     ) -> torch.Tensor:
         _, heads, tokens, size = states.shape
-        ctx.tokens, ctx.group = tokens, group
+        ctx.tokens, ctx.group, ctx.collectives = tokens, group, collectives
         # Tokens first, so that the ranks' parts are adjacent.
         mine = states.new_zeros(width, heads, size)
         mine[:tokens] = states[0].transpose(0, 1)
         found = mine.new_empty(dist.get_world_size(group) * width, heads, size)
-        dist.all_gather_into_tensor(found, mine, group)
+        collectives.make(lambda: dist.all_gather_into_tensor(found, mine, group), found)
         return found.transpose(0, 1).unsqueeze(0)
 
     @staticmethod
@@ -298,6 +310,6 @@ class _GatheredStates(torch.autograd.Function):
         kind = torch.promote_types(grad.dtype, torch.float32)
         whole = grad[0].transpose(0, 1).to(kind).contiguous()
         mine = whole.new_empty(len(whole) // dist.get_world_size(ctx.group), *whole.shape[1:])
-        dist.reduce_scatter_tensor(mine, whole, group=ctx.group)
+        ctx.collectives.make(lambda: dist.reduce_scatter_tensor(mine, whole, group=ctx.group), mine)
         own = mine[: ctx.tokens].transpose(0, 1).unsqueeze(0)
-        return own.to(grad.dtype), None, None
+        return own.to(grad.dtype), None, None, None

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.compute import gpu_memory
@@ -72,6 +73,7 @@ from troupe.algorithms.statistics import TokenStatistics
 from troupe.checkpoints.format import CheckpointFormat, Conversion, Read
 from troupe.checkpoints.writing import safetensors_file
 from troupe.job import JobSpec
+from troupe.job.policy import Offload
 from troupe.mixtures import Routers, RoutingShape
 from troupe.rpc import DataLoss, ResourceExhausted, from_status, to_status
 from troupe.scheduling.defaults import defaults_of
@@ -170,8 +172,7 @@ class RankLearner(Learner):
             begin_with(policy, own.lora, module)
         trained = ShardedModel(module, device, published, self._sharded)
         super().__init__(trained, spec, policy, device=device, ranks=group, **options)
-        # FSDP owns the memory of the parameters: it is not released, and weights are copied.
-        self._pooled = PooledParameters({}, [])
+        self._pooled = ShardedParameters(module, own.trainer.offload)
 
     def _sharded(
         self, weights: Mapping[str, torch.Tensor] | None = None, *, values: bool = False
@@ -432,6 +433,62 @@ class ShardedModel(TrainedModel):
     def frozen_copy(self, weights: Mapping[str, torch.Tensor]) -> Any:
         """A second sharded module with these weights, which no gradient reaches."""
         return self._make(weights).requires_grad_(False)
+
+
+class ShardedParameters(PooledParameters):
+    """A rank's shards of the trained parameters. FSDP owns their memory: it is not released, and
+    weights are copied into it. With `offload: all` FSDP is given host memory in its place between
+    steps."""
+
+    def __init__(self, module: Any, offload: Offload) -> None:
+        """`module`: a model that FSDP shards."""
+        super().__init__({}, [], offload)
+        parts = [m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)]
+        found = [
+            p for part in parts for group in part._fsdp_param_groups for p in group.fsdp_params
+        ]
+        self._shards = [one for one in found if one.sharded_param.requires_grad]
+        self._memory: list[torch.Tensor] = []
+
+    def leave(self) -> None:
+        """Move the shards to host memory until `arrive`: a step has ended."""
+        if not self._leaves or self._away:
+            return
+        here = [one._sharded_param_data for one in self._shards]
+        if not self._memory:
+            self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in here]
+        for there, data in zip(self._memory, here, strict=True):
+            there.copy_(data, non_blocking=True)
+        self._devices = [data.device for data in here]
+        for device in {device for device in self._devices if device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+        for shard, there in zip(self._shards, self._memory, strict=True):
+            _use_memory(shard, there)
+        self._away = True
+
+    def arrive(self) -> None:
+        """Move the shards back to the device; FSDP's gathers wait for the copies."""
+        if self._away:
+            for shard, device in zip(self._shards, self._devices, strict=True):
+                data = shard._sharded_param_data.to(device, copy=True, non_blocking=True)
+                _use_memory(shard, data)
+            self._away = False
+
+    def attach(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
+        """The weights, none of which become memory of parameters."""
+        return dict(weights)
+
+    def release(self) -> list[torch.Tensor]:
+        """Nothing: the memory goes with the model."""
+        return []
+
+
+def _use_memory(shard: Any, data: torch.Tensor) -> None:
+    """Have FSDP keep a shard in `data` [padded elements], as `FSDPParam.reset_sharded_param`
+    does."""
+    local = shard.sharded_param._local_tensor
+    shard._sharded_param_data = data
+    shard.sharded_param._local_tensor = data.as_strided(local.size(), local.stride())
 
 
 class GangLearner:

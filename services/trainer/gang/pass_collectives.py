@@ -1,10 +1,11 @@
 """Collectives of a gang's passes, and how a rank that ran out of memory gets through the rest.
 
 FSDP gathers layers and scatters gradients in the order of the model's modules, the same in every
-pass. A rank that ran out in the middle of a pass has made the first k of these collectives, and the
-others wait for it in the next one. It gives up its pass, and makes one over a single token in its
-place: the first k collectives of that are skipped, the others are those that the ranks wait for. So
-all ranks reach the end of the pass, whose gradients they drop together (memory/pass_budget.py).
+pass; ranks that divide a pass gather keys and values in each layer besides (group.py). A rank that
+ran out in the middle of a pass has made the first k of these collectives, and the others wait for
+it in the next one. It gives up its pass, and makes one over a single token in its place: the first
+k collectives of that are skipped, the others are those that the ranks wait for. So all ranks reach
+the end of the pass, whose gradients they drop together (memory/pass_budget.py).
 """
 
 from __future__ import annotations

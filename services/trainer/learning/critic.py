@@ -111,10 +111,10 @@ class Critic:
         views, order = self._share(rows)
         dtype = self._module.get_output_embeddings().weight.dtype
         values = torch.zeros(sum(response_lengths(rows)), dtype=dtype, device=self._device)
-        smallest = functools.partial(self._values, one_token(self._device))
         batches = self._pack(views, stop, False)
         with torch.no_grad():
             for batch in batches:
+                smallest = functools.partial(self._keep_elsewhere, batch)
                 if batch is None:
                     batches.run(smallest, smallest)
                     continue
@@ -143,16 +143,19 @@ class Critic:
         found = []
         for packed in batches:
             if batches.keeping:
-                batches.run(functools.partial(self._keep, packed), self._keep)
+                elsewhere = functools.partial(self._keep_elsewhere, packed)
+                keep = functools.partial(self._keep, packed)
+                batches.run(elsewhere if packed is None else keep, elsewhere)
                 continue
+            smallest = functools.partial(self._smallest_pass, packed)
             if packed is None:
-                batches.run(self._smallest_pass, self._smallest_pass)
+                batches.run(smallest, smallest)
                 continue
             here = packed.to(self._device)
             place = order[here.order]
             given = batch.returns[place], batch.values[place]
             one = functools.partial(self._pass, here, *given)
-            if (result := batches.run(one, self._smallest_pass)) is not None:
+            if (result := batches.run(one, smallest)) is not None:
                 batches.problem, values = result
                 found.append((values, *given))
         # Not before: passes that run out of memory are repeated, all of them (pass_budget.py).
@@ -175,9 +178,9 @@ class Critic:
         torch.autograd.backward(loss)
         return problem, values.detach()
 
-    def _smallest_pass(self) -> None:
-        """Take part in a pass of other ranks."""
-        torch.autograd.backward(self._values(one_token(self._device)).sum() * 0.0)
+    def _smallest_pass(self, instead: PackedBatch | None) -> None:
+        """Take part in a pass of other ranks; `instead`: the batch that this one gave up."""
+        torch.autograd.backward(self._values(one_token(self._device, instead)).sum() * 0.0)
 
     def _share(self, rows: Sequence[Row]) -> tuple[list[Row], torch.Tensor]:
         """The input rows that this rank computes, and where their response tokens are among those
@@ -296,9 +299,13 @@ class Critic:
         return left
 
     @torch.no_grad()
-    def _keep(self, batch: PackedBatch | None = None) -> None:
-        """Run a piece for its keys and values; None: take part in that of others."""
-        self._values(one_token(self._device) if batch is None else batch.to(self._device))
+    def _keep(self, batch: PackedBatch) -> None:
+        """Run a piece for its keys and values."""
+        self._values(batch.to(self._device))
+
+    def _keep_elsewhere(self, instead: PackedBatch | None) -> None:
+        """Like `_smallest_pass`, without gradients."""
+        self._keep(one_token(self._device, instead))
 
     def _view(self, row: Row) -> Row:
         """The critic's input row: the team's context, if observed, is put before the prompt."""

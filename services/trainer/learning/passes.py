@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,7 @@ from troupe.algorithms.linear_loss import Scores
 from troupe.algorithms.registry import AlgorithmFunctions, FunctionFault
 from troupe.algorithms.statistics import TokenStatistics
 from troupe.job import JobSpec, TrainerSpec
+from troupe.mixtures import is_mixture, mixed_blocks
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling.defaults import CPU, CPU_UNCUT, DeviceDefaults, defaults_of
 
@@ -61,6 +63,7 @@ def configure_model(policy: str, model: Any, spec: TrainerSpec, own: DeviceDefau
         # Attention is not compiled: it has its own kernels, and would recompile for every packing.
         eager = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
         AttentionInterface.register(PACKED, eager)
+        _keep_experts_eager(model, f"{field}.compile")
         for layer in _layers(model, f"{field}.compile"):
             layer.forward = _CompiledForward(layer.forward)
     layers: list[torch.nn.Module] = []
@@ -103,6 +106,31 @@ class _CompiledForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CompiledForward:
         return _CompiledForward(copy.deepcopy(self._forward, memo))
+
+
+def _keep_experts_eager(model: Any, field: str) -> None:
+    """Leave routers and experts of a mixture out of compilation: how many tokens an expert has
+    differs from pass to pass, and each number of experts in use would be compiled for itself."""
+    if not is_mixture(model.config):
+        return
+    blocks = mixed_blocks(model)
+    if not blocks:
+        raise FailedPrecondition(
+            f"the experts of {type(model).__name__} are in no modules of their own, which "
+            "torch.compile would leave out",
+            kind="model_unsupported",
+            field=field,
+            value="on",
+            remedy="Leave it at its default.",
+        )
+    for block in blocks:
+        block.forward = types.MethodType(_eager, block)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replacement of `forward` of a module that is not compiled."""
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _layers(model: Any, field: str) -> list[torch.nn.Module]:
@@ -372,14 +400,14 @@ class Passes:
             return self._in_threads(self._threads, rows, advantages, teacher, stop)
         columns = self._columns(rows, advantages) if rows else None
         batches = self._ranks.batches(self._plan(rows), stop)
-        smallest = functools.partial(self._empty_pass, teacher)
-        keeping = functools.partial(self._keep, self._own_model, None, None, teacher)
         found: list[dict[str, Any]] = []
         for batch in batches:
             if batches.keeping:
+                keeping = functools.partial(self._keep_elsewhere, batch, teacher)
                 keep = functools.partial(self._keep, self._own_model, batch, columns, teacher)
-                batches.run(keep, keeping)
+                batches.run(keeping if batch is None else keep, keeping)
                 continue
+            smallest = functools.partial(self._empty_pass, teacher, batch, self._merges(batch))
             if batch is None or columns is None:
                 batches.run(smallest, smallest)
                 continue
@@ -477,12 +505,13 @@ class Passes:
     def _keep(
         self,
         model: _ThreadModel,
-        batch: PackedBatch | None,
+        batch: PackedBatch,
         columns: TokenColumns | None,
         teacher: str,
     ) -> None:
-        """Run a piece without gradients, for what later ones read of it; None: take part only."""
-        here = one_token(self._model.device) if batch is None else batch.to(self._model.device)
+        """Run a piece without gradients, for what later ones read of it: keys and values, and
+        scores of the tokens in `columns`, if there are any."""
+        here = batch.to(self._model.device)
         history = here.history
         scores = self._losses.couples_tokens and history is not None
         with self._autocast():
@@ -497,6 +526,10 @@ class Passes:
                     model.reference.keep(here)
             if teacher:
                 model.teachers[teacher].keep(here)
+
+    def _keep_elsewhere(self, batch: PackedBatch | None, teacher: str) -> None:
+        """Take part in a pass of other ranks that keeps; `batch`: what this one gave up."""
+        self._keep(self._own_model, one_token(self._model.device, batch), None, teacher)
 
     def _columns(self, rows: list[Row], advantages: torch.Tensor) -> TokenColumns:
         device, dtype = self._model.device, self._model.dtype
@@ -519,7 +552,7 @@ class Passes:
         if history is not None and here.within is not None:
             # Of a piece, a loss that couples tokens is linear in their scores.
             everything = columns.at(history.order.to(self._model.device))
-            if history.slopes is None:
+            if self._merges(here):
                 history.merge(self._ranks.summed_over_slices)
                 everything = replace(everything, reference=history.reference)
                 total = history.differentiate(self._losses.of(everything))
@@ -545,6 +578,11 @@ class Passes:
         found = self._losses.statistics(everything.at(part), summed, known, load)
         return loss, scores.logprobs, found
 
+    def _merges(self, batch: PackedBatch | None) -> bool:
+        """Whether the pass over `batch` begins with merging scores of the ranks that divide it."""
+        history = None if batch is None else batch.history
+        return self._losses.couples_tokens and history is not None and history.slopes is None
+
     def _expert_load(self, batch: PackedBatch, weights: torch.Tensor) -> ExpertLoad | None:
         """Measures a pass of a mixture over tokens with these weights; None for dense models."""
         if self._model.routers is None:
@@ -569,13 +607,16 @@ class Passes:
         scaled = distillation.coefficient * weights
         return Teaching(model.teachers[teacher], scaled, temperatures, self._ranks.size > 1)
 
-    def _empty_pass(self, teacher: str) -> None:
-        """Take part in a pass without rows, for another rank that has one more batch."""
-        batch = one_token(self._model.device)
+    def _empty_pass(self, teacher: str, instead: PackedBatch | None, merges: bool) -> None:
+        """Take part in a pass of other ranks: without rows, if they have one more batch, or instead
+        of a batch that this rank gave up. `merges`: that pass began with merging scores."""
+        batch = one_token(self._model.device, instead)
         temperatures = torch.ones((1, 1), dtype=self._model.dtype, device=self._model.device)
         if self._penalised and self._own_model.reference is not None:
             with self._autocast():
                 self._own_model.reference.scores(batch, temperatures)
+        if merges and instead is not None and instead.history is not None:
+            instead.history.merge(self._ranks.summed_over_slices)
         with self._autocast():
             loss, _ = self._forward.loss(
                 batch,
@@ -612,11 +653,14 @@ class Passes:
                 )
             return (scores - theirs).to("cpu", torch.float64)
 
+        def elsewhere(batch: PackedBatch | None) -> torch.Tensor:
+            return gaps(one_token(self._model.device, batch))
+
         def compute() -> torch.Tensor:
             found = torch.zeros(len(rows), dtype=torch.float64)
-            smallest = functools.partial(gaps, one_token(self._model.device))
             batches = self._ranks.batches(self._plan(own, gradients=False), stop)
             for batch in batches:
+                smallest = functools.partial(elsewhere, batch)
                 one = smallest if batch is None else functools.partial(gaps, batch)
                 result = batches.run(one, smallest)
                 if batch is not None and result is not None:

@@ -1,8 +1,8 @@
-"""One of two gloo ranks, of which rank 1 runs out of memory alone, in many places of a pass.
+"""A gloo rank of a gang whose last rank runs out of memory alone, in many places of a pass.
 
-Run as a module with torchrun's variables: `python -m tests.trainer.gang.short_rank SPEC.json`.
-Rank 0 prints one JSON object per place: whether the weights after the step are, bit for bit, those
-of a gang whose passes were smaller from the start.
+Run as a module with torchrun's variables, with the arguments SPEC.json BUDGET PLACES. Rank 0
+prints one JSON object per place: whether the weights after the step are, bit for bit, those of a
+gang whose passes were smaller from the start, and its metrics the same.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from services.trainer.gang.learner import RankLearner
 from services.trainer.learning.model import load_model
 from tests.trainer.batches import Shape, random_rows
 from troupe.job import JobSpec
-
-BUDGET = 96
-PLACES = 6
 
 
 class Shortage(TorchDispatchMode):
@@ -50,7 +47,9 @@ def step(
     learner = RankLearner(spec, "solver", group, torch.device("cpu"), forward_tokens=budget)
     if learner.needs_reference:
         learner.set_reference(learner.weights())
-    rows = random_rows(load_model("solver", spec.policies["solver"], spec.seed), 1, SHAPE)
+    divided = spec.policies["solver"].trainer.context_parallel > 1
+    shape = LONG if divided else SHORT
+    rows = random_rows(load_model("solver", spec.policies["solver"], spec.seed), 1, shape)
     # Probes and lazy initialization come before what is counted.
     learner.accumulate(rows[:2])
     learner.discard()
@@ -73,29 +72,34 @@ def step(
     return [t.to_local().clone() for t in learner.weights().values()], applied.metrics, mode.seen
 
 
-SHAPE = Shape(groups=4, members=4, prompt=12, response=10)
+# Below 256 tokens a pass that ranks divide is not made smaller (pass_budget.py).
+SHORT, LONG = (Shape(groups=4, members=4, prompt=12, response=some) for some in (10, 120))
 
 
 def main() -> None:
     """All places, one after another."""
     spec = JobSpec.model_validate_json(Path(sys.argv[1]).read_text())
+    budget, places = (int(one) for one in sys.argv[2:])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    mesh = init_device_mesh("cpu", (2,))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
     assert control is not None
     group = GangGroup(mesh, control, lambda: False, Path())
     rank = dist.get_rank()
-    *_, count = step(spec, group, BUDGET, 0)
-    (count,) = group.summed(torch.tensor([count if rank == 1 else 0])).tolist()
-    expected: dict[int, list[torch.Tensor]] = {}
-    for place in range(PLACES):
-        at = 1 + place * count // PLACES
-        found, metrics, _ = step(spec, group, BUDGET, at if rank == 1 else 0)
+    *_, count = step(spec, group, budget, 0)
+    (count,) = group.summed(torch.tensor([count if rank == size - 1 else 0])).tolist()
+    expected: dict[int, tuple[list[torch.Tensor], dict[str, float]]] = {}
+    for place in range(places):
+        at = 1 + place * count // places
+        found, metrics, _ = step(spec, group, budget, at if rank == size - 1 else 0)
         smaller = int(metrics["train/forward_tokens"])
         if smaller not in expected:
-            expected[smaller], _, _ = step(spec, group, smaller, 0)
-        same = all(torch.equal(a, b) for a, b in zip(found, expected[smaller], strict=True))
+            expected[smaller] = step(spec, group, smaller, 0)[:2]
+        weights, counted = expected[smaller]
+        same = all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+        same &= all(metrics[n] == v for n, v in counted.items() if n != "train/seconds")
         (different,) = group.summed(torch.tensor([int(not same)])).tolist()
         if rank == 0:
             times = metrics["train/out_of_memory"]

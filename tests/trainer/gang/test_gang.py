@@ -48,8 +48,10 @@ def alone(spec: JobSpec, **options: Any) -> Learner:
     return Learner(model.double(), spec, "solver", **{**PLAIN, **options})
 
 
-def together(gangs: Gangs, spec: JobSpec, **options: Any) -> GangLearner:
-    return GangLearner(gangs, "job/solver", spec, "solver", {"double": True, **PLAIN, **options})
+def together(
+    gangs: Gangs, spec: JobSpec, *, key: str = "job/solver", **options: Any
+) -> GangLearner:
+    return GangLearner(gangs, key, spec, "solver", {"double": True, **PLAIN, **options})
 
 
 def rows_of(spec: JobSpec, count: int, seed: int) -> list[Row]:

@@ -14,7 +14,7 @@ from services.trainer.memory import offload
 from services.trainer.memory.offload import OffloadedAdamW
 from tests.support.training import make_spec
 from tests.trainer.batches import Shape, random_rows
-from troupe.job import JobSpec, TrainerSpec
+from troupe.job import JobSpec
 
 SHAPE = Shape(groups=4, members=4, prompt=12, response=10)
 
@@ -104,10 +104,3 @@ def test_an_adapter_is_trained_as_without(tokenizer: Path) -> None:
         step(mine, version)
         step(theirs, version)
         assert_same(mine, theirs)
-
-
-def test_weights_of_a_gang_are_not_moved() -> None:
-    """The error names the field and what to use instead."""
-    with pytest.raises(ValueError, match="`offload: optimizer`"):
-        TrainerSpec(offload="all", gang=2)
-    assert TrainerSpec(offload="optimizer", gang=2).offload == "optimizer"

@@ -15,11 +15,13 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from services.trainer.learning import passes
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.model import load_model
 from services.trainer.learning.passes import configure_model
 from tests.support.training import make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
+from tests.trainer.learning.test_expert_load import MIXTURE
 from troupe.job import JobSpecError, TrainerSpec, parse_job
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling.admission import keeps_tokens
@@ -28,10 +30,13 @@ from troupe.scheduling.defaults import defaults_of
 SHAPE = Shape(groups=4, members=6, prompt=20, response=40)
 
 
-def learner_of(tokenizer: Path, trainer: dict[str, Any], **model: Any) -> Learner:
-    """Of a tiny model with seed 0, or another."""
+def learner_of(
+    tokenizer: Path, trainer: dict[str, Any], *, aux: float = 0.0, **model: Any
+) -> Learner:
+    """Of a tiny model with seed 0, or another; `aux`: coefficient of the routers' loss."""
     source = {"config": tiny_config(**model), "tokenizer": str(tokenizer)}
-    spec = make_spec(tokenizer, model=source, algorithm={"kl_coefficient": 0.05})
+    algorithm = {"kl_coefficient": 0.05, "router_aux_loss": aux}
+    spec = make_spec(tokenizer, model=source, algorithm=algorithm)
     policy = spec.policies["solver"].model_copy(update={"trainer": TrainerSpec(**trainer)})
     spec = spec.model_copy(update={"policies": {"solver": policy}})
     learner = Learner(load_model("solver", policy, 0), spec, "solver", skip_zero_advantages=False)
@@ -105,6 +110,37 @@ def test_compiled_layers_give_the_same_gradient(tokenizer: Path, again: bool) ->
         compiled.discard()
         torch.testing.assert_close(gradient(compiled, seed), expected, rtol=1e-4, atol=1e-5)
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("aux", [0.0, 0.1])
+def test_experts_are_left_out_of_compilation(tokenizer: Path, aux: float) -> None:
+    """However many experts a pass uses, and tokens each of them has: the layers around them are
+    compiled once, for any number of tokens."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler")
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = learner_of(tokenizer, {"compile": "on"}, aux=aux, **MIXTURE)
+    graphs = []
+    for seed in range(4):
+        expected = gradient(learner_of(tokenizer, {"kernels": "off"}, aux=aux, **MIXTURE), seed)
+        compiled.discard()
+        torch.testing.assert_close(gradient(compiled, seed), expected, rtol=1e-4, atol=1e-5)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0, "nothing was compiled"
+    assert graphs[1] == graphs[3]
+
+
+def test_a_mixture_whose_experts_cannot_be_left_out_is_not_compiled(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "mixed_blocks", lambda model: [])
+    with pytest.raises(FailedPrecondition) as caught:
+        learner_of(tokenizer, {"compile": "on"}, **MIXTURE)
+    assert caught.value.kind == "model_unsupported"
+    assert caught.value.field == "policies.solver.trainer.compile"
 
 
 def test_a_worker_without_a_compiler_refuses_to_compile(

@@ -667,8 +667,19 @@ def _concatenate(arrays: list[Ints]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays))
 
 
-def one_token(device: torch.device) -> PackedBatch:
-    """A batch without rows, for a rank that takes part in a pass of others."""
+def one_token(device: torch.device, instead: PackedBatch | None = None) -> PackedBatch:
+    """A batch without rows, for a rank that takes part in a pass of others.
+
+    `instead`: the batch of this rank in whose place it is computed. If ranks divide that pass, the
+    token's keys and values are gathered as those of the batch would have been.
+    """
     ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return PackedBatch(ids, zero, zero, zero, spans=(1,))
+    found = PackedBatch(ids, zero, zero, zero, spans=(1,))
+    packing = None if instead is None else instead.packing
+    if packing is None or packing.past is None or packing.slices is None:
+        return found
+    width = packing.slice_tokens
+    own = Segment(np.array([packing.slices.rank * width]), 1, 0)
+    past = Past(History(packing.past.history.order), packing.past.piece, (), keeps=False)
+    return replace(found, packing=Packing.of([own], past, packing.slices, width)).to(device)
