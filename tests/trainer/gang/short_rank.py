@@ -72,8 +72,9 @@ def step(
     return [t.to_local().clone() for t in learner.weights().values()], applied.metrics, mode.seen
 
 
-# Below 256 tokens a pass that ranks divide is not made smaller (pass_budget.py).
-SHORT, LONG = (Shape(groups=4, members=4, prompt=12, response=some) for some in (10, 120))
+SHORT = Shape(groups=4, members=4, prompt=12, response=10)
+# A part of a pass below 256 tokens is not made smaller (pass_budget.py).
+LONG = Shape(groups=8, members=4, prompt=12, response=200)
 
 
 def main() -> None:

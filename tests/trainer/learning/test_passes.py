@@ -127,7 +127,8 @@ def test_experts_are_left_out_of_compilation(tokenizer: Path, aux: float) -> Non
     for seed in range(4):
         expected = gradient(learner_of(tokenizer, {"kernels": "off"}, aux=aux, **MIXTURE), seed)
         compiled.discard()
-        torch.testing.assert_close(gradient(compiled, seed), expected, rtol=1e-4, atol=1e-5)
+        apart = (gradient(compiled, seed) - expected).norm() / expected.norm()
+        assert apart < 1e-5
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0, "nothing was compiled"
     assert graphs[1] == graphs[3]
