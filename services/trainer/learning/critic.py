@@ -144,8 +144,8 @@ class Critic:
         for packed in batches:
             if batches.keeping:
                 elsewhere = functools.partial(self._keep_elsewhere, packed)
-                keep = functools.partial(self._keep, packed)
-                batches.run(elsewhere if packed is None else keep, elsewhere)
+                keep = elsewhere if packed is None else functools.partial(self._keep, packed)
+                batches.run(keep, elsewhere)
                 continue
             smallest = functools.partial(self._smallest_pass, packed)
             if packed is None:

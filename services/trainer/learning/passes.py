@@ -403,9 +403,11 @@ class Passes:
         found: list[dict[str, Any]] = []
         for batch in batches:
             if batches.keeping:
-                keeping = functools.partial(self._keep_elsewhere, batch, teacher)
-                keep = functools.partial(self._keep, self._own_model, batch, columns, teacher)
-                batches.run(keeping if batch is None else keep, keeping)
+                elsewhere = functools.partial(self._keep_elsewhere, batch, teacher)
+                keep: Callable[[], None] = elsewhere
+                if batch is not None:
+                    keep = functools.partial(self._keep, self._own_model, batch, columns, teacher)
+                batches.run(keep, elsewhere)
                 continue
             smallest = functools.partial(self._empty_pass, teacher, batch, self._merges(batch))
             if batch is None or columns is None:
