@@ -84,8 +84,10 @@ def reserved(
     pod: int = POD_CORES,
     parallelism: int = POD_PARALLELISM,
     kubernetes: bool = True,
+    held_by: int = 1,
 ) -> BatchResult:
-    """A pod for every trajectory; `kubernetes`: making one takes its time."""
+    """A pod for every trajectory; `kubernetes`: making one takes its time. `held_by`: pods are kept
+    until all of so many neighbouring trajectories (a query's group) have ended."""
     capacities = [{CORES: cores} for cores in hosts]
 
     def make(env: simpy.Environment) -> Pods:
@@ -100,7 +102,7 @@ def reserved(
             made_per_second=PODS_PER_SECOND,
         )
 
-    return play(trajectories, make)
+    return play(trajectories, make, held_by=held_by)
 
 
 def least(trajectories: Sequence[Trajectory], cores: int) -> float:

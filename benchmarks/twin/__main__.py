@@ -1,8 +1,8 @@
-"""`python -m benchmarks.twin [--quick] [--json] [--only live|flexmarl|speed]`
+"""`python -m benchmarks.twin [--quick] [--json] [--only live|flexmarl|rollart|tangram|speed]`
 
 The twin's step times beside those of live runs (docs/twin/live.json, measured by
-benchmarks.pipeline), FlexMARL's table at its own scale, and how fast twin and decisions are at
-3,000 devices. The last line of stdout is the JSON object.
+benchmarks.pipeline), FlexMARL's, RollArt's and ARL-Tangram's tables, and how fast twin and
+decisions are at 3,000 devices. The last line of stdout is the JSON object.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.actions import simulated
 from benchmarks.command import finish, options_of
 from benchmarks.pipeline.workload import SETUPS, modes
-from benchmarks.twin import flexmarl
+from benchmarks.twin import flexmarl, rollart
 from benchmarks.twin.live import rehearse, twin_job
-from benchmarks.twin.speed import decisions, hour
+from benchmarks.twin.speed import HOSTS, decisions, hour, large_job
+from testbed.simulator.trace import CodingLaw, TeacherLaw
 from troupe.twin.cluster import Twin, TwinMeans
 
 _LIVE: Final = Path(__file__).resolve().parents[2] / "docs" / "twin" / "live.json"
-_PARTS: Final = ("live", "flexmarl", "speed")
+_PARTS: Final = ("live", "flexmarl", "rollart", "tangram", "speed")
 
 
 def main() -> None:
@@ -36,6 +38,10 @@ def main() -> None:
         found["live"] = beside_live(console, quick=args.quick)
     if "flexmarl" in parts:
         found["flexmarl"] = published(console, quick=args.quick)
+    if "rollart" in parts:
+        found["rollart"] = rolled(console, quick=args.quick)
+    if "tangram" in parts:
+        found["tangram"] = acted(console, quick=args.quick)
     if "speed" in parts:
         found |= speed(console, quick=args.quick)
     finish(found, quiet=args.json)
@@ -113,6 +119,76 @@ def published(console: Console, *, quick: bool = False) -> dict[str, float]:
             used = best.engines / means["serial"].engines
             found[f"{name}_engine_utilization_over_serial"] = round(used, 2)
     return found
+
+
+def rolled(console: Console, *, quick: bool = False) -> dict[str, Any]:
+    """RollArt's rows and mechanisms beside what the twin gives."""
+    steps = 1 if quick else 4
+    means = rollart.rows(steps)
+    best = means["rollart"].seconds
+    table = Table(title="RollArt: seconds per step, and over the last row")
+    for column in ("", "twin", "ratio", "published", "engines", "exposed per version", "staleness"):
+        table.add_column(column, justify="right" if column else "left")
+    found: dict[str, Any] = {}
+    for row, one in means.items():
+        told = rollart.PUBLISHED.get(row)
+        if told is not None:
+            found[f"over_{row}"] = round(one.seconds / best, 3)
+        table.add_row(
+            rollart.ROWS[row],
+            f"{one.seconds:.1f}",
+            f"{one.seconds / best:.2f}",
+            f"{told or 1:.2f}",
+            f"{one.engines:.0%}",
+            f"{one.exposed:.1f} s",
+            f"{one.staleness:.2f}",
+        )
+    console.print(table)
+    found["exposed_pull_s"] = [round(means[row].exposed, 2) for row in ("areal", "rollart")]
+    sigmas = (1, 10) if quick else (1, 3, 10)
+    found["trajectory_level"] = {f"{s}": round(rollart.environments(s), 2) for s in sigmas}
+    if not quick:
+        single = rollart.one_class(steps)
+        found["affinity"] = {name: round(one / best, 3) for name, one in single.items()}
+        spare = rollart.redundancy()
+        found["redundancy"] = round(spare[0] / spare[2], 3)
+        found["alpha"] = {f"{a}": round(x, 3) for a, x in rollart.staleness(best).items()}
+    lost = rollart.goodput(large_job(400 if quick else 800), HOSTS, 3 if quick else 12)
+    found["goodput"] = {
+        "failures": lost.failures,
+        "lost_s_per_failure": round(lost.lost_seconds, 1),
+        "failures_per_day": round(lost.per_day, 2),
+        "share": round(lost.share, 5),
+    }
+    console.print_json(data=found)
+    return found
+
+
+def acted(console: Console, *, quick: bool = False) -> dict[str, Any]:
+    """ARL-Tangram: reservations over elastic actions by size of the batch, pods held until their
+    trajectory or their query's group has ended; and devices of model services."""
+    sizes = (256, 512) if quick else (256, 768, 1536)
+    hosts = [simulated.HOST_CORES] * simulated.HOSTS
+    trajectories = simulated.coding(sizes[-1], CodingLaw(), 1)
+    table = Table(title="ARL-Tangram: mean completion time of actions, reserved over elastic")
+    for column in ("trajectories", "elastic, s", "gain", "gain, pods held by groups", "published"):
+        table.add_column(column, justify="right")
+    told = {256: "3.1", 1536: "27.7"}
+    gains: dict[str, dict[str, float]] = {"gain": {}, "gain_by_groups": {}}
+    for size in sizes:
+        part = trajectories[:size]
+        ours = simulated.elastic(part, hosts).act
+        alone = simulated.reserved(part, hosts).act / ours
+        grouped = simulated.reserved(part, hosts, held_by=CodingLaw().group).act / ours
+        gains["gain"][f"{size}"] = round(alone, 1)
+        gains["gain_by_groups"][f"{size}"] = round(grouped, 1)
+        table.add_row(
+            f"{size}", f"{ours:.2f}", f"{alone:.1f}", f"{grouped:.1f}", told.get(size, "")
+        )
+    console.print(table)
+    each, shared = simulated.pools((8, 12, 36), 2 if quick else 10, TeacherLaw(busy=0.03), 1)
+    least = simulated.enough(each, shared)
+    return {**gains, "gpus_for_equal_latency": None if least is None else least.gpus}
 
 
 def speed(console: Console, *, quick: bool = False) -> dict[str, Any]:

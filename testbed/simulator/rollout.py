@@ -42,20 +42,42 @@ def play(
     make: Callable[[simpy.Environment], ElasticPool | Pods],
     *,
     stateful: bool = True,
+    held_by: int = 1,
 ) -> BatchResult:
     """All trajectories begin at once. With `stateful` what a trajectory runs stays on the host of
-    its first action, where its files are."""
+    its first action, where its files are. `held_by`: a pod is kept until all of so many
+    neighbouring trajectories have ended, as where the group of a query is rewarded together.
+
+    Raises ValueError where there are fewer pods than a group needs at once.
+    """
+    if held_by < 1:
+        raise ValueError(f"held_by = {held_by}: must be at least 1")
+    groups = [
+        _Group(min(held_by, len(trajectories) - first))
+        for first in range(0, len(trajectories), held_by)
+    ]
     env, played = simpy.Environment(), BatchResult()
     pool = make(env)
     for index, trajectory in enumerate(trajectories):
         if isinstance(pool, Pods):
-            env.process(_in_a_pod(env, pool, trajectory, played))
+            group = groups[index // held_by]
+            env.process(_in_a_pod(env, pool, trajectory, played, group))
         else:
             env.process(_elastic(env, pool, (f"{index}", trajectory), played, stateful))
     env.run()
+    if isinstance(pool, Pods) and any(len(one.pods) < one.size for one in groups):
+        raise ValueError(f"held_by = {held_by}: fewer pods than trajectories that keep them")
     played.seconds = float(env.now)
     played.waited, played.core_seconds = pool.waited, pool.core_seconds
     return played
+
+
+@dataclass
+class _Group:
+    """Trajectories that free their pods together: how many, and the pods of those that ended."""
+
+    size: int
+    pods: list[Any] = field(default_factory=list)
 
 
 def _elastic(
@@ -77,7 +99,11 @@ def _elastic(
 
 
 def _in_a_pod(
-    env: simpy.Environment, pods: Pods, trajectory: Trajectory, played: BatchResult
+    env: simpy.Environment,
+    pods: Pods,
+    trajectory: Trajectory,
+    played: BatchResult,
+    group: _Group,
 ) -> Generator[simpy.Event, Any, None]:
     asked = env.now
     pod = yield from pods.reserve()
@@ -88,7 +114,10 @@ def _in_a_pod(
         yield from pods.run(turn.call)
         played.acts.append(waited + env.now - asked)
         waited = 0.0
-    pods.release(pod)
+    group.pods.append(pod)
+    if len(group.pods) == group.size:
+        for held in group.pods:
+            pods.release(held)
 
 
 def ask(

@@ -25,5 +25,8 @@ def test_a_quick_run_reports_what_it_predicts() -> None:
     found = quick_run("twin", seconds=300)
     assert found["live"]["worst_error"] < 0.1
     assert found["flexmarl"]["ca_over_fixed"] > 1
+    assert found["rollart"]["over_sync"] > found["rollart"]["over_one_off"]
+    assert found["rollart"]["trajectory_level"]["10"] > found["rollart"]["trajectory_level"]["1"]
+    assert found["tangram"]["gain_by_groups"]["512"] > found["tangram"]["gain"]["512"] > 1
     assert found["microseconds_per_turn"] > 0
     assert found["decision_p99_ms"] == max(found["decisions_ms"].values())

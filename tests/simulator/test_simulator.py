@@ -136,6 +136,21 @@ def test_the_control_plane_makes_one_pod_after_another() -> None:
     assert play([trajectory] * 3, make).acts == [4.5, 5.0, 5.5]
 
 
+def test_pods_that_are_held_by_groups_are_waited_for_longer() -> None:
+    trajectories = coding(32, LAW, 1)
+
+    def run(held_by: int, cores: int = 32) -> BatchResult:
+        return play(trajectories, lambda env: Pods(env, [{CORES: cores}], cores=2), held_by=held_by)
+
+    alone, grouped = run(1), run(4)
+    assert len(grouped.acts) == len(alone.acts)
+    assert grouped.act > alone.act
+    with pytest.raises(ValueError, match="held_by = 0"):
+        run(0)
+    with pytest.raises(ValueError, match="held_by = 4"):
+        run(4, cores=4)
+
+
 def test_elastic_beats_reservations_and_more_so_the_more_trajectories_there_are() -> None:
     """ARL-Tangram's table in small: 64 cores, pods of 16."""
     gains = []

@@ -1,0 +1,69 @@
+"""The jobs by which `benchmarks.twin` reproduces published tables: what must hold at any size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from benchmarks.twin import rollart
+from troupe.twin.cluster import Twin, TwinJob
+
+
+def _small(features: rollart.Features, **more: bool) -> TwinJob:
+    job = rollart.job(features, fleet={"H800": 1, "H20": 1}, **more)
+    return dataclasses.replace(job, queries_per_step=4, in_flight=96, micro_batch=8)
+
+
+def test_every_row_of_rollart_trains_the_same_trajectories() -> None:
+    ends = {
+        row: Twin(_small(features)).run(2).steps[-1] for row, features in rollart.FEATURES.items()
+    }
+    assert {one.trained_tokens for one in ends.values()} == {ends["sync"].trained_tokens}
+    assert {one.trajectories for one in ends.values()} == {64}
+    assert ends["sync"].staleness == 0
+
+
+def test_weights_fetched_beside_serving_expose_less() -> None:
+    features = rollart.FEATURES["sync"]
+    blocked, fetched = (
+        Twin(_small(dataclasses.replace(features, fetched=one))).run(3).means(1)
+        for one in (False, True)
+    )
+    assert blocked.exposed > rollart.PULL[0]
+    assert fetched.exposed < rollart.PULL[0] / 10
+
+
+def test_affinity_sends_kinds_of_tasks_to_their_classes() -> None:
+    job = _small(rollart.FEATURES["rollart"])
+    twin = Twin(job)
+    served: Counter[tuple[str, str]] = Counter()
+    for engine in twin.routers[0]["agent"].engines:
+        admit = engine.admit
+
+        def note(turn, admit=admit, engine=engine):  # type: ignore[no-untyped-def]
+            served[turn.turn.domain, engine.device_class] += 1
+            admit(turn)
+
+        engine.admit = note  # type: ignore[method-assign]
+    twin.run(2)
+    # A class that would take too long is left (`routing.STAY_RATIO`), and one that loads weights.
+    for kind, device in (("mathematics", "H20"), ("software", "H800"), ("game", "H800")):
+        turns = sum(count for (domain, _), count in served.items() if domain == kind)
+        assert served[kind, device] > 0.5 * turns > 0
+
+
+def test_environments_of_larger_spread_cost_a_batch_more() -> None:
+    gains = [rollart.environments(sigma, queries=4) for sigma in (0.0, 3.0, 10.0)]
+    assert 1.0 <= gains[0] < gains[1] < gains[2]
+
+
+def test_failures_cost_time_and_more_hosts_fail_more_often() -> None:
+    job = dataclasses.replace(_small(rollart.FEATURES["rollart"]), rollout_workers=2)
+    lost = rollart.goodput(job, 400, 3, faster=5e4)
+    assert lost.failures > 0
+    assert 0 < lost.share < 1
+    assert lost.per_day == pytest.approx(400 * 86_400 / rollart.HOST_MTBF)
+    # 419 interruptions in 54 days on 2,048 hosts.
+    assert pytest.approx(419) == 2048 * 54 * 86_400 / rollart.HOST_MTBF
