@@ -21,7 +21,7 @@ from benchmarks.pipeline.workload import SETUPS, modes
 from benchmarks.twin import flexmarl, rollart
 from benchmarks.twin.live import rehearse, twin_job
 from benchmarks.twin.speed import HOSTS, decisions, hour, large_job
-from testbed.simulator.trace import CodingLaw, TeacherLaw
+from testbed.simulator.trace import CodingLaw, TeacherLaw, coding
 from troupe.twin.cluster import Twin, TwinMeans
 
 _LIVE: Final = Path(__file__).resolve().parents[2] / "docs" / "twin" / "live.json"
@@ -169,7 +169,7 @@ def acted(console: Console, *, quick: bool = False) -> dict[str, Any]:
     trajectory or their query's group has ended; and devices of model services."""
     sizes = (256, 512) if quick else (256, 768, 1536)
     hosts = [simulated.HOST_CORES] * simulated.HOSTS
-    trajectories = simulated.coding(sizes[-1], CodingLaw(), 1)
+    trajectories = coding(sizes[-1], CodingLaw(), 1)
     table = Table(title="ARL-Tangram: mean completion time of actions, reserved over elastic")
     for column in ("trajectories", "elastic, s", "gain", "gain, pods held by groups", "published"):
         table.add_column(column, justify="right")
