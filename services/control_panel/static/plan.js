@@ -111,7 +111,8 @@ function drawPicture(picture) {
       title: `${policy}: ${number(began)} to ${number(end)} s`,
       style: { left: part(began), width: part(end - began), "--lane": colour(policy) },
     }));
-    const label = `${lane.kind} ${lane.lane}: busy ${percent(Math.min(1, busy / picture.seconds))}`;
-    return el("div", { class: "lane" }, el("span", {}, `${lane.kind} ${lane.lane}`), el("div", { class: "bars", role: "img", "aria-label": label }, ...bars));
+    const name = lane.lane.startsWith(lane.kind) ? lane.lane : `${lane.kind} ${lane.lane}`;
+    const label = `${name}: busy ${percent(Math.min(1, busy / picture.seconds))}`;
+    return el("div", { class: "lane" }, el("span", {}, name), el("div", { class: "bars", role: "img", "aria-label": label }, ...bars));
   }));
 }
