@@ -6,7 +6,8 @@ orchestrator and the trainer's own check use it. Numbers follow what
 in float32, sharded over a gang (FSDP, Zhao et al. 2023, arXiv 2304.11277); a gang's layers,
 gathered one at a time with the next one on its way; activations as in Korthikanti et al. 2022
 (arXiv 2205.05198), counted for the unfused operators of transformers. The sum is the highest of
-several moments of a micro-batch. tests/trainer/test_memory.py compares it with what torch holds.
+several moments of a micro-batch. tests/trainer/test_memory.py compares it with what torch holds in
+real steps on a CPU, tests/trainer/memory/test_fake_step.py in steps of real sizes on fake GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SCRATCH_BYTES: Final = {"cpu": 1 << 20, "cuda": 256 << 20}
 # pass that the allocator cannot use again since blocks differ in size.
 _CONTEXT_BYTES: Final = 1 << 30
 _COLLECTIVE_BYTES: Final = 512 << 20
-_FRAGMENTS: Final = 0.05
+_FRAGMENTS: Final = 0.1
 # Elements of the moments that are on the device at a time, of those that are in host memory
 # (services/trainer/memory/offload.py); a second part is on its way.
 OFFLOADED_PART: Final = 1 << 25
@@ -218,26 +219,33 @@ def _end_of_forward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
     """The last block of logits: what all layers keep is there."""
     logits = _logits_bytes(shape, setup) + _head_gradient(shape, setup)
     casts = _cast_bytes(shape, setup, shape.layers * shape.layer)
-    return _gathered(shape, setup) + casts, _kept_bytes(shape, setup), logits
+    # The hidden states behind the last layer, their norm, and what the loss makes of them.
+    scored = 5 * _stream_bytes(shape, setup) + _HALF * shape.hidden
+    kept = _kept_bytes(shape, setup) + setup.tokens * scored
+    return _gathered(shape, setup) + casts, kept, logits
 
 
 def _first_of_backward(shape: ModelShape, setup: TrainingSetup) -> _Parts:
     """The last layer of the model in the backward pass: what it recomputes, its gradients."""
-    recomputed = _layer_bytes(shape, setup) if setup.checkpointing else 0
-    busy = setup.tokens * (recomputed + _gradient_bytes(shape, setup))
+    busy = _gradient_bytes(shape, setup)
+    if setup.checkpointing:  # the input of the layer is kept anyway
+        busy += _layer_bytes(shape, setup) - _stream_bytes(shape, setup)
     # With checkpointing the casts of the forward pass are gone.
     layers = 1 if setup.checkpointing else shape.layers
-    gathered = _gathered(shape, setup) + _cast_bytes(shape, setup, layers * shape.layer)
+    gathered = _gathered(shape, setup) + _cast_bytes(shape, setup, layers * shape.layer, head=False)
     if setup.ranks > 1:  # this layer's gradient, and float32 of it and of the one before
         gathered += (_wide(setup) + 2 * _FULL) * shape.layer
-    return gathered, _kept_bytes(shape, setup) + busy, _head_gradient(shape, setup)
+    # That of an output layer of its own has been added to those of earlier passes. A tied one is
+    # added with the embedding's, at the end; a gang scatters it then, too.
+    waits = shape.tied or setup.ranks > 1
+    head = _head_gradient(shape, setup) if waits else 0
+    return gathered, _kept_bytes(shape, setup) + setup.tokens * busy, head
 
 
 def _kept_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes that layers keep for the backward pass, and the hidden states behind the last norm."""
-    # The residual stream has the type of the embedding, also where products are in bfloat16.
-    stream = (_HALF if setup.half and setup.adapter else _FULL) * shape.hidden
-    layer = stream if setup.checkpointing else _layer_bytes(shape, setup)
+    """Bytes that layers keep for the backward pass."""
+    keeps = _stream_bytes if setup.checkpointing else _layer_bytes
+    layer = keeps(shape, setup)
     rotary = 2 * _FULL * shape.head_dim
     pairs = 2 * shape.kv_heads * shape.head_dim
     product = _HALF if setup.half else _FULL
@@ -247,8 +255,13 @@ def _kept_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     if setup.slices > 1:
         layers = 1 if setup.checkpointing else shape.layers
         states += setup.tokens * setup.slices * pairs * (layers * product + _FULL)
-    scored = 5 * _FULL * shape.hidden + _HALF * shape.hidden + rotary + _COLUMNS_BYTES
-    return setup.tokens * (shape.layers * layer + scored) + states
+    return setup.tokens * (shape.layers * layer + rotary + _COLUMNS_BYTES) + states
+
+
+def _stream_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Bytes per token of the residual stream: it has the type of the embedding, also where products
+    are in bfloat16."""
+    return (_HALF if setup.half and setup.adapter else _FULL) * shape.hidden
 
 
 def _gathered(shape: ModelShape, setup: TrainingSetup) -> int:
@@ -256,12 +269,14 @@ def _gathered(shape: ModelShape, setup: TrainingSetup) -> int:
     return 0 if setup.ranks == 1 else _wide(setup) * (_root(shape) + 3 * shape.layer)
 
 
-def _cast_bytes(shape: ModelShape, setup: TrainingSetup, layers: int) -> int:
-    """Copies in bfloat16 that autocast keeps of float32 weights: of `layers` parameters, and of the
-    output layer."""
+def _cast_bytes(shape: ModelShape, setup: TrainingSetup, layers: int, *, head: bool = True) -> int:
+    """Copies in bfloat16 that autocast keeps of float32 weights: of `layers` parameters, and, until
+    the loss is computed, of the output layer (`head`)."""
     if not setup.half or setup.adapter or _wide(setup) == _HALF:
         return 0
-    return _HALF * (layers + shape.vocabulary * shape.hidden)
+    # Experts are computed in the type of their weights.
+    layers -= layers // shape.layer * shape.experts * 3 * shape.hidden * shape.intermediate
+    return _HALF * (layers + (shape.vocabulary * shape.hidden if head else 0))
 
 
 def _head_gradient(shape: ModelShape, setup: TrainingSetup) -> int:
@@ -306,38 +321,58 @@ def _layer_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     d, full = shape.hidden, _FULL
     product = _HALF if setup.half else _FULL
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Two RMSNorms: their inputs; unless they are fused, also the normalized states before the
-    # multiplication.
-    size = 2 * (1 if setup.fused_norms else 2) * full * d
-    # Inputs of the projections: with autocast a copy for each, else one for all.
+    # An adapter's base: its residual stream is in bfloat16, and nothing is kept for its weights.
+    frozen = setup.half and setup.adapter > 0
+    # Two RMSNorms: their inputs, with the copies in float32 of a stream in bfloat16; unless they
+    # are fused or their weights frozen, also the normalized states before the multiplication.
+    norm = full + _HALF if frozen else full
+    size = 2 * d * (norm if frozen or setup.fused_norms else 2 * full)
+    # Inputs of the projections: with autocast a copy for each, else one for all; routed states are
+    # counted below.
     copied = setup.half and not setup.fused_norms
-    size += 5 * product * d if copied else 2 * product * d
+    size += ((4 if shape.experts else 5) if copied else 2) * product * d
     if setup.device == "cpu" and setup.short_rows:
         # Rows of up to 128 tokens: float32 copies, all weights of the attention, and its output.
         size += full * (queries + 2 * keys + SHORT_ROW * shape.heads) + product * queries
     else:
-        # Queries, keys and values as attention reads them, its output twice (also in the order of
-        # the rows), and the sums of its softmax.
-        size += product * (3 * queries + 2 * keys) + full * shape.heads
+        # Queries, keys and values as attention reads them, its output (twice where rows are in
+        # blocks, also in the order of the rows, and where an adapter reads it), and the sums of its
+        # softmax.
+        outputs = 1 if setup.device == "cuda" and setup.half and not frozen else 2
+        size += product * ((1 + outputs) * queries + 2 * keys) + full * shape.heads
     if shape.head_norms:
-        size += (full + product) * (queries + keys)
+        size += (full if frozen else full + product) * (queries + keys)
     elif setup.half:
         size += product * (queries + keys)
     if not shape.experts:
         # Gate, activated gate, up, and their product.
         return size + 4 * product * shape.intermediate
-    # Experts are computed in the type of their weights, which autocast does not change.
-    own = _wide(setup) if not setup.adapter else product
-    routed = own * (3 * d + 5 * shape.intermediate) + full * d
+    # Of a routed token: its states before and after the experts; gate and up, the activated gate,
+    # and their product. What only the gradients of weights need is not kept of frozen ones.
+    states, widths = (1, 3) if frozen else (2, 4)
+    routed = _expert_type(setup) * (states * d + widths * shape.intermediate)
     return size + shape.active_experts * routed + 4 * full * shape.experts
 
 
 def _gradient_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes per token of gradients that are alive at once in the backward pass of a layer."""
+    """Bytes per token that the backward pass of a layer adds to what the layer keeps."""
     product = _HALF if setup.half else _FULL
-    width = shape.intermediate * max(1, shape.active_experts)
-    attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return 2 * _FULL * shape.hidden + max(3 * product * width, 2 * _FULL * attention)
+    stream = 2 * _FULL * shape.hidden
+    attention = 2 * _FULL * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    if shape.experts:  # of the routed states, in two orders, and of their sum
+        routed = _expert_type(setup) * shape.active_experts
+        return stream + max(3 * routed * shape.hidden, attention - 4 * routed * shape.intermediate)
+    # Of the MLP gradients of its three states, in place of their product; of the attention its own,
+    # in place of what the MLP has kept.
+    wide = product * shape.intermediate
+    copies = 3 if setup.adapter and setup.half else 2  # an adapter reads float32
+    return stream + max(copies * wide, attention - 4 * wide)
+
+
+def _expert_type(setup: TrainingSetup) -> int:
+    """Bytes per element of what experts compute: autocast does not change it."""
+    product = _HALF if setup.half else _FULL
+    return product if setup.adapter else _wide(setup)
 
 
 def _logits_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
@@ -348,4 +383,7 @@ def _logits_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     head = shape.vocabulary * shape.hidden
     # With autocast a float32 layer's gradient is added from a product in bfloat16.
     copies = _HALF * head if setup.half and not setup.adapter else 0
-    return block + (block // 2 if setup.half else 0) + _SCRATCH_BYTES.get(setup.device, 0) + copies
+    if setup.device == "cuda" and not setup.teachers:  # one kernel, in place
+        return block + copies
+    scratch = _SCRATCH_BYTES.get(setup.device, 0)
+    return block + (block // 2 if setup.half else 0) + scratch + copies

@@ -1,0 +1,164 @@
+"""Whole updates of Qwen3-0.6B, 4B, 14B and 30B-A3B under `FakeTensorMode` on "cuda": no tensor on a
+wrong device, and as many bytes as the memory model says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.peak import case
+from troupe.job import JobSpec
+from troupe.job.sizing import read_shape, setup_of
+from troupe.scheduling.memory import RankMemory, rank_memory
+from troupe.twin.costs import model_config
+
+# Of all tensors, and of those that are there only while a pass or an update is computed.
+ERROR = 0.1
+# Tokens of a pass, the default of a device of 80 GB, in rows of this length.
+TOKENS, LENGTH = 16_384, 2048
+MEMORY = 80 << 30
+CHECKPOINTED = {"activation_checkpointing": True}
+KEPT = {"activation_checkpointing": False}
+# Lengths and offsets of rows, of which the device gets copies: all that passes make on the host.
+ON_HOST = {
+    "services/trainer/learning/sequences/packing.py:cumulative",
+    "troupe/algorithms/expert_load.py:__init__",
+}
+# Where the host waits for the device: once per pass, or once per step.
+WAITS = {
+    "services/trainer/learning/learner.py:apply",
+    "services/trainer/learning/optimizer.py:_full_norm",
+    "services/trainer/learning/ranks.py:_settle",
+    "services/trainer/memory/pass_budget.py:<listcomp>",
+    "troupe/algorithms/expert_load.py:load_metrics",
+    "troupe/algorithms/statistics.py:metrics",
+}
+
+
+def values(model: str, layers: int = 0, **changes: Any) -> dict[str, Any]:
+    """A job that trains `model`, with fewer `layers` if they are given."""
+    config = model_config(model) | ({"num_hidden_layers": layers} if layers else {})
+    source = {"config": config, "tokenizer": "/nowhere", "dtype": "bfloat16"}
+    trainer = {"forward_tokens": TOKENS, **changes.pop("trainer", CHECKPOINTED)}
+    return case(model=source, trainer=trainer, length=LENGTH, **changes)
+
+
+def predicted(job: dict[str, Any]) -> RankMemory:
+    spec = JobSpec.model_validate(job)
+    shape = read_shape(spec.policies["solver"].language_model)
+    assert shape is not None
+    return rank_memory(shape, setup_of(spec, "solver", shape, device="cuda", memory=MEMORY))
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that stands in for CUDA's device guard."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: benchmarks.gpu measures it")
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ to compile fake_cuda.cpp")
+    root, source = Path(torch.__file__).parent, Path(__file__).with_name("fake_cuda.cpp")
+    made = tmp_path_factory.mktemp("fake_cuda") / "libfake_cuda.so"
+    command = [compiler, "-shared", "-fPIC", "-std=c++20", "-O0", str(source), "-o", str(made)]
+    command += [f"-I{root / 'include'}", f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"]
+    done = subprocess.run(
+        [*command, "-lc10", "-ltorch_cpu"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+def step(job: dict[str, Any], library: Path, directory: Path) -> dict[str, Any]:
+    """What a step of the job needs (`fake_step.step`), in a process of its own."""
+    path = directory / "case.json"
+    path.write_text(json.dumps(job))
+    command = [sys.executable, "-m", "tests.trainer.memory.fake_step", str(path)]
+    environment = os.environ | {"LD_PRELOAD": str(library)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def check(name: str, job: dict[str, Any], library: Path, directory: Path) -> dict[str, Any]:
+    """Run a step, and compare its devices and bytes with what they must be."""
+    found, model = step(job, library, directory), predicted(job)
+    tensors = model.total - model.overhead
+    whole = tensors / found["cuda"] - 1
+    working = (tensors - model.state) / (found["cuda"] - found["state"]) - 1
+    print(f"{name}: predicted {tensors:,}, measured {found['cuda']:,}, {whole:+.1%}")
+    print(f"  while it computes: {working:+.1%}\n  {model.parts}\n  {found}")
+    assert {each.partition(": ")[2] for each in found["host"]} <= ON_HOST
+    assert {each.partition(": ")[2] for each in found["waits"]} <= WAITS
+    assert found["state"] == pytest.approx(model.state, rel=0.001)
+    assert abs(whole) <= ERROR
+    assert abs(working) <= ERROR
+    return found
+
+
+def test_a_step_on_a_gpu_needs_what_the_model_says(fake_cuda: Path, tmp_path: Path) -> None:
+    """Two layers of Qwen3-0.6B."""
+    check("0.6B, 2 layers", values("Qwen3-0.6B", 2), fake_cuda, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("trainer", [CHECKPOINTED, KEPT], ids=["checkpointed", "kept"])
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-4B", "Qwen3-14B", "Qwen3-30B-A3B"])
+def test_a_step_of_a_whole_model_needs_what_the_memory_model_says(
+    model: str, trainer: dict[str, Any], fake_cuda: Path, tmp_path: Path
+) -> None:
+    """All layers, as if one device had room for them."""
+    check(model, values(model, trainer=trainer), fake_cuda, tmp_path)
+
+
+VARIANTS = {
+    "lora": values("Qwen3-4B", 4, lora={"rank": 8}),
+    "lora-kept": values("Qwen3-4B", 4, trainer=KEPT, lora={"rank": 8}),
+    "offload": values("Qwen3-4B", 4, trainer=CHECKPOINTED | {"offload": "optimizer"}),
+    "coupled-tokens": values("Qwen3-4B", 4, algorithm={"loss": "gspo"}),
+    "mixture-lora": values("Qwen3-30B-A3B", 2, lora={"rank": 8}),
+    "mixture-balanced": values("Qwen3-30B-A3B", 2, algorithm={"router_aux_loss": 0.001}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_way_to_train_on_a_gpu_needs_what_the_memory_model_says(
+    name: str, fake_cuda: Path, tmp_path: Path
+) -> None:
+    """Adapters, moments in host memory, losses over sequences, auxiliary losses of routers."""
+    found = check(name, VARIANTS[name], fake_cuda, tmp_path)
+    if name == "offload":  # both moments, and the gradients that a larger pass would be taken from
+        assert found["cpu"] >= 2 * predicted(values("Qwen3-4B", 4)).weights
+
+
+def test_tensors_on_two_devices_are_found(fake_cuda: Path, tmp_path: Path) -> None:
+    """A step that multiplies a tensor of the device by one of the host fails here as on a GPU."""
+    program = (
+        "import torch\n"
+        "from tests.trainer.memory.fake_step import FakeCuda, pretending\n"
+        "mode = FakeCuda()\n"
+        "with mode, pretending(mode):\n"
+        "    torch.ones(3, device='cuda') * torch.ones(3)\n"
+    )
+    environment = os.environ | {"LD_PRELOAD": str(fake_cuda)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert done.returncode != 0
+    assert "two different devices" in done.stderr, done.stderr
