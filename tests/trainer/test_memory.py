@@ -20,7 +20,7 @@ from troupe.job.sizing import read_shape, setup_of
 from troupe.scheduling.memory import ModelShape, RankMemory, TrainingSetup, rank_memory
 
 # The model is at most this far below the truth, and at most that far above.
-BELOW, ERROR = 0.01, 0.2
+BELOW, ERROR = 0.01, 0.1
 # Of a model of a real size it is within this, above or below.
 REAL_ERROR = 0.1
 SMOLLM2_135M = {
